@@ -1,0 +1,59 @@
+"""Transactional messaging for Django: the public names, resolved lazily.
+
+Importing this package imports nothing else (PEP 562), so it works before the app
+registry is ready and where Django is absent, as on a Spark executor.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import Redeliver, Refuse
+    from .message import Message
+    from .middleware import no_outbox
+    from .outbox import send_message, send_messages
+    from .redelivery import RedeliveryPolicy
+    from .session import outbox_session
+    from .stages import stage
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Message",
+    "Redeliver",
+    "RedeliveryPolicy",
+    "Refuse",
+    "no_outbox",
+    "outbox_session",
+    "send_message",
+    "send_messages",
+    "stage",
+]
+
+_HOME = {
+    "Message": "message",
+    "Redeliver": "errors",
+    "RedeliveryPolicy": "redelivery",
+    "Refuse": "errors",
+    "no_outbox": "middleware",
+    "outbox_session": "session",
+    "send_message": "outbox",
+    "send_messages": "outbox",
+    "stage": "stages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

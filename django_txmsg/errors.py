@@ -1,0 +1,130 @@
+"""Every error of the package outside `jms`, and the two words a handler can raise.
+
+TxmsgError
+├── ConfigurationError      a setting is wrong; `manage.py check` says the same
+├── StoreError              send_message() refused a message; nothing was stored
+│   ├── TransactionRequired     no open transaction
+│   ├── InvalidMessage          body, header, key, destination, delay or size
+│   └── DuplicateMessage        the id is already stored
+├── DecodeError             an incoming message cannot be read
+├── BrokerError             a conversation with a broker failed
+│   ├── BrokerUnavailable       nothing was handed over; try again later
+│   ├── DispatchRejected        the broker refused this message for good
+│   ├── DispatchHeld            not sent: an earlier message of its key is not stored
+│   └── DispatchUnknown         no proof came; the message may have arrived
+├── SessionError            an outbox session was used before its begin, or too late
+└── StageError              a stage's transaction could not be completed
+    ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
+    ├── DurableInStage          atomic(durable=True) inside a stage
+    └── CommitTimedOut          a tombstone forbids this late commit
+
+Refuse and Redeliver are no errors but a handler's own verdict on its message.
+"""
+
+from __future__ import annotations
+
+
+class TxmsgError(Exception):
+    """Base of all errors raised by django_txmsg."""
+
+
+class ConfigurationError(TxmsgError):
+    """A setting under TXMSG is wrong. Run `manage.py check` for the full list."""
+
+
+class StoreError(TxmsgError):
+    """The message was not stored; the transaction can go on without it."""
+
+
+class TransactionRequired(StoreError):
+    """send_message() was called with no transaction open."""
+
+
+class InvalidMessage(StoreError, ValueError):
+    """The message cannot be carried: body, header, key, destination or size."""
+
+
+class DuplicateMessage(StoreError):
+    """A message with this id is already stored in the outbox."""
+
+
+class DecodeError(TxmsgError):
+    """An incoming message cannot be read; it is buried with its bytes intact.
+
+    `reason` is a short code, stored with the dead letter.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class BrokerError(TxmsgError):
+    """A conversation with a broker failed."""
+
+
+class BrokerUnavailable(BrokerError):
+    """The broker cannot be reached; nothing was handed over."""
+
+
+class DispatchRejected(BrokerError):
+    """The broker answered that it will not take this message."""
+
+
+class DispatchHeld(BrokerError):
+    """Not sent, since an earlier message of the same key is not stored yet."""
+
+
+class DispatchUnknown(BrokerError):
+    """No receipt came: the message may or may not have been taken.
+
+    It is sent again with the same id, and the receiver's inbox drops the copy.
+    `written` is False when it certainly never left.
+    """
+
+    def __init__(self, detail: str, *, written: bool = True) -> None:
+        super().__init__(detail)
+        self.written = written
+
+
+class SessionError(TxmsgError):
+    """An outbox session was used before it began, twice, or after it ended."""
+
+
+class StageError(TxmsgError):
+    """A stage's transaction could not be completed; it was rolled back."""
+
+
+class SwallowedDatabaseError(StageError):
+    """A database error inside an inner atomic() was caught, and the outer
+    transaction can only roll back.
+
+    Django would roll back silently and the message would be acknowledged with its
+    work lost. Let the error propagate, or catch it *outside* the inner atomic().
+    """
+
+
+class DurableInStage(StageError):
+    """atomic(durable=True) was entered inside a stage, whose transaction it cannot
+    leave. Remove durable=True, or use transaction="broker_only" for this stage."""
+
+
+class CommitTimedOut(StageError):
+    """A tombstone says that this session was given up before it committed."""
+
+
+class Refuse(Exception):
+    """Raised by a handler: redelivery is pointless, bury the message at once."""
+
+
+class Redeliver(Exception):
+    """Raised by a handler: try again after so many seconds, whatever the policy's
+    back-off says. The attempt counts, so the policy's maximum still holds."""
+
+    def __init__(self, after: float, reason: str = "") -> None:
+        if after < 0:
+            raise ValueError(
+                f"Redeliver(after={after!r}): seconds must not be negative"
+            )
+        super().__init__(reason or f"redelivery asked for in {after:g} s")
+        self.after = float(after)

@@ -1,0 +1,76 @@
+"""An exception as it is kept: its text, its traceback, and a fingerprint to group by.
+
+Pure: no Django, no I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import traceback as tb
+from dataclasses import dataclass
+from pathlib import Path
+
+#: Longest text kept of an exception and of a traceback, in characters.
+MAX_EXCEPTION = 2_000
+MAX_TRACEBACK = 16_384
+
+_OURS = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is kept of an error. Two failures of one cause share a fingerprint."""
+
+    exception: str
+    traceback: str = ""
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Return what is kept of `error`: type and innermost application frame make
+        the fingerprint, without line numbers, so that it survives an edit."""
+        name = f"{type(error).__module__}.{type(error).__qualname__}"
+        name = name.removeprefix("builtins.")
+        # NUL is a character that PostgreSQL's text cannot hold.
+        text = f"{name}: {error}".rstrip(": ").replace("\x00", "\\x00")
+        trace = "".join(tb.format_exception(error)).replace("\x00", "\\x00")
+        where = _application_frame(error)
+        digest = hashlib.sha256(f"1|{name}|{where}".encode()).hexdigest()
+        return cls(
+            _cut(_clean(text), MAX_EXCEPTION),
+            _cut(_clean(trace), MAX_TRACEBACK),
+            digest[:16],
+        )
+
+    @classmethod
+    def because(cls, reason: str, detail: str) -> Failure:
+        """Return a failure without an exception: a verdict of our own."""
+        digest = hashlib.sha256(f"1|{reason}".encode()).hexdigest()
+        return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])
+
+
+def _application_frame(error: BaseException) -> str:
+    frames = tb.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        library = "site-packages" in frame.filename or "/lib/python" in frame.filename
+        if not library and not frame.filename.startswith(_OURS):
+            return f"{Path(frame.filename).name}:{frame.name}"
+    if frames:
+        return f"{Path(frames[-1].filename).name}:{frames[-1].name}"
+    return ""
+
+
+def _clean(text: str) -> str:
+    # A lone surrogate cannot be stored as UTF-8.
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _cut(text: str, most: int) -> str:
+    """Keep both ends: the first line tells the way in, the last ones the error."""
+    if len(text) <= most:
+        return text
+    head = most // 4
+    tail = most - head - 40
+    return (
+        f"{text[:head]}\n… {len(text) - head - tail} characters cut …\n{text[-tail:]}"
+    )
