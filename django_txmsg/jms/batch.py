@@ -1,0 +1,231 @@
+"""Many messages with proof for each, the fastest way a broker allows.
+
+Hop 4 of a message, as the relay sends. ActiveMQ waits for its journal once per
+transaction: frames without receipts in one transaction, a barrier to see that all
+were taken, then COMMIT with a receipt. RabbitMQ confirms messages as it stores them:
+receipts are pipelined. When a transaction is refused, nothing of it is stored and
+every message is sent by itself, so that only the bad one is rejected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from django_txmsg.jms import destination as destinations
+from django_txmsg.jms.delivery import DEFAULT, Encoded, encode_message
+from django_txmsg.jms.errors import (
+    ConnectionLostError,
+    MessagingError,
+    SendHeldBackError,
+    SendRejectedError,
+    SendTimeoutError,
+    TransactionInDoubtError,
+    TransactionRolledBackError,
+)
+from django_txmsg.jms.ledger import Entry
+from django_txmsg.jms.transaction import Transaction
+
+if TYPE_CHECKING:
+    from django_txmsg.jms.destination import Destination
+    from django_txmsg.jms.message import Message
+    from django_txmsg.jms.session import Session
+
+Outcomes = list[MessagingError | None]
+#: Below this a transaction costs more than the receipts it saves.
+_WORTH_A_TRANSACTION = 4
+
+
+class BatchSend(Entry):
+    """One message of a batch sent with a receipt of its own."""
+
+    __slots__ = ("_batch", "_index")
+
+    is_send = True
+
+    def __init__(self, what: str, deadline: float, batch: Receipts, index: int) -> None:
+        """Know which outcome of the batch this is."""
+        super().__init__(what, deadline)
+        self._batch = batch
+        self._index = index
+
+    def settled(self) -> None:
+        """Note the outcome; the last one wakes the sender."""
+        self._batch.outcomes[self._index] = self.error
+        self._batch.missing -= 1
+        if not self._batch.missing:
+            self._batch.complete.set()
+
+
+class Receipts:
+    """The outcomes still to come of messages sent together."""
+
+    def __init__(self, outcomes: Outcomes, missing: int) -> None:
+        """Write into the outcomes."""
+        self.outcomes = outcomes
+        self.missing = missing
+        self.complete = threading.Event()
+
+
+def send(
+    session: Session,
+    messages: Sequence[tuple[str | Destination, Message]],
+    timeout: float,
+    *,
+    isolate: bool,
+    keys: Sequence[str] = (),
+) -> Outcomes:
+    """Send them all and return one outcome for each, in order."""
+    outcomes: Outcomes = [None] * len(messages)
+    encoded: list[tuple[int, Encoded]] = []
+    for index, (destination, message) in enumerate(messages):
+        try:
+            target = destinations.parse(destination)
+            encoded.append((index, encode_message(session, target, message, DEFAULT)))
+        except MessagingError as error:
+            rejected = SendRejectedError(f"{message!r} was not sent: {error}")
+            rejected.__cause__ = error
+            outcomes[index] = rejected
+    in_transaction = session.link.dialect.commit_proves_sends and not isolate
+    keys = keys or [""] * len(messages)
+    for part in _parts(session, _unspoilt(encoded, keys, outcomes), one_by_one=isolate):
+        together = in_transaction and len(part) >= _WORTH_A_TRANSACTION
+        if not (together and _in_transaction(session, part, outcomes, timeout)):
+            for wave in _waves(part, keys):
+                sent = _unspoilt(wave, keys, outcomes)
+                if sent:
+                    _with_receipts(session, sent, outcomes, timeout)
+        if isolate and isinstance(outcomes[part[0][0]], SendRejectedError):
+            # A broker that hangs up after its ERROR must not take the next along.
+            with contextlib.suppress(MessagingError):
+                session.link.barrier(timeout=timeout).wait()
+    for index, one in encoded:
+        messages[index][1]._provided = one.provided
+    return outcomes
+
+
+def _waves(
+    part: list[tuple[int, Encoded]], keys: Sequence[str]
+) -> list[list[tuple[int, Encoded]]]:
+    """Cut so that no wave has two messages of a key: the second one may go only when
+    the first is known to be stored."""
+    waves: list[list[tuple[int, Encoded]]] = []
+    met: dict[str, int] = {}
+    for item in part:
+        key = keys[item[0]]
+        number = met.get(key, 0)
+        if key:
+            met[key] = number + 1
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(item)
+    return waves
+
+
+def _unspoilt(
+    items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
+) -> list[tuple[int, Encoded]]:
+    """Leave out, and mark as held back, what follows a failed message of its key."""
+    spoilt = {
+        key
+        for key, outcome in zip(keys, outcomes, strict=True)
+        if key and outcome is not None
+    }
+    for index, _ in items:
+        if keys[index] in spoilt:
+            outcomes[index] = SendHeldBackError(
+                f"The message was not sent: an earlier one of its key {keys[index]!r} "
+                f"is not stored."
+            )
+    return [item for item in items if keys[item[0]] not in spoilt]
+
+
+def _parts(
+    session: Session, encoded: list[tuple[int, Encoded]], *, one_by_one: bool
+) -> Iterator[list[tuple[int, Encoded]]]:
+    """Cut into parts that fit the window in messages and bytes."""
+    most = 1 if one_by_one else max(session.max_in_flight, 1000)
+    part: list[tuple[int, Encoded]] = []
+    size = 0
+    for item in encoded:
+        full = (
+            len(part) >= most
+            or size + item[1].size > session.link.options.max_in_flight_bytes
+        )
+        if part and full:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += item[1].size
+    if part:
+        yield part
+
+
+def _with_receipts(
+    session: Session,
+    part: list[tuple[int, Encoded]],
+    outcomes: Outcomes,
+    timeout: float,
+) -> None:
+    link = session.link
+    receipts = Receipts(outcomes, len(part))
+    deadline = time.monotonic() + timeout
+    entries = []
+    for index, one in part:
+        what = f"message {one.provided.message_id}"
+        entry = BatchSend(what, deadline, receipts, index)
+        entry.receipt = link.ledger.new_receipt()
+        entries.append((one.frame(entry.receipt), entry))
+    with link.lock:
+        try:
+            link.check_alive()
+        except MessagingError as error:
+            for index, _ in part:
+                outcomes[index] = error
+            return
+        for frame, entry in entries:
+            link.ledger.reserve(entry)
+            link.writer.put(frame, entry)
+    while not receipts.complete.wait(1.0):
+        pass
+
+
+def _in_transaction(
+    session: Session,
+    part: list[tuple[int, Encoded]],
+    outcomes: Outcomes,
+    timeout: float,
+) -> bool:
+    """Store the part as one; false when it was rolled back and is to be sent singly."""
+    link = session.link
+    transaction = Transaction(link)
+    name = transaction.name
+    data = b"".join([one.frame(transaction=name) for _, one in part])
+    error: MessagingError
+    try:
+        with link.lock:
+            link.check_alive()
+            transaction.begin()
+            transaction.loose(data)
+        transaction.commit(timeout)
+    except TransactionRolledBackError as rolled_back:
+        if link.error is None:
+            return False
+        text = "was not stored: the connection ended before its transaction's COMMIT"
+        error = ConnectionLostError(
+            f"The message {text}: {rolled_back}",
+            written=False,
+            broker_said=link.error.broker_said,
+        )
+    except ConnectionLostError as lost:
+        error = lost
+    except TransactionInDoubtError as in_doubt:
+        error = SendTimeoutError(str(in_doubt))
+    else:
+        return True
+    for index, _ in part:
+        outcomes[index] = error
+    return True

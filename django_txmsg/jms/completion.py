@@ -1,0 +1,138 @@
+"""Telling the sender what became of an asynchronous send.
+
+Hop 4 of a message. A listener, or a future, is told once per accepted send, in the
+order of the session's sends, one at a time per session, on a thread of a shared pool
+that is neither the sender's nor the connection's. While it runs, a marker tells which
+producer's callback this is, so that it cannot wait for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+
+from django_txmsg.jms.errors import IllegalStateError, MessagingError
+
+if TYPE_CHECKING:
+    from django_txmsg.jms.message import Message
+    from django_txmsg.jms.producer import MessageProducer
+
+#: The producer whose callback the current context runs, if any.
+running_for: ContextVar[MessageProducer | None] = ContextVar(
+    "django_txmsg_jms_running_for", default=None
+)
+
+
+@runtime_checkable
+class CompletionListener(Protocol):
+    """Told what became of a message sent asynchronously."""
+
+    def on_completion(self, message: Message) -> None:
+        """Learn that the broker confirmed the message."""
+
+    def on_exception(self, message: Message, error: MessagingError) -> None:
+        """Learn that it was refused, or that its outcome is not known."""
+
+
+class _Callables:
+    """A pair of callables as a completion listener."""
+
+    def __init__(
+        self,
+        on_completion: Callable[[Message], object],
+        on_exception: Callable[[Message, MessagingError], object],
+    ) -> None:
+        self._on_completion = on_completion
+        self._on_exception = on_exception
+
+    def on_completion(self, message: Message) -> None:
+        self._on_completion(message)
+
+    def on_exception(self, message: Message, error: MessagingError) -> None:
+        self._on_exception(message, error)
+
+
+def as_listener(listener: object) -> CompletionListener:
+    """Accept a listener, or a pair ``(on_completion, on_exception)`` of callables.
+
+    Raises ``ValueError`` for anything else, ``None`` included.
+    """
+    if (
+        isinstance(listener, tuple)
+        and len(listener) == 2
+        and all(map(callable, listener))
+    ):
+        return _Callables(*listener)
+    # Much cheaper, once for each send, than isinstance() with the protocol.
+    if callable(getattr(listener, "on_completion", None)) and callable(
+        getattr(listener, "on_exception", None)
+    ):
+        return cast("CompletionListener", listener)
+    raise ValueError(
+        "A completion listener has on_completion(message) and "
+        f"on_exception(message, error), or is a pair of callables; got {listener!r}."
+    )
+
+
+class CompletionFuture(Future["Message"]):
+    """The outcome of ``producer.submit``: ``result()`` or ``await``, both the message.
+
+    ``cancel()`` succeeds only while the frame has not been written.
+    """
+
+    def __init__(self, producer: MessageProducer) -> None:
+        """Belong to the producer whose ``submit`` made it."""
+        super().__init__()
+        self._producer = producer
+        self._withdraw: Callable[[], bool] = lambda: False
+
+    def on_completion(self, message: Message) -> None:
+        """Resolve; called where a listener would be."""
+        if self.set_running_or_notify_cancel():
+            self.set_result(message)
+
+    def on_exception(self, message: Message, error: MessagingError) -> None:
+        """Fail; called where a listener would be."""
+        if self.set_running_or_notify_cancel():
+            self.set_exception(error)
+
+    def on_withdrawn(self) -> None:
+        """Tell the waiters of a cancelled send; called where a listener would be."""
+        super().cancel()
+        self.set_running_or_notify_cancel()
+
+    def cancel(self) -> bool:
+        """Withdraw the message if it has not been written yet."""
+        if self.cancelled():
+            return True
+        return self._withdraw() and super().cancel()
+
+    def _refuse_own_callback(self) -> None:
+        own = running_for.get()
+        if (
+            own is not None
+            and own.session is self._producer.session
+            and not self.done()
+        ):
+            raise IllegalStateError(
+                "A completion callback waits for a later send of its own session, "
+                "whose callback cannot run before this one returns."
+            )
+
+    def result(self, timeout: float | None = None) -> Message:
+        """Wait for the outcome; raise the send's error."""
+        self._refuse_own_callback()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the outcome; return the send's error, if any."""
+        self._refuse_own_callback()
+        return super().exception(timeout)
+
+    def __await__(self) -> Generator[Any, None, Message]:
+        """Wait on the running event loop, without blocking it."""
+        self._refuse_own_callback()
+        return asyncio.wrap_future(self).__await__()

@@ -1,0 +1,226 @@
+"""Receiving from one destination, pulled one message at a time.
+
+Hop 6 of a message. The broker keeps at most ``prefetch`` unacknowledged deliveries
+here, so the local buffer is bounded, and the reader thread only ever appends to it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from django_txmsg.jms.destination import Destination
+from django_txmsg.jms.errors import (
+    ConnectionLostError,
+    IllegalStateError,
+    MessagingError,
+    UnsupportedOperationError,
+)
+from django_txmsg.jms.frames import Frame
+from django_txmsg.jms.message import Message
+
+if TYPE_CHECKING:
+    from django_txmsg.jms.session import Session
+
+
+class AckMode(Enum):
+    """Who acknowledges a received message."""
+
+    #: ``session.acknowledge(message)``, one by one, once its outcome is stored.
+    INDIVIDUAL = "client-individual"
+    #: The consumer, as ``receive`` returns: a crash after that loses the message.
+    AUTO = "auto"
+
+
+class MessageConsumer:
+    """Made by ``session.create_consumer``."""
+
+    def __init__(
+        self,
+        session: Session,
+        destination: Destination,
+        prefetch: int,
+        subscription: str | None,
+        selector: str | None,
+    ) -> None:
+        """Check what was asked for; ``subscribe`` talks to the broker."""
+        if prefetch < 1:
+            raise ValueError(
+                "prefetch is at least 1: with 0 a broker delivers nothing."
+            )
+        if subscription is not None and not destination.is_topic:
+            raise UnsupportedOperationError(
+                "Only a topic has named subscriptions; a queue keeps messages anyway."
+            )
+        link = session.link
+        if (
+            subscription is not None
+            and link.dialect.durable_needs_client_id
+            and link.options.client_id is None
+        ):
+            raise IllegalStateError(
+                f"A durable subscription on {link.dialect.name} belongs to a "
+                "client id. Give the factory one: stomp://host?client_id=NAME."
+            )
+        self.session = session
+        self.destination = destination
+        self.prefetch = prefetch
+        self.subscription = subscription
+        self.selector = selector
+        self.subscription_id = link.next_name("sub-")
+        self.arrived = threading.Condition(link.lock)
+        self._buffer: deque[Message] = deque()
+        self._unsettled: dict[str | None, Message] = {}
+        self._closed = False
+
+    def subscribe(self, timeout: float | None = None) -> None:
+        """Ask the broker for deliveries; raise its refusal."""
+        link = self.session.link
+        headers = link.dialect.subscribe_headers(
+            self.destination, self.prefetch, self.subscription
+        )
+        headers |= {"id": self.subscription_id, "ack": "client-individual"}
+        if self.selector is not None:
+            headers["selector"] = self.selector
+        link.register(self)
+        what = f"the subscription to {self.destination}"
+        try:
+            link.ask("SUBSCRIBE", headers, timeout=timeout, what=what).wait()
+        except MessagingError:
+            link.unregister(self)
+            raise
+
+    def deliver(self, frame: Frame) -> None:
+        """Buffer a delivery; on the reader thread, with the lock held."""
+        self._buffer.append(Message.received(frame, self))
+        self.arrived.notify()
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Return the next message; ``None`` when none came in time, or when closed.
+
+        Raises ``ConnectionLostError`` once the connection has failed: what is buffered
+        then is the broker's again, and comes to the next connection.
+        """
+        give_up = None if timeout is None else time.monotonic() + timeout
+        link = self.session.link
+        link.check_alive()
+        with self.arrived:
+            while True:
+                if self._closed or (link.closed and link.error is None):
+                    return None
+                link.check_alive()
+                if self._buffer and link.delivering:
+                    message = self._buffer.popleft()
+                    self._unsettled[message.ack_id] = message
+                    break
+                left = None if give_up is None else give_up - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self.arrived.wait(left)
+        self.session.note_received(message)
+        return message
+
+    def receive_nowait(self) -> Message | None:
+        """Return a message that has already arrived, or ``None``."""
+        return self.receive(0)
+
+    def __iter__(self) -> Iterator[Message]:
+        """Receive until closed."""
+        while (message := self.receive()) is not None:
+            yield message
+
+    def settle(self, message: Message) -> None:
+        """Note that a message is being acknowledged.
+
+        Raises ``IllegalStateError`` when it was before, or was taken back.
+        """
+        with self.arrived:
+            if self._closed:
+                raise IllegalStateError(
+                    f"The consumer of {message!r} is closed; the broker delivers the "
+                    "message again."
+                )
+            if self._unsettled.pop(message.ack_id, None) is None:
+                raise IllegalStateError(
+                    f"{message!r} is acknowledged already, or was taken back."
+                )
+
+    def forget(self, message: Message) -> None:
+        """Note that a committed transaction has acknowledged a message."""
+        with self.arrived:
+            self._unsettled.pop(message.ack_id, None)
+
+    def take_back(self) -> None:
+        """Buffer again, as redelivered, what was received and not acknowledged."""
+        with self.arrived:
+            again = list(self._unsettled.values())
+            self._unsettled.clear()
+            for message in again:
+                message.redelivered = True
+            self._buffer.extendleft(reversed(again))
+            self.arrived.notify_all()
+
+    @property
+    def buffered(self) -> int:
+        """Deliveries that arrived and were not received yet."""
+        return len(self._buffer)
+
+    def close(self, *, delete_subscription: bool = False) -> None:
+        """Take no more deliveries; what was not acknowledged is delivered again.
+
+        ActiveMQ does that at once, RabbitMQ when the connection ends.
+        """
+        link = self.session.link
+        if link.inherited:
+            return
+        with self.arrived:
+            if self._closed:
+                return
+            self._closed = True
+            self._buffer.clear()
+            self.arrived.notify_all()
+        self.session.consumer_closed(self)
+        try:
+            if not link.closed and link.error is None:
+                self._unsubscribe(delete=delete_subscription)
+        except ConnectionLostError:
+            pass  # which ends the subscription as well
+        finally:
+            link.unregister(self)
+
+    def _unsubscribe(self, *, delete: bool) -> None:
+        dialect = self.session.link.dialect
+        durable = (
+            dialect.durable_headers(self.subscription) if self.subscription else {}
+        )
+        end = {
+            "id": self.subscription_id,
+            "destination": dialect.address(self.destination),
+        }
+        if not (delete and durable):
+            frames = [end]
+        elif dialect.deletes_durable_while_in_use:
+            frames = [end | durable]
+        else:
+            frames = [end, end | durable]
+        what = f"ending the subscription to {self.destination}"
+        for headers in frames:
+            self.session.link.ask("UNSUBSCRIBE", headers, what=what).wait()
+
+    def __enter__(self) -> MessageConsumer:
+        """Close at the end of the ``with`` block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, whatever happened inside."""
+        self.close()

@@ -1,0 +1,163 @@
+"""A connection and one session as one object, with producers in a fluent style.
+
+Hop 4 of a message, in Jakarta Messaging's simplified API: ::
+
+    context.create_producer().set_async(listener).set_priority(4).send("orders", "text")
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from django_txmsg.jms import completion, restrictions
+from django_txmsg.jms.completion import CompletionFuture, CompletionListener
+from django_txmsg.jms.destination import Destination
+from django_txmsg.jms.message import DeliveryMode, Message
+
+if TYPE_CHECKING:
+    from django_txmsg.jms.connection import Connection
+    from django_txmsg.jms.consumer import AckMode, MessageConsumer
+
+
+class ContextProducer:
+    """Made by ``context.create_producer``; every setter returns it again."""
+
+    def __init__(self, context: Context) -> None:
+        """Start with the default delivery, synchronously."""
+        self._context = context
+        self._producer = context.session.create_producer()
+        self._listener: CompletionListener | None = None
+        self._headers: dict[str, str] = {}
+
+    def set_async(
+        self, listener: CompletionListener | tuple[object, object] | None
+    ) -> ContextProducer:
+        """Tell the listener of later sends; ``None`` makes them synchronous again."""
+        if listener is None:
+            self._listener = None
+        else:
+            restrictions.check(self._context.session.link.options)
+            self._listener = completion.as_listener(listener)
+        return self
+
+    def get_async(self) -> CompletionListener | None:
+        """Return the listener, ``None`` while sends are synchronous."""
+        return self._listener
+
+    def set_delivery_mode(self, mode: DeliveryMode) -> ContextProducer:
+        """Choose whether the broker keeps messages through its restart."""
+        return self._deliver(mode=mode)
+
+    def set_priority(self, priority: int) -> ContextProducer:
+        """Choose 0 to 9."""
+        return self._deliver(priority=priority)
+
+    def set_time_to_live(self, time_to_live: timedelta) -> ContextProducer:
+        """Choose how long the broker keeps a message; nothing means for ever."""
+        return self._deliver(time_to_live=time_to_live)
+
+    def set_delivery_delay(self, delay: timedelta) -> ContextProducer:
+        """Choose how long the broker holds a message back."""
+        return self._deliver(delay=delay)
+
+    def _deliver(self, **chosen: Any) -> ContextProducer:
+        self._producer.delivery = replace(self._producer.delivery, **chosen)
+        return self
+
+    def set_property(self, name: str, value: str) -> ContextProducer:
+        """Put a header on every later message that has none of that name."""
+        self._headers[name] = value
+        return self
+
+    def send(
+        self, destination: str | Destination, body: Any, *, timeout: float | None = None
+    ) -> ContextProducer:
+        """Send a body or a ``Message``, to the listener's knowledge if there is one."""
+        message = self._message(body)
+        if self._listener is None:
+            self._producer.send(message, destination=destination, timeout=timeout)
+        else:
+            self._producer.send_async(
+                message, self._listener, destination=destination, timeout=timeout
+            )
+        return self
+
+    def submit(
+        self, destination: str | Destination, body: Any, *, timeout: float | None = None
+    ) -> CompletionFuture:
+        """Send a body or a ``Message`` and return its future."""
+        return self._producer.submit(
+            self._message(body), destination=destination, timeout=timeout
+        )
+
+    def _message(self, body: Any) -> Message:
+        if not isinstance(body, Message):
+            return Message(body, self._headers)
+        for name, value in self._headers.items():
+            body.headers.setdefault(name, value)
+        return body
+
+
+class Context:
+    """Made by ``factory.create_context``; owns its connection."""
+
+    def __init__(
+        self, connection: Connection, *, transacted: bool, ack_mode: AckMode
+    ) -> None:
+        """Open the one session."""
+        self.connection = connection
+        self.session = connection.create_session(transacted, ack_mode)
+
+    def create_producer(self) -> ContextProducer:
+        """Make a producer without a destination of its own."""
+        return ContextProducer(self)
+
+    def create_consumer(
+        self, destination: str | Destination, **options: Any
+    ) -> MessageConsumer:
+        """Subscribe; options as for ``session.create_consumer``."""
+        return self.session.create_consumer(destination, **options)
+
+    def acknowledge(self, message: Message) -> None:
+        """Acknowledge this message and no other."""
+        self.session.acknowledge(message)
+
+    def commit(self) -> None:
+        """Commit the session's transaction."""
+        self.session.commit()
+
+    def rollback(self) -> None:
+        """Roll the session's transaction back."""
+        self.session.rollback()
+
+    def recover(self) -> None:
+        """Receive again what was not acknowledged."""
+        self.session.recover()
+
+    def start(self) -> None:
+        """Let consumers receive again."""
+        self.connection.start()
+
+    def stop(self) -> None:
+        """Let no consumer receive."""
+        self.connection.stop()
+
+    def close(self) -> None:
+        """Let outstanding sends complete, then close session and connection."""
+        self.connection.close()
+
+    def __enter__(self) -> Context:
+        """Close at the end of the ``with`` block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close, whatever happened inside."""
+        self.close()

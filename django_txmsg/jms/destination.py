@@ -1,0 +1,68 @@
+"""The place on a broker a message is sent to or received from: a queue or a topic.
+
+Only here and in ``dialects`` do the words queue and topic have a meaning; above,
+a destination is a plain name (``orders.place``) or ``topic:orders.placed``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from django_txmsg.jms.errors import InvalidDestinationError
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A name on a broker, and whether every subscriber gets the message."""
+
+    name: str
+    is_topic: bool = False
+
+    def __str__(self) -> str:
+        """Write it the way ``parse`` reads it."""
+        return f"topic:{self.name}" if self.is_topic else self.name
+
+
+class Queue(Destination):
+    """A destination where each message goes to one consumer."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str) -> None:
+        """Name the queue."""
+        super().__init__(name, is_topic=False)
+
+
+class Topic(Destination):
+    """A destination where each message goes to every subscription."""
+
+    __slots__ = ()
+
+    def __init__(self, name: str) -> None:
+        """Name the topic."""
+        super().__init__(name, is_topic=True)
+
+
+def parse(destination: str | Destination | None) -> Destination:
+    """Read ``orders.place``, ``topic:orders.placed``, ``/queue/x`` or ``/topic/x``.
+
+    Raises ``InvalidDestinationError`` when it is missing, empty or no text; what a
+    name may hold differs by broker and is the dialect's to say.
+    """
+    if isinstance(destination, Destination):
+        found = Destination(destination.name, destination.is_topic)
+    elif not isinstance(destination, str):
+        raise InvalidDestinationError(
+            f"A destination is a name such as 'orders.place', not {destination!r}."
+        )
+    elif destination.startswith(("topic:", "/topic/")):
+        found = Destination(destination[6:].removeprefix("/"), is_topic=True)
+    else:
+        found = Destination(destination.removeprefix("/queue/"))
+    name = found.name
+    if not name or name != name.strip(" /") or not name.isprintable():
+        raise InvalidDestinationError(
+            f"Destination {destination!r} is malformed: a name has no surrounding "
+            "spaces or slashes, no control characters, and at least one letter."
+        )
+    return found

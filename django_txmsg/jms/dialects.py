@@ -1,0 +1,225 @@
+"""What differs between the brokers that speak STOMP, as far as a client must know.
+
+The facts behind each field are in ``docs/reference/jms-compliance.md``: ActiveMQ
+Classic 5.17 and RabbitMQ 3.10 were run, Artemis is written from its sources and
+documentation and was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from django_txmsg.jms.destination import Destination
+from django_txmsg.jms.errors import (
+    InvalidDestinationError,
+    MessageFormatError,
+    UnsupportedOperationError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One broker's variations; the values here are ActiveMQ Classic's."""
+
+    name: str = "activemq"
+    #: Characters that mean something else than themselves in a destination.
+    forbidden_in_names: str = ",?*>"
+    #: Header of SUBSCRIBE that bounds the deliveries not yet acknowledged.
+    prefetch_header: str = "activemq.prefetchSize"
+    #: What one message of prefetch is in the header's unit.
+    prefetch_unit: int = 1
+    #: Header of SEND with the moment a message expires, in epoch milliseconds ...
+    expires_header: str | None = "expires"
+    #: ... or with the milliseconds it has left.
+    time_to_live_header: str | None = None
+    #: Header of SEND that delays the delivery, in milliseconds.
+    delay_header: str | None = "AMQ_SCHEDULED_DELAY"
+    #: Headers of SEND that this broker reads as whole numbers.
+    number_headers: frozenset[str] = frozenset(
+        {
+            "expires", "priority", "timestamp", "JMSXGroupSeq", "AMQ_SCHEDULED_DELAY",
+            "AMQ_SCHEDULED_PERIOD", "AMQ_SCHEDULED_REPEAT",
+        }
+    )  # fmt: skip
+    #: A transaction is one atomic unit whose COMMIT receipt proves all its sends.
+    commit_proves_sends: bool = True
+    #: ERROR has the receipt id of its frame, if that asked for a receipt.
+    errors_name_receipts: bool = True
+    #: Frames in a transaction are handled as they arrive, not kept until COMMIT.
+    answers_inside_transaction: bool = True
+    #: An acknowledgement in a transaction waits for its COMMIT.
+    acks_join_transaction: bool = True
+
+    def address(self, destination: Destination) -> str:
+        """Name the destination as the broker does.
+
+        Raises ``InvalidDestinationError`` for a name this broker would misread.
+        """
+        name = destination.name
+        for character in self.forbidden_in_names:
+            if character in name:
+                raise InvalidDestinationError(
+                    f"Destination {name!r} is malformed on {self.name}: "
+                    f"{character!r} has a meaning of its own there. Rename it."
+                )
+        return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
+
+    def send_headers(self, destination: Destination) -> dict[str, str]:
+        """Headers every SEND to the destination carries."""
+        return {"destination": self.address(destination)}
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        """Refuse headers on which this broker drops the connection without a word.
+
+        Raises ``MessageFormatError``.
+        """
+        for name in self.number_headers.intersection(headers):
+            value = headers[name]
+            if not (isinstance(value, str) and value.isascii() and value.isdigit()):
+                raise MessageFormatError(
+                    f"Header {name} is a whole number on {self.name}, not {value!r}."
+                )
+
+    def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
+        """Headers that let a message expire."""
+        if self.expires_header:
+            return {self.expires_header: str(now_ms + time_to_live_ms)}
+        return {str(self.time_to_live_header): str(time_to_live_ms)}
+
+    def delay_headers(self, delay_ms: int, *, transacted: bool) -> dict[str, str]:
+        """Headers that delay a delivery.
+
+        Raises ``UnsupportedOperationError`` where the broker has no delays, or would
+        schedule one outside the transaction it was sent in and lose it in a crash.
+        """
+        if self.delay_header is None:
+            raise UnsupportedOperationError(
+                f"{self.name} cannot delay a message. Let the outbox hold it "
+                "(send_message(..., delay=...))."
+            )
+        if transacted:
+            raise UnsupportedOperationError(
+                f"{self.name} schedules a delayed message after the commit, not with "
+                "it: a crash between the two loses it. Send it outside the "
+                "transaction, or let the outbox hold it."
+            )
+        return {self.delay_header: str(delay_ms)}
+
+    def subscribe_headers(
+        self, destination: Destination, prefetch: int, subscription: str | None
+    ) -> dict[str, str]:
+        """Headers of SUBSCRIBE, with what keeps a named subscription durable."""
+        headers = {
+            "destination": self.address(destination),
+            self.prefetch_header: str(prefetch * self.prefetch_unit),
+        }
+        if subscription is not None:
+            headers |= self.durable_headers(subscription)
+        return headers
+
+    def durable_headers(self, subscription: str) -> dict[str, str]:
+        """Headers that name a durable subscription, on SUBSCRIBE and UNSUBSCRIBE."""
+        return {"activemq.subscriptionName": subscription}
+
+    @property
+    def durable_needs_client_id(self) -> bool:
+        """Whether a durable subscription belongs to a connection's client id."""
+        return True
+
+    @property
+    def deletes_durable_while_in_use(self) -> bool:
+        """Whether ending a durable subscription and deleting it is one frame."""
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ArtemisDialect(Dialect):
+    """Artemis: prefetch in bytes, and a queue must be asked for by name."""
+
+    name: str = "artemis"
+    prefetch_header: str = "consumer-window-size"
+    prefetch_unit: int = 10_240
+    acks_join_transaction: bool = False
+
+    def send_headers(self, destination: Destination) -> dict[str, str]:
+        """Ask for the routing: the default drops what no subscriber waits for."""
+        kind = "MULTICAST" if destination.is_topic else "ANYCAST"
+        return {"destination": self.address(destination), "destination-type": kind}
+
+    def address(self, destination: Destination) -> str:
+        """Artemis addresses are plain names."""
+        return Dialect.address(self, destination).split("/", 2)[2]
+
+    def subscribe_headers(
+        self, destination: Destination, prefetch: int, subscription: str | None
+    ) -> dict[str, str]:
+        """Name the routing on SUBSCRIBE too."""
+        headers = Dialect.subscribe_headers(self, destination, prefetch, subscription)
+        kind = "MULTICAST" if destination.is_topic else "ANYCAST"
+        return {**headers, "subscription-type": kind}
+
+    def durable_headers(self, subscription: str) -> dict[str, str]:
+        """Artemis has its own header for a durable subscription's name."""
+        return {"durable-subscription-name": subscription}
+
+
+@dataclass(frozen=True, slots=True)
+class RabbitMQDialect(Dialect):
+    """RabbitMQ: transactions are replayed at COMMIT, confirms prove the sends."""
+
+    name: str = "rabbitmq"
+    forbidden_in_names: str = "/"
+    prefetch_header: str = "prefetch-count"
+    number_headers: frozenset[str] = frozenset({"expiration", "priority"})
+    expires_header: str | None = None
+    time_to_live_header: str | None = "expiration"
+    delay_header: str | None = None
+    commit_proves_sends: bool = False
+    errors_name_receipts: bool = False
+    answers_inside_transaction: bool = False
+
+    def address(self, destination: Destination) -> str:
+        """RabbitMQ decodes percent escapes in names, so they are written."""
+        Dialect.address(self, destination)
+        kind = "topic" if destination.is_topic else "queue"
+        return f"/{kind}/{quote(destination.name, safe='.:-_~')}"
+
+    def durable_headers(self, subscription: str) -> dict[str, str]:
+        """Keep the subscription's queue when its consumer goes."""
+        return {
+            "durable": "true",
+            "auto-delete": "false",
+            "x-queue-name": subscription,
+        }
+
+    @property
+    def durable_needs_client_id(self) -> bool:
+        """The queue's name alone identifies the subscription."""
+        return False
+
+    @property
+    def deletes_durable_while_in_use(self) -> bool:
+        """The frame that ends the subscription deletes its queue."""
+        return True
+
+
+ACTIVEMQ = Dialect()
+ARTEMIS = ArtemisDialect()
+RABBITMQ = RabbitMQDialect()
+BY_NAME = {dialect.name: dialect for dialect in (ACTIVEMQ, ARTEMIS, RABBITMQ)}
+
+
+def recognize(server: str) -> Dialect:
+    """Tell the dialect from the ``server`` header of the CONNECTED frame.
+
+    An unknown server is taken for ActiveMQ Classic: its names of destinations are the
+    most common, and every send is proven by a receipt whatever the broker.
+    """
+    lowered = server.lower()
+    if "artemis" in lowered:
+        return ARTEMIS
+    if "rabbitmq" in lowered:
+        return RABBITMQ
+    return ACTIVEMQ

@@ -1,0 +1,116 @@
+"""What can go wrong between a producer and a broker, as one hierarchy.
+
+Hop 4 of a message: the broker took it, refused it, or did not say. ::
+
+    MessagingError
+    ├── IllegalStateError            closed, inherited through a fork, own callback
+    ├── InvalidDestinationError      no such name can exist on this broker
+    ├── MessageFormatError           a header or body that cannot be written or read
+    ├── MessageNotAccessibleError    in flight: read it in the completion listener
+    ├── UnsupportedOperationError    this broker, session or producer cannot do that
+    ├── WindowFullError              not written: no room in the window in time
+    ├── ConnectionFailedError        no broker of the factory took the connection
+    ├── RequestRejectedError         the broker answered ERROR
+    │   └── SendRejectedError        ... to a SEND: this message is not stored
+    ├── SendHeldBackError            not sent: an earlier one of its key is not stored
+    ├── RequestTimeoutError          no answer to a request that is not a SEND
+    ├── SendOutcomeUnknownError      stored or not: send the same message id again
+    │   ├── SendTimeoutError         no receipt before the deadline
+    │   └── ConnectionLostError      the connection ended before the receipt
+    ├── TransactionRolledBackError   commit failed, nothing of it is stored
+    └── TransactionInDoubtError      commit was written, its outcome is not known
+"""
+
+from __future__ import annotations
+
+
+class MessagingError(Exception):
+    """Base of every error of this client."""
+
+
+class IllegalStateError(MessagingError):
+    """The object cannot do this now: closed, forked, or asked by its own callback."""
+
+
+class InvalidDestinationError(MessagingError):
+    """The destination is missing, malformed, or impossible on this broker."""
+
+
+class MessageFormatError(MessagingError):
+    """A header or body cannot be written to, or read from, a frame."""
+
+
+class MessageNotAccessibleError(MessagingError):
+    """The message is in flight; wait for its completion listener."""
+
+
+class UnsupportedOperationError(MessagingError):
+    """What was asked is beyond this broker, session or producer."""
+
+
+class WindowFullError(MessagingError, TimeoutError):
+    """No room in the session's window in time. The message was not written."""
+
+
+class ConnectionFailedError(MessagingError, ConnectionError):
+    """None of the factory's hosts accepted the connection."""
+
+
+class RequestRejectedError(MessagingError):
+    """The broker answered a frame with ERROR.
+
+    ``broker_said`` holds the ERROR frame's ``message`` header and the start of its
+    body.
+    """
+
+    def __init__(self, text: str, *, broker_said: str = "") -> None:
+        """Keep what the broker said beside the sentence for people."""
+        super().__init__(text)
+        self.broker_said = broker_said
+
+
+class SendRejectedError(RequestRejectedError):
+    """The broker, or this client on its behalf, refused the message for good."""
+
+
+class RequestTimeoutError(MessagingError, TimeoutError):
+    """The broker did not answer a request in time; its effect is unknown."""
+
+
+class SendOutcomeUnknownError(MessagingError):
+    """Nobody can say whether the message is stored.
+
+    Send it again with the same message id; the receiver's inbox drops the copy.
+    ``written`` is false when the frame certainly never left this process.
+    ``broker_said`` is the ERROR frame that ended the connection, if one did: then one
+    of the messages in flight is probably refused, and sending them one at a time
+    tells which.
+    """
+
+    def __init__(
+        self, text: str, *, written: bool = True, broker_said: str = ""
+    ) -> None:
+        """Keep whether the frame left and what the broker said."""
+        super().__init__(text)
+        self.written = written
+        self.broker_said = broker_said
+
+
+class SendHeldBackError(MessagingError):
+    """The message was not sent, since an earlier one of its key was not stored."""
+
+
+class SendTimeoutError(SendOutcomeUnknownError, TimeoutError):
+    """No receipt arrived before the send's deadline."""
+
+
+class ConnectionLostError(SendOutcomeUnknownError, ConnectionError):
+    """The connection ended before the receipt arrived."""
+
+
+class TransactionRolledBackError(MessagingError):
+    """The transaction is aborted: none of its sends and acknowledgements happened."""
+
+
+class TransactionInDoubtError(MessagingError):
+    """COMMIT was written and never answered: all of it happened, or nothing."""

@@ -1,0 +1,201 @@
+"""Every frame that waits for the broker's answer, and what came of it.
+
+Hop 4 of a message. An entry is settled exactly once - acknowledged, rejected or
+unknown - by a receipt, an ERROR frame, its deadline or the loss of the connection,
+whichever comes first; everything later about it is counted and ignored. All methods
+are called with the connection's lock held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from enum import IntEnum
+
+from django_txmsg.jms.errors import (
+    ConnectionLostError,
+    MessagingError,
+    RequestRejectedError,
+    RequestTimeoutError,
+    SendRejectedError,
+    SendTimeoutError,
+)
+
+
+class State(IntEnum):
+    """Where an entry is; from ACKED on it is settled."""
+
+    QUEUED = 0
+    ON_WIRE = 1
+    ACKED = 2
+    REJECTED = 3
+    UNKNOWN = 4
+    CANCELLED = 5
+
+
+class Entry:
+    """A frame with a receipt, and who waits for it. Subclasses are told the outcome."""
+
+    __slots__ = ("deadline", "error", "owner", "receipt", "sequence", "state", "what")
+
+    #: Whether the frame carries a message, which decides the class of its error.
+    is_send = False
+
+    def __init__(self, what: str, deadline: float, owner: object = None) -> None:
+        """Describe the frame for error texts; ``owner`` is its transaction, if any."""
+        self.what = what
+        self.deadline = deadline
+        self.owner = owner
+        self.state = State.QUEUED
+        self.error: MessagingError | None = None
+        self.receipt = b""
+        self.sequence = 0
+
+    def settled(self) -> None:
+        """React to the outcome, with the lock held: no I/O, no user code."""
+
+
+class Ledger:
+    """The entries of one connection, in the order of their sending."""
+
+    def __init__(self, epoch: int, describe: Callable[[], str]) -> None:
+        """``epoch`` makes receipt ids of different connections differ."""
+        self._prefix = b"%x-" % epoch
+        self._receipts = itertools.count(1)
+        self._describe = describe
+        self._sequence = 0
+        # Frames without a receipt, not yet known to be handled: (sequence, owner).
+        self._loose: deque[tuple[int, object]] = deque()
+        self.open: dict[bytes, Entry] = {}
+        self.next_deadline = float("inf")
+        #: Transactions refused for a reason that is still to come.
+        self.refused: list[object] = []
+        #: Receipts and errors for nobody: late, repeated, or of another connection.
+        self.ignored = 0
+        #: Sends in a row that found no answer in time.
+        self.timeouts_in_a_row = 0
+
+    def new_receipt(self) -> bytes:
+        """Make a receipt id nobody had; needs no lock."""
+        return b"%s%d" % (self._prefix, next(self._receipts))
+
+    def reserve(self, entry: Entry) -> None:
+        """Enter a frame that is about to be queued."""
+        self._sequence += 1
+        entry.sequence = self._sequence
+        self.open[entry.receipt] = entry
+        self.next_deadline = min(self.next_deadline, entry.deadline)
+
+    def note_loose(self, owner: object = None) -> None:
+        """Enter a frame, or frames of one owner, that ask for no receipt."""
+        self._sequence += 1
+        if self._loose and self._loose[-1][1] is owner:
+            self._loose.pop()  # a consumer that only ever acknowledges adds up to one
+        self._loose.append((self._sequence, owner))
+
+    def settle(self, entry: Entry, state: State, error: MessagingError | None) -> bool:
+        """Give the entry its outcome, unless it has one: the only place that does."""
+        if entry.state >= State.ACKED:
+            return False
+        self.open.pop(entry.receipt, None)
+        entry.state = state
+        entry.error = error
+        entry.settled()
+        return True
+
+    def receipt(self, receipt: bytes) -> None:
+        """Take a RECEIPT frame."""
+        entry = self.open.get(receipt)
+        if entry is None:
+            self.ignored += 1
+            return
+        self.timeouts_in_a_row = 0
+        while self._loose and self._loose[0][0] < entry.sequence:
+            self._loose.popleft()
+        self.settle(entry, State.ACKED, None)
+
+    def error(self, receipt: str, said: str, *, names_receipts: bool) -> bool:
+        """Take an ERROR frame; false when it cannot be told what it means.
+
+        With a receipt id it is that entry's; an id nobody waits for is ignored.
+        Without one, where the broker ``names_receipts``, it is for a frame that asked
+        for none: it spoils the transactions that have such frames, and no more. Where
+        it does not, it is the only frame's without an answer, or spoils the only
+        transaction that all of those are in.
+        """
+        if receipt:
+            entry = self.open.get(receipt.encode())
+            if entry is None:
+                self.ignored += 1
+            else:
+                self._reject(entry, said)
+            return True
+        open_owners = [entry.owner for entry in self.open.values()]
+        loose_owners = [owner for _, owner in self._loose]
+        if names_receipts:
+            # ActiveMQ's word on a frame without receipt may even come after the
+            # receipt of a later one: then the transaction that still waits is meant.
+            self._spoil(self.refused or loose_owners or open_owners, said)
+            self.ignored += 1
+            return True
+        if len(open_owners) == 1 and not loose_owners:
+            self._reject(next(iter(self.open.values())), said)
+            return True
+        return len({*map(id, open_owners), *map(id, loose_owners)}) == 1 and bool(
+            self._spoil(open_owners or loose_owners, said)
+        )
+
+    def _spoil(self, owners: list[object], said: str) -> int:
+        """Make the transactions among the owners roll back; return their number."""
+        spoilt = {id(owner): owner for owner in owners if hasattr(owner, "spoil")}
+        for owner in spoilt.values():
+            owner.spoil(said)
+        return len(spoilt)
+
+    def _reject(self, entry: Entry, said: str) -> None:
+        kind = SendRejectedError if entry.is_send else RequestRejectedError
+        text = f"{self._describe()} refused {entry.what}: {said}"
+        self.settle(entry, State.REJECTED, kind(text, broker_said=said))
+        if getattr(entry.owner, "committing", None) is entry:
+            self.refused.append(entry.owner)
+
+    def expire(self, now: float) -> None:
+        """Settle what has passed its deadline as unknown."""
+        if now < self.next_deadline:
+            return
+        late = [entry for entry in self.open.values() if entry.deadline <= now]
+        for entry in late:
+            self.timeouts_in_a_row += 1
+            self.settle(entry, State.UNKNOWN, self._late(entry))
+        deadlines = [entry.deadline for entry in self.open.values()]
+        self.next_deadline = min(deadlines, default=float("inf"))
+
+    def _late(self, entry: Entry) -> MessagingError:
+        if entry.state is State.QUEUED:  # and the writer will skip it now
+            text = f"{entry.what} was not written to {self._describe()} in time."
+        else:
+            text = (
+                f"{self._describe()} did not answer for {entry.what} in time; it may "
+                "or may not have happened. Send it again with the same message id."
+            )
+        if entry.is_send:
+            return SendTimeoutError(text, written=entry.state is not State.QUEUED)
+        return RequestTimeoutError(text)
+
+    def lose(self, reason: str, said: str) -> None:
+        """Settle everything as unknown, in the order of sending."""
+        for entry in list(self.open.values()):
+            written = entry.state is not State.QUEUED
+            fate = (
+                "whether it happened is unknown" if written else "it was never written"
+            )
+            text = f"{entry.what}: connection to {self._describe()} lost ({reason});"
+            self.settle(
+                entry,
+                State.UNKNOWN,
+                ConnectionLostError(
+                    f"{text} {fate}.", written=written, broker_said=said
+                ),
+            )
+        self._loose.clear()

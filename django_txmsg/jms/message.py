@@ -1,0 +1,210 @@
+"""One message as this client's user sees it, before sending and after receiving.
+
+Hop 4 and 6. Its body is text, bytes, or what JSON can say; headers are text. What the
+client sets itself (id, time, priority ...) is readable once the send has completed,
+and while it is in flight the message is not accessible at all: what is sent is the
+copy taken at the send.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from django_txmsg.jms.destination import Destination
+from django_txmsg.jms.errors import MessageFormatError, MessageNotAccessibleError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from django_txmsg.jms.consumer import MessageConsumer
+    from django_txmsg.jms.frames import Frame
+
+#: The header that carries a message's identity over every resend.
+ID_HEADER = "txmsg-id"
+#: Headers that belong to the protocol; a message cannot set them.
+RESERVED_HEADERS = frozenset(
+    {
+        "ack", "content-length", "destination", "id", "message-id", "persistent",
+        "receipt", "receipt-id", "redelivered", "subscription", "transaction",
+    }
+)  # fmt: skip
+
+
+class DeliveryMode(Enum):
+    """Whether a broker keeps the message through its own restart."""
+
+    PERSISTENT = "true"
+    NON_PERSISTENT = "false"
+
+
+class Provided(NamedTuple):
+    """What the client sets on a message as it sends or receives it."""
+
+    message_id: str | None = None
+    destination: Destination | None = None
+    timestamp: datetime | None = None
+    delivery_mode: DeliveryMode = DeliveryMode.PERSISTENT
+    priority: int = 4
+    expiration: datetime | None = None
+
+
+_NOTHING = Provided()
+
+
+class Message:
+    """A body and headers; the same object may be sent again after it completed."""
+
+    __slots__ = (
+        "_body", "_headers", "_in_flight", "_provided",
+        "ack_id", "consumer", "problem", "raw_body", "raw_headers", "redelivered",
+    )  # fmt: skip
+
+    def __init__(
+        self, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """``body``: str, bytes, a JSON value, or ``None`` for none."""
+        self._body = body
+        self._headers = dict(headers) if headers else {}
+        self._in_flight = False
+        self._provided = _NOTHING
+        #: Where the message came from, and its ACK id; ``None`` unless received.
+        self.consumer: MessageConsumer | None = None
+        self.ack_id: str | None = None
+        #: Whether the broker has delivered it before.
+        self.redelivered = False
+        #: The frame as it arrived; empty unless received.
+        self.raw_headers: dict[str, str] = {}
+        self.raw_body = b""
+        #: What is wrong with a received frame's headers, ``None`` if nothing is.
+        self.problem: str | None = None
+
+    @classmethod
+    def received(cls, frame: Frame, consumer: MessageConsumer) -> Message:
+        """Wrap a MESSAGE frame; its body is decoded when it is first asked for."""
+        message = cls()
+        headers = frame.headers
+        message.consumer = consumer
+        message.ack_id = headers.get("ack")
+        message.redelivered = headers.get("redelivered") == "true"
+        message.raw_headers = message._headers = headers
+        message.raw_body = frame.body
+        message.problem = frame.problem
+        priority = headers.get("priority", "4")
+        message._provided = Provided(
+            message_id=headers.get(ID_HEADER) or headers.get("message-id"),
+            destination=consumer.destination,
+            delivery_mode=DeliveryMode(
+                "true" if headers.get("persistent") == "true" else "false"
+            ),
+            priority=int(priority) if priority.isascii() and priority.isdigit() else 4,
+        )
+        return message
+
+    def __repr__(self) -> str:
+        """Name it without touching what is in flight."""
+        if self._in_flight:
+            return "<Message in flight>"
+        return f"<Message {self._provided.message_id or 'not sent'}>"
+
+    def _accessible(self) -> None:
+        if self._in_flight:
+            raise MessageNotAccessibleError(
+                "The message is in flight. Read or change it in the completion "
+                "listener, or send another Message object."
+            )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The application's headers; of a received message, all of them."""
+        self._accessible()
+        return self._headers
+
+    @property
+    def body(self) -> Any:
+        """The body; of a received message, decoded by its content type.
+
+        Raises ``MessageFormatError`` when a received body is not what its content
+        type says; ``raw_body`` has the bytes.
+        """
+        self._accessible()
+        if self._body is None and self.raw_body:
+            self._body = _decode(self.raw_body, self.raw_headers)
+        return self._body
+
+    @body.setter
+    def body(self, body: Any) -> None:
+        self._accessible()
+        self._body = body
+
+    @property
+    def message_id(self) -> str | None:
+        """The identity that stays over every resend; set by the send."""
+        self._accessible()
+        return self._provided.message_id
+
+    @property
+    def destination(self) -> Destination | None:
+        """Where it was sent, or received from."""
+        self._accessible()
+        return self._provided.destination
+
+    @property
+    def timestamp(self) -> datetime | None:
+        """When it was sent by this process."""
+        self._accessible()
+        return self._provided.timestamp
+
+    @property
+    def delivery_mode(self) -> DeliveryMode:
+        """Whether the broker keeps it through a restart."""
+        self._accessible()
+        return self._provided.delivery_mode
+
+    @property
+    def priority(self) -> int:
+        """0 to 9; 4 unless said otherwise."""
+        self._accessible()
+        return self._provided.priority
+
+    @property
+    def expiration(self) -> datetime | None:
+        """When the broker may drop it; ``None``: never."""
+        self._accessible()
+        return self._provided.expiration
+
+
+def encode_body(body: Any) -> tuple[bytes, str | None]:
+    """Return a body's bytes and content type.
+
+    Raises ``MessageFormatError`` for what is no text, bytes or JSON.
+    """
+    if isinstance(body, bytes):
+        return body, "application/octet-stream"
+    if body is None:
+        return b"", None
+    try:
+        if isinstance(body, str):
+            return body.encode(), "text/plain;charset=utf-8"
+        if isinstance(body, (bytearray, memoryview)):
+            return bytes(body), "application/octet-stream"
+        text = json.dumps(body, allow_nan=False, separators=(",", ":"))
+        return text.encode(), "application/json"
+    except (TypeError, ValueError) as error:
+        raise MessageFormatError(
+            f"A body of type {type(body).__name__} cannot be sent: {error}"
+        ) from error
+
+
+def _decode(raw: bytes, headers: Mapping[str, str]) -> Any:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    try:
+        if kind == "application/json":
+            return json.loads(raw)
+        return raw.decode() if kind.startswith("text/") else raw
+    except ValueError as error:
+        raise MessageFormatError(
+            f"The body is no {kind}, though its content type says so: {error}"
+        ) from error

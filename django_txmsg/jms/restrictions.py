@@ -1,0 +1,71 @@
+"""Where a completion listener should not be used, and what to do about it.
+
+Hop 1 rather than hop 4: inside ``transaction.atomic()`` a message belongs into the
+outbox, since a rollback cannot take back what a broker has stored. On an event loop a
+full window blocks the loop. Knows nothing of Django beyond whether it is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from django_txmsg.jms.errors import IllegalStateError
+
+if TYPE_CHECKING:
+    from django_txmsg.jms.factory import Options
+
+_IN_ATOMIC = (
+    "An asynchronous send inside transaction.atomic() reaches the broker even if the "
+    "transaction is rolled back. Use django_txmsg.send_message(), which stores the "
+    "message in the outbox with the transaction."
+)
+_ON_LOOP = (
+    "An asynchronous send on a running event loop blocks the loop while the window is "
+    "full. Send from a thread: await asyncio.to_thread(producer.submit, message)."
+)
+
+
+class Policy(str, Enum):
+    """What happens to a listener's send in a restricted place."""
+
+    ALLOW = "allow"
+    WARN = "warn"
+    FORBID = "forbid"
+
+
+def check(options: Options) -> None:
+    """Apply the connection's policies to a send that has a listener or a future.
+
+    Raises ``IllegalStateError`` where one forbids it.
+    """
+    if options.in_atomic is not Policy.ALLOW and _inside_atomic_block():
+        _apply(options.in_atomic, _IN_ATOMIC)
+    if options.on_event_loop is not Policy.ALLOW and _on_running_loop():
+        _apply(options.on_event_loop, _ON_LOOP)
+
+
+def _apply(policy: Policy, text: str) -> None:
+    if policy is Policy.FORBID:
+        raise IllegalStateError(text)
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def _inside_atomic_block() -> bool:
+    """Whether a Django database connection of this thread is inside ``atomic()``."""
+    database = sys.modules.get("django.db")
+    if database is None:
+        return False
+    opened = database.connections.all(initialized_only=True)
+    return any(connection.in_atomic_block for connection in opened)
+
+
+def _on_running_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,220 @@
+"""stomp.py as the transport, fenced: bytes out with a deadline, frames in.
+
+Between this process and the broker. stomp.py gives the connection's life cycle and
+its I/O thread; what it does with the bytes is replaced through the methods it leaves
+to subclasses, because of faults that its users meet and our tests show:
+
+- one transport object for each connection, since a second connect may never return;
+- sockets are non-blocking for TCP and TLS alike: a write has a deadline, a peer that
+  went away is noticed, and a write error reaches whoever has to know;
+- the I/O thread only reads: it never writes, and never runs a user's code;
+- our own parser and encoder: nothing is decoded with "replace", no header escapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from django_txmsg.jms.frames import Frame, FrameParser, ProtocolError, Receipt
+
+_scan = os.environ.get("STOMP_SKIP_HOSTNAME_SCAN")
+os.environ["STOMP_SKIP_HOSTNAME_SCAN"] = "1"  # importing it must not ask the DNS
+try:
+    from stomp.transport import BaseTransport
+finally:
+    if _scan is None:
+        del os.environ["STOMP_SKIP_HOSTNAME_SCAN"]
+
+_READ_BYTES = 1 << 17
+#: An option of Linux alone.
+_QUICKACK: int | None = getattr(socket, "TCP_QUICKACK", None)
+_RETRY = (
+    ssl.SSLWantReadError,
+    ssl.SSLWantWriteError,
+    BlockingIOError,
+    InterruptedError,
+)
+
+
+class FrameListener(Protocol):
+    """Who is told what the connection does; called on the I/O thread, never raises."""
+
+    def on_frames(self, frames: list[Frame | Receipt]) -> None:
+        """Take the frames of one read, in their order."""
+
+    def on_lost(self, reason: str) -> None:
+        """Learn that the connection is over, and why."""
+
+
+class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
+    """One TCP or TLS connection to one address, used once."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        listener: FrameListener,
+        *,
+        tls: ssl.SSLContext | None = None,
+        connect_timeout: float = 10.0,
+    ) -> None:
+        """Prepare; ``start`` connects and raises ``OSError`` when it cannot."""
+        super().__init__(auto_decode=False)
+        self.address = address
+        #: Seconds of silence after which the broker is taken for dead, if any.
+        self.silence_limit: float | None = None
+        self._listener = listener
+        self._tls = tls
+        self._connect_timeout = connect_timeout
+        self._socket: socket.socket | None = None
+        # OpenSSL does not allow a read and a write of one connection at a time; each
+        # is non-blocking, so neither waits for the other.
+        self._socket_lock = threading.Lock() if tls else contextlib.nullcontext()
+        self._reason = ""
+        self.override_threading(self._start_thread)
+
+    def _start_thread(self, run: Callable[[], None]) -> threading.Thread:
+        name = f"jms-reader-{self.address[0]}:{self.address[1]}"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def attempt_connection(self) -> None:
+        """Open the socket; stomp.py's own hides why it failed, and retries."""
+        raw = socket.create_connection(self.address, self._connect_timeout)
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected = raw
+            if self._tls is not None:
+                connected = self._tls.wrap_socket(raw, server_hostname=self.address[0])
+            connected.setblocking(False)
+        except BaseException:
+            raw.close()
+            raise
+        self._socket = connected
+
+    def receive(self) -> bytes:
+        """Read until the connection is over; stomp.py calls this on its I/O thread.
+
+        Returns no bytes, which ends stomp.py's loop.
+        """
+        parser = FrameParser()
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)  # type: ignore[arg-type]
+                while (data := self._read(selector)) and self.running:
+                    frames = parser.feed(data)
+                    if frames:
+                        self._listener.on_frames(frames)
+            self._over("the broker closed the connection")
+        except (OSError, ValueError) as error:
+            self._over(str(error) or repr(error))
+        except ProtocolError as error:
+            self._over(f"the broker's bytes are no STOMP: {error}")
+        except Exception as error:  # stomp.py would end the thread with a mere log line
+            self._over(f"a fault of this client: {error!r}")
+            raise
+        return b""
+
+    def _read(self, selector: selectors.BaseSelector) -> bytes:
+        last = time.monotonic()
+        while True:
+            try:
+                with self._socket_lock:
+                    data = self._socket.recv(_READ_BYTES)  # type: ignore[union-attr]
+                    self._acknowledge_at_once()
+                return data
+            except _RETRY:
+                limit, silent = self.silence_limit, time.monotonic() - last
+                if limit is not None and silent >= limit:
+                    raise TimeoutError(
+                        f"no heart-beat from the broker for {silent:.1f} s"
+                    ) from None
+                # Without a limit yet, look again soon: CONNECTED is about to set it.
+                selector.select(0.5 if limit is None else limit - silent)
+
+    def _acknowledge_at_once(self) -> None:
+        """Have the kernel acknowledge what was read without its usual 40 ms delay.
+
+        ActiveMQ leaves Nagle's algorithm on: a delivery followed by a receipt waits for
+        the acknowledgement of the first. Linux forgets the option after each read.
+        """
+        if _QUICKACK is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)  # type: ignore[union-attr]
+
+    def write(self, data: bytes, *, timeout: float, tick: Callable[[], None]) -> None:
+        """Write all the bytes, or close the connection and raise ``OSError``.
+
+        ``tick`` is called while the broker reads nothing, so that deadlines pass.
+        """
+        give_up = time.monotonic() + timeout
+        view = memoryview(data)
+        selector: selectors.BaseSelector | None = None
+        try:
+            while view:
+                try:
+                    with self._socket_lock:
+                        sent = self._socket.send(view)  # type: ignore[union-attr]
+                    view = view[sent:]
+                    give_up = time.monotonic() + timeout
+                except _RETRY:
+                    if selector is None:
+                        selector = selectors.DefaultSelector()
+                        selector.register(self._socket, selectors.EVENT_WRITE)  # type: ignore[arg-type]
+                    selector.select(0.05)
+                    tick()
+                    if time.monotonic() >= give_up:
+                        raise TimeoutError(
+                            f"the broker has read nothing for {timeout:g} s"
+                        ) from None
+        except (OSError, ValueError, AttributeError) as error:
+            # Part of a frame may be out: nothing may follow it on this connection.
+            self._over(f"writing failed: {error}")
+            self.disconnect_socket()
+            raise OSError(str(error)) from error
+        finally:
+            if selector is not None:
+                selector.close()
+
+    def disconnect_socket(self) -> None:
+        """End the connection; the I/O thread notices and leaves."""
+        self.running = False
+        connected = self._socket
+        if connected is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(connected, ssl.SSLSocket):
+                with self._socket_lock:
+                    connected.unwrap()
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    def cleanup(self) -> None:
+        """Close the socket; stomp.py calls this as the I/O thread ends."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def abandon(self) -> None:
+        """Close the inherited socket in a forked child, with no byte written."""
+        self.running = False
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._socket.detach())
+
+    def join(self, timeout: float) -> None:
+        """Wait for the I/O thread, unless this is it."""
+        thread = self.io_thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _over(self, reason: str) -> None:
+        if not self._reason:
+            self._reason = reason
+            self._listener.on_lost(reason)

@@ -1,0 +1,127 @@
+"""The one thread that writes to a broker connection, and its clock.
+
+Hop 4 of a message. Takes the frames queued by any thread, joins those that wait into
+one write, keeps heart-beats going when there are none, and lets deadlines pass - also
+while the broker reads nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from django_txmsg.jms.ledger import Entry, State
+
+if TYPE_CHECKING:
+    from django_txmsg.jms.factory import Options
+    from django_txmsg.jms.link import Link
+    from django_txmsg.jms.transport import Transport
+
+
+class Writer:
+    """Queue and thread; every attribute is guarded by the connection's lock."""
+
+    def __init__(self, transport: Transport, link: Link, options: Options) -> None:
+        """Write to the transport what threads put in; ``start`` begins."""
+        self._transport = transport
+        self._ledger = link.ledger
+        self._coalesce_bytes = options.coalesce_bytes
+        self._write_timeout = options.send_timeout
+        self._heartbeat: float | None = None
+        self._on_deadlines = link.pass_deadlines
+        lock = link.lock
+        self._wake = threading.Condition(lock)
+        self._queue: deque[tuple[bytes, Entry | None]] = deque()
+        self._idle = False
+        self._stopped = False
+        #: Bytes queued and not yet taken for writing.
+        self.queued_bytes = 0
+        self._room = threading.Condition(lock)
+        self._thread = threading.Thread(
+            target=self._run,
+            name=f"jms-writer-{transport.address[0]}:{transport.address[1]}",
+            daemon=True,
+        )
+
+    def start(self, heartbeat: float | None) -> None:
+        """Begin writing, with a sign of life every so many seconds if any."""
+        self._heartbeat = heartbeat
+        self._thread.start()
+
+    def put(self, data: bytes, entry: Entry | None = None) -> None:
+        """Queue whole frames; with the lock held."""
+        self._queue.append((data, entry))
+        self.queued_bytes += len(data)
+        if self._idle:
+            self._idle = False
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Write nothing any more; with the lock held."""
+        self._stopped = True
+        self._queue.clear()
+        self._wake.notify()
+        self._room.notify_all()
+
+    def wait_for_room(self, limit: int, give_up: float) -> bool:
+        """Wait until fewer bytes than the limit are queued; with the lock held."""
+        while self.queued_bytes > limit and not self._stopped:
+            left = give_up - time.monotonic()
+            if left <= 0:
+                return False
+            self._room.wait(left)
+        return True
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread, unless this is it or it never ran."""
+        if self._thread is not threading.current_thread() and self._thread.ident:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            data = self._next()
+            if data is None:
+                return
+            try:
+                self._transport.write(
+                    data, timeout=self._write_timeout, tick=self._on_deadlines
+                )
+            except OSError:
+                return  # the transport has told the connection
+
+    def _next(self) -> bytes | None:
+        """Wait for frames, a heart-beat's turn or a deadline; ``None`` to end."""
+        never = float("inf")
+        beat = time.monotonic() + self._heartbeat if self._heartbeat else never
+        with self._wake:
+            while not self._queue and not self._stopped:
+                now = time.monotonic()
+                if now >= beat:
+                    return b"\n"
+                if now >= self._ledger.next_deadline:
+                    self._on_deadlines()
+                    continue
+                moment = min(beat, self._ledger.next_deadline)
+                self._idle = True
+                self._wake.wait(None if moment == never else moment - now)
+                self._idle = False
+            return None if self._stopped else self._take()
+
+    def _take(self) -> bytes:
+        """Join queued frames up to the limit, never splitting one."""
+        parts: list[bytes] = []
+        size = 0
+        queue = self._queue
+        while queue and (not parts or size + len(queue[0][0]) <= self._coalesce_bytes):
+            data, entry = queue.popleft()
+            self.queued_bytes -= len(data)
+            if entry is not None:
+                if entry.state is not State.QUEUED:
+                    continue  # cancelled, or its deadline passed while it waited
+                entry.state = State.ON_WIRE
+            parts.append(data)
+            size += len(data)
+        self._room.notify_all()
+        return b"".join(parts)

@@ -1,0 +1,175 @@
+"""One client's talk with the scripted broker: the way of each frame, and its answer.
+
+A frame is recorded, then the script may decide over it, else the profile does: it is
+obeyed and receipted, or refused as the imitated broker would. What each command does
+is in ``commands.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from django_txmsg.testing.commands import COMMANDS, RefusedError
+from django_txmsg.testing.frames import Frame
+from django_txmsg.testing.script import Held, Rule, Verb
+from django_txmsg.testing.transaction import Kept, Transaction
+
+if TYPE_CHECKING:
+    from django_txmsg.testing.peer import Peer
+    from django_txmsg.testing.store import Subscription
+
+
+class Conversation:
+    """The protocol's state on one connection."""
+
+    def __init__(self, peer: Peer) -> None:
+        """Wait for CONNECT."""
+        self.peer = peer
+        self.broker = peer.broker
+        self.profile = peer.broker.profile
+        #: The version agreed, once the client is connected.
+        self.version: str | None = None
+        self.client_id = ""
+        self.subscriptions: dict[str, Subscription] = {}
+        self.transactions: dict[str, Transaction] = {}
+        #: Subscriptions ended by the client whose unacknowledged messages still count
+        #: as delivered.
+        self.ended_subscriptions: list[Subscription] = []
+        #: Topic and name of subscriptions that end with the connection.
+        self.temporary: list[tuple[str, str]] = []
+        #: Frames of a transaction that are obeyed once its COMMIT is answered.
+        self.replay: list[Kept] = []
+
+    # -- the way of a frame -------------------------------------------------------
+
+    def arrive(self, frame: Frame) -> None:
+        """Record a frame and do what script or profile say."""
+        rule = self.broker.script.rule_for(frame)
+        if rule is not None and rule.verb is Verb.STALL:
+            self.peer.put_back(frame)
+            self.peer.stall()
+            return
+        self.broker.record(self.peer.number, frame)
+        if rule is not None and rule.verb is Verb.CUT:
+            self.peer.cut(reset=rule.reset)
+        elif rule is not None and rule.call is not None:
+            rule.call(self, frame)
+        else:
+            self.handle(frame, rule)
+
+    def handle(self, frame: Frame, rule: Rule | None = None) -> None:
+        """Do what the profile does with a frame, its answer shaped by the rule."""
+        transaction = self.transactions.get(frame.transaction or "")
+        replays = self.profile.replays_transactions
+        refused = rule is not None and rule.verb is Verb.REJECT and not rule.at_commit
+        if (
+            transaction is not None
+            and frame.command in {"SEND", "ACK", "NACK"}
+            and (replays and not refused)
+        ):
+            transaction.keep(frame, rule)
+        elif rule is not None and rule.verb is Verb.PARK:
+            parked = Held(frame, lambda: self._answer(frame, None))
+            self.broker.script.hold(rule, parked)
+        else:
+            self._answer(frame, rule)
+        if rule is not None and rule.verb is Verb.CUT_AFTER:
+            self.peer.cut(reset=rule.reset)
+
+    def _answer(self, frame: Frame, rule: Rule | None) -> None:
+        if self.peer.ending:
+            return
+        if rule is not None and rule.verb is Verb.REJECT:
+            self.refuse(
+                frame, rule.message, rule.detail,
+                names_receipt=rule.names_receipt, closes=rule.closes,
+            )  # fmt: skip
+            return
+        if self.version is None and frame.command not in {"CONNECT", "STOMP"}:
+            self.protest(f"{frame.command} before CONNECT")
+            return
+        try:
+            if frame.command not in COMMANDS:
+                raise RefusedError(f"Unknown STOMP action: {frame.command}")
+            COMMANDS[frame.command](self, frame)
+        except (RefusedError, ValueError) as refused:
+            self.refuse(frame, str(refused))
+            return
+        if self.version is not None:
+            self._receipt(frame, rule)
+        replay, self.replay = self.replay, []
+        for kept in replay:
+            self._answer(kept.frame, kept.rule)
+        held = rule is not None and rule.verb is Verb.HOLD
+        if frame.command == "DISCONNECT" and not held:
+            self.peer.hang_up()
+
+    def _receipt(self, frame: Frame, rule: Rule | None) -> None:
+        """Send the receipt a frame asked for, or hold, drop or repeat it."""
+        if frame.receipt is None or frame.command in {"CONNECT", "STOMP"}:
+            return
+        answer = Frame("RECEIPT", {"receipt-id": frame.receipt})
+        copies = 1
+        if rule is not None and rule.verb is Verb.HOLD:
+            self.broker.script.hold(rule, Held(frame, lambda: self.peer.send(answer)))
+            return
+        if rule is not None and rule.verb is Verb.DUPLICATE:
+            copies = rule.copies
+        elif (
+            rule is not None
+            and not rule.answers
+            and rule.verb
+            in {
+                Verb.DROP,
+                Verb.CUT_AFTER,
+            }
+        ):
+            return
+        elif frame.command == "DISCONNECT" and self.profile.repeats_disconnect_receipt:
+            copies = 2
+        for _ in range(copies):
+            self.peer.send(answer)
+
+    def refuse(
+        self,
+        frame: Frame,
+        message: str,
+        detail: str = "",
+        *,
+        names_receipt: bool | None = None,
+        closes: bool | None = None,
+    ) -> None:
+        """Answer a frame with ERROR, as the profile does where not told."""
+        if names_receipt is None:
+            names_receipt = self.profile.error_names_receipt
+        if closes is None:
+            closes = self.version in self.profile.error_closes
+        body = detail.encode()
+        headers = {"message": message, "content-type": "text/plain"}
+        headers["content-length"] = str(len(body))
+        if names_receipt and frame.receipt is not None:
+            headers["receipt-id"] = frame.receipt
+        transaction = self.transactions.get(frame.transaction or "")
+        if transaction is not None and frame.receipt is None:
+            transaction.spoilt = self.profile.silent_error_spoils_transaction
+        self.peer.send(Frame("ERROR", headers, body))
+        if closes or self.version is None:
+            self.peer.hang_up()
+
+    def protest(self, what: str) -> None:
+        """Tell a client that broke the protocol, and the test; then hang up."""
+        self.broker.violations.append(f"connection {self.peer.number}: {what}")
+        self.peer.send(Frame("ERROR", {"message": what}))
+        self.peer.hang_up()
+
+    def ended(self) -> None:
+        """Abort what is open and let others have what was not acknowledged."""
+        self.transactions.clear()
+        subscriptions, self.subscriptions = self.subscriptions, {}
+        for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
+            subscription.stop()
+            subscription.give_back()
+        self.ended_subscriptions.clear()
+        for topic, name in self.temporary:
+            self.broker.store.forget(topic, name)
+        self.temporary.clear()

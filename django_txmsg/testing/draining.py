@@ -1,0 +1,265 @@
+"""For tests of projects: let every message make its whole way, here and now.
+
+`drain()` does in the test's own thread and connection what `manage.py relay` and
+`manage.py consume` do: it dispatches the outbox and runs the stages until nothing is
+left to do. So it works inside a `TestCase`, where no other process sees the rows. Only
+the broker is another: the embedded one stands in, whatever TXMSG["BROKERS"] says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from django.conf import settings
+from django.db import router
+from django.db.models import F, Q
+from django.db.models.functions import Now
+from django.test import override_settings
+from django.utils import timezone
+
+from .. import arrival as arrivals
+from .. import batch, conf, serializers
+from ..broker_url import split_url
+from ..brokers import get_broker
+from ..brokers.base import Delivery, Session
+from ..dispatcher import stop_dispatchers
+from ..errors import Redeliver, Refuse
+from ..inbox import Arrival, Duplicate, Outcome, Processed
+from ..message import Message
+from ..models import InboxMessage, OutboxMessage
+from ..models.inbox import Parked
+from ..models.outbox import PENDING
+from ..models.queue import QueueMessage
+from ..redelivery import Dead, RedeliverAfter
+from ..relay import Lane
+from ..stages import Stage, find
+
+#: Seconds for which a test keeps what it claims: longer than it is ever debugged.
+_LEASE = 86_400
+
+
+@dataclasses.dataclass
+class Drained:
+    """What `drain()` did: counts, and the exceptions that handlers raised."""
+
+    dispatched: int = 0
+    processed: int = 0
+    duplicates: int = 0
+    redelivered: int = 0
+    dead: int = 0
+    errors: list[Exception] = dataclasses.field(default_factory=list)
+
+    def note(self, outcome: Outcome) -> None:
+        """Count one outcome of a stage."""
+        match outcome:
+            case Processed():
+                self.processed += 1
+            case Duplicate():
+                self.duplicates += 1
+            case RedeliverAfter():
+                self.redelivered += 1
+            case Dead():
+                self.dead += 1
+
+
+def drain(
+    *stages: str,
+    ahead: dt.timedelta = dt.timedelta(0),
+    raises: bool = True,
+    limit: int = 1000,
+) -> Drained:
+    """Dispatch what is stored and run the stages until nothing is left to do.
+
+    `stages` names the ones to run (all). `ahead`: delays and redeliveries due within
+    that time happen now, as if it had passed. `raises`: raise the first exception of a
+    handler once all is done; Refuse and Redeliver are a handler's verdicts and not
+    raised. After `limit` outcomes it is taken for a loop, and an AssertionError.
+
+    A `TestCase` never commits, so on_commit hooks of handlers do not run; wrap the call
+    in `captureOnCommitCallbacks(execute=True)` where they matter.
+    """
+    drained = Drained()
+    with ExitStack() as stack:
+        # What a dispatcher's thread has in its hands would be missed here.
+        stop_dispatchers(timeout=60)
+        stack.enter_context(_embedded())
+        until = timezone.now() + ahead
+        workers = [_Worker(stage, drained) for stage in find(stages)]
+        aliases = {router.db_for_write(OutboxMessage)}
+        aliases |= {worker.using for worker in workers}
+        lanes = [
+            stack.enter_context(_lane(alias, broker))
+            for alias in sorted(aliases)
+            for broker in conf.get().BROKERS
+        ]
+        for worker in workers:
+            # Before anything is dispatched: a topic copies to those who listen.
+            stack.enter_context(worker.open())
+        moved = True
+        while moved:
+            if ahead:
+                _hasten(aliases, ahead, until)
+            sent = sum(lane.dispatch() for lane in lanes)
+            handled = sum(worker.work(limit) for worker in workers)
+            moved = bool(sent or handled)
+        drained.dispatched = sum(lane.counts["dispatched"] for lane in lanes)
+    if raises and drained.errors:
+        raise drained.errors[0]
+    return drained
+
+
+def outbox_messages(
+    destination: str | None = None, *, using: str | None = None
+) -> list[Message]:
+    """Return the messages stored so far, dispatched or not, in the order of storing."""
+    rows = OutboxMessage.objects.using(using or router.db_for_read(OutboxMessage))
+    if destination is not None:
+        rows = rows.filter(destination=destination)
+    return [
+        Message(
+            id=row.message_id,
+            destination=row.destination,
+            body=serializers.decode(bytes(row.body), row.content_type),
+            headers=row.headers,
+            key=row.key or None,
+            created_at=row.created_at,
+            correlation_id=row.correlation_id or None,
+        )
+        for row in rows.order_by("id")
+    ]
+
+
+class _Hurry(threading.Event):
+    """The pause of blocking redelivery, which a test does not wait for."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Be over at once."""
+        return self.is_set()
+
+
+class _Worker:
+    """One stage, run in this thread, whose handler's exceptions are remembered."""
+
+    def __init__(self, stage: Stage, drained: Drained) -> None:
+        def handler(message: Message) -> None:
+            try:
+                stage.handler(message)
+            except (Refuse, Redeliver):
+                raise
+            except Exception as error:
+                drained.errors.append(error)
+                raise
+
+        self.using = stage.definition.using
+        self._stage = dataclasses.replace(stage, handler=handler)
+        self._drained = drained
+        self._token = uuid.uuid4()
+        self._outcomes = 0
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        stage = self._stage
+        own = f"{conf.get().SERVICE}.{stage.name}"
+        subscriber = own if stage.destination.startswith("topic:") else None
+        transacted = stage.transaction != "outbox"
+        broker = get_broker(stage.broker)
+        with broker.open(transacted=transacted, subscriber=subscriber) as session:
+            prefetch = 1 if transacted else stage.batch
+            session.subscribe(
+                stage.destination, prefetch=prefetch, subscriber=subscriber
+            )
+            self._session: Session = session
+            yield
+
+    def work(self, limit: int) -> int:
+        """Take everything that has arrived through the stage."""
+        before = self._outcomes
+        rows = InboxMessage.objects.db_manager(self.using)
+        while deliveries := self._receive():
+            outcomes = batch.process([self._arrival(one) for one in deliveries])
+            settled = [
+                delivery
+                for delivery, outcome in zip(deliveries, outcomes, strict=True)
+                if not (isinstance(outcome, Processed) and outcome.acknowledged)
+            ]
+            if settled:
+                self._session.ack(settled)
+            self._note(outcomes, limit)
+        while parked := rows.claim_parked(self._stage.name, self._token, _LEASE):
+            delivery = arrivals.from_parked(
+                parked.destination, parked.headers, parked.body, parked.seen.message_id
+            )
+            self._note(batch.process([self._arrival(delivery, parked)]), limit)
+        return self._outcomes - before
+
+    def _receive(self) -> list[Delivery]:
+        found: list[Delivery] = []
+        while len(found) < self._stage.batch:
+            delivery = self._session.receive(0)
+            if delivery is None:
+                break
+            found.append(delivery)
+        return found
+
+    def _arrival(self, delivery: Delivery, parked: Parked | None = None) -> Arrival:
+        return Arrival(
+            stage=self._stage,
+            delivery=delivery,
+            session=self._session,
+            worker="drain",
+            stop=_Hurry(),
+            parked=parked,
+            token=None if parked is None else self._token,
+        )
+
+    def _note(self, outcomes: Sequence[Outcome], limit: int) -> None:
+        for outcome in outcomes:
+            self._drained.note(outcome)
+        self._outcomes += len(outcomes)
+        if self._outcomes > limit:
+            raise AssertionError(
+                f"Stage {self._stage.name!r} has had {self._outcomes} outcomes and "
+                f"there are more messages still. Do its messages go in a circle? "
+                f"Else give drain() a higher limit than {limit}."
+            )
+
+
+@contextmanager
+def _embedded() -> Iterator[None]:
+    """Let the embedded broker stand in, and let nobody else dispatch."""
+    brokers = {}
+    for alias, options in conf.get().BROKERS.items():
+        url = split_url(options["URL"])
+        database = url.netloc if url.scheme == "database" else ""
+        brokers[alias] = {**options, "URL": f"database://{database}?lease={_LEASE}"}
+    given = getattr(settings, "TXMSG", None) or {}
+    with override_settings(
+        TXMSG={**given, "BROKERS": brokers, "DISPATCH_ON_COMMIT": "off"}
+    ):
+        yield
+
+
+@contextmanager
+def _lane(using: str, broker: str) -> Iterator[Lane]:
+    lane = Lane(using, broker)
+    try:
+        yield lane
+    finally:
+        lane.close()
+
+
+def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
+    """Make due now what is due until then, in the order in which it would have been."""
+    for alias in aliases:
+        later = Q(due_at__gt=Now(), due_at__lte=until)
+        earlier = F("due_at") - ahead
+        OutboxMessage.objects.using(alias).filter(PENDING, later).update(due_at=earlier)
+        InboxMessage.objects.using(alias).filter(later).update(due_at=earlier)
+        QueueMessage.objects.using(alias).filter(
+            available_at__gt=Now(), available_at__lte=until, lease_token=None
+        ).update(available_at=F("available_at") - ahead)

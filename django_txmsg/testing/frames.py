@@ -1,0 +1,175 @@
+"""STOMP 1.0, 1.1 and 1.2 frames as a broker reads and writes them, without any I/O.
+
+For tests only, and on purpose not the client's own codec: a mistake made on both
+sides would cancel out. Strict where the specification says a server must be: an
+unknown escape or a missing NUL is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+VERSIONS = ("1.0", "1.1", "1.2")
+
+_ESCAPES: dict[str, dict[str, str]] = {
+    "1.0": {},
+    "1.1": {"\\": "\\\\", "\n": "\\n", ":": "\\c"},
+    "1.2": {"\\": "\\\\", "\r": "\\r", "\n": "\\n", ":": "\\c"},
+}
+#: These are read before, or while, the version is agreed: never escaped.
+_UNESCAPED = frozenset({"CONNECT", "STOMP", "CONNECTED"})
+_BLANK_LINE = re.compile(rb"\n\r?\n")
+
+
+class FrameError(Exception):
+    """The bytes are no frame of this version; nothing after them can be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame: its command, its headers (the first of a repeated one), its body."""
+
+    command: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+    def __getitem__(self, header: str) -> str:
+        """Return a header's value; ``KeyError`` names the one that is missing."""
+        return self.headers[header]
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode()
+
+    @property
+    def destination(self) -> str:
+        """The destination header, empty when there is none."""
+        return self.headers.get("destination", "")
+
+    @property
+    def receipt(self) -> str | None:
+        """The id of the receipt asked for, if one is."""
+        return self.headers.get("receipt")
+
+    @property
+    def transaction(self) -> str | None:
+        """The name of the transaction the frame belongs to, if any."""
+        return self.headers.get("transaction")
+
+
+def encode(frame: Frame, version: str = "1.2") -> bytes:
+    """Write a frame as bytes, its headers escaped as the version wants it."""
+    escapes = {} if frame.command in _UNESCAPED else _ESCAPES[version]
+    lines = [frame.command]
+    for name, value in frame.headers.items():
+        lines.append(f"{_escape(name, escapes)}:{_escape(value, escapes)}")
+    return "\n".join([*lines, "", ""]).encode() + frame.body + b"\x00"
+
+
+def _escape(text: str, escapes: Mapping[str, str]) -> str:
+    return "".join(escapes.get(character, character) for character in text)
+
+
+class Decoder:
+    """Turns bytes in any split into frames; set ``version`` once it is agreed."""
+
+    def __init__(self, version: str = "1.2") -> None:
+        """Start at a frame border."""
+        self.version = version
+        #: End-of-line bytes seen between frames: the client's heart-beats.
+        self.heartbeats = 0
+        self._buffer = bytearray()
+        self._wanted = 1
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """Return the frames that these bytes complete.
+
+        Raises ``FrameError`` when they cannot be read; the decoder is then of no use.
+        """
+        self._buffer += data
+        found: list[Frame] = []
+        while len(self._buffer) >= self._wanted:
+            self._skip_heartbeats()
+            frame = self._next_frame()
+            if frame is None:
+                break
+            found.append(frame)
+        return found
+
+    def _skip_heartbeats(self) -> None:
+        size = 0
+        while size < len(self._buffer) and self._buffer[size] in b"\r\n":
+            self.heartbeats += self._buffer[size] == ord("\n")
+            size += 1
+        del self._buffer[:size]
+        self._wanted = 1
+
+    def _next_frame(self) -> Frame | None:
+        buffer = self._buffer
+        blank = _BLANK_LINE.search(buffer)
+        nul = buffer.find(b"\x00", 0, blank.start() if blank else len(buffer))
+        if nul >= 0:
+            raise FrameError(f"NUL in the headers: {bytes(buffer[:nul])!r}")
+        if blank is None:
+            self._wanted = len(buffer) + 1
+            return None
+        start = blank.end()
+        command, headers = self._read_headers(bytes(buffer[: blank.start()]))
+        stop = self._end_of_body(start, headers.get("content-length"))
+        if stop is None:
+            return None
+        frame = Frame(command, headers, bytes(buffer[start:stop]))
+        del buffer[: stop + 1]
+        return frame
+
+    def _end_of_body(self, start: int, length: str | None) -> int | None:
+        if length is None:
+            stop = self._buffer.find(b"\x00", start)
+            if stop < 0:
+                self._wanted = len(self._buffer) + 1
+                return None
+            return stop
+        if not (length.isascii() and length.isdigit()):
+            raise FrameError(f"content-length is no number: {length!r}")
+        stop = start + int(length)
+        if len(self._buffer) <= stop:
+            self._wanted = stop + 1
+            return None
+        if self._buffer[stop]:
+            raise FrameError(f"no NUL after a body of {length} bytes")
+        return stop
+
+    def _read_headers(self, block: bytes) -> tuple[str, dict[str, str]]:
+        try:
+            lines = block.decode().split("\n")
+        except UnicodeDecodeError as error:
+            raise FrameError(f"headers are no UTF-8: {error}") from error
+        if self.version == "1.2":
+            lines = [line.removesuffix("\r") for line in lines]
+        command, *lines = lines
+        headers: dict[str, str] = {}
+        for line in lines:
+            name, colon, value = line.partition(":")
+            if not colon:
+                raise FrameError(f"header line without a colon: {line!r}")
+            if command not in _UNESCAPED:
+                name, value = self._unescape(name), self._unescape(value)
+            headers.setdefault(name, value)
+        return command, headers
+
+    def _unescape(self, text: str) -> str:
+        unescapes = {code[1]: raw for raw, code in _ESCAPES[self.version].items()}
+        if not unescapes or "\\" not in text:
+            return text
+        result, characters = [], iter(text)
+        for character in characters:
+            if character == "\\":
+                code = next(characters, "")
+                if code not in unescapes:
+                    raise FrameError(f"unknown escape \\{code} in {text!r}")
+                character = unescapes[code]
+            result.append(character)
+        return "".join(result)

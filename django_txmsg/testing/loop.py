@@ -1,0 +1,125 @@
+"""The scripted broker's one thread: readiness of sockets, timers, nothing else.
+
+Everything it calls runs with the broker's lock held, so a test that takes the lock
+(every public method does) never sees a half-handled frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Channel(Protocol):
+    """A socket the loop looks after."""
+
+    sock: socket.socket
+
+    def wanted(self) -> int:
+        """Say what to wait for: READ, WRITE, both or 0."""
+
+    def ready(self, events: int) -> None:
+        """Read or write without blocking."""
+
+
+class Loop:
+    """Waits on channels and timers on a thread of its own."""
+
+    def __init__(self, lock: threading.Condition) -> None:
+        """Share the broker's lock; ``start`` begins."""
+        self._lock = lock
+        self._channels: set[Channel] = set()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._selector = selectors.DefaultSelector()
+        self._alarm, self._alarmed = socket.socketpair()
+        for end in (self._alarm, self._alarmed):
+            end.setblocking(False)
+        self._selector.register(self._alarmed, READ)
+        self._running = True
+        self._thread = threading.Thread(
+            target=self._run, name="scripted-broker", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def add(self, channel: Channel) -> None:
+        """Look after a channel, with the lock held."""
+        self._channels.add(channel)
+        self.wake()
+
+    def remove(self, channel: Channel) -> None:
+        """Forget a channel before its socket is closed, with the lock held."""
+        self._channels.discard(channel)
+        if channel.sock.fileno() in self._selector.get_map():
+            self._selector.unregister(channel.sock)
+
+    def call_later(self, delay: float, action: Callable[[], None]) -> None:
+        """Run the action on the loop's thread after so many seconds."""
+        due = time.monotonic() + delay
+        heapq.heappush(self._timers, (due, next(self._numbers), action))
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the loop look at what its channels want now."""
+        if threading.current_thread() is not self._thread:
+            # When the alarm's buffer is full it has been woken often enough.
+            with contextlib.suppress(BlockingIOError):
+                self._alarm.send(b"!")
+
+    def stop(self) -> None:
+        """End the thread and close every channel; without the lock held."""
+        if not self._running:
+            return
+        self._running = False
+        self.wake()
+        self._thread.join(10)
+        for channel in self._channels:
+            channel.sock.close()
+        self._selector.close()
+        self._alarm.close()
+        self._alarmed.close()
+
+    def _run(self) -> None:
+        while self._running:
+            with self._lock:
+                timeout = self._run_timers()
+                self._register()
+            ready = self._selector.select(timeout)
+            with self._lock:
+                for key, events in ready:
+                    if key.data is None:
+                        self._alarmed.recv(4096)
+                    elif key.data in self._channels:
+                        key.data.ready(events)
+
+    def _run_timers(self) -> float | None:
+        while self._timers:
+            left = self._timers[0][0] - time.monotonic()
+            if left > 0:
+                return left
+            heapq.heappop(self._timers)[2]()
+        return None
+
+    def _register(self) -> None:
+        known = self._selector.get_map()
+        for channel in self._channels:
+            wanted, number = channel.wanted(), channel.sock.fileno()
+            if number not in known:
+                if wanted:
+                    self._selector.register(channel.sock, wanted, channel)
+            elif not wanted:
+                self._selector.unregister(channel.sock)
+            elif known[number].events != wanted:
+                self._selector.modify(channel.sock, wanted, channel)

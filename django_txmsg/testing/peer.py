@@ -1,0 +1,248 @@
+"""One client's socket on the scripted broker: bytes in and out, and every way to end.
+
+Reads and writes without blocking on the broker's loop, over TCP or TLS; splits what
+it writes where the script says so; sends heart-beats, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from django_txmsg.testing.conversation import Conversation
+from django_txmsg.testing.frames import Decoder, Frame, FrameError, encode
+from django_txmsg.testing.loop import READ, WRITE
+
+if TYPE_CHECKING:
+    from django_txmsg.testing.scripted_broker import ScriptedBroker
+
+logger = logging.getLogger(__name__)
+
+
+class Peer:
+    """The broker's end of one connection."""
+
+    def __init__(
+        self, broker: ScriptedBroker, sock: socket.socket, number: int
+    ) -> None:
+        """Take an accepted socket; ``number`` counts connections from 1."""
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.broker = broker
+        self.number = number
+        self.sock = sock
+        self.stalled = False
+        self.frozen = False
+        self.closed = False
+        self.bytes_received = 0
+        self.last_read = time.monotonic()
+        self.decoder = Decoder()
+        self.conversation = Conversation(self)
+        self._beat_every = self._beats_due = 0.0
+        self._backlog: deque[Frame] = deque()
+        self._out: deque[bytes] = deque()
+        self._leaving = False
+        self._draining = False
+        self._pausing = False
+        self._handshaking = broker.tls is not None
+        self._tls_wants = READ
+        if broker.tls is not None:
+            self.sock = broker.tls.wrap_socket(
+                sock, server_side=True, do_handshake_on_connect=False
+            )
+
+    @property
+    def heartbeats(self) -> int:
+        """Heart-beats the client has sent."""
+        return self.decoder.heartbeats
+
+    @property
+    def ending(self) -> bool:
+        """Whether nothing the client sends is looked at any more."""
+        return self.closed or self._leaving
+
+    # -- what the loop calls, with the lock held ----------------------------------
+
+    def wanted(self) -> int:
+        """Say what the loop is to wait for."""
+        if self._handshaking:
+            return self._tls_wants
+        reads = READ if not (self.stalled or self.frozen) or self._draining else 0
+        writes = WRITE if self._out and not (self._pausing or self.frozen) else 0
+        return reads | writes
+
+    def ready(self, events: int) -> None:
+        """Read or write what is possible."""
+        try:
+            if self._handshaking:
+                self._shake_hands()
+                return
+            if events & WRITE:
+                self._write_some()
+            if events & READ and not self.closed:
+                self._read_some()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+            return
+        except OSError as error:
+            self.end(f"the client's socket failed: {error}")
+
+    def _shake_hands(self) -> None:
+        assert isinstance(self.sock, ssl.SSLSocket)
+        try:
+            self.sock.do_handshake()
+        except ssl.SSLWantReadError:
+            self._tls_wants = READ
+        except ssl.SSLWantWriteError:
+            self._tls_wants = WRITE
+        else:
+            self._handshaking = False
+
+    def _read_some(self) -> None:
+        pending = True
+        while pending and not self.closed:
+            data = self.sock.recv(65_536)
+            if not data:
+                self.end("the client closed the connection")
+                return
+            if self._leaving:
+                return
+            self.bytes_received += len(data)
+            self.last_read = time.monotonic()
+            try:
+                self._backlog.extend(self.decoder.feed(data))
+            except FrameError as error:
+                self.conversation.protest(str(error))
+                return
+            self.work()
+            # Bytes that TLS has decrypted already wake no selector.
+            pending = isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
+        self.broker.changed.notify_all()
+
+    def work(self) -> None:
+        """Handle the frames that have arrived, until one of them stops it."""
+        while self._backlog and not (self.stalled or self.ending):
+            self.conversation.arrive(self._backlog.popleft())
+
+    def put_back(self, frame: Frame) -> None:
+        """Let the frame be the next to be handled."""
+        self._backlog.appendleft(frame)
+
+    def _write_some(self) -> None:
+        while self._out and not self._pausing:
+            piece = self._out.popleft()
+            try:
+                sent = self.sock.send(piece)
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+                self._out.appendleft(piece)
+                return
+            if sent < len(piece):
+                self._out.appendleft(piece[sent:])
+            elif self.broker.split.pause and self._out:
+                self._pausing = True
+                self.broker.loop.call_later(self.broker.split.pause, self._go_on)
+        if self._leaving:
+            self._say_goodbye()
+
+    def _go_on(self) -> None:
+        self._pausing = False
+
+    # -- what the conversation and the script call, with the lock held ------------
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame, cut into pieces where the script says so."""
+        self.write(encode(frame, self.decoder.version))
+
+    def write(self, data: bytes) -> None:
+        """Queue raw bytes, which need not be a frame."""
+        if not self.closed:
+            self._out.extend(self.broker.split.pieces(data))
+            self.broker.loop.wake()
+
+    def agree_heartbeats(self, wish: str) -> tuple[int, int]:
+        """Answer the client's wish (milliseconds); beat and listen as was agreed."""
+        client_sends, client_wants = (int(part) for part in wish.split(","))
+        sends, wants = self.broker.heart_beat or (client_wants, client_sends)
+        if sends and client_wants:
+            self._beat_every = max(sends, client_wants) / 1000
+            self.broker.loop.call_later(self._beat_every, self._beat)
+        if wants and client_sends:
+            self._beats_due = max(wants, client_sends) / 1000
+            self.broker.loop.call_later(self._beats_due, self._check_beats)
+        return sends, wants
+
+    def _beat(self) -> None:
+        if self.ending:
+            return
+        if not (self.broker.silent or self._out):
+            self._out.append(b"\n")
+        self.broker.loop.call_later(self._beat_every, self._beat)
+
+    def _check_beats(self) -> None:
+        if self.ending:
+            return
+        # Generous: only a client that has forgotten its promise is told off.
+        limit = 3 * self._beats_due + 1.0
+        if not self.stalled and time.monotonic() - self.last_read > limit:
+            self.conversation.protest(f"no heart-beat for {limit:g} s")
+            return
+        self.broker.loop.call_later(self._beats_due, self._check_beats)
+
+    def stall(self, *, write: bool = True) -> None:
+        """Read no more; with ``write=False``, write no more either."""
+        self.stalled, self.frozen = True, not write
+
+    def resume(self) -> None:
+        """Read and write again."""
+        self.stalled = self.frozen = False
+        self.last_read = time.monotonic()
+        self.work()
+        self.broker.loop.wake()
+
+    def cut(self, *, reset: bool = False) -> None:
+        """End the connection: by RST at once, else after writing what is queued."""
+        if reset or self.frozen or self._handshaking:
+            self.end("cut by the script", reset=reset)
+        else:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """Write what is queued, then end the connection."""
+        if not self.ending:
+            self._leaving = True
+            self.broker.loop.call_later(2.0, lambda: self.end("it took too long"))
+            self._say_goodbye()
+            self.broker.loop.wake()
+
+    def _say_goodbye(self) -> None:
+        # Closing with unread bytes resets the connection, and the client may never
+        # see what was written last: so read on, to nowhere, until it closes too.
+        if not (self._out or self._draining or self.closed):
+            self._draining = True
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+            self._over()
+
+    def end(self, reason: str, *, reset: bool = False) -> None:
+        """End the connection now; what is not written is lost."""
+        if self.closed:
+            return
+        logger.debug("connection %d ends: %s", self.number, reason)
+        self.closed = True
+        self.broker.loop.remove(self)
+        if reset:
+            self.sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
+        self.sock.close()
+        self._over()
+
+    def _over(self) -> None:
+        self.conversation.ended()
+        self.broker.peer_ended(self)

@@ -1,0 +1,108 @@
+"""How the STOMP brokers differ, as the scripted broker imitates them.
+
+ActiveMQ Classic and RabbitMQ as measured on 5.17 and 3.10, Artemis as its sources and
+test suites describe it; it was not run. Derive a profile of your own with
+``dataclasses.replace``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """One broker's manners; the values here are ActiveMQ Classic's."""
+
+    name: str = "classic"
+    #: The ``server`` header of CONNECTED.
+    server: str = "ActiveMQ/5.17.2"
+    #: Whether a refused frame's ERROR names its receipt.
+    error_names_receipt: bool = True
+    #: STOMP versions in which a refused SEND ends the connection.
+    error_closes: frozenset[str] = frozenset()
+    #: Frames of a transaction are kept unread until COMMIT, and receipted after it.
+    replays_transactions: bool = False
+    #: A refused SEND without a receipt makes the COMMIT fail.
+    silent_error_spoils_transaction: bool = True
+    #: An ACK in a transaction waits for the COMMIT.
+    acks_join_transaction: bool = True
+    #: What NACK does: "bury" (dead-letter queue), "requeue" or "discard".
+    nack: str = "bury"
+    #: NACK inside a transaction is refused.
+    refuses_nack_in_transaction: bool = True
+    #: Where "bury" puts a message; ``{name}`` is the queue it came from.
+    dead_letter_queue: str = "/queue/DLQ.{name}"
+    #: Topics are told by this header (``destination-type`` on SEND) and not by their
+    #: name, and are what holds without it: a message nobody waits for is receipted
+    #: and dropped.
+    routes_by_header: bool = False
+    #: Header of SUBSCRIBE that bounds the deliveries not acknowledged ...
+    prefetch_header: str = "activemq.prefetchSize"
+    #: ... whether it counts bytes, and what holds when it is missing.
+    prefetch_in_bytes: bool = False
+    default_prefetch: int | None = 1000
+    #: The value that bounds nothing.
+    unlimited_prefetch: int | None = None
+    #: Header of SUBSCRIBE that makes a topic's subscription durable.
+    durable_header: str = "activemq.subscriptionName"
+    #: A durable subscription belongs to the connection's client-id.
+    durable_needs_client_id: bool = True
+    #: Header of SEND that delays a delivery, in milliseconds.
+    delay_header: str | None = "AMQ_SCHEDULED_DELAY"
+    #: Messages expire by ``expiration`` (ms left), not by ``expires`` (epoch ms).
+    expires_relative: bool = False
+    #: MESSAGE says ``redelivered`` also when it is false.
+    always_says_redelivered: bool = False
+    #: MESSAGE has the ``receipt`` header its sender wrote.
+    passes_receipt_on: bool = False
+    #: What was not acknowledged is free again at UNSUBSCRIBE, not only when the
+    #: connection ends.
+    unsubscribe_gives_back: bool = True
+    #: DISCONNECT is receipted twice.
+    repeats_disconnect_receipt: bool = False
+    #: The virtual hosts that exist; ``None``: the ``host`` header is not looked at.
+    virtual_hosts: frozenset[str] | None = None
+
+
+CLASSIC = Profile()
+
+ARTEMIS = Profile(
+    name="artemis",
+    server="ActiveMQ-Artemis/2.31.2 ActiveMQ Artemis Messaging Engine",
+    error_closes=frozenset({"1.2"}),
+    silent_error_spoils_transaction=False,
+    acks_join_transaction=False,
+    nack="discard",
+    refuses_nack_in_transaction=False,
+    routes_by_header=True,
+    prefetch_header="consumer-window-size",
+    prefetch_in_bytes=True,
+    default_prefetch=10_240,
+    unlimited_prefetch=-1,
+    durable_header="durable-subscription-name",
+    always_says_redelivered=True,
+)
+
+RABBITMQ = Profile(
+    name="rabbitmq",
+    server="RabbitMQ/3.10.8",
+    error_names_receipt=False,
+    error_closes=frozenset({"1.0", "1.1", "1.2"}),
+    replays_transactions=True,
+    nack="requeue",
+    refuses_nack_in_transaction=False,
+    prefetch_header="prefetch-count",
+    default_prefetch=None,
+    unlimited_prefetch=0,
+    durable_header="x-queue-name",
+    durable_needs_client_id=False,
+    delay_header=None,
+    expires_relative=True,
+    always_says_redelivered=True,
+    passes_receipt_on=True,
+    unsubscribe_gives_back=False,
+    virtual_hosts=frozenset({"/"}),
+)
+
+PROFILES = {profile.name: profile for profile in (CLASSIC, ARTEMIS, RABBITMQ)}

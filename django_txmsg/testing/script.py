@@ -1,0 +1,214 @@
+"""What a test tells the scripted broker to do with the frames it gets.
+
+A rule picks frames (``broker.on("SEND", nth=3)``) and one verb says what happens to
+them (``.reject("quota")``). The first rule that picks a frame and has not run out
+decides; without one the broker does what its profile does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from django_txmsg.testing.frames import Frame
+
+if TYPE_CHECKING:
+    from django_txmsg.testing.conversation import Conversation
+
+
+class Verb(Enum):
+    """What can happen to a picked frame."""
+
+    HANDLE = auto()
+    HOLD = auto()
+    PARK = auto()
+    DROP = auto()
+    DUPLICATE = auto()
+    REJECT = auto()
+    CUT = auto()
+    CUT_AFTER = auto()
+    STALL = auto()
+    CALL = auto()
+
+
+@dataclass(slots=True)
+class Held:
+    """A frame whose receipt, or whose handling, waits for ``release``."""
+
+    frame: Frame
+    let_go: Callable[[], None]
+
+
+class Rule:
+    """Picks frames; one of its verbs says what happens to them."""
+
+    def __init__(
+        self,
+        command: str,
+        *,
+        nth: int | None = None,
+        times: int | None = None,
+        destination: str | None = None,
+        where: Callable[[Frame], bool] | None = None,
+    ) -> None:
+        """See ``ScriptedBroker.on``."""
+        self.verb = Verb.HANDLE
+        self.message = ""
+        self.detail = ""
+        self.names_receipt: bool | None = None
+        self.closes: bool | None = None
+        self.at_commit = False
+        self.reset = False
+        self.answers = False
+        self.call: Callable[[Conversation, Frame], object] | None = None
+        self.copies = 1
+        #: Receipts that wait to be permuted, and how many make a full window.
+        self.group: list[Held] = []
+        self.window = 0
+        self.order = random.Random(0)  # noqa: S311  # to shuffle receipts
+        self._command = command
+        self._nth = nth
+        self._left = times
+        self._destination = destination
+        self._where = where
+        self._seen = 0
+
+    def picks(self, frame: Frame) -> bool:
+        """Whether this rule decides over the frame; counts what it has seen."""
+        if self.verb is Verb.HANDLE or self._command not in (frame.command, "*"):
+            return False
+        if self._destination is not None and frame.destination != self._destination:
+            return False
+        if self._where is not None and not self._where(frame):
+            return False
+        self._seen += 1
+        if self._nth is not None and self._seen != self._nth:
+            return False
+        if self._left is not None:
+            self._left -= 1
+            return self._left >= 0
+        return True
+
+    # -- the verbs ----------------------------------------------------------------
+
+    def hold_receipt(self) -> Rule:
+        """Handle the frame; keep its receipt until ``broker.release()``."""
+        return self._do(Verb.HOLD)
+
+    def park(self) -> Rule:
+        """Handle the frame only at ``broker.release()``; what follows overtakes it.
+
+        As ActiveMQ does to a producer of a full queue.
+        """
+        return self._do(Verb.PARK)
+
+    def drop_receipt(self) -> Rule:
+        """Handle the frame; never send its receipt."""
+        return self._do(Verb.DROP)
+
+    def duplicate_receipt(self, copies: int = 2) -> Rule:
+        """Handle the frame; send its receipt that often."""
+        self.copies = copies
+        return self._do(Verb.DUPLICATE)
+
+    def permute_receipts(self, window: int, *, seed: int = 0) -> Rule:
+        """Send receipts in windows of so many, each window shuffled.
+
+        An incomplete last window waits for ``broker.release()``.
+        """
+        self.window = window
+        self.order = random.Random(seed)  # noqa: S311  # to be repeatable
+        return self._do(Verb.HOLD)
+
+    def reject(
+        self,
+        message: str = "rejected by the script",
+        detail: str = "",
+        *,
+        names_receipt: bool | None = None,
+        closes: bool | None = None,
+        at_commit: bool = False,
+    ) -> Rule:
+        """Do not handle the frame; answer ERROR, as the profile does if not told.
+
+        ``names_receipt``: with or without receipt-id. ``closes``: hang up afterwards.
+        ``at_commit``: find fault with a transaction's frame only in its replay, after
+        COMMIT was receipted and a part is stored, as RabbitMQ does with a header it
+        does not read before.
+        """
+        self.message, self.detail, self.at_commit = message, detail, at_commit
+        self.names_receipt, self.closes = names_receipt, closes
+        return self._do(Verb.REJECT)
+
+    def cut(self, *, reset: bool = False) -> Rule:
+        """End the connection before the frame is handled (``reset``: by RST)."""
+        self.reset = reset
+        return self._do(Verb.CUT)
+
+    def cut_after(self, *, answered: bool = False, reset: bool = False) -> Rule:
+        """Handle the frame, then end the connection, its receipt sent or not."""
+        self.answers, self.reset = answered, reset
+        return self._do(Verb.CUT_AFTER)
+
+    def stall(self) -> Rule:
+        """Read neither this frame nor any later one until ``broker.resume()``."""
+        return self._do(Verb.STALL)
+
+    def call_with(self, function: Callable[[Conversation, Frame], object]) -> Rule:
+        """Let the test's function decide; it may call ``conversation.handle(frame)``.
+
+        It runs on the broker's thread and must not wait.
+        """
+        self.call = function
+        return self._do(Verb.CALL)
+
+    def _do(self, verb: Verb) -> Rule:
+        self.verb = verb
+        return self
+
+
+class Script:
+    """The rules in force and what they hold back; used with the broker's lock held."""
+
+    def __init__(self) -> None:
+        """Start without rules."""
+        self.rules: list[Rule] = []
+        self.held: list[Held] = []
+
+    def rule_for(self, frame: Frame) -> Rule | None:
+        """The rule that decides over the frame, if any does."""
+        return next((rule for rule in self.rules if rule.picks(frame)), None)
+
+    def hold(self, rule: Rule, held: Held) -> None:
+        """Keep what the rule holds back, or let a full window go, shuffled."""
+        self.held.append(held)
+        if rule.window:
+            rule.group.append(held)
+            if len(rule.group) >= rule.window:
+                group, rule.group = rule.group, []
+                rule.order.shuffle(group)
+                for one in group:
+                    self.held.remove(one)
+                    one.let_go()
+
+    def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
+        """Let go the first ``count`` of what is held, in the order given."""
+        taken = self.held[:count]
+        if isinstance(order, random.Random):
+            order.shuffle(taken)
+        elif order:
+            if sorted(order) != list(range(len(taken))):
+                raise ValueError(
+                    f"{order!r} is no order of the {len(taken)} frames that are held."
+                )
+            taken = [taken[index] for index in order]
+        for held in taken:
+            self.held.remove(held)
+        for rule in self.rules:
+            rule.group = [held for held in rule.group if held not in taken]
+        for held in taken:
+            held.let_go()
+        return len(taken)

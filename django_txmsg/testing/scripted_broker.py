@@ -1,0 +1,281 @@
+"""A STOMP broker in the test's own process, which does what the test tells it to.
+
+It listens on a real socket, so the client under test is the real one, over the real
+wire. Without a script it is a small, honest broker in the manner of its profile; with
+one it holds, permutes, drops and doubles receipts, refuses, stalls, splits and cuts.
+Everything it was sent is on record, and every ``wait_…`` has a deadline.
+
+    with ScriptedBroker(RABBITMQ) as broker:
+        broker.on("SEND", nth=3).cut()
+        ...                                     # the client, at broker.url
+        broker.wait_for("SEND", 3)
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from django_txmsg.testing.frames import VERSIONS, Frame
+from django_txmsg.testing.listener import Listener
+from django_txmsg.testing.loop import Loop
+from django_txmsg.testing.peer import Peer
+from django_txmsg.testing.profiles import CLASSIC, PROFILES, Profile
+from django_txmsg.testing.record import Record
+from django_txmsg.testing.script import Rule, Script
+from django_txmsg.testing.store import Store, StoredMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How written bytes are cut into pieces, with a pause after each piece."""
+
+    every: int | None = None
+    at: tuple[int, ...] = ()
+    pause: float = 0.0
+
+    def pieces(self, data: bytes) -> list[bytes]:
+        """Cut what is written at once."""
+        if self.every:
+            return [data[i : i + self.every] for i in range(0, len(data), self.every)]
+        borders = [0, *(b for b in sorted(self.at) if 0 < b < len(data)), len(data)]
+        return [data[a:b] for a, b in itertools.pairwise(borders)]
+
+
+class ScriptedBroker(Record):
+    """A scripted STOMP broker; use it as a context manager."""
+
+    def __init__(
+        self,
+        profile: Profile | str = CLASSIC,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        versions: Sequence[str] = VERSIONS,
+        users: Mapping[str, str] | None = None,
+        heart_beat: tuple[int, int] | None = None,
+        tls: ssl.SSLContext | None = None,
+        receive_buffer: int | None = None,
+    ) -> None:
+        """Listen at once; ``port`` 0 takes a free one.
+
+        ``users``: who may log in, by password; None lets everybody in. ``heart_beat``:
+        what the broker offers and wants, in milliseconds; None: whatever the client
+        does. ``receive_buffer``: bytes a stalled broker's socket still takes.
+        """
+        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
+        self.versions, self.users, self.heart_beat = versions, users, heart_beat
+        self.tls = tls
+        super().__init__()
+        self.loop = Loop(self.changed)
+        self.script = Script()
+        self.store = Store()
+        self.split = Split()
+        self.silent = False
+        #: The connections that are open, in the order they were made.
+        self.peers: list[Peer] = []
+        #: How many connections were accepted so far.
+        self.accepted = 0
+        self._host, self._receive_buffer = host, receive_buffer
+        self._listener = Listener(self._accept, host, port, receive_buffer)
+        self.port = self._listener.port
+        self.loop.add(self._listener)
+        self.loop.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        return self._host, self.port
+
+    @property
+    def url(self) -> str:
+        """The broker's URL for a ``ConnectionFactory`` or ``TXMSG["BROKERS"]``."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"stomp{'+ssl' if self.tls else ''}://{host}:{self.port}"
+
+    # -- the script ---------------------------------------------------------------
+
+    def on(
+        self,
+        command: str = "SEND",
+        *,
+        nth: int | None = None,
+        times: int | None = None,
+        destination: str | None = None,
+        where: Callable[[Frame], bool] | None = None,
+    ) -> Rule:
+        """Pick frames for one of the rule's verbs; "*" is every command.
+
+        ``nth``: only the n-th (from 1) of those that match from now on. ``times``: the
+        first so many. Rules are asked in the order they were made.
+        """
+        rule = Rule(command, nth=nth, times=times, destination=destination, where=where)
+        with self.changed:
+            self.script.rules.append(rule)
+        return rule
+
+    def forget_rules(self) -> None:
+        """Be an honest broker from now on; what is held stays held."""
+        with self.changed:
+            self.script.rules.clear()
+
+    def release(
+        self, count: int | None = None, *, order: Sequence[int] | random.Random = ()
+    ) -> int:
+        """Let go the first ``count`` (all) of what is held; return how many it was.
+
+        ``order``: their indices in the order to let go, or a ``random.Random``.
+        """
+        with self.changed:
+            released = self.script.release(count, order)
+            self.changed.notify_all()
+            return released
+
+    def stall(self) -> None:
+        """Stop to read from the connections there are, as RabbitMQ does on an alarm."""
+        with self.changed:
+            for peer in self.peers:
+                peer.stall()
+
+    def freeze(self) -> None:
+        """Neither read nor write, as a host that hangs: its sockets stay open."""
+        with self.changed:
+            for peer in self.peers:
+                peer.stall(write=False)
+
+    def resume(self) -> None:
+        """Read and write again after a stall or freeze, also one of a rule."""
+        with self.changed:
+            for peer in list(self.peers):
+                peer.resume()
+            self.changed.notify_all()
+
+    def split_writes(
+        self, *, every: int | None = None, at: Sequence[int] = (), pause: float = 0.002
+    ) -> None:
+        """Cut what is written into pieces of ``every`` bytes, or ``at`` offsets."""
+        with self.changed:
+            self.split = Split(every, tuple(at), pause if every or at else 0.0)
+
+    def silence_heartbeats(self, *, silent: bool = True) -> None:
+        """Send no heart-beats (or send them again); frames still go out."""
+        with self.changed:
+            self.silent = silent
+
+    def write(self, data: bytes) -> None:
+        """Write raw bytes, frames or not, to every connection."""
+        with self.changed:
+            for peer in self.peers:
+                peer.write(data)
+
+    def cut(self, *, reset: bool = False) -> None:
+        """End every connection at once (``reset``: by RST instead of FIN)."""
+        with self.changed:
+            for peer in list(self.peers):
+                peer.cut(reset=reset)
+
+    def stop(self) -> None:
+        """Go down: end every connection and refuse new ones."""
+        with self.changed:
+            self._listener.close(self.loop)
+            self.cut()
+
+    def restart(self) -> None:
+        """Come up again on the same port, with the persistent messages alone."""
+        self.stop()
+        with self.changed:
+            self.store.lose_volatile()
+            self._listener = Listener(
+                self._accept, self._host, self.port, self._receive_buffer
+            )
+            self.loop.add(self._listener)
+
+    # -- what there is to see -----------------------------------------------------
+
+    def wait_for_held(self, count: int = 1, *, timeout: float = 30.0) -> list[Frame]:
+        """Wait until that many frames are held, and return them."""
+        self.wait_until(
+            lambda: len(self.script.held) >= count, timeout, f"{count} held frames"
+        )
+        with self.changed:
+            return [held.frame for held in self.script.held]
+
+    def wait_for_connections(self, count: int, *, timeout: float = 30.0) -> list[Peer]:
+        """Wait until exactly that many connections are open."""
+        self.wait_until(
+            lambda: len(self.peers) == count, timeout, f"{count} open connections"
+        )
+        return list(self.peers)
+
+    def stored(self, destination: str) -> list[StoredMessage]:
+        """The messages waiting in a queue, those delivered but not settled excluded."""
+        with self.changed:
+            return list(self.store.queue(destination).messages)
+
+    def put(
+        self,
+        destination: str,
+        body: bytes | str,
+        headers: Mapping[str, str] | None = None,
+    ) -> StoredMessage:
+        """Store a message as another client's SEND would, and deliver it."""
+        data = body.encode() if isinstance(body, str) else body
+        message = StoredMessage(
+            destination, {"persistent": "true", **(headers or {})}, data
+        )
+        with self.changed:
+            self.store_message(message)
+            self.changed.notify_all()
+        return message
+
+    # -- what connections call, with the lock held --------------------------------
+
+    def is_topic(self, headers: Mapping[str, str]) -> bool:
+        """Whether a frame's destination is a topic, as the profile tells."""
+        if not self.profile.routes_by_header:
+            return headers.get("destination", "").startswith("/topic/")
+        routing = headers.get("destination-type", headers.get("subscription-type"))
+        return routing != "ANYCAST"
+
+    def store_message(self, message: StoredMessage) -> None:
+        """Put a message where its destination says."""
+        if self.is_topic({**message.headers, "destination": message.destination}):
+            self.store.publish(message)
+        else:
+            self.store.queue(message.destination).put(message)
+
+    def peer_ended(self, peer: Peer) -> None:
+        """Forget a connection that is over."""
+        if peer in self.peers:
+            self.peers.remove(peer)
+        self.changed.notify_all()
+
+    def _accept(self, sock: socket.socket) -> None:
+        self.accepted += 1
+        peer = Peer(self, sock, self.accepted)
+        self.peers.append(peer)
+        self.loop.add(peer)
+        self.changed.notify_all()
+
+    def close(self) -> None:
+        """Go down for good and free the port."""
+        self.stop()
+        self.loop.stop()
+
+    def __enter__(self) -> ScriptedBroker:
+        """It listens already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Go down."""
+        self.close()

@@ -1,0 +1,186 @@
+"""What the scripted broker holds: queues, subscriptions, messages, in memory.
+
+A queue keeps order, gives each subscription no more than its prefetch, and takes back
+what was not acknowledged, at its old place and marked as redelivered. A topic is the
+queues of its subscriptions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True, eq=False)
+class StoredMessage:
+    """A message as the broker has it; ``number`` is its place among all of them."""
+
+    destination: str
+    headers: dict[str, str]
+    body: bytes
+    redelivered: bool = False
+    #: Epoch seconds after which it is not delivered any more.
+    expires_at: float | None = None
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    @property
+    def persistent(self) -> bool:
+        """Whether it outlives a restart of the broker."""
+        return self.headers.get("persistent") == "true"
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode()
+
+
+class Subscription:
+    """One client's subscription: what it was given and has not acknowledged."""
+
+    def __init__(
+        self,
+        name: str,
+        queue: Queue,
+        ack: str,
+        prefetch: int | None,
+        deliver: Callable[[Subscription, str, StoredMessage], None],
+        *,
+        prefetch_in_bytes: bool = False,
+    ) -> None:
+        """``prefetch`` None bounds nothing; ``deliver`` writes the MESSAGE frame."""
+        self.name = name
+        self.queue = queue
+        self.ack = ack
+        self.pending: dict[str, StoredMessage] = {}
+        self._deliver = deliver
+        self._prefetch = prefetch
+        self._in_bytes = prefetch_in_bytes
+
+    def has_room(self) -> bool:
+        """Whether it may be given another message."""
+        if self._prefetch is None or self.ack == "auto":
+            return True
+        pending = self.pending.values()
+        used = sum(len(m.body) for m in pending) if self._in_bytes else len(pending)
+        return used < self._prefetch
+
+    def give(self, message: StoredMessage) -> None:
+        """Deliver one message, to be acknowledged unless the mode is ``auto``."""
+        ack_id = f"{self.name}:{next(_numbers)}"
+        if self.ack != "auto":
+            self.pending[ack_id] = message
+        self._deliver(self, ack_id, message)
+
+    def start(self) -> None:
+        """Take messages from the queue."""
+        self.queue.subscriptions.append(self)
+        self.queue.dispatch()
+
+    def stop(self) -> None:
+        """Take no more; what is not acknowledged stays so."""
+        if self in self.queue.subscriptions:
+            self.queue.subscriptions.remove(self)
+
+    def give_back(self) -> None:
+        """Let what is not acknowledged be delivered again."""
+        unacknowledged = list(self.pending.values())
+        self.pending.clear()
+        self.queue.put_back(unacknowledged)
+
+    def settle(self, ack_id: str) -> StoredMessage:
+        """Take a message as acknowledged; room for the next."""
+        message = self.pending.pop(ack_id)
+        self.queue.dispatch()
+        return message
+
+    def covered(self, ack_id: str) -> list[str]:
+        """The ids an acknowledgement covers: in ``client`` mode all before, too."""
+        if ack_id not in self.pending:
+            return []
+        if self.ack != "client":
+            return [ack_id]
+        before = itertools.takewhile(lambda other: other != ack_id, self.pending)
+        return [*before, ack_id]
+
+
+class Queue:
+    """Messages in order, and who takes them."""
+
+    def __init__(self, name: str, *, temporary: bool = False) -> None:
+        """A temporary queue is a topic subscription's that is not durable."""
+        self.name = name
+        self.temporary = temporary
+        self.messages: deque[StoredMessage] = deque()
+        self.subscriptions: deque[Subscription] = deque()
+
+    def put(self, message: StoredMessage) -> None:
+        """Append a message and deliver what can be."""
+        self.messages.append(message)
+        self.dispatch()
+
+    def put_back(self, messages: list[StoredMessage]) -> None:
+        """Take undelivered or unacknowledged messages back, at their old places."""
+        for message in messages:
+            message.redelivered = True
+        ordered = sorted([*messages, *self.messages], key=lambda m: m.number)
+        self.messages = deque(ordered)
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Hand messages out, in turn, to subscriptions that have room."""
+        while self.messages:
+            taker = next((s for s in self.subscriptions if s.has_room()), None)
+            if taker is None:
+                return
+            self.subscriptions.remove(taker)
+            self.subscriptions.append(taker)
+            message = self.messages.popleft()
+            if message.expires_at is None or message.expires_at > time.time():
+                taker.give(message)
+
+
+class Store:
+    """All queues of the broker, by destination."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.queues: dict[str, Queue] = {}
+        self._topics: dict[str, dict[str, Queue]] = {}
+
+    def queue(self, destination: str) -> Queue:
+        """The queue of that name, made on first use."""
+        return self.queues.setdefault(destination, Queue(destination))
+
+    def topic_queue(self, topic: str, subscription: str, *, durable: bool) -> Queue:
+        """The queue in which a subscription's copies of a topic's messages wait."""
+        queues = self._topics.setdefault(topic, {})
+        if subscription not in queues:
+            queues[subscription] = Queue(subscription, temporary=not durable)
+        return queues[subscription]
+
+    def forget(self, topic: str, subscription: str) -> None:
+        """Drop a topic's subscription and what waits for it."""
+        self._topics.get(topic, {}).pop(subscription, None)
+
+    def publish(self, message: StoredMessage) -> None:
+        """Copy a message to every subscription of the topic."""
+        for queue in list(self._topics.get(message.destination, {}).values()):
+            copy = StoredMessage(
+                message.destination, message.headers, message.body,
+                expires_at=message.expires_at,
+            )  # fmt: skip
+            queue.put(copy)
+
+    def lose_volatile(self) -> None:
+        """Do to the messages what a restart does: what is not persistent is gone."""
+        for topic in self._topics.values():
+            for name in [n for n, queue in topic.items() if queue.temporary]:
+                del topic[name]
+        topics = [queue for topic in self._topics.values() for queue in topic.values()]
+        for queue in [*self.queues.values(), *topics]:
+            queue.messages = deque(m for m in queue.messages if m.persistent)
