@@ -1,0 +1,104 @@
+"""A piece of work on many dead letters, done batch by batch and remembered.
+
+States: `running ⇄ paused`, then `done | cancelled`. The cursor moves in the transaction
+of the batch it stands for, so a crash neither loses nor doubles a message.
+"""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+
+class BulkKind(models.TextChoices):
+    """What is done to each dead letter."""
+
+    REDELIVER = "redeliver", "redeliver"
+    DISCARD = "discard", "discard"
+    RESTORE = "restore", "restore"
+
+
+class BulkState(models.TextChoices):
+    """Where the work stands."""
+
+    RUNNING = "running", "running"
+    PAUSED = "paused", "paused"
+    CANCELLED = "cancelled", "cancelled"
+    DONE = "done", "done"
+
+
+class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions an operator asks for. Each says whether it happened."""
+
+    def pause(self, pk: int) -> bool:
+        """Stop after the batch at work."""
+        return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
+
+    def resume(self, pk: int) -> bool:
+        """Go on after the last batch."""
+        return self._move(
+            pk, (BulkState.PAUSED,), state=BulkState.RUNNING, due_at=Now()
+        )
+
+    def cancel(self, pk: int) -> bool:
+        """End here. What is done stays done."""
+        return self._move(
+            pk,
+            (BulkState.RUNNING, BulkState.PAUSED),
+            state=BulkState.CANCELLED,
+            finished_at=Now(),
+        )
+
+    def _move(self, pk: int, states: tuple[str, ...], **values: object) -> bool:
+        return bool(
+            self.filter(pk=pk, state__in=states).update(changed_at=Now(), **values)
+        )
+
+
+class BulkOperation(models.Model):
+    """What somebody asked to do to all dead letters that match a filter.
+
+    It takes in nothing that died after it was asked for (`up_to`).
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    kind = models.CharField(max_length=16, choices=BulkKind.choices)
+    filter = models.JSONField(default=dict)
+    force = models.BooleanField(default=False)
+    by = models.CharField(max_length=255, default="", blank=True)
+    rate = models.FloatField(
+        null=True, blank=True, help_text="Messages a second at most; empty: no limit."
+    )
+    total = models.PositiveIntegerField(default=0)
+    done = models.PositiveIntegerField(default=0)
+    skipped = models.PositiveIntegerField(default=0)
+    skipped_why = models.JSONField(
+        default=dict, blank=True, help_text="The first skipped ones, with the reason."
+    )
+    cursor = models.BigIntegerField(default=0)
+    up_to = models.BigIntegerField(default=0)
+    batch_size = models.PositiveIntegerField(default=100)
+    state = models.CharField(
+        max_length=16, choices=BulkState.choices, default=BulkState.RUNNING
+    )
+    created_at = models.DateTimeField(db_default=Now())
+    due_at = models.DateTimeField(
+        db_default=Now(), help_text="When the rate allows the next batch."
+    )
+    changed_at = models.DateTimeField(db_default=Now())
+    finished_at = models.DateTimeField(null=True, blank=True)
+    last_error = models.TextField(default="", blank=True)
+
+    objects = BulkManager()
+
+    class Meta:
+        verbose_name = "bulk operation"
+        indexes = [
+            models.Index(
+                fields=["due_at"], condition=Q(state="running"), name="txmsg_bulk_due"
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.total} dead letters"

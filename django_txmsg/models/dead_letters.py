@@ -1,0 +1,155 @@
+"""What was given up on, kept whole until somebody resolves it.
+
+States: `open → redelivered | replaced | discarded`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from django.db import connections, models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from .. import wire
+from .fields import now_sql, read_uuid
+
+
+class Resolution(models.TextChoices):
+    """What became of a dead letter."""
+
+    OPEN = "open", "open"
+    REDELIVERED = "redelivered", "redelivered"
+    REPLACED = "replaced", "replaced by a copy"
+    DISCARDED = "discarded", "discarded"
+
+
+class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """What is done to many dead letters in a single statement."""
+
+    def store_again(
+        self, again: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[int, uuid.UUID]]:
+        """Copy dead letters into the outbox, body and all, within the database.
+
+        Each of `again` says `id`, and the new row's `key`, `headers` and `replay_id`.
+        Returns row id and message id of what was stored.
+        """
+        connection = connections[self.db]
+        if connection.vendor == "postgresql":
+            source = (
+                "jsonb_to_recordset(%s::jsonb)"
+                " AS again(id bigint, key text, headers jsonb, replay_id text)"
+            )
+        else:
+            names = ("id", "key", "headers", "replay_id")
+            columns = ", ".join(f"json_extract(value, '$.{n}') AS {n}" for n in names)
+            source = f"(SELECT {columns} FROM json_each(%s)) AS again"  # noqa: S608 - constants only
+        now = now_sql(connection)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,"
+                " destination, key, correlation_id, headers, content_type, body,"
+                " attempts, last_error, created_at, due_at)"
+                " SELECT letter.message_id, again.replay_id, letter.broker,"
+                " letter.destination, again.key, letter.correlation_id, again.headers,"
+                " CASE letter.content_type WHEN '' THEN %s"
+                " ELSE letter.content_type END, letter.body, 0, '', {now}, {now}"
+                " FROM {source} JOIN django_txmsg_deadletter letter"
+                " ON letter.id = again.id ORDER BY again.id"
+                " RETURNING id, message_id".replace("{now}", now).replace(
+                    "{source}", source
+                ),
+                [wire.BYTES, json.dumps(list(again))],
+            )
+            return [(pk, read_uuid(message_id)) for pk, message_id in cursor.fetchall()]
+
+
+class DeadLetter(models.Model):
+    """A message with its original headers and bytes, and the error that buried it.
+
+    `stage` is empty when the message died on its way out, in the relay.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    message_id = models.UUIDField()
+    stage = models.CharField(max_length=255, default="", blank=True)
+    broker = models.CharField(max_length=64, default="default")
+    destination = models.CharField(max_length=255)
+    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    headers = models.JSONField(default=dict)
+    content_type = models.CharField(max_length=255, default="", blank=True)
+    body = models.BinaryField()
+    reason = models.CharField(max_length=64)
+    exception = models.TextField(default="", blank=True)
+    traceback = models.TextField(default="", blank=True)
+    fingerprint = models.CharField(max_length=64, default="", blank=True)
+    attempts = models.PositiveIntegerField(default=0)
+    deaths = models.PositiveIntegerField(
+        default=1, help_text="How often this message ended here at this stage."
+    )
+    message_created_at = models.DateTimeField(null=True, blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+    resolution = models.CharField(
+        max_length=16, choices=Resolution.choices, default=Resolution.OPEN
+    )
+    resolved_at = models.DateTimeField(null=True, blank=True)
+    resolved_by = models.CharField(max_length=255, default="", blank=True)
+    replaced_by = models.UUIDField(
+        null=True, blank=True, help_text="The id of the copy that was sent instead."
+    )
+
+    objects = DeadLetterManager()
+
+    class Meta:
+        verbose_name = "dead letter"
+        permissions = [
+            ("redeliver_deadletter", "Can redeliver dead letters"),
+            ("edit_deadletter", "Can redeliver an edited copy of a dead letter"),
+            ("discard_deadletter", "Can discard and restore dead letters"),
+            ("view_message_body", "Can view message bodies"),
+        ]
+        constraints = [
+            models.CheckConstraint(
+                condition=Q(resolution="open") | Q(resolved_at__isnull=False),
+                name="txmsg_dead_letter_resolved_when",
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
+            models.Index(
+                fields=["id"], condition=Q(resolution="open"), name="txmsg_dead_open"
+            ),
+            models.Index(
+                fields=["resolution", "id"],
+                condition=~Q(resolution="open"),
+                name="txmsg_dead_resolved",
+            ),
+            models.Index(
+                fields=["id"], condition=Q(deaths__gt=1), name="txmsg_dead_again"
+            ),
+            # Groups and counts are read from this index alone, never from the bodies.
+            models.Index(
+                fields=[
+                    "fingerprint",
+                    "id",
+                    "stage",
+                    "destination",
+                    "created_at",
+                    "deaths",
+                ],
+                condition=Q(resolution="open"),
+                name="txmsg_dead_groups",
+            ),
+            models.Index(
+                fields=["correlation_id"],
+                condition=~Q(correlation_id=""),
+                name="txmsg_dead_correlation",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.message_id} ({self.reason})"

@@ -1,0 +1,104 @@
+"""Column types and clock expressions that Django does not bring.
+
+Due and lease times are computed by the database, so that no node's clock matters.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from typing import Any
+
+from django.db import models
+
+
+class CurrentXid(models.Func):
+    """The id of the running transaction, on PostgreSQL; NULL elsewhere."""
+
+    template = "NULL"
+    output_field = models.BigIntegerField()
+
+    def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        return self.as_sql(
+            compiler, connection, template="pg_current_xact_id()", **context
+        )
+
+
+class XidField(models.Field):  # type: ignore[type-arg]  # not generic at run time
+    """A PostgreSQL `xid8`; an empty bigint elsewhere.
+
+    The pipeline reads by it: all transactions below the snapshot's xmin are settled,
+    which no sequence and no timestamp can say.
+    """
+
+    #: Nobody needs it after an INSERT, and returning it costs a conversion a row.
+    db_returning = False
+
+    def __init__(self, **options: Any) -> None:
+        options |= {"null": True, "editable": False, "db_default": CurrentXid()}
+        super().__init__(**options)
+
+    def deconstruct(self) -> Any:
+        name, path, args, options = super().deconstruct()
+        for implied in ("null", "editable", "db_default"):
+            options.pop(implied, None)
+        return name, path, args, options
+
+    def db_type(self, connection: Any) -> str:
+        return "xid8" if connection.vendor == "postgresql" else "bigint"
+
+    def from_db_value(self, value: Any, expression: Any, connection: Any) -> int | None:
+        return None if value is None else int(value)
+
+
+def now_sql(connection: Any) -> str:
+    """Return SQL for the database's present instant, which moves on within a
+    transaction. For a statement with parameters."""
+    if connection.vendor == "postgresql":
+        return "clock_timestamp()"
+    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+
+
+def later_sql(connection: Any) -> str:
+    """Return SQL for the database's present instant plus `later_value()` seconds."""
+    if connection.vendor == "postgresql":
+        return "clock_timestamp() + make_interval(secs => %s)"
+    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)"
+
+
+def later_value(connection: Any, seconds: float) -> float | str:
+    """Return the parameter that `later_sql()` wants."""
+    if connection.vendor == "postgresql":
+        return seconds
+    return f"{seconds:+.3f} seconds"
+
+
+def skip_locked_sql(connection: Any) -> str:
+    """Return the clause that keeps claims apart. SQLite has one writer at a time and
+    needs none: its claim is a single statement under the write lock."""
+    if connection.features.has_select_for_update_skip_locked:
+        return "FOR UPDATE SKIP LOCKED"
+    return ""
+
+
+def ids_sql(connection: Any, column: str, ids: list[int]) -> tuple[str, list[Any]]:
+    """Return a condition that `column` is one of `ids`, and its parameters."""
+    if connection.vendor == "postgresql":
+        return f"{column} = ANY(%s)", [ids]
+    condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours
+    return condition, [json.dumps(ids)]
+
+
+def read_instant(value: Any) -> Any:
+    """Return an aware instant, or None, from a raw column: SQLite gives UTC text."""
+    if isinstance(value, str):
+        value = dt.datetime.fromisoformat(value)
+    if value is not None and value.tzinfo is None:
+        value = value.replace(tzinfo=dt.timezone.utc)
+    return value
+
+
+def read_uuid(value: Any) -> Any:
+    """Return a UUID from a raw column: SQLite gives its hexadecimal text."""
+    return uuid.UUID(value) if isinstance(value, str) else value

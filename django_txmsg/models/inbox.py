@@ -1,0 +1,412 @@
+"""Hop 7's memory: which message ids a stage has seen, and how often.
+
+States: `received → processed | dead`. A received row with `due_at` is parked: it holds
+the whole message until its next attempt, and the broker has nothing of it any more.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from .fields import (
+    XidField,
+    ids_sql,
+    later_sql,
+    later_value,
+    now_sql,
+    read_instant,
+    read_uuid,
+    skip_locked_sql,
+)
+
+if TYPE_CHECKING:
+    from ..message import Message
+
+
+class InboxState(models.TextChoices):
+    """Where a received message is; computed from its instants."""
+
+    RECEIVED = "received", "received"
+    PROCESSED = "processed", "processed"
+    DEAD = "dead", "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the inbox knew of a message once its arrival was recorded."""
+
+    id: int
+    message_id: uuid.UUID
+    attempt: int
+    deliveries: int
+    processed: bool
+    dead: bool
+    parked: bool
+    now: dt.datetime
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do for this arrival but to drop it."""
+        return self.processed or self.dead or self.parked
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A parked message whose time has come, held by one worker under a lease."""
+
+    seen: Seen
+    destination: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of received messages, each in a single statement."""
+
+    def record(
+        self, stage: str, messages: Sequence[Message], *, idempotent: bool = False
+    ) -> dict[uuid.UUID, Seen]:
+        """Count an arrival of each message, and an attempt for each that is to run.
+
+        Commits at once, so that a message that kills its worker is still counted; on
+        PostgreSQL without waiting for the disk, since losing a count costs no more
+        than one attempt. `idempotent` stages run again what they have processed.
+        """
+        connection = connections[self.db]
+        now = now_sql(connection)
+        given = {message.id: message for message in messages}
+        rows = ", ".join(
+            [f"(%s, %s, %s, %s, %s, %s, 1, 1, {now}, {now}, {now}, '')"] * len(given)
+        )
+        parameters: list[Any] = []
+        for message in given.values():
+            parameters += [
+                stage,
+                _prepared("message_id", message.id, connection),
+                message.destination,
+                (message.correlation_id or "")[:255],
+                (message.service or "")[:255],
+                _prepared("created_at", message.created_at, connection),
+            ]
+        again = "i.processed_at IS NOT NULL" if idempotent else "FALSE"
+        runs = "i.dead_at IS NULL AND i.due_at IS NULL"
+        if not idempotent:
+            runs += " AND i.processed_at IS NULL"
+        sql = f"""
+            INSERT INTO {_TABLE} AS i
+                (stage, message_id, destination, correlation_id, service, created_at,
+                 deliveries, attempts, first_received_at, last_received_at,
+                 started_at, last_error)
+            VALUES {rows}
+            ON CONFLICT (message_id, stage) DO UPDATE SET
+                deliveries = i.deliveries + 1, last_received_at = {now},
+                attempts = CASE WHEN {again} THEN 1 WHEN {runs} THEN i.attempts + 1
+                                ELSE i.attempts END,
+                started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
+            RETURNING {_SEEN_COLUMNS.format(now=now)}
+        """  # noqa: S608 - constants only
+        if connection.vendor == "postgresql" and not connection.in_atomic_block:
+            sql = f"{_NO_WAIT} {sql}, (SELECT count(*) FROM no_wait)"  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            seen = [_seen(row[:8]) for row in cursor.fetchall()]
+        return {one.message_id: one for one in seen}
+
+    def start_again(self, pk: int) -> int:
+        """Count another attempt in place, as blocking redelivery makes. Returns it."""
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {_TABLE} SET attempts = attempts + 1,"  # noqa: S608 - constants only
+                f" started_at = {now_sql(connection)} WHERE id = %s RETURNING attempts",
+                [pk],
+            )
+            row = cursor.fetchone()
+        return int(row[0]) if row else 0
+
+    def unrecord(self, ids: list[int]) -> None:
+        """Take back an arrival that is to be recorded anew, and the attempt that was
+        counted with it and not started."""
+        connection = connections[self.db]
+        condition, parameters = ids_sql(connection, "id", ids)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {_TABLE} SET deliveries = deliveries - 1,"  # noqa: S608 - constants only
+                " attempts = attempts - CASE WHEN processed_at IS NULL"
+                " AND dead_at IS NULL AND due_at IS NULL THEN 1 ELSE 0 END"
+                f" WHERE {condition}",
+                parameters,
+            )
+
+    def lock(self, ids: list[int]) -> set[int]:
+        """Take rows for this transaction. A concurrent copy waits here until the
+        transaction ends. Returns those that are still to be processed."""
+        connection = connections[self.db]
+        condition, parameters = ids_sql(connection, "id", ids)
+        condition += f" AND due_at IS NULL AND {_OPEN}"
+        # SQLite has no row locks: there, writing takes the one lock there is.
+        sql = f"UPDATE {_TABLE} SET stage = stage WHERE {condition} RETURNING id"  # noqa: S608 - constants only
+        if connection.features.has_select_for_update:
+            sql = f"SELECT id FROM {_TABLE} WHERE {condition} FOR UPDATE"  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return {pk for (pk,) in cursor.fetchall()}
+
+    def take(self, pk: int, token: uuid.UUID | None = None) -> bool:
+        """Lock one row by marking it processed, before its work: one statement for
+        both. The mark commits with the work or not at all. A concurrent copy waits
+        here. False when the message is processed, parked or dead by now.
+
+        `token` is the lease of a parked message.
+        """
+        connection = connections[self.db]
+        condition, parameters = "due_at IS NULL", [pk]
+        if token is not None:
+            condition = "lease_token = %s"
+            parameters = [pk, _prepared("lease_token", token, connection)]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
+                f" WHERE id = %s AND {condition} AND {_OPEN}",
+                parameters,
+            )
+            return bool(cursor.rowcount)
+
+    def finish(self, ids: list[int]) -> None:
+        """Mark rows processed now, in the transaction that holds their work."""
+        connection = connections[self.db]
+        condition, parameters = ids_sql(connection, "id", ids)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
+                f" WHERE {condition}",
+                parameters,
+            )
+
+    def park(
+        self,
+        pk: int,
+        *,
+        delay: float,
+        headers: Mapping[str, str],
+        body: bytes,
+        error: str,
+    ) -> None:
+        """Keep the whole message here until it is due again in `delay` seconds."""
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {_TABLE} SET due_at = {later_sql(connection)}, headers = %s,"  # noqa: S608 - constants only
+                " body = %s, last_error = %s, lease_until = NULL, lease_token = NULL"
+                " WHERE id = %s AND processed_at IS NULL AND dead_at IS NULL",
+                [
+                    later_value(connection, delay),
+                    _prepared("headers", dict(headers), connection),
+                    _prepared("body", body, connection),
+                    error,
+                    pk,
+                ],
+            )
+
+    def due_stages(self, stages: Sequence[str]) -> set[str]:
+        """Return which of the stages have parked messages that are due and free."""
+        connection = connections[self.db]
+        now = now_sql(connection)
+        one = f"""
+            SELECT %s AS stage WHERE EXISTS (
+                SELECT 1 FROM {_TABLE} WHERE stage = %s AND due_at <= {now}
+                AND (lease_until IS NULL OR lease_until < {now}))
+        """  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(
+                " UNION ALL ".join([one] * len(stages)),
+                [name for stage in stages for name in (stage, stage)],
+            )
+            return {stage for (stage,) in cursor.fetchall()}
+
+    def claim_parked(self, stage: str, token: uuid.UUID, lease: float) -> Parked | None:
+        """Take one due parked message of a stage, counting the attempt it is for."""
+        connection = connections[self.db]
+        now = now_sql(connection)
+        sql = f"""
+            UPDATE {_TABLE} SET lease_until = {later_sql(connection)},
+                lease_token = %s, attempts = attempts + 1, started_at = {now}
+            WHERE id IN (
+                SELECT id FROM {_TABLE}
+                WHERE stage = %s AND due_at <= {now}
+                  AND (lease_until IS NULL OR lease_until < {now})
+                ORDER BY due_at LIMIT 1 {skip_locked_sql(connection)})
+            RETURNING {_SEEN_COLUMNS.format(now=now)}, destination, headers, body
+        """  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(
+                sql,
+                [
+                    later_value(connection, lease),
+                    _prepared("lease_token", token, connection),
+                    stage,
+                ],
+            )
+            row = cursor.fetchone()
+        if row is None:
+            return None
+        *seen, destination, headers, body = row
+        return Parked(
+            seen=_seen(seen),
+            destination=destination,
+            headers=json.loads(headers) if isinstance(headers, str) else headers,
+            body=bytes(body),
+        )
+
+    def unpark(self, pk: int, token: uuid.UUID) -> None:
+        """Give a claimed parked message back unstarted."""
+        self.filter(pk=pk, lease_token=token).update(
+            lease_until=None, lease_token=None, attempts=models.F("attempts") - 1
+        )
+
+    def mark_dead(self, pk: int, error: str) -> int:
+        """Give a received message up. Its bytes are in the dead letter."""
+        changed: int = self.filter(pk=pk, processed_at=None, dead_at=None).update(
+            dead_at=Now(),
+            due_at=None,
+            headers=None,
+            body=None,
+            lease_until=None,
+            lease_token=None,
+            last_error=error,
+        )
+        return changed
+
+
+class InboxMessage(models.Model):
+    """One message as one stage knows it. The unique key is what drops duplicates."""
+
+    id = models.BigAutoField(primary_key=True)
+    stage = models.CharField(max_length=255)
+    message_id = models.UUIDField()
+    destination = models.CharField(max_length=255)
+    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    service = models.CharField(
+        max_length=255, default="", blank=True, help_text="Who sent the message."
+    )
+    created_at = models.DateTimeField(
+        null=True, blank=True, help_text="When its sender stored the message."
+    )
+    deliveries = models.PositiveIntegerField(default=1)
+    attempts = models.PositiveIntegerField(
+        default=0, help_text="Started executions of the handler."
+    )
+    first_received_at = models.DateTimeField(db_default=Now())
+    last_received_at = models.DateTimeField(db_default=Now())
+    started_at = models.DateTimeField(
+        null=True, blank=True, help_text="When the last attempt began."
+    )
+    processed_at = models.DateTimeField(null=True, blank=True)
+    dead_at = models.DateTimeField(null=True, blank=True)
+    due_at = models.DateTimeField(
+        null=True, blank=True, help_text="Parked until then; empty when not parked."
+    )
+    lease_until = models.DateTimeField(null=True, blank=True)
+    lease_token = models.UUIDField(null=True, blank=True)
+    headers = models.JSONField(null=True, blank=True)
+    body = models.BinaryField(null=True, blank=True)
+    last_error = models.TextField(default="", blank=True)
+    created_xid = XidField()
+    changed_xid = XidField()
+
+    objects = InboxManager()
+
+    class Meta:
+        verbose_name = "inbox message"
+        constraints = [
+            # Message id first: a look-up by id alone uses the same index.
+            models.UniqueConstraint(
+                fields=["message_id", "stage"], name="txmsg_inbox_message"
+            ),
+            models.CheckConstraint(
+                condition=Q(processed_at__isnull=True) | Q(dead_at__isnull=True),
+                name="txmsg_inbox_one_end",
+            ),
+            models.CheckConstraint(
+                condition=Q(due_at__isnull=True)
+                | Q(
+                    body__isnull=False,
+                    headers__isnull=False,
+                    processed_at__isnull=True,
+                    dead_at__isnull=True,
+                ),
+                name="txmsg_inbox_parked_is_whole",
+            ),
+        ]
+        indexes = [
+            models.Index(
+                fields=["stage", "due_at"],
+                condition=Q(due_at__isnull=False),
+                name="txmsg_inbox_parked",
+            ),
+            models.Index(
+                fields=["dead_at"],
+                condition=Q(dead_at__isnull=False),
+                name="txmsg_inbox_dead",
+            ),
+            models.Index(
+                fields=["correlation_id"],
+                condition=~Q(correlation_id=""),
+                name="txmsg_inbox_correlation",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.message_id} at {self.stage}"
+
+    @property
+    def state(self) -> InboxState:
+        """Received, processed or dead."""
+        if self.processed_at is not None:
+            return InboxState.PROCESSED
+        return InboxState.RECEIVED if self.dead_at is None else InboxState.DEAD
+
+
+_TABLE = InboxMessage._meta.db_table
+# The instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
+_SEEN_COLUMNS = (
+    "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
+)
+_OPEN = "processed_at IS NULL AND dead_at IS NULL"
+_PROCESSED = (
+    "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
+    " lease_until = NULL, lease_token = NULL"
+)
+#: Makes this one statement's commit not wait for the disk.
+_NO_WAIT = (
+    "WITH no_wait AS MATERIALIZED"
+    " (SELECT set_config('synchronous_commit', 'off', true))"
+)
+
+
+def _prepared(name: str, value: Any, connection: Any) -> Any:
+    field: Any = InboxMessage._meta.get_field(name)
+    return field.get_db_prep_save(value, connection)
+
+
+def _seen(row: Sequence[Any]) -> Seen:
+    pk, message_id, attempts, deliveries, processed, dead, parked, now = row
+    return Seen(
+        id=pk,
+        message_id=read_uuid(message_id),
+        attempt=attempts,
+        deliveries=deliveries,
+        processed=processed is not None,
+        dead=dead is not None,
+        parked=parked is not None,
+        now=read_instant(now),
+    )

@@ -1,0 +1,81 @@
+"""What became of an outbox session whose transaction id cannot be asked for.
+
+States: none `→ committed | tombstone`. The session's own transaction writes the one,
+a control message that has waited too long writes the other, and the primary key lets
+only the first of them be true.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from django.db import connections, models, transaction
+from django.db.models.functions import Now
+
+
+class SessionStatus(models.TextChoices):
+    """The one end of a session."""
+
+    COMMITTED = "committed", "committed"
+    TOMBSTONE = "tombstone", "given up"
+
+
+class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The two ends, each a single INSERT that loses against the other."""
+
+    def commit(self, session_id: uuid.UUID) -> bool:
+        """Write, within the session's transaction, that it committed.
+
+        Returns False when a tombstone is there: the transaction must not commit.
+        """
+        return self._insert(session_id, SessionStatus.COMMITTED)
+
+    def give_up(self, session_id: uuid.UUID, patience: float = 0.2) -> bool:
+        """Write a tombstone. Returns False when the session has committed.
+
+        Raises OperationalError when `patience` seconds do not tell, because the
+        session's transaction is committing just now.
+        """
+        connection = connections[self.db]
+        milliseconds = int(patience * 1000)
+        if connection.vendor == "postgresql":
+            with transaction.atomic(using=self.db), connection.cursor() as cursor:
+                cursor.execute(f"SET LOCAL lock_timeout = {milliseconds}")
+                return self._insert(session_id, SessionStatus.TOMBSTONE)
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout")
+            (usual,) = cursor.fetchone()
+            cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
+            try:
+                return self._insert(session_id, SessionStatus.TOMBSTONE)
+            finally:
+                cursor.execute(f"PRAGMA busy_timeout = {usual}")
+
+    def _insert(self, session_id: uuid.UUID, status: SessionStatus) -> bool:
+        connection = connections[self.db]
+        field: Any = self.model._meta.get_field("session_id")
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {self.model._meta.db_table} (session_id, status)"  # noqa: S608 - constants only
+                f" VALUES (%s, %s) ON CONFLICT DO NOTHING",
+                [field.get_db_prep_value(session_id, connection), status.value],
+            )
+            return bool(cursor.rowcount == 1)
+
+
+class SessionRecord(models.Model):
+    """An outbox session that came to its end. Only where the delay oracle is used."""
+
+    session_id = models.UUIDField(primary_key=True)
+    status = models.CharField(max_length=16, choices=SessionStatus.choices)
+    created_at = models.DateTimeField(db_default=Now())
+
+    objects = SessionManager()
+
+    class Meta:
+        verbose_name = "session record"
+        indexes = [models.Index(fields=["created_at"], name="txmsg_session_created")]
+
+    def __str__(self) -> str:
+        return f"{self.session_id} {self.status}"

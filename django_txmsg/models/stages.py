@@ -1,0 +1,55 @@
+"""An operator's word on a stage: whether its consumers may take messages now.
+
+A stage without a row runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import models
+from django.db.models.functions import Now
+
+
+class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of a stage."""
+
+    def pause(self, stage: str, *, by: str = "") -> bool:
+        """Make the stage's consumers take nothing new. False when it was paused."""
+        self.get_or_create(stage=stage)
+        return bool(
+            self.filter(stage=stage, paused_at=None).update(
+                paused_at=Now(), paused_by=by[:255]
+            )
+        )
+
+    def resume(self, stage: str) -> bool:
+        """Let the stage's consumers go on. False when it was not paused."""
+        return bool(
+            self.filter(stage=stage, paused_at__isnull=False).update(
+                paused_at=None, paused_by=""
+            )
+        )
+
+    def paused(self) -> set[str]:
+        """Return the names of all stages that are paused now."""
+        rows: Any = self.filter(paused_at__isnull=False).values_list("stage", flat=True)
+        return set(rows)
+
+
+class StageState(models.Model):
+    """Whether one stage is paused, since when and by whom."""
+
+    id = models.BigAutoField(primary_key=True)
+    stage = models.CharField(max_length=255, unique=True)
+    paused_at = models.DateTimeField(null=True, blank=True)
+    paused_by = models.CharField(max_length=255, default="", blank=True)
+
+    objects = StageStateManager()
+
+    class Meta:
+        verbose_name = "stage"
+        permissions = [("pause_stage", "Can pause and resume stages")]
+
+    def __str__(self) -> str:
+        return self.stage
