@@ -1,0 +1,20 @@
+"""The Django app: registers checks and finds every installed app's stages."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.module_loading import autodiscover_modules
+
+
+class TxmsgConfig(AppConfig):
+    """django_txmsg in INSTALLED_APPS. No database and no socket is touched here."""
+
+    name = "django_txmsg"
+    label = "django_txmsg"
+    verbose_name = "Transactional messages"
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from . import checks, dispatcher  # noqa: F401 - register themselves
+
+        autodiscover_modules("stages")

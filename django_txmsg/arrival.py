@@ -1,0 +1,162 @@
+"""Hop 6's reading: what a delivery's raw headers and bytes mean.
+
+Everything a foreign or broken sender may get wrong ends here, as a DecodeError with a
+reason code; the bytes stay as they came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import logging
+import uuid
+
+from django.utils import timezone
+
+from . import serializers, signals, wire
+from .brokers.base import Delivery
+from .errors import BrokerError, DecodeError
+from .message import Message
+from .models.inbox import Seen
+from .stages import Stage
+
+log = logging.getLogger("django_txmsg.arrival")
+
+#: Largest header block taken, in characters, and most headers.
+MAX_HEADER_BLOCK = 128 * 1024
+MAX_HEADERS = 1000
+
+#: What brokers add to a delivery and what must not travel on with a copy of it.
+_OF_THE_DELIVERY = frozenset(
+    {"ack", "destination", "id", "message-id", "receipt", "redelivered", "subscription",
+     "transaction", "content-length", "persistent", wire.FAILED_ATTEMPT}
+)  # fmt: skip
+
+
+def read(delivery: Delivery, stage: Stage) -> Message:
+    """Return the message of a delivery. Raises DecodeError."""
+    headers = delivery.headers
+    if delivery.problem:
+        raise DecodeError("malformed_headers", delivery.problem)
+    size = sum(len(name) + len(value) for name, value in headers.items())
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BLOCK:
+        raise DecodeError(
+            "headers_too_large", f"{len(headers)} headers of {size} characters"
+        )
+    own = headers.get(wire.MESSAGE_ID)
+    if own is not None and _uuid(own) is None:
+        raise DecodeError("malformed_id", f"{wire.MESSAGE_ID} is no UUID: {own[:80]!r}")
+    if own is None and not delivery.broker_message_id:
+        raise DecodeError("missing_id", "neither txmsg-id nor message-id is there")
+    content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
+    if "/" not in content_type:
+        raise DecodeError("content_type", f"no media type: {content_type[:80]!r}")
+    return Message(
+        id=identity(delivery, stage.broker),
+        destination=delivery.destination,
+        body=serializers.decode(delivery.body, content_type),
+        headers={
+            name: value
+            for name, value in headers.items()
+            if name not in wire.RESERVED_HEADERS and name != wire.CORRELATION_ID
+        },
+        key=headers.get(wire.KEY),
+        created_at=_instant(headers.get(wire.CREATED)),
+        redelivered=came_before(delivery),
+        correlation_id=headers.get(wire.CORRELATION_ID),
+        service=headers.get(wire.SERVICE),
+    )
+
+
+def identity(delivery: Delivery, broker: str) -> uuid.UUID:
+    """Return the message's id, or one made of the broker's when it brings none."""
+    own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
+    if own is not None:
+        return own
+    return wire.foreign_id(broker, delivery.broker_message_id or str(uuid.uuid4()))
+
+
+def came_before(delivery: Delivery) -> bool:
+    """Return whether this is no first arrival: the broker says so, or it is a copy
+    that a stage handed back."""
+    return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
+
+
+def kept_headers(delivery: Delivery) -> dict[str, str]:
+    """Return the headers to keep with a message: all but the delivery's own.
+
+    A foreign message keeps the identity that the broker gave it.
+    """
+    kept = {
+        name: value
+        for name, value in delivery.headers.items()
+        if name.lower() not in _OF_THE_DELIVERY
+    }
+    if wire.MESSAGE_ID not in kept and delivery.broker_message_id:
+        kept["txmsg-broker-id"] = delivery.broker_message_id
+    return kept
+
+
+def from_parked(
+    destination: str, headers: dict[str, str], body: bytes, message_id: uuid.UUID
+) -> Delivery:
+    """Return a parked message as the delivery it once was."""
+    headers = dict(headers)
+    broker_id = headers.pop("txmsg-broker-id", "")
+    headers.setdefault(wire.MESSAGE_ID, str(message_id))
+    return Delivery(destination, headers, body, True, broker_id)
+
+
+def expired(message: Message, delivery: Delivery, now: dt.datetime) -> bool:
+    """Return whether its sender no longer wants it processed, by the database's now."""
+    until = _instant(delivery.headers.get(wire.EXPIRES))
+    return until is not None and until <= now
+
+
+def critical_time(message: Message) -> float | None:
+    """Return the seconds since the message was stored, clocks permitting."""
+    if message.created_at is None:
+        return None
+    return (timezone.now() - message.created_at).total_seconds()
+
+
+def started_again(seen: Seen, attempt: int) -> Seen:
+    """Return what is known of the message, one attempt later."""
+    return dataclasses.replace(seen, attempt=attempt)
+
+
+def note_dangerous_window(
+    stage: Stage, seconds: float, error: BrokerError | None, employed: bool
+) -> None:
+    """Measure the time between the database's commit and the broker's, and say aloud
+    when the second did not follow."""
+    if error is not None:
+        log.log(
+            logging.ERROR if employed else logging.WARNING,
+            "stage %r: the broker's commit failed after the database's (%s); the "
+            "message comes again, to a handler that must be idempotent: %s",
+            stage.name,
+            "db=used" if employed else "db=unused",
+            error,
+        )
+    signals.dangerous_window.send_robust(
+        sender=None,
+        stage=stage.name,
+        seconds=seconds,
+        failed=error is not None,
+        employed=employed,
+    )
+
+
+def _uuid(text: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
+
+
+def _instant(text: str | None) -> dt.datetime | None:
+    try:
+        return wire.parse_instant(text) if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,154 @@
+"""Hops 4 to 6 in the abstract: what the relay and the consumer ask of any broker.
+
+A Broker is an address; a Session is one conversation with it, owned by one thread.
+Every implementation passes the one shared suite in `tests/contract/`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from ..errors import BrokerError
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message as it goes on the wire. `delay` is in seconds."""
+
+    destination: str
+    headers: Mapping[str, str]
+    body: bytes
+    delay: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One arrival of a message.
+
+    `headers` are the raw ones as text, `handle` is the session's own and is needed to
+    acknowledge. `problem` says what could not be read of the header block, or "".
+    """
+
+    destination: str
+    headers: Mapping[str, str]
+    body: bytes
+    redelivered: bool
+    broker_message_id: str
+    handle: Any = None
+    problem: str = ""
+
+
+class Session(abc.ABC):
+    """One conversation with a broker. Not thread-safe.
+
+    All methods raise BrokerUnavailable when the conversation is over; then close it
+    and open another one. What was received and not acknowledged arrives again.
+    """
+
+    @abc.abstractmethod
+    def send(
+        self, batch: Sequence[Outgoing], *, isolate: bool = False
+    ) -> list[BrokerError | None]:
+        """Hand over a batch, by the fastest way that proves each message stored.
+
+        Returns one outcome a message: None (a receipt came), DispatchRejected,
+        DispatchUnknown, or DispatchHeld (an earlier one of its key is not stored).
+        `isolate` sends one at a time, to find the message that makes a broker hang up.
+        """
+
+    def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
+        """Hand over messages that the broker itself holds back for their `delay`, with
+        proof. For brokers that can; also in a transacted session, outside its
+        transaction."""
+        return self.send(batch)
+
+    @abc.abstractmethod
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        """Begin to receive from a destination; `subscriber` makes a topic's
+        subscription durable under that name."""
+
+    @abc.abstractmethod
+    def receive(self, timeout: float) -> Delivery | None:
+        """Return the next delivery, or None when none came in `timeout` seconds."""
+
+    @abc.abstractmethod
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        """Acknowledge, without waiting for proof: a lost ack costs a duplicate.
+
+        In a transacted session, acknowledges in a transaction of its own.
+        """
+
+    @abc.abstractmethod
+    def enlist(self, outgoing: Outgoing) -> None:
+        """Send within the broker's transaction, which the first one begins.
+
+        For transacted sessions only, as are commit() and rollback().
+        """
+
+    @abc.abstractmethod
+    def commit(self, acks: Sequence[Delivery]) -> None:
+        """Acknowledge `acks` and commit, with a receipt.
+
+        Raises BrokerError when the transaction was rolled back or its end is unknown.
+        """
+
+    @abc.abstractmethod
+    def rollback(self) -> None:
+        """Forget the open transaction's sends; what was received stays in hand, and
+        can be acknowledged or used in another transaction."""
+
+    @abc.abstractmethod
+    def ping(self) -> None:
+        """Return once the broker has proved to be alive."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the conversation; never raises. Unacknowledged deliveries go back."""
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Broker(abc.ABC):
+    """An address of a message server, by alias. Thread-safe; holds no connection."""
+
+    def __init__(self, alias: str, url: str) -> None:
+        self.alias = alias
+        self._url = url
+
+    @abc.abstractmethod
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> Session:
+        """Return a new Session. Raises BrokerUnavailable when nobody answers.
+
+        `subscriber` names a durable subscriber of topics, where the broker wants to
+        know it at the connection already.
+        """
+
+    @abc.abstractmethod
+    def can_delay(self) -> bool | None:
+        """Return whether the broker holds messages back by itself, as redelivery mode
+        "broker" needs; None when only a connection could tell."""
+
+    @abc.abstractmethod
+    def check(self) -> list[str]:
+        """Return what is wrong with the URL, in words; nothing is connected."""
+
+    def __repr__(self) -> str:
+        # The URL may hold a password.
+        return f"<{type(self).__name__} {self.alias!r}>"

@@ -1,0 +1,332 @@
+"""Hops 4 to 6 without a broker: queues in tables of a Django database.
+
+What `database://` means: nothing to install, and the guarantees of the database it
+lives in. A delivery is a lease; a consumer that dies lets it end, and another one gets
+the message. URL options: `database://ALIAS?lease=30&poll=0.1`, in seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import logging
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from django.conf import settings as django_settings
+from django.db import (
+    DataError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
+from django.db.models import Value
+from django.db.models.functions import Now
+
+from ..broker_url import split_url
+from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
+from ..models.fields import (
+    ids_sql,
+    later_sql,
+    later_value,
+    now_sql,
+    skip_locked_sql,
+)
+from ..models.queue import QueueMessage, QueueSubscription
+from .base import Broker, Delivery, Outgoing, Session
+
+log = logging.getLogger("django_txmsg.brokers.database")
+
+Result = TypeVar("Result")
+_TABLE = QueueMessage._meta.db_table
+
+
+class DatabaseBroker(Broker):
+    """Queue tables in the database of one alias."""
+
+    def __init__(self, alias: str, url: str) -> None:
+        super().__init__(alias, url)
+        parts = split_url(url)
+        self.using = parts.netloc or "default"
+        self._options = dict(parse_qsl(parts.query))
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> DatabaseSession:
+        lease = float(self._options.get("lease", 30.0))
+        poll = float(self._options.get("poll", 0.1))
+        return DatabaseSession(self.using, lease, poll)
+
+    def can_delay(self) -> bool:
+        return True
+
+    def check(self) -> list[str]:
+        found = []
+        if self.using not in django_settings.DATABASES:
+            found.append(f"there is no database {self.using!r} in DATABASES")
+        for name, value in self._options.items():
+            try:
+                sound = name in ("lease", "poll") and float(value) > 0
+            except ValueError:
+                sound = False
+            if not sound:
+                found.append(f"{name}={value} is not lease or poll with seconds > 0")
+        return found
+
+
+class DatabaseSession(Session):
+    """One consumer's or relay's leases on the queues."""
+
+    #: Seconds of work that a consumer takes from a queue ahead.
+    AHEAD = 0.2
+
+    def __init__(self, using: str, lease: float, poll: float) -> None:
+        self.using = using
+        self._lease, self._poll = lease, poll
+        self._token = uuid.uuid4()
+        self._queue = self._destination = ""
+        self._durable = True
+        self._prefetch = 1
+        self._buffer: deque[Delivery] = deque()
+        self._held: set[int] = set()
+        self._enlisted: list[Outgoing] = []
+        self._closed = threading.Event()
+        self._keeper: threading.Thread | None = None
+        self._handed_at = 0.0
+        self._pace = 1.0
+
+    def send(
+        self, batch: Sequence[Outgoing], *, isolate: bool = False
+    ) -> list[BrokerError | None]:
+        try:
+            self._asked(lambda: self._insert(batch))
+        except DataError:
+            # PostgreSQL takes no NUL in JSON, say: that message alone is refused.
+            return [self._insert_alone(one) for one in batch]
+        return [None] * len(batch)
+
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        self._destination = self._queue = destination
+        self._prefetch = max(1, prefetch)
+        if destination.startswith("topic:"):
+            self._durable = subscriber is not None
+            name = subscriber or str(self._token)
+            self._queue = f"{destination}@{name}"
+            self._asked(
+                lambda: QueueSubscription.objects.using(self.using).get_or_create(
+                    topic=destination, subscriber=name
+                )
+            )
+
+    def receive(self, timeout: float) -> Delivery | None:
+        deadline = time.monotonic() + timeout
+        if self._handed_at:
+            taken = time.monotonic() - self._handed_at
+            self._pace += 0.3 * (taken - self._pace)
+            self._handed_at = 0.0
+        while not self._buffer:
+            # No more than is worked off soon: the rest is for other consumers.
+            soon = max(1, int(self.AHEAD / max(self._pace, 1e-4)))
+            room = min(soon, self._prefetch - len(self._held))
+            if room > 0:
+                self._buffer.extend(self._asked(partial(self._claim, room)))
+            left = deadline - time.monotonic()
+            if not self._buffer and (
+                left <= 0 or self._closed.wait(min(self._poll, left))
+            ):
+                return None
+        self._handed_at = time.monotonic()
+        return self._buffer.popleft()
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        self._asked(lambda: self._delete(deliveries))
+
+    def enlist(self, outgoing: Outgoing) -> None:
+        self._enlisted.append(outgoing)
+
+    def commit(self, acks: Sequence[Delivery]) -> None:
+        def settle() -> None:
+            with transaction.atomic(using=self.using):
+                if self._delete(acks) < len(acks):
+                    raise DispatchRejected(
+                        "the lease of a delivery ended before its transaction; "
+                        "somebody else has the message. Raise the broker URL's lease"
+                    )
+                self._insert(self._enlisted)
+
+        try:
+            self._asked(settle)
+        finally:
+            self._enlisted = []
+
+    def rollback(self) -> None:
+        self._enlisted = []
+
+    def ping(self) -> None:
+        def ask() -> None:
+            with connections[self.using].cursor() as cursor:
+                cursor.execute("SELECT 1")
+
+        self._asked(ask)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._keeper is not None:
+            self._keeper.join()
+        if not self._durable:
+            with contextlib.suppress(BrokerUnavailable):
+                self._asked(self._unsubscribe)
+        elif self._held:
+            try:
+                self._asked(self._release)
+            except BrokerUnavailable:
+                log.info(
+                    "%d deliveries come back when their lease ends", len(self._held)
+                )
+
+    def _unsubscribe(self) -> None:
+        """Forget a subscription that nobody can come back to, and what lies in it."""
+        subscriptions = QueueSubscription.objects.using(self.using)
+        subscriptions.filter(subscriber=str(self._token)).delete()
+        QueueMessage.objects.using(self.using).filter(queue=self._queue).delete()
+
+    def _insert_alone(self, outgoing: Outgoing) -> BrokerError | None:
+        try:
+            self._asked(lambda: self._insert([outgoing]))
+        except DataError as error:
+            return DispatchRejected(f"the database cannot hold this message: {error}")
+        return None
+
+    def _insert(self, batch: Sequence[Outgoing]) -> None:
+        topics = {one.destination for one in batch if one.destination[:6] == "topic:"}
+        subscribers: dict[str, list[str]] = {}
+        if topics:
+            for topic, name in (
+                QueueSubscription.objects.using(self.using)
+                .filter(topic__in=topics)
+                .values_list("topic", "subscriber")
+            ):
+                subscribers.setdefault(topic, []).append(f"{topic}@{name}")
+        QueueMessage.objects.using(self.using).bulk_create(
+            [
+                QueueMessage(
+                    queue=queue,
+                    headers=dict(one.headers),
+                    body=one.body,
+                    available_at=Now() + Value(dt.timedelta(seconds=one.delay))
+                    if one.delay
+                    else Now(),
+                )
+                for one in batch
+                for queue in (
+                    subscribers.get(one.destination, ())
+                    if one.destination in topics
+                    else (one.destination,)
+                )
+            ],
+            batch_size=500,
+        )
+
+    def _claim(self, limit: int) -> list[Delivery]:
+        connection = connections[self.using]
+        sql = f"""
+            UPDATE {_TABLE} SET available_at = {later_sql(connection)},
+                lease_token = %s, deliveries = deliveries + 1
+            WHERE id IN (
+                SELECT id FROM {_TABLE}
+                WHERE queue = %s AND available_at <= {now_sql(connection)}
+                ORDER BY available_at, id LIMIT %s {skip_locked_sql(connection)})
+            RETURNING id, headers, body, deliveries
+        """  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(
+                sql,
+                [
+                    later_value(connection, self._lease),
+                    self._own_token(connection),
+                    self._queue,
+                    limit,
+                ],
+            )
+            rows = sorted(cursor.fetchall())
+        self._held.update(pk for pk, *_ in rows)
+        if rows and self._keeper is None:
+            self._keeper = threading.Thread(
+                target=self._keep, name="txmsg-leases", daemon=True
+            )
+            self._keeper.start()
+        return [
+            Delivery(
+                destination=self._destination,
+                headers=json.loads(headers) if isinstance(headers, str) else headers,
+                body=bytes(body),
+                redelivered=deliveries > 1,
+                broker_message_id=str(pk),
+                handle=pk,
+            )
+            for pk, headers, body, deliveries in rows
+        ]
+
+    def _delete(self, deliveries: Sequence[Delivery]) -> int:
+        if not deliveries:
+            return 0
+        ids = [delivery.handle for delivery in deliveries]
+        count = self._mine(f"DELETE FROM {_TABLE}", ids)  # noqa: S608 - constants only
+        self._held.difference_update(ids)
+        return count
+
+    def _release(self) -> None:
+        now = now_sql(connections[self.using])
+        self._mine(
+            f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only
+            list(self._held),
+        )
+
+    def _keep(self) -> None:
+        """Extend the leases of what is in hand while a handler takes its time."""
+        later = later_sql(connections[self.using])
+        while not self._closed.wait(self._lease / 3):
+            ids = list(self._held)
+            try:
+                self._mine(
+                    f"UPDATE {_TABLE} SET available_at = {later}",  # noqa: S608 - constants only
+                    ids,
+                    later_value(connections[self.using], self._lease),
+                )
+            except (OperationalError, InterfaceError) as error:
+                log.warning("cannot extend the leases of %d: %s", len(ids), error)
+                connections[self.using].close()
+        connections[self.using].close()
+
+    def _mine(self, statement: str, ids: list[int], *values: Any) -> int:
+        """Change rows whose lease is still this session's: the fence."""
+        connection = connections[self.using]
+        condition, id_values = ids_sql(connection, "id", ids)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"{statement} WHERE {condition} AND lease_token = %s",
+                [*values, *id_values, self._own_token(connection)],
+            )
+            count: int = cursor.rowcount
+        return count
+
+    def _own_token(self, connection: Any) -> Any:
+        field: Any = QueueMessage._meta.get_field("lease_token")
+        return field.get_db_prep_value(self._token, connection)
+
+    def _asked(self, question: Callable[[], Result]) -> Result:
+        try:
+            return question()
+        except (OperationalError, InterfaceError) as error:
+            connections[self.using].close()
+            raise BrokerUnavailable(f"database {self.using!r}: {error}") from error

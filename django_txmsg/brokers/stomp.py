@@ -1,0 +1,213 @@
+"""Hops 4 to 6 on ActiveMQ Classic and RabbitMQ, through the `jms` client.
+
+The only place where the package's messages meet `django_txmsg.jms`; what differs
+between brokers is that client's dialect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from .. import jms, wire
+from ..broker_url import split_url
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DispatchHeld,
+    DispatchRejected,
+    DispatchUnknown,
+)
+from .base import Broker, Delivery, Outgoing, Session
+
+Result = TypeVar("Result")
+
+
+class StompBroker(Broker):
+    """A STOMP server. Each session has a connection of its own."""
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> StompSession:
+        # ActiveMQ knows a durable subscriber by its connection's client id.
+        named = {} if subscriber is None else {"client_id": subscriber}
+        try:
+            factory = jms.ConnectionFactory(self._url, **named)
+            return StompSession(factory.create_connection(), transacted)
+        except jms.MessagingError as error:
+            raise BrokerUnavailable(str(error)) from error
+
+    def can_delay(self) -> bool | None:
+        dialect = dict(parse_qsl(split_url(self._url).query)).get("dialect")
+        return None if dialect is None else dialect != "rabbitmq"
+
+    def check(self) -> list[str]:
+        try:
+            jms.ConnectionFactory(self._url)
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+
+class StompSession(Session):
+    """One connection with one jms session on it."""
+
+    def __init__(self, connection: jms.Connection, transacted: bool) -> None:
+        self._connection = connection
+        self._transacted = transacted
+        self._session = connection.create_session(transacted=transacted)
+        self._producer: jms.MessageProducer | None = None
+        self._consumer: jms.MessageConsumer | None = None
+        self._destination = ""
+        # What the jms session's open transaction will acknowledge.
+        self._enlisted: list[jms.Message] = []
+        self._unsent_acks: list[jms.Message] = []
+        self._prefetch = 1
+
+    def send(
+        self, batch: Sequence[Outgoing], *, isolate: bool = False
+    ) -> list[BrokerError | None]:
+        messages = [(one.destination, _message(one)) for one in batch]
+        if self._transacted:
+            raise BrokerError("a transacted session sends by enlist()")
+        keys = [one.headers.get(wire.KEY, "") for one in batch]
+        outcomes = _asked(
+            lambda: self._session.send_batch(messages, isolate=isolate, keys=keys)
+        )
+        return [_outcome(one) for one in outcomes]
+
+    def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
+        outcomes: list[BrokerError | None] = []
+        with self._connection.create_session() as session:
+            producer = session.create_producer()
+            for one in batch:
+                delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
+                try:
+                    producer.send(
+                        _message(one), destination=one.destination, delivery=delay
+                    )
+                except jms.MessagingError as error:
+                    outcomes.append(_outcome(error))
+                else:
+                    outcomes.append(None)
+        return outcomes
+
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        topic = destination.startswith("topic:")
+        self._destination, self._prefetch = destination, prefetch
+        self._consumer = _asked(
+            lambda: self._session.create_consumer(
+                destination,
+                prefetch=prefetch,
+                subscription=subscriber if topic else None,
+            )
+        )
+
+    def receive(self, timeout: float) -> Delivery | None:
+        assert self._consumer is not None, "subscribe() first"
+        consumer = self._consumer
+        message = _asked(consumer.receive_nowait)
+        if message is None:
+            self._send_acks()
+            message = _asked(partial(consumer.receive, timeout))
+        if message is None:
+            if self._connection.closed:
+                raise BrokerUnavailable("the connection to the broker has ended")
+            return None
+        if self._transacted:
+            self._enlisted.append(message)
+        headers = message.raw_headers
+        return Delivery(
+            destination=self._destination,
+            headers=headers,
+            body=message.raw_body,
+            redelivered=message.redelivered,
+            broker_message_id=headers.get("message-id", ""),
+            handle=message,
+            problem=message.problem or "",
+        )
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        if self._transacted:
+            self.commit(deliveries)
+            return
+        # A busy consumer acknowledges in groups: what a crash costs is duplicates.
+        self._unsent_acks += [delivery.handle for delivery in deliveries]
+        if len(self._unsent_acks) * 2 >= self._prefetch:
+            self._send_acks()
+
+    def _send_acks(self) -> None:
+        unsent, self._unsent_acks = self._unsent_acks, []
+        for handle in unsent:
+            _asked(partial(self._session.acknowledge, handle))
+
+    def enlist(self, outgoing: Outgoing) -> None:
+        if self._producer is None:
+            self._producer = _asked(self._session.create_producer)
+        producer = self._producer
+        _asked(
+            lambda: producer.send(_message(outgoing), destination=outgoing.destination)
+        )
+
+    def commit(self, acks: Sequence[Delivery]) -> None:
+        handles = [delivery.handle for delivery in acks]
+        if any(one not in handles for one in self._enlisted):
+            raise BrokerError("a transacted session settles what it received together")
+        for handle in handles:
+            if handle not in self._enlisted:
+                self._session.adopt(handle)
+        self._enlisted.clear()
+        try:
+            self._session.commit(redeliver=False)
+        except jms.TransactionRolledBackError as error:
+            if self._connection.closed:
+                # The deliveries are not in hand any more: they come again.
+                raise BrokerUnavailable(str(error)) from error
+            raise DispatchRejected(str(error)) from error
+        except jms.MessagingError as error:
+            raise DispatchUnknown(str(error)) from error
+
+    def rollback(self) -> None:
+        self._enlisted.clear()
+        _asked(partial(self._session.rollback, redeliver=False))
+
+    def ping(self) -> None:
+        _asked(self._connection.ping)
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokerUnavailable):
+            self._send_acks()
+        self._connection.close()
+
+
+def _message(outgoing: Outgoing) -> jms.Message:
+    return jms.Message(outgoing.body, dict(outgoing.headers))
+
+
+def _asked(question: Callable[[], Result]) -> Result:
+    try:
+        return question()
+    except jms.MessagingError as error:
+        raise BrokerUnavailable(str(error)) from error
+
+
+def _outcome(error: Any) -> BrokerError | None:
+    if error is None:
+        return None
+    if isinstance(error, jms.SendHeldBackError):
+        return DispatchHeld(str(error))
+    about_the_message = (
+        jms.SendRejectedError,
+        jms.InvalidDestinationError,
+        jms.MessageFormatError,
+        jms.UnsupportedOperationError,
+    )
+    if isinstance(error, about_the_message):
+        return DispatchRejected(str(error))
+    return DispatchUnknown(str(error), written=getattr(error, "written", True))

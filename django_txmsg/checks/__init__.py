@@ -1,0 +1,33 @@
+"""`manage.py check`: what is wrong with the settings, before it costs a message.
+
+Errors are what cannot work, warnings what works until a bad day. Nothing is connected.
+Each id, what it means and what to do: docs/reference/checks.md.
+"""
+
+from __future__ import annotations
+
+from django.core.checks import CheckMessage, Error, register
+
+from .. import conf
+from . import deployment, settings, stages
+
+TAG = "txmsg"
+
+
+@register(TAG)
+def check(**_: object) -> list[CheckMessage]:
+    """Return what is wrong with the settings, the databases and the stages."""
+    found = settings.check()
+    if any(one.id in settings.UNREADABLE for one in found):
+        # Nothing more can be said by settings that cannot be read.
+        return found
+    found += settings.check_values()
+    if not any(isinstance(one, Error) for one in found):
+        found += stages.check()
+    return found
+
+
+@register(TAG, deploy=True)
+def check_deployment(**_: object) -> list[CheckMessage]:
+    """Return what must not go into production: `manage.py check --deploy`."""
+    return [] if conf.problems() else deployment.check()

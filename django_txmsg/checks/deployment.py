@@ -1,0 +1,83 @@
+"""What must not go into production: `manage.py check --deploy`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.core.checks import CheckMessage, Warning
+from django.db import connections
+
+from .. import conf
+from ..broker_url import split_url
+
+#: Credentials that everybody knows.
+GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
+
+
+def check() -> list[CheckMessage]:
+    """Return what is risky about brokers, names and databases."""
+    found: list[CheckMessage] = []
+    for alias, entry in conf.get().BROKERS.items():
+        found += _exposed(alias, entry["URL"])
+    return [*found, *_default_service(), *_deferred_sqlite()]
+
+
+def _exposed(alias: str, url: str) -> Iterator[CheckMessage]:
+    parts = split_url(url)
+    if not parts.scheme.startswith("stomp"):
+        return
+    where = f'TXMSG["BROKERS"]["{alias}"]'
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = credentials.partition(":")
+    if parts.scheme == "stomp" and not all(map(_local, hosts.split(","))):
+        yield Warning(
+            f"{where} sends messages and its password over the network in the clear.",
+            hint="Use a stomp+ssl:// URL, with ca= for a certificate authority of "
+            "your own.",
+            id="txmsg.W101",
+        )
+    if (password or user).lower() in GUESSED or password == user != "":
+        yield Warning(
+            f"{where} logs in as {user!r} with a password that anybody guesses.",
+            hint="Make a user for this service on the broker, with a password.",
+            id="txmsg.W102",
+        )
+
+
+def _default_service() -> Iterator[CheckMessage]:
+    if conf.get().SERVICE == conf.Settings().SERVICE:
+        yield Warning(
+            'TXMSG["SERVICE"] is not set: two services of the same name on one broker '
+            "take each other's control messages.",
+            hint='Set TXMSG["SERVICE"] to this service\'s own name.',
+            id="txmsg.W103",
+        )
+
+
+def _deferred_sqlite() -> Iterator[CheckMessage]:
+    for alias in connections:
+        connection: Any = connections[alias]
+        if connection.vendor != "sqlite":
+            continue
+        mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode")
+        if str(mode).upper() not in ("IMMEDIATE", "EXCLUSIVE"):
+            yield Warning(
+                f"SQLite database {alias!r} begins transactions without a lock: with "
+                f'several processes, one that reads first can fail with "database is '
+                f'locked" when it writes.',
+                hint='Set OPTIONS = {"transaction_mode": "IMMEDIATE", "timeout": 20}.',
+                id="txmsg.W104",
+            )
+
+
+def _local(host: str) -> bool:
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,87 @@
+"""What is wrong with TXMSG itself: its values, its brokers, its functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from django.conf import settings as django_settings
+from django.core.checks import CheckMessage, Error
+from django.utils.module_loading import import_string
+
+from .. import brokers, conf
+from ..broker_url import split_url
+from ..errors import ConfigurationError
+
+#: Errors after which nothing else can be looked at.
+UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
+
+
+def check() -> list[CheckMessage]:
+    """Return what keeps the settings from being read."""
+    return [*_problems(), *_time_zone()]
+
+
+def check_values() -> list[CheckMessage]:
+    """Return which of the settings name something that cannot be used."""
+    return [*_brokers(), *_paths()]
+
+
+def _problems() -> Iterator[CheckMessage]:
+    for problem in conf.problems():
+        yield Error(
+            f"{problem.path} {problem.message}",
+            hint=problem.hint or "See docs/reference/settings.md.",
+            id="txmsg.E001",
+        )
+
+
+def _time_zone() -> Iterator[CheckMessage]:
+    if not django_settings.USE_TZ:
+        yield Error(
+            "USE_TZ is False, and the due times of messages are instants.",
+            hint="Set USE_TZ = True.",
+            id="txmsg.E002",
+        )
+
+
+def _brokers() -> Iterator[CheckMessage]:
+    for alias, entry in conf.get().BROKERS.items():
+        url = entry["URL"]
+        where = f'TXMSG["BROKERS"]["{alias}"]'
+        if split_url(url).scheme.startswith("stomp") and find_spec("stomp") is None:
+            yield Error(
+                f"{where} is a STOMP broker, and stomp.py is not installed.",
+                hint='Run: pip install "django_txmsg[stomp]"',
+                id="txmsg.E004",
+            )
+            continue
+        try:
+            wrong = brokers.make_broker(alias, url).check()
+        except (ConfigurationError, OSError, ValueError) as error:
+            wrong = [str(error)]
+        for one in wrong:
+            yield Error(
+                f'{where}["URL"] cannot be used: {one}',
+                hint="See docs/how-to/brokers.md for the URLs there are.",
+                id="txmsg.E003",
+            )
+
+
+def _paths() -> Iterator[CheckMessage]:
+    settings = conf.get()
+    for name in ("TRANSACTION_DEFINITION", "MASK"):
+        path = getattr(settings, name)
+        if path is None:
+            continue
+        try:
+            usable = callable(import_string(path))
+            why = "it is not a function"
+        except Exception as error:
+            usable, why = False, f"{type(error).__name__}: {error}"
+        if not usable:
+            yield Error(
+                f'TXMSG["{name}"] names {path!r}, which cannot be used: {why}.',
+                hint="Give the dotted path of a function.",
+                id="txmsg.E005",
+            )

@@ -1,0 +1,161 @@
+"""What is wrong with the stages, and with the databases that hold messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qs
+
+from django.core.checks import CheckMessage, Error, Warning
+from django.db import connections, router
+from django.utils.connection import ConnectionDoesNotExist
+
+from .. import brokers, conf, stages
+from ..broker_url import split_url
+from ..models import OutboxMessage
+from ..redelivery import RedeliveryPolicy
+from ..stages import Stage
+
+DAY = 86_400.0
+VENDORS = ("postgresql", "sqlite")
+
+
+def check() -> list[CheckMessage]:
+    """Return what is wrong with stages, databases and retention."""
+    found: list[CheckMessage] = []
+    for stage in stages.all_stages():
+        for look in (_definition, _broker, _isolation):
+            found += look(stage)
+    return [*found, *_databases(), *_retention()]
+
+
+def _definition(stage: Stage) -> Iterator[CheckMessage]:
+    try:
+        assert stage.definition is not None
+    except Exception as error:
+        yield Error(
+            f'TXMSG["TRANSACTION_DEFINITION"] fails for stage {stage.name!r}: '
+            f"{type(error).__name__}: {error}",
+            hint="It takes a Stage and returns a TransactionDefinition or None.",
+            id="txmsg.E005",
+        )
+
+
+def _broker(stage: Stage) -> Iterator[CheckMessage]:
+    known = conf.get().BROKERS
+    if stage.broker not in known:
+        yield Error(
+            f"Stage {stage.name!r} consumes from the broker {stage.broker!r}, which "
+            f'is not in TXMSG["BROKERS"].',
+            hint=f"Known here: {', '.join(sorted(known))}.",
+            id="txmsg.E008",
+        )
+        return
+    broker = brokers.get_broker(stage.broker)
+    if stage.policy.mode == "broker" and broker.can_delay() is False:
+        yield Error(
+            f'Stage {stage.name!r} has redelivery mode "broker", and the broker '
+            f"{stage.broker!r} cannot hold messages back.",
+            hint='Use mode="non_blocking", which works on every broker.',
+            id="txmsg.E009",
+        )
+    parts = split_url(known[stage.broker]["URL"])
+    dialect = parse_qs(parts.query).get("dialect", [""])[0]
+    if (
+        stage.destination.startswith("topic:")
+        and stage.concurrency > 1
+        and parts.scheme.startswith("stomp")
+        and dialect != "rabbitmq"
+    ):
+        yield Warning(
+            f"Stage {stage.name!r} consumes a topic in {stage.concurrency} threads, "
+            f"and ActiveMQ gives a durable subscription to one connection only.",
+            hint="Use concurrency=1 and one process, and hand on to a queue from "
+            "there; or say dialect=rabbitmq in the URL if that is what it is.",
+            id="txmsg.W001",
+        )
+
+
+def _isolation(stage: Stage) -> Iterator[CheckMessage]:
+    using = _quiet_using(stage)
+    if using is None or using not in connections:
+        return
+    if stage.definition.isolation and connections[using].vendor == "sqlite":
+        yield Warning(
+            f"Stage {stage.name!r} asks for {stage.definition.isolation}, which "
+            f"SQLite does not know: its transactions are serializable.",
+            hint="Leave isolation= out where the stage runs on SQLite.",
+            id="txmsg.W002",
+        )
+
+
+def _databases() -> Iterator[CheckMessage]:
+    """Check each database that holds messages: who asks for it, and its kind."""
+    asking = {router.db_for_write(OutboxMessage): "the outbox"}
+    asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
+    for stage in stages.all_stages():
+        using = _quiet_using(stage)
+        if using is not None:
+            asking.setdefault(using, f"stage {stage.name!r}")
+    for alias, who in asking.items():
+        try:
+            connection: Any = connections[alias]
+        except ConnectionDoesNotExist:
+            yield Error(
+                f"{who} uses the database {alias!r}, which is not in DATABASES.",
+                hint=f"Known here: {', '.join(sorted(connections))}.",
+                id="txmsg.E006",
+            )
+            continue
+        if connection.vendor not in VENDORS:
+            yield Error(
+                f"{who} uses the database {alias!r}, which is {connection.vendor}.",
+                hint="Messages are kept in PostgreSQL or SQLite.",
+                id="txmsg.E007",
+            )
+        elif not connection.features.can_return_columns_from_insert:
+            yield Error(
+                f"The SQLite library of database {alias!r} is too old: messages are "
+                f"claimed by UPDATE … RETURNING.",
+                hint="Use SQLite 3.35 or newer, or PostgreSQL.",
+                id="txmsg.E007",
+            )
+
+
+def _retention() -> Iterator[CheckMessage]:
+    keep = conf.get().RETENTION
+    if keep.INBOX is None:
+        return
+    outbox = float("inf") if keep.OUTBOX is None else keep.OUTBOX
+    if outbox > keep.INBOX:
+        yield Warning(
+            f'TXMSG["RETENTION"] keeps the inbox for {keep.INBOX:g} days and the '
+            f"outbox for {'ever' if keep.OUTBOX is None else f'{outbox:g}'}: a copy "
+            f"sent from the outbox later than that is processed again.",
+            hint="Keep the inbox at least as long as the outbox.",
+            id="txmsg.W003",
+        )
+    for stage in stages.all_stages():
+        window = _redelivery_window(stage.policy)
+        if window > keep.INBOX * DAY:
+            yield Warning(
+                f"Stage {stage.name!r} tries a message again for up to "
+                f"{window / DAY:.1f} days, longer than the inbox remembers "
+                f"({keep.INBOX:g} days).",
+                hint='Raise TXMSG["RETENTION"]["INBOX"], or lower the policy\'s '
+                "max_redeliveries or max_delay.",
+                id="txmsg.W004",
+            )
+
+
+def _redelivery_window(policy: RedeliveryPolicy) -> float:
+    tries = range(1, min(policy.max_redeliveries, 10_000) + 1)
+    return sum(policy.delay(attempt, lambda: 1.0) for attempt in tries)
+
+
+def _quiet_using(stage: Stage) -> str | None:
+    """Return the database of a stage, or None where `_definition` complains."""
+    try:
+        return stage.definition.using
+    except Exception:
+        return None

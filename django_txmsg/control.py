@@ -1,0 +1,401 @@
+"""Step 3 of an HTTP request, and what its receiver makes of it.
+
+Before a session commits, it tells its own service through the broker: look whether my
+messages were dispatched. If its process dies right after the commit, the receiver
+dispatches them. If the session never committed, the control message ends quietly.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db import InterfaceError, OperationalError, connections
+from django.utils import timezone
+from django.utils.connection import ConnectionDoesNotExist
+
+from . import conf, oracle, outbox, signals, wire
+from .brokers.base import Delivery, Outgoing
+from .channel import control_channel
+from .errors import BrokerError, CommitTimedOut
+from .models import OutboxMessage, SessionRecord
+from .models.fields import now_sql, read_instant
+from .models.outbox import PENDING
+from .models.sessions import SessionStatus
+from .oracle import Verdict
+
+log = logging.getLogger("django_txmsg.control")
+
+SESSION = "txmsg-session"
+USING = "txmsg-using"
+ORACLE = "txmsg-oracle"
+TRANSACTION = "txmsg-transaction"
+MAX_COMMIT_DURATION = "txmsg-max-commit-duration"
+COMMIT_DELAY_INCREMENT = "txmsg-commit-delay-increment"
+
+#: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
+#: in progress: what a slow commit adds to a message's way at most.
+LOOK_EVERY = 0.2
+#: Seconds that a control message is kept for messages that are not due yet.
+HOLD = 60.0
+#: Sessions whose looks are remembered. A forgotten one is looked at as if it were new.
+REMEMBERED = 10_000
+
+
+class LookAgain(Exception):
+    """The session's end is not known yet: keep the delivery, and ask again `after`
+    so many seconds."""
+
+    def __init__(self, after: float) -> None:
+        super().__init__(f"look again in {after:.3f} s")
+        self.after = after
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """Whom to look for, where, and how to learn whether it has committed.
+
+    `oracle` is "transaction" (ask the database for `transaction`), "delay" (wait), or
+    "arrival" (the control message itself was committed with the session).
+    """
+
+    id: str
+    session_id: uuid.UUID
+    using: str
+    oracle: str
+    transaction: str = ""
+    max_commit_duration: float = 15.0
+    commit_delay_increment: float = 0.5
+    sent_at: dt.datetime | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, delivery: Delivery) -> ControlMessage:
+        """Raises ValueError when the delivery is no control message."""
+        headers = delivery.headers
+        using = headers.get(USING, "")
+        try:
+            connections[using]
+        except ConnectionDoesNotExist:
+            raise ValueError(f"there is no database {using!r}") from None
+        try:
+            sent_at = wire.parse_instant(headers.get(wire.CREATED, ""))
+        except ValueError:
+            sent_at = None
+        return cls(
+            id=headers.get(wire.MESSAGE_ID) or delivery.broker_message_id,
+            session_id=uuid.UUID(headers.get(SESSION, "")),
+            using=using,
+            oracle=headers.get(ORACLE, ""),
+            transaction=headers.get(TRANSACTION, ""),
+            max_commit_duration=float(headers.get(MAX_COMMIT_DURATION, 15.0)),
+            commit_delay_increment=float(headers.get(COMMIT_DELAY_INCREMENT, 0.5)),
+            sent_at=sent_at,
+            headers=dict(headers),
+        )
+
+    def outgoing(self) -> Outgoing:
+        """The message as it goes on the wire: durable, without a body."""
+        service = conf.get().SERVICE
+        headers = {
+            **self.headers,
+            wire.CONTENT_TYPE: wire.BYTES,
+            wire.MESSAGE_ID: self.id,
+            wire.SERVICE: service,
+            wire.CREATED: wire.format_instant(timezone.now()),
+            SESSION: str(self.session_id),
+            USING: self.using,
+            ORACLE: self.oracle,
+            MAX_COMMIT_DURATION: f"{self.max_commit_duration:g}",
+            COMMIT_DELAY_INCREMENT: f"{self.commit_delay_increment:g}",
+        }
+        if self.transaction:
+            headers[TRANSACTION] = self.transaction
+        return Outgoing(wire.control_destination(service), headers, b"")
+
+
+def announce(
+    using: str,
+    session_id: uuid.UUID,
+    metadata: Mapping[str, str] | None = None,
+    transaction: str | None = None,
+) -> None:
+    """Send the control message of a session that is about to commit. `transaction` is
+    its transaction's id, when that is known already.
+
+    Raises BrokerError when it could not be sent and settings say "fail", and
+    CommitTimedOut when the session was given up meanwhile. It must roll back then.
+    """
+    settings = conf.get().HTTP
+    if settings.CONTROL_MESSAGE == "off":
+        return
+    channel, connection = control_channel(), connections[using]
+    mark = ""
+    if getattr(channel.broker, "using", None) == using:
+        # The embedded broker's tables are in this very transaction.
+        kind = "arrival"
+    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and oracle.can_tell(connection):
+        kind = "transaction"
+        mark = transaction or oracle.transaction_id(connection)
+    else:
+        kind = "delay"
+    control = ControlMessage(
+        id=str(outbox.new_id()),
+        session_id=session_id,
+        using=using,
+        oracle=kind,
+        transaction=mark,
+        max_commit_duration=settings.MAX_COMMIT_DURATION,
+        commit_delay_increment=settings.COMMIT_DELAY_INCREMENT,
+        headers=dict(metadata or {}),
+    )
+    began = time.monotonic()
+    error: BrokerError | None = None
+    try:
+        channel.send(control.outgoing())
+    except BrokerError as caught:
+        error = caught
+    signals.control_message_sent.send_robust(
+        sender=None,
+        session_id=session_id,
+        using=using,
+        outcome="failed" if error else "sent",
+        duration=time.monotonic() - began,
+        error=error,
+    )
+    if error is not None:
+        # A failed INSERT has spoiled the transaction that it shares.
+        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
+            raise error
+        log.info("session %s commits without a control message: %s", session_id, error)
+    elif kind == "delay":
+        _leave_a_record(using, session_id)
+
+
+def _leave_a_record(using: str, session_id: uuid.UUID) -> None:
+    if not SessionRecord.objects.db_manager(using).commit(session_id):
+        raise CommitTimedOut(
+            f"Session {session_id} on database {using!r} took longer than "
+            f'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] = '
+            f"{conf.get().HTTP.MAX_COMMIT_DURATION:g} s from its control message to "
+            f"its commit, and was given up. It was rolled back: nothing was stored and "
+            f"nothing is sent. If this recurs, raise that setting."
+        )
+
+
+@dataclass
+class Look:
+    """What is remembered of a control message between two looks at its session."""
+
+    began: float = field(default_factory=time.monotonic)
+    attempts: int = 0
+    transit_time: float | None = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first look."""
+        return time.monotonic() - self.began
+
+    def pause(self, first: float, most: float) -> float:
+        """Seconds until the next look: doubled each time."""
+        return min(most, first * 2.0 ** min(self.attempts - 1, 30))
+
+
+_looks: OrderedDict[str, Look] = OrderedDict()
+_looks_lock = threading.Lock()
+
+
+def handle(
+    delivery: Delivery,
+    dispatch: Callable[[str, uuid.UUID], Any],
+    stop: threading.Event,
+) -> None:
+    """Look once after a session's messages; on return the delivery can be settled.
+
+    `dispatch(using, session_id)` sends what is due of a session. Raises LookAgain, and
+    nothing else, when it is too early to tell, when somebody else is sending, or when
+    a broker or the database cannot be asked.
+    """
+    try:
+        control = ControlMessage.read(delivery)
+    except ValueError as error:
+        log.error("dropped an unreadable control message: %s", error)
+        _tell(None, None, "unreadable", Look(attempts=1), delivery.headers)
+        return
+    look = _remember(control)
+    try:
+        if stop.is_set():
+            raise LookAgain(after=0.0)
+        outcome = _look(control, look, dispatch)
+    except LookAgain:
+        raise
+    except BrokerError as error:
+        log.info("session %s waits for a broker: %s", control.session_id, error)
+        raise LookAgain(look.pause(0.2, 5.0)) from error
+    except (OperationalError, InterfaceError) as error:
+        log.info("session %s waits for the database: %s", control.session_id, error)
+        connections[control.using].close()
+        raise LookAgain(look.pause(0.2, 5.0)) from error
+    except Exception as error:
+        log.exception("cannot look after session %s yet", control.session_id)
+        raise LookAgain(look.pause(1.0, 60.0)) from error
+    with _looks_lock:
+        _looks.pop(control.id, None)
+    _tell(control.session_id, control.using, outcome, look, delivery.headers)
+
+
+def _look(
+    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
+) -> str:
+    """Return the session's outcome, or raise LookAgain."""
+    verdict = Verdict.UNKNOWN
+    if control.oracle == "arrival":
+        verdict = Verdict.COMMITTED
+    elif control.oracle == "transaction":
+        verdict = oracle.ask(control.using, control.transaction)
+    if verdict is Verdict.IN_PROGRESS:
+        raise LookAgain(look.pause(0.02, LOOK_EVERY))
+    if verdict is Verdict.ABORTED:
+        return "rolled_back"
+    # Only now: the rows of a transaction are not seen before its end is.
+    pending = Pending.of(control)
+    if verdict is Verdict.COMMITTED or pending.count:
+        return _ship(control, look, pending, dispatch)
+    return _wait_or_give_up(control, look)
+
+
+def _ship(
+    control: ControlMessage,
+    look: Look,
+    pending: Pending,
+    dispatch: Callable[[str, uuid.UUID], Any],
+) -> str:
+    if not pending.count:
+        return "already_dispatched"
+    if pending.wait <= 0:
+        dispatch(control.using, control.session_id)
+        pending = Pending.of(control)
+        if not pending.count:
+            return "dispatched"
+    if pending.leased:
+        # The session's own process, or a relay, is sending. Or died while it was.
+        raise LookAgain(look.pause(0.05, max(0.05, min(pending.wait, 1.0))))
+    if pending.wait > HOLD:
+        log.info(
+            "session %s: %d messages are not due for %.0f s and are left to the relay",
+            control.session_id,
+            pending.count,
+            pending.wait,
+        )
+        return "left_to_relay"
+    if pending.wait > 0:
+        raise LookAgain(pending.wait)
+    # Due, and not to be had: an earlier message of the same key goes first.
+    raise LookAgain(look.pause(0.1, 5.0))
+
+
+def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
+    sessions = SessionRecord.objects.db_manager(control.using)
+    record = sessions.filter(pk=control.session_id).first()
+    if record is not None and record.status == SessionStatus.COMMITTED:
+        # Committed between the two queries, or dispatched before we came.
+        if Pending.of(control).count:
+            raise LookAgain(0.0)
+        return "already_dispatched"
+    left = control.max_commit_duration - look.waited
+    if record is None and left > 0:
+        most = max(0.01, left)
+        raise LookAgain(look.pause(control.commit_delay_increment, most))
+    if record is None and not sessions.give_up(control.session_id):
+        raise LookAgain(0.0)
+    log.warning(
+        "session %s did not commit within %g s of its control message and is given up; "
+        "if it commits later, it fails and is rolled back. Raise "
+        'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] if this recurs',
+        control.session_id,
+        control.max_commit_duration,
+    )
+    return "given_up"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What has not left of a session: how many messages, whether somebody holds one,
+    and in how many seconds the first of them can be claimed."""
+
+    count: int = 0
+    leased: bool = False
+    wait: float = 0.0
+
+    @classmethod
+    def of(cls, control: ControlMessage) -> Pending:
+        """Ask the outbox."""
+        rows = list(
+            OutboxMessage.objects.using(control.using)
+            .filter(PENDING, session_id=control.session_id)
+            .values_list("due_at", "lease_until")[:1000]
+        )
+        if not rows:
+            return cls()
+        now = _database_now(control.using)
+        waits = [
+            max((due - now).total_seconds(), (lease - now).total_seconds())
+            if lease is not None
+            else (due - now).total_seconds()
+            for due, lease in rows
+        ]
+        return cls(
+            count=len(rows),
+            leased=any(lease is not None and lease > now for _, lease in rows),
+            wait=max(0.0, min(waits)),
+        )
+
+
+def _database_now(using: str) -> dt.datetime:
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {now_sql(connection)}".replace("%%", "%"))
+        (value,) = cursor.fetchone()
+    now: dt.datetime | None = read_instant(value)
+    assert now is not None
+    return now
+
+
+def _remember(control: ControlMessage) -> Look:
+    with _looks_lock:
+        look = _looks.pop(control.id, None)
+        if look is None:
+            look = Look()
+            if control.sent_at is not None:
+                since = (timezone.now() - control.sent_at).total_seconds()
+                look.transit_time = max(0.0, since)
+        _looks[control.id] = look
+        while len(_looks) > REMEMBERED:
+            _looks.popitem(last=False)
+        look.attempts += 1
+    return look
+
+
+def _tell(
+    session_id: uuid.UUID | None,
+    using: str | None,
+    outcome: str,
+    look: Look,
+    headers: Mapping[str, str],
+) -> None:
+    signals.control_message_handled.send_robust(
+        sender=None,
+        session_id=session_id,
+        using=using,
+        outcome=outcome,
+        attempts=look.attempts,
+        transit_time=look.transit_time,
+        headers=headers,
+    )

@@ -1,0 +1,216 @@
+"""Prometheus metrics (extra `prometheus`): the tables at scrape time, and this process.
+
+`metrics.install()`, once in each process (an AppConfig's `ready()`), counts what the
+process does by the package's signals; the collector reads counts and ages from the
+database with capped queries whenever somebody scrapes. Workers have no HTTP server:
+give all processes one PROMETHEUS_MULTIPROC_DIR, and any web process answers for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+from django.db import router
+from django.http import HttpRequest, HttpResponse
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+from . import signals, status
+from .errors import ConfigurationError
+from .models import OutboxMessage
+
+#: Seconds; messages are handled in milliseconds and wait for minutes.
+BUCKETS = (
+    0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800,
+)  # fmt: skip
+
+_installed: dict[str, Any] = {}
+
+
+def install(registry: Any = None) -> None:
+    """Count what this process does. Calling it again changes nothing.
+
+    Raises ConfigurationError where prometheus-client is not installed.
+    """
+    if _installed:
+        return
+    client = _client()
+    options: dict[str, Any] = {"registry": registry or client.REGISTRY}
+    place = ("stage", "destination")
+
+    def counter(name: str, text: str, labels: tuple[str, ...]) -> Any:
+        return client.Counter(f"txmsg_{name}", text, labels, **options)
+
+    def histogram(name: str, text: str, labels: tuple[str, ...]) -> Any:
+        return client.Histogram(
+            f"txmsg_{name}", text, labels, buckets=BUCKETS, **options
+        )
+
+    _installed.update(
+        processing=histogram("processing_seconds", "Time in the stage.", place),
+        critical=histogram("critical_seconds", "From stored to processed.", place),
+        redelivered=counter("redeliveries", "Failed attempts to be repeated.", place),
+        duplicates=counter("duplicates", "Copies dropped.", place),
+        buried=counter("buried", "Messages become dead letters.", (*place, "reason")),
+        lease_lost=counter("lease_lost", "Rows claimed by another relay.", ("broker",)),
+        unknown=counter("outcome_unknown", "Sends without a receipt.", ("broker",)),
+        window=histogram(
+            "dangerous_window_seconds", "From database to broker commit.", ("stage",)
+        ),
+        window_failed=counter(
+            "dangerous_window_failed", "Broker commits that failed.", ("stage",)
+        ),
+    )
+    for signal, receiver in _RECEIVERS.items():
+        signal.connect(receiver, dispatch_uid="django_txmsg.metrics")
+
+
+def uninstall() -> None:
+    """Stop counting, and forget the metrics. For tests."""
+    for signal in _RECEIVERS:
+        signal.disconnect(dispatch_uid="django_txmsg.metrics")
+    _installed.clear()
+
+
+class Collector:
+    """What the database says, read when somebody asks."""
+
+    def __init__(self, using: str | None = None) -> None:
+        self._using = using
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: a registry must not query the database at registration."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """Return gauges of all states."""
+        picture = status.read(self._using or router.db_for_read(OutboxMessage))
+        gauges = _Gauges(_client("prometheus_client.core").GaugeMetricFamily)
+        now = picture.now
+        for name, place in picture.destinations.items():
+            gauges.waiting("outbox", "destination", name, place.waiting, now)
+            gauges.set("outbox_dead", "destination", name, place.dead)
+        for name, place in picture.stages.items():
+            gauges.waiting("redelivery", "stage", name, place.waiting, now)
+            gauges.set("stage_dead", "stage", name, place.dead)
+            gauges.set("stage_paused", "stage", name, int(place.paused_at is not None))
+        for name, waiting in picture.queues.items():
+            gauges.waiting("queue", "destination", name, waiting, now)
+        for worker in picture.workers:
+            age = (now - worker.heartbeat_at).total_seconds()
+            gauges.set("worker_heartbeat_age_seconds", "worker", worker.name, age)
+        yield from gauges.families.values()
+
+
+class _Gauges:
+    """Gauges by name, each with one label."""
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+        self.families: dict[str, Any] = {}
+
+    def set(self, name: str, label: str, value: str, number: float) -> None:
+        family = self.families.get(name)
+        if family is None:
+            family = self._family(f"txmsg_{name}", _TEXTS[name], labels=[label])
+            self.families[name] = family
+        family.add_metric([value], number)
+
+    def waiting(self, kind: str, label: str, value: str, what: Any, now: Any) -> None:
+        age = (now - what.oldest_due).total_seconds() if what.oldest_due else 0.0
+        self.set(f"{kind}_waiting", label, value, what.count)
+        self.set(f"{kind}_overdue", label, value, what.overdue)
+        self.set(f"{kind}_oldest_due_age_seconds", label, value, max(age, 0.0))
+
+
+_TEXTS = {
+    "outbox_waiting": "Messages pending in the outbox, counted up to a cap.",
+    "outbox_overdue": "Pending messages due for more than two minutes.",
+    "outbox_oldest_due_age_seconds": "How long the oldest has been due.",
+    "outbox_dead": "Open dead letters that never left.",
+    "redelivery_waiting": "Messages waiting for another attempt.",
+    "redelivery_overdue": "Such messages due for more than two minutes.",
+    "redelivery_oldest_due_age_seconds": "How long the oldest has been due.",
+    "stage_dead": "Open dead letters of the stage.",
+    "stage_paused": "1 while an operator holds the stage.",
+    "queue_waiting": "Messages in a queue of the embedded broker.",
+    "queue_overdue": "Such messages available for more than two minutes.",
+    "queue_oldest_due_age_seconds": "How long the oldest has been available.",
+    "worker_heartbeat_age_seconds": "Since a worker's last sign of life.",
+}
+
+
+@require_safe
+@never_cache
+def metrics(request: HttpRequest) -> HttpResponse:
+    """Answer a scrape: this process (or all, see above) and the database."""
+    try:
+        client = _client()
+    except ConfigurationError as error:
+        return HttpResponse(f"{error}\n", status=501, content_type="text/plain")
+    database = client.CollectorRegistry(auto_describe=False)
+    database.register(Collector())
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        processes = client.CollectorRegistry()
+        _client("prometheus_client.multiprocess").MultiProcessCollector(processes)
+    else:
+        processes = client.REGISTRY
+    text = client.generate_latest(processes) + client.generate_latest(database)
+    return HttpResponse(text, content_type=client.CONTENT_TYPE_LATEST)
+
+
+def _client(name: str = "prometheus_client") -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise ConfigurationError(
+            "Metrics need prometheus-client: pip install 'django_txmsg[prometheus]'."
+        ) from error
+
+
+def _processed(
+    *, stage: str, destination: str, duration: float, critical_time: Any, **_: Any
+) -> None:
+    _installed["processing"].labels(stage, destination).observe(duration)
+    if critical_time is not None:
+        _installed["critical"].labels(stage, destination).observe(critical_time)
+
+
+def _redelivered(*, stage: str, destination: str, **_: Any) -> None:
+    _installed["redelivered"].labels(stage, destination).inc()
+
+
+def _duplicate(*, stage: str, destination: str, **_: Any) -> None:
+    _installed["duplicates"].labels(stage, destination).inc()
+
+
+def _buried(*, stage: str, destination: str, reason: str, **_: Any) -> None:
+    _installed["buried"].labels(stage, destination, reason).inc()
+
+
+def _lease_lost(*, count: int, broker: str, **_: Any) -> None:
+    _installed["lease_lost"].labels(broker).inc(count)
+
+
+def _unknown(*, count: int, broker: str, **_: Any) -> None:
+    _installed["unknown"].labels(broker).inc(count)
+
+
+def _window(*, stage: str, seconds: float, failed: bool, **_: Any) -> None:
+    _installed["window"].labels(stage).observe(seconds)
+    if failed:
+        _installed["window_failed"].labels(stage).inc()
+
+
+_RECEIVERS: dict[Any, Callable[..., None]] = {
+    signals.message_processed: _processed,
+    signals.message_redelivered: _redelivered,
+    signals.message_duplicate: _duplicate,
+    signals.message_buried: _buried,
+    signals.lease_lost: _lease_lost,
+    signals.outcome_unknown: _unknown,
+    signals.dangerous_window: _window,
+}

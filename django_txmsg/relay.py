@@ -1,0 +1,359 @@
+"""Hops 3 and 4: moves stored messages to the broker. Lease, send, settle.
+
+A claim is one short statement; the broker is asked with no database transaction open;
+only its receipt marks a row. Used by `manage.py relay`, by the dispatcher after a
+commit, and by the control message. Any number of relays may run side by side.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+
+from django.db import InterfaceError, OperationalError, connections, transaction
+
+from . import conf, dead_letters, signals
+from .breaker import Breaker
+from .brokers import get_broker
+from .brokers.base import Outgoing, Session
+from .errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
+from .models import OutboxMessage
+from .models.outbox import Claimed
+from .outbox import wire_headers
+from .redelivery import Dead, RedeliveryPolicy, decide
+
+log = logging.getLogger("django_txmsg.relay")
+
+#: What a lost or restarting database raises; another try is what it takes.
+_DATABASE_ERRORS = (OperationalError, InterfaceError)
+
+
+class Lane:
+    """One broker session and one database connection that relay together.
+
+    Not thread-safe: a relay process runs several lanes, each in its own thread.
+    """
+
+    #: How much of a busy lane's time may go into looking for late committers.
+    SWEEP_SHARE = 0.05
+
+    def __init__(
+        self, using: str, broker: str, *, batch_size: int | None = None
+    ) -> None:
+        settings = conf.get().RELAY
+        self.using, self.broker_alias = using, broker
+        self._batch_size = batch_size or settings.BATCH_SIZE
+        self._lease = settings.LEASE
+        self._session: Session | None = None
+        self._isolate = False
+        self._floor: dt.datetime | None = None
+        self._swept_at = self._sweep_cost = 0.0
+        self.counts: Counter[str] = Counter()
+        self.in_flight = 0
+
+    def dispatch(
+        self, *, ids: list[int] | None = None, session_id: uuid.UUID | None = None
+    ) -> int:
+        """Claim, send and settle one batch. Returns how many rows were claimed.
+
+        Raises BrokerUnavailable with nothing claimed, or with all of it given back.
+        """
+        # First the broker, then the claim: an outage must not shuffle leases.
+        session = self._open()
+        token = uuid.uuid4()
+        claimed = self._claim(token, ids, session_id)
+        if not claimed:
+            return 0
+        self.in_flight = len(claimed)
+        try:
+            expired = [row for row in claimed if row.expired]
+            alive = [row for row in claimed if not row.expired]
+            for row in expired:
+                self._bury(row, token, "expired", f"expired at {row.expires_at}")
+            if alive:
+                self._send(session, alive, token)
+        finally:
+            self.in_flight = 0
+        return len(claimed)
+
+    def close(self) -> None:
+        """End the conversation with the broker."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _open(self) -> Session:
+        if self._session is None:
+            self._session = get_broker(self.broker_alias).open()
+        return self._session
+
+    def _claim(
+        self, token: uuid.UUID, ids: list[int] | None, session_id: uuid.UUID | None
+    ) -> list[Claimed]:
+        manager = OutboxMessage.objects.db_manager(self.using)
+
+        def claim(floor: dt.datetime | None) -> list[Claimed]:
+            return manager.claim(
+                broker=self.broker_alias,
+                token=token,
+                lease=self._lease,
+                limit=self._batch_size,
+                ids=ids,
+                session_id=session_id,
+                floor=floor,
+            )
+
+        if ids is not None or session_id is not None:
+            return claim(None)
+        # Settled rows leave dead index entries behind, which nobody may remove while
+        # an old snapshot is open anywhere. A busy lane starts where it left off, and
+        # looks from the beginning when it runs dry or has earned the time for it.
+        began = time.monotonic()
+        due = began - self._swept_at >= max(1.0, self._sweep_cost / self.SWEEP_SHARE)
+        claimed = claim(self._floor) if self._floor and not due else []
+        if not claimed:
+            began = time.monotonic()
+            claimed = claim(None)
+            self._swept_at = time.monotonic()
+            self._sweep_cost = self._swept_at - began
+            if not claimed:
+                self._floor = None
+        if claimed:
+            first = min(row.due_at for row in claimed)
+            self._floor = max(self._floor, first) if self._floor else first
+        return claimed
+
+    def _send(self, session: Session, rows: list[Claimed], token: uuid.UUID) -> None:
+        service = conf.get().SERVICE
+        batch = [
+            Outgoing(
+                row.destination, wire_headers(row, service, row.created_at), row.body
+            )
+            for row in rows
+        ]
+        isolate, self._isolate = self._isolate, False
+        try:
+            outcomes = session.send(batch, isolate=isolate)
+        except BrokerError as error:
+            self.close()
+            self._settle(rows, [DispatchUnknown(str(error))] * len(rows), token, False)
+            raise BrokerUnavailable(str(error)) from error
+        self._settle(rows, outcomes, token, isolate)
+        unknown = [one for one in outcomes if isinstance(one, DispatchUnknown)]
+        if unknown:
+            self.close()
+            # Some brokers hang up on one bad message without saying which.
+            self._isolate = not isolate
+            signals.outcome_unknown.send_robust(
+                sender=None, count=len(unknown), broker=self.broker_alias
+            )
+            raise BrokerUnavailable(
+                f"no receipt for {len(unknown)} of {len(rows)} messages, which will be "
+                f"sent again with the same ids: {unknown[0]}"
+            )
+
+    def _settle(
+        self,
+        rows: list[Claimed],
+        outcomes: list[BrokerError | None],
+        token: uuid.UUID,
+        isolated: bool,
+    ) -> None:
+        """Mark what is proven, back off what is refused, give back the rest."""
+        manager = OutboxMessage.objects.db_manager(self.using)
+        stored: list[Claimed] = []
+        returned: list[Claimed] = []
+        failed: list[tuple[Claimed, BrokerError]] = []
+        for row, outcome in zip(rows, outcomes, strict=True):
+            if outcome is None:
+                stored.append(row)
+            elif isinstance(outcome, DispatchRejected):
+                failed.append((row, outcome))
+            elif isolated and getattr(outcome, "written", False):
+                # Alone on the wire, and the broker hung up: this is the one.
+                failed.append((row, outcome))
+            else:
+                returned.append(row)
+        if stored:
+            kept = manager.mark_dispatched([row.id for row in stored], token)
+            self._count("dispatched", len(stored))
+            self._lost(len(stored) - kept)
+        if returned:
+            self._lost(len(returned) - manager.release([r.id for r in returned], token))
+        unknown = sum(isinstance(one, DispatchUnknown) for one in outcomes)
+        self._count("unknown", unknown)
+        for row, error in failed:
+            self._refused(row, token, error)
+        if stored and signals.announced(signals.message_dispatched):
+            for row in stored:
+                signals.announce(
+                    signals.message_dispatched,
+                    id=row.message_id,
+                    destination=row.destination,
+                    broker=self.broker_alias,
+                    attempt=row.attempts + 1,
+                )
+
+    def _refused(self, row: Claimed, token: uuid.UUID, error: BrokerError) -> None:
+        attempt = row.attempts + 1
+        policy = RedeliveryPolicy(max_redeliveries=conf.get().RELAY.MAX_ATTEMPTS - 1)
+        decision = decide(policy, attempt, error)
+        if isinstance(decision, Dead):
+            self._bury(row, token, "rejected", str(error))
+            return
+        manager = OutboxMessage.objects.db_manager(self.using)
+        kept = manager.reschedule(
+            row.id, token, delay=decision.delay, error=str(error)[:2000]
+        )
+        self._count("rejected", 1)
+        self._lost(1 - kept)
+        log.warning(
+            "dispatch failed id=%s destination=%s attempt=%d next in %.1f s: %s",
+            row.message_id,
+            row.destination,
+            attempt,
+            decision.delay,
+            error,
+        )
+
+    def _bury(self, row: Claimed, token: uuid.UUID, reason: str, error: str) -> None:
+        manager = OutboxMessage.objects.db_manager(self.using)
+        with transaction.atomic(using=self.using):
+            kept = manager.mark_dead(row.id, token, error=f"{reason}: {error}"[:2000])
+            if kept:
+                dead_letters.bury_outgoing(
+                    row, self.using, self.broker_alias, reason, error
+                )
+        self._count("dead", kept)
+        self._lost(1 - kept)
+
+    def _lost(self, count: int) -> None:
+        if count > 0:
+            self._count("lease_lost", count)
+            log.warning(
+                "the lease of %d messages ended before they were settled; they are "
+                "sent again, and inboxes drop the copies. Raise "
+                'TXMSG["RELAY"]["LEASE"] if this recurs',
+                count,
+            )
+            signals.lease_lost.send_robust(
+                sender=None, count=count, broker=self.broker_alias
+            )
+
+    def _count(self, what: str, count: int) -> None:
+        self.counts[what] += count
+
+
+class Relay:
+    """Lanes over every (database, broker) pair, until stopped.
+
+    `using` and `brokers` are aliases; `batch_size` overrides the setting.
+    """
+
+    def __init__(
+        self,
+        using: list[str],
+        brokers: list[str],
+        *,
+        batch_size: int | None = None,
+        lanes: int | None = None,
+    ) -> None:
+        self._stop = threading.Event()
+        count = lanes or conf.get().RELAY.LANES
+        max_pause = conf.get().RELAY.BREAKER_MAX_PAUSE
+        self._breakers = {name: Breaker(name, max_pause) for name in brokers}
+        self.lanes = [
+            Lane(alias, broker, batch_size=batch_size)
+            for broker in brokers
+            for alias in using
+            for _ in range(count)
+        ]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What was done so far: dispatched, rejected, dead, unknown, lease_lost."""
+        total: Counter[str] = Counter()
+        for lane in self.lanes:
+            total += lane.counts
+        return total
+
+    @property
+    def in_flight(self) -> int:
+        """Messages claimed and not yet settled."""
+        return sum(lane.in_flight for lane in self.lanes)
+
+    def stop(self) -> None:
+        """Finish what is claimed and take nothing new. From any thread or signal."""
+        self._stop.set()
+
+    def run(
+        self, *, once: bool = False, on_progress: Callable[[], None] | None = None
+    ) -> None:
+        """Relay until stopped; `once`: until nothing is due or a broker is down.
+
+        Raises the error that ended a lane, if one did, after all have ended.
+        """
+        errors: list[BaseException] = []
+
+        def work(lane: Lane) -> None:
+            try:
+                self._work(lane, once, on_progress)
+            except Exception as error:
+                errors.append(error)
+                self._stop.set()
+            finally:
+                lane.close()
+                connections.close_all()
+
+        threads = [
+            threading.Thread(target=work, args=(lane,), name=f"txmsg-lane-{number}")
+            for number, lane in enumerate(self.lanes)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            # A timed join lets the main thread see its signals.
+            while thread.is_alive():
+                thread.join(0.2)
+        if errors:
+            raise errors[0]
+
+    def _work(
+        self, lane: Lane, once: bool, on_progress: Callable[[], None] | None
+    ) -> None:
+        breaker = self._breakers[lane.broker_alias]
+        interval = conf.get().RELAY.POLL_INTERVAL
+        database_down = Breaker(f"database {lane.using}", 10.0)
+        while not self._stop.is_set():
+            if breaker.remaining:
+                self._stop.wait(min(breaker.remaining, 1.0))
+                continue
+            try:
+                claimed = lane.dispatch()
+            except BrokerUnavailable as error:
+                lane.close()
+                breaker.failed(error)
+                if once:
+                    raise
+                continue
+            except _DATABASE_ERRORS as error:
+                connections[lane.using].close()
+                database_down.failed(error)
+                if once:
+                    raise
+                self._stop.wait(database_down.remaining)
+                continue
+            breaker.worked()
+            database_down.worked()
+            if claimed:
+                if on_progress is not None:
+                    on_progress()
+                continue
+            if once:
+                return
+            self._stop.wait(interval)

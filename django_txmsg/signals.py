@@ -1,0 +1,98 @@
+"""What happened to a message: one log line and one Django signal an event.
+
+Signals are sent after the commit that they tell of, and a receiver that raises is
+logged and harms nothing. Log records carry the facts as attributes (`txmsg_id`,
+`txmsg_destination`, `txmsg_stage`, `txmsg_attempt`, `txmsg_duration`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.dispatch import Signal
+
+log = logging.getLogger("django_txmsg.messages")
+
+message_stored = Signal()
+"""A transaction that stored a message was committed.
+Arguments: id, destination, using."""
+
+message_dispatched = Signal()
+"""The broker gave its receipt. Arguments: id, destination, broker, attempt."""
+
+message_processed = Signal()
+"""A stage's transaction was committed. Arguments: id, destination, stage, attempt,
+duration (seconds in the stage), critical_time (seconds since it was stored, or None),
+employed (whether the stage used the database)."""
+
+message_duplicate = Signal()
+"""A copy of a processed message was dropped. Arguments: id, destination, stage."""
+
+message_redelivered = Signal()
+"""An attempt failed and another will follow. Arguments: id, destination, stage,
+attempt, delay (seconds), error."""
+
+message_buried = Signal()
+"""A message became a dead letter. Arguments: id, destination, stage, attempt,
+reason, error."""
+
+messages_committed = Signal()
+"""Rows of the outbox were committed: the dispatcher's wake-up. Arguments: using,
+broker, ids (of rows)."""
+
+lease_lost = Signal()
+"""Somebody else has claimed what this relay held. Arguments: count, broker."""
+
+outcome_unknown = Signal()
+"""No receipt came; the messages will be sent again. Arguments: count, broker."""
+
+dangerous_window = Signal()
+"""In best_effort_1pc, the time between the database's commit and the broker's.
+Arguments: stage, seconds, failed (the broker's commit did not follow), employed."""
+
+session_ended = Signal()
+"""An outbox session, of an HTTP request or not, came to its end. Arguments:
+session_id, using, outcome ("committed", "rolled_back", "failed", or "joined" when an
+outer transaction decides), duration (seconds), stored (messages)."""
+
+control_message_sent = Signal()
+"""A session told its service, before its commit, to look after its messages.
+Arguments: session_id, using, outcome ("sent" or "failed"), duration (seconds),
+error."""
+
+control_message_handled = Signal()
+"""A control message was settled. Arguments: session_id, using, outcome ("dispatched",
+"already_dispatched", "rolled_back", "given_up", "left_to_relay", "unreadable"),
+attempts (looks at the session), transit_time (seconds from its sending to its first
+arrival, by two clocks, or None), headers (the message's, metadata included)."""
+
+_EVENTS = {
+    message_stored: ("stored", logging.INFO),
+    message_dispatched: ("dispatched", logging.INFO),
+    message_processed: ("processed", logging.INFO),
+    message_duplicate: ("duplicate dropped", logging.INFO),
+    message_redelivered: ("redelivered", logging.WARNING),
+    message_buried: ("buried", logging.ERROR),
+}
+
+
+def announced(signal: Signal) -> bool:
+    """Return whether anybody would hear of this event: spares the work if not."""
+    return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
+
+
+def announce(signal: Signal, **facts: Any) -> None:
+    """Log one event of a message's life and send its signal."""
+    event, level = _EVENTS[signal]
+    if log.isEnabledFor(level):
+        shown = " ".join(
+            f"{name}={value:.4f}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in facts.items()
+            if value is not None and value != "" and name != "error"
+        )
+        if facts.get("error"):
+            shown += f" error={facts['error']!r}"
+        extra = {f"txmsg_{name}": value for name, value in facts.items()}
+        log.log(level, "%s %s", event, shown, extra={"txmsg_event": event, **extra})
+    signal.send_robust(sender=None, **facts)

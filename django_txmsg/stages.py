@@ -1,0 +1,202 @@
+"""Hop 8: the user's functions, declared with `@stage` and found by autodiscovery.
+
+Every installed app's `stages` module is imported when Django starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from django.utils.module_loading import import_string
+
+from . import conf
+from .errors import ConfigurationError
+from .message import Message, check_destination
+from .redelivery import RedeliveryPolicy
+
+TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only"]
+TRANSACTION_MODES: tuple[TransactionMode, ...] = (
+    "outbox",
+    "best_effort_1pc",
+    "broker_only",
+)
+ISOLATION_LEVELS = (
+    "read uncommitted",
+    "read committed",
+    "repeatable read",
+    "serializable",
+)
+
+Handler = Callable[[Message], Any]
+Decorated = TypeVar("Decorated", bound=Handler)
+
+
+@dataclass(frozen=True)
+class TransactionDefinition:
+    """The database transaction of a stage: its alias and its isolation level.
+
+    `isolation` None is the connection's own level, READ COMMITTED by default.
+    """
+
+    using: str = "default"
+    isolation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.isolation is not None:
+            level = self.isolation.lower().replace("_", " ")
+            if level not in ISOLATION_LEVELS:
+                raise ConfigurationError(
+                    f"isolation={self.isolation!r} is none of "
+                    f"{', '.join(ISOLATION_LEVELS)}."
+                )
+            object.__setattr__(self, "isolation", level)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A handler, the destination it consumes, and how its transaction is drawn."""
+
+    name: str
+    destination: str
+    handler: Handler
+    transaction: TransactionMode = "outbox"
+    redelivery: RedeliveryPolicy | None = None
+    isolation: str | None = None
+    using: str | None = None
+    concurrency: int = 1
+    broker: str = "default"
+    batch: int = 1
+
+    @property
+    def policy(self) -> RedeliveryPolicy:
+        """The stage's redelivery policy, or the settings' one."""
+        if self.redelivery is not None:
+            return self.redelivery
+        given = conf.get().REDELIVERY
+        return RedeliveryPolicy(
+            max_redeliveries=given.MAX_REDELIVERIES,
+            initial_delay=given.INITIAL_DELAY,
+            backoff=given.BACKOFF,
+            max_delay=given.MAX_DELAY,
+            jitter=given.JITTER,
+            mode=given.MODE,
+        )
+
+    @property
+    def definition(self) -> TransactionDefinition:
+        """The stage's transaction: its own words, else TRANSACTION_DEFINITION's."""
+        default = TransactionDefinition()
+        path = conf.get().TRANSACTION_DEFINITION
+        if path is not None:
+            default = import_string(path)(self) or default
+        return TransactionDefinition(
+            using=self.using or default.using,
+            isolation=self.isolation or default.isolation,
+        )
+
+
+_stages: dict[str, Stage] = {}
+
+
+def stage(
+    destination: str,
+    *,
+    name: str | None = None,
+    transaction: TransactionMode = "outbox",
+    redelivery: RedeliveryPolicy | None = None,
+    isolation: str | None = None,
+    using: str | None = None,
+    concurrency: int = 1,
+    broker: str = "default",
+    batch: int = 1,
+) -> Callable[[Decorated], Decorated]:
+    """Declare a function of one Message as the consumer of `destination`.
+
+    `name` (default: the destination) is the inbox's key together with the message id:
+    keep it when you rename the function. `transaction`: "outbox" (exactly-once
+    effects), "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no
+    database). `using` and `isolation` define the database transaction (default:
+    TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency`
+    is threads a process; `batch` messages share one transaction, each in a savepoint.
+
+    Raises ConfigurationError for a name that is taken and for what cannot be.
+    """
+    check_destination(destination)
+    _check(transaction, isolation, concurrency, batch)
+
+    def declare(handler: Decorated) -> Decorated:
+        if inspect.iscoroutinefunction(handler):
+            raise ConfigurationError(
+                f"The handler of {destination!r} is a coroutine function; Django's "
+                f"transactions are synchronous. Declare a plain function, and call "
+                f"async code through asgiref.sync.async_to_sync."
+            )
+        declared = Stage(
+            name=name or destination,
+            destination=destination,
+            handler=handler,
+            transaction=transaction,
+            redelivery=redelivery,
+            isolation=isolation,
+            using=using,
+            concurrency=concurrency,
+            broker=broker,
+            batch=batch,
+        )
+        register(declared)
+        return handler
+
+    return declare
+
+
+def register(declared: Stage) -> None:
+    """Make a stage known. Raises ConfigurationError when its name is taken."""
+    known = _stages.get(declared.name)
+    if known is not None and _origin(known) != _origin(declared):
+        raise ConfigurationError(
+            f"Two stages are named {declared.name!r}: {_origin(known)} and "
+            f"{_origin(declared)}. Give one of them another name=."
+        )
+    _stages[declared.name] = declared
+
+
+def unregister(name: str) -> None:
+    """Forget a stage, as tests do with the ones they declare."""
+    _stages.pop(name, None)
+
+
+def all_stages() -> list[Stage]:
+    """Return every declared stage, by name."""
+    return [_stages[name] for name in sorted(_stages)]
+
+
+def find(names: Sequence[str]) -> list[Stage]:
+    """Return the stages of these names, or all. Raises ConfigurationError."""
+    for name in names:
+        if name not in _stages:
+            raise ConfigurationError(
+                f"No stage {name!r}; known: {', '.join(sorted(_stages)) or 'none'}."
+            )
+    return [_stages[name] for name in names] if names else all_stages()
+
+
+def _check(
+    transaction: str, isolation: str | None, concurrency: int, batch: int
+) -> None:
+    if transaction not in TRANSACTION_MODES:
+        raise ConfigurationError(
+            f"transaction={transaction!r} is none of {', '.join(TRANSACTION_MODES)}."
+        )
+    TransactionDefinition(isolation=isolation)
+    if concurrency < 1 or batch < 1:
+        raise ConfigurationError("concurrency and batch must be 1 or more.")
+    if batch > 1 and transaction != "outbox":
+        raise ConfigurationError('batch needs transaction="outbox".')
+
+
+def _origin(declared: Stage) -> str:
+    handler = declared.handler
+    return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"

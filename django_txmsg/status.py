@@ -1,0 +1,332 @@
+"""How messaging is doing: counts and oldest ages of every state, in few queries.
+
+What the overview, `manage.py message_status`, the health view and the metrics all say.
+Counts stop at CAP, so that asking stays cheap when there is much to count.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db import connections
+
+from .models import StageState, Worker
+from .models.fields import later_sql, later_value, now_sql, read_instant
+from .stages import all_stages
+
+#: The most rows that are counted; more are "50,000+".
+CAP = 50_000
+
+#: The rows looked at to say what happened last at each destination and stage.
+RECENT = 2_000
+
+#: A message that has been due for so long is overdue.
+OVERDUE = dt.timedelta(minutes=2)
+
+#: A worker that has been silent for so long may be dead.
+SILENT = dt.timedelta(seconds=30)
+
+
+@dataclass
+class Waiting:
+    """Messages that wait in one place for their next step."""
+
+    count: int = 0
+    due: int = 0
+    overdue: int = 0
+    in_flight: int = 0
+    retried: int = 0
+    oldest_due: dt.datetime | None = None
+
+    @property
+    def delayed(self) -> int:
+        """Those whose time has not come."""
+        return self.count - self.due
+
+    @property
+    def capped(self) -> bool:
+        """Whether there are more than were counted."""
+        return self.count > CAP
+
+
+@dataclass
+class Place:
+    """A destination or a stage: what waits, what died, what happened last."""
+
+    name: str
+    waiting: Waiting = field(default_factory=Waiting)
+    dead: int = 0
+    oldest_dead: dt.datetime | None = None
+    last: dt.datetime | None = None
+    processing: float | None = None
+    critical: float | None = None
+    paused_at: dt.datetime | None = None
+    paused_by: str = ""
+    known: bool = True
+
+
+@dataclass
+class Status:
+    """The whole picture at one instant of the database's clock."""
+
+    now: dt.datetime
+    destinations: dict[str, Place] = field(default_factory=dict)
+    stages: dict[str, Place] = field(default_factory=dict)
+    queues: dict[str, Waiting] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+
+    @property
+    def outbox(self) -> Waiting:
+        """All pending messages."""
+        return total(place.waiting for place in self.destinations.values())
+
+    @property
+    def parked(self) -> Waiting:
+        """All messages that wait for another attempt of their stage."""
+        return total(place.waiting for place in self.stages.values())
+
+    @property
+    def queued(self) -> Waiting:
+        """All messages in the embedded broker's queues."""
+        return total(self.queues.values())
+
+    @property
+    def dead(self) -> int:
+        """All open dead letters."""
+        return sum(place.dead for place in self.stages.values()) + sum(
+            place.dead for place in self.destinations.values()
+        )
+
+    @property
+    def oldest_dead(self) -> dt.datetime | None:
+        """Since when there have been open dead letters."""
+        places = [*self.stages.values(), *self.destinations.values()]
+        return min((p.oldest_dead for p in places if p.oldest_dead), default=None)
+
+    @property
+    def overdue(self) -> int:
+        """All messages that should have gone on by now."""
+        return self.outbox.overdue + self.parked.overdue + self.queued.overdue
+
+    @property
+    def silent_workers(self) -> list[Worker]:
+        """Workers whose heart has not beaten for a while."""
+        return [one for one in self.workers if self.now - one.heartbeat_at > SILENT]
+
+    @property
+    def paused(self) -> list[str]:
+        """The stages that an operator holds."""
+        return [place.name for place in self.stages.values() if place.paused_at]
+
+    @property
+    def oldest_due(self) -> dt.datetime | None:
+        """Since when the oldest message that should go on has been due."""
+        ages = (self.outbox, self.parked, self.queued)
+        return min((one.oldest_due for one in ages if one.oldest_due), default=None)
+
+    @property
+    def lag(self) -> dt.timedelta:
+        """How long the oldest due message has been waiting."""
+        oldest = self.oldest_due
+        return max(self.now - oldest, dt.timedelta()) if oldest else dt.timedelta()
+
+    @property
+    def well(self) -> bool:
+        """Whether nobody needs to do anything."""
+        return not (self.overdue or self.dead or self.silent_workers or self.paused)
+
+
+def total(parts: Iterable[Waiting]) -> Waiting:
+    """Return the sum of several places."""
+    summed = Waiting()
+    for part in parts:
+        summed.count += part.count
+        summed.due += part.due
+        summed.overdue += part.overdue
+        summed.in_flight += part.in_flight
+        summed.retried += part.retried
+        oldest = [one for one in (summed.oldest_due, part.oldest_due) if one]
+        summed.oldest_due = min(oldest, default=None)
+    return summed
+
+
+def read(using: str = "default") -> Status:
+    """Return the whole picture, in eight queries."""
+    status = Status(now=clock(using))
+    for name, waiting in outbox_waiting(using).items():
+        _place(status.destinations, name).waiting = waiting
+    for name, last in _last_dispatched(using).items():
+        _place(status.destinations, name).last = last
+    for declared in all_stages():
+        _place(status.stages, declared.name)
+    for name, waiting in inbox_parked(using).items():
+        _place(status.stages, name).waiting = waiting
+    for name, last, processing, critical in _last_processed(using):
+        place = _place(status.stages, name)
+        place.last, place.processing, place.critical = last, processing, critical
+    for stage, destination, count, oldest in open_dead_letters(using):
+        places, name = (
+            (status.stages, stage) if stage else (status.destinations, destination)
+        )
+        place = _place(places, name)
+        place.dead += count
+        place.oldest_dead = min(filter(None, (place.oldest_dead, oldest)))
+    for state in StageState.objects.using(using).filter(paused_at__isnull=False):
+        place = _place(status.stages, state.stage)
+        place.paused_at, place.paused_by = state.paused_at, state.paused_by
+    known = {declared.name for declared in all_stages()}
+    for name, place in status.stages.items():
+        place.known = name in known
+    status.queues = queue_waiting(using)
+    status.workers = list(Worker.objects.using(using).order_by("kind", "name"))
+    return status
+
+
+def clock(using: str) -> dt.datetime:
+    """Return the database's present instant."""
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {now_sql(connection)}".replace("%%", "%"))
+        return _instant(cursor.fetchone()[0])
+
+
+def outbox_waiting(using: str) -> dict[str, Waiting]:
+    """Return what is pending, by destination."""
+    return _waiting(
+        using,
+        "SELECT destination AS name, due_at, attempts > 0 AS retried,"
+        " lease_until >= {now} AS leased FROM django_txmsg_outboxmessage"
+        " WHERE dispatched_at IS NULL AND dead_at IS NULL"
+        " ORDER BY due_at, id LIMIT {limit}",
+    )
+
+
+def inbox_parked(using: str) -> dict[str, Waiting]:
+    """Return what waits for another attempt, by stage."""
+    return _waiting(
+        using,
+        "SELECT stage AS name, due_at, TRUE AS retried, lease_until >= {now} AS leased"
+        " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL LIMIT {limit}",
+    )
+
+
+def queue_waiting(using: str) -> dict[str, Waiting]:
+    """Return what lies in the embedded broker, by queue."""
+    return _waiting(
+        using,
+        "SELECT queue AS name, available_at AS due_at, deliveries > 1 AS retried,"
+        " lease_token IS NOT NULL AND available_at > {now} AS leased"
+        " FROM django_txmsg_queuemessage LIMIT {limit}",
+    )
+
+
+def open_dead_letters(
+    using: str,
+) -> list[tuple[str, str, int, dt.datetime]]:
+    """Return stage, destination, number and oldest of the open dead letters."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, destination, COUNT(*), MIN(created_at)"
+            " FROM django_txmsg_deadletter WHERE resolution = 'open'"
+            " GROUP BY stage, destination"
+        )
+        return [
+            (stage, destination, count, _instant(oldest))
+            for stage, destination, count, oldest in cursor.fetchall()
+        ]
+
+
+def recent_destinations(using: str) -> list[str]:
+    """Return the destinations among the newest messages stored."""
+    return _recent(using, "destination", "django_txmsg_outboxmessage")
+
+
+def recent_stages(using: str) -> list[str]:
+    """Return the stages among the newest messages received."""
+    return _recent(using, "stage", "django_txmsg_inboxmessage")
+
+
+def _recent(using: str, column: str, table: str) -> list[str]:
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            f"SELECT DISTINCT {column} FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
+            f" ORDER BY id DESC LIMIT %s) AS newest ORDER BY {column}",
+            [RECENT],
+        )
+        return [name for (name,) in cursor.fetchall()]
+
+
+def _waiting(using: str, rows: str) -> dict[str, Waiting]:
+    connection = connections[using]
+    now, ago = now_sql(connection), later_sql(connection)
+    rows = rows.format(now=now, limit=CAP + 1)
+    sql = f"""
+        SELECT name, COUNT(*), COUNT(*) FILTER (WHERE due_at <= {now}),
+               COUNT(*) FILTER (WHERE due_at <= {ago}), COUNT(*) FILTER (WHERE leased),
+               COUNT(*) FILTER (WHERE retried), MIN(due_at)
+        FROM ({rows}) AS bounded GROUP BY name ORDER BY name
+    """  # noqa: S608 - constants only
+    found = {}
+    with connection.cursor() as cursor:
+        cursor.execute(sql, [later_value(connection, -OVERDUE.total_seconds())])
+        for name, count, due, overdue, leased, retried, oldest in cursor.fetchall():
+            found[name] = Waiting(
+                count, due, overdue, leased, retried, _instant(oldest) if due else None
+            )
+    return found
+
+
+def _last_dispatched(using: str) -> dict[str, dt.datetime | None]:
+    """Return the last dispatch to each destination that is among the newest rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT destination, MAX(dispatched_at) FROM ("
+            " SELECT destination, dispatched_at FROM django_txmsg_outboxmessage"
+            " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
+            [RECENT],
+        )
+        return {name: read_instant(last) for name, last in cursor.fetchall()}
+
+
+def _last_processed(
+    using: str,
+) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
+    """Return stage, last processing, and the 95th percentiles of processing and
+    critical time in seconds, of the newest rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, processed_at, started_at, created_at"
+            " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
+            [RECENT],
+        )
+        times: dict[str, list[tuple[Any, Any, Any]]] = {}
+        for stage, *instants in cursor.fetchall():
+            processed, started, created = map(read_instant, instants)
+            times.setdefault(stage, []).append((processed, started, created))
+    return [
+        (
+            stage,
+            max((processed for processed, _, _ in rows if processed), default=None),
+            _percentile((p - s).total_seconds() for p, s, _ in rows if p and s),
+            _percentile((p - c).total_seconds() for p, _, c in rows if p and c),
+        )
+        for stage, rows in sorted(times.items())
+    ]
+
+
+def _percentile(values: Iterable[float], share: float = 0.95) -> float | None:
+    ordered = sorted(values)
+    return ordered[int(share * (len(ordered) - 1))] if ordered else None
+
+
+def _place(places: dict[str, Place], name: str) -> Place:
+    return places.setdefault(name, Place(name))
+
+
+def _instant(value: Any) -> dt.datetime:
+    instant: dt.datetime | None = read_instant(value)
+    assert instant is not None
+    return instant

@@ -1,0 +1,62 @@
+"""Hop 3 for people who run Celery beat: what the commands do, as tasks.
+
+`autodiscover_tasks()` finds them. They may overlap, and run beside `manage.py relay`:
+no message is claimed twice. See docs/how-to/celery.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import router
+
+from . import conf, retention
+from .errors import BrokerUnavailable
+from .models import OutboxMessage
+from .relay import Relay
+
+try:
+    from celery import shared_task
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "django_txmsg.tasks needs Celery, which is not installed. "
+        'Run: pip install "django_txmsg[celery]"',
+        name=error.name,
+    ) from error
+
+
+@shared_task(name="django_txmsg.relay_outbox")  # type: ignore[untyped-decorator]
+def relay_outbox(
+    *,
+    batch_size: int | None = None,
+    databases: list[str] | None = None,
+    brokers: list[str] | None = None,
+) -> dict[str, Any]:
+    """Dispatch what is due, and return how many messages met which end.
+
+    A broker that is down is logged and named under "unavailable"; its messages wait
+    for the next run, and those of other brokers leave.
+    """
+    using = databases or [router.db_for_write(OutboxMessage)]
+    counts: dict[str, Any] = {}
+    for broker in brokers or sorted(conf.get().BROKERS):
+        relay = Relay(using, [broker], batch_size=batch_size)
+        try:
+            relay.run(once=True)
+        except BrokerUnavailable as error:
+            counts.setdefault("unavailable", {})[broker] = str(error)
+        for what, number in relay.counts.items():
+            counts[what] = counts.get(what, 0) + number
+    return counts
+
+
+@shared_task(name="django_txmsg.prune_messages")  # type: ignore[untyped-decorator]
+def prune_messages(
+    *, batch_size: int = retention.BATCH_SIZE, database: str | None = None
+) -> dict[str, int]:
+    """Delete settled rows past TXMSG["RETENTION"], and return how many of which."""
+    using = database or router.db_for_write(OutboxMessage)
+    return {
+        kind.name: retention.prune(kind, using, batch_size=batch_size)
+        for kind in retention.kinds()
+    }
