@@ -1,0 +1,7 @@
+"""The operator's pages in the project's own admin; Django's autodiscover imports us."""
+
+from __future__ import annotations
+
+from . import bulk, dead_letters, inbox, outbox, pipeline, stages, workers
+
+__all__ = ["bulk", "dead_letters", "inbox", "outbox", "pipeline", "stages", "workers"]

@@ -1,0 +1,187 @@
+"""What all lists share: rows nobody edits, counts that stop, filters that count."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.views.main import ChangeList
+from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import PermissionDenied
+from django.core.paginator import Paginator
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import reverse
+from django.utils.functional import cached_property
+
+from . import display
+
+#: The most rows that a list counts; more are "5,000+".
+CAP = 5_000
+
+#: The rows that a search by something without an index may find.
+FOUND = 500
+
+
+class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
+    """Pages whose rows are counted up to a cap only."""
+
+    @cached_property
+    def count(self) -> int:
+        """How many rows there are, or one more than the cap."""
+        rows: Any = self.object_list
+        counted: int = rows.order_by()[: CAP + 1].values("pk").count()
+        return counted
+
+
+class MessageList(ChangeList):
+    """A list whose rows lead to their message's page."""
+
+    def url_for_result(self, result: Any) -> str:
+        """Return the page of the row's message, by its id."""
+        return message_url(result.message_id)
+
+
+class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
+    """Rows own their transitions; the admin adds, edits and deletes none."""
+
+    list_per_page = 50
+    list_max_show_all = 0
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER  # our filters count, but not without end
+    paginator = CappedPaginator
+    sortable_by: ClassVar[Any] = ()
+    actions: Any = None
+    change_list_template = "admin/django_txmsg/change_list.html"
+
+    class Media:
+        css: ClassVar[dict[str, list[str]]] = {"all": ["django_txmsg/admin.css"]}
+
+    def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Nobody adds rows here."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Nobody edits rows here."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Nobody deletes rows here: pruning does, past the retention."""
+        return False
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Name the list by what is in it: nothing is to be selected for a change."""
+        title = str(self.opts.verbose_name_plural).capitalize()
+        answer: HttpResponse = super().changelist_view(
+            request, {"title": title, **(extra_context or {})}
+        )
+        return answer
+
+    def page_context(self, request: HttpRequest, title: str) -> dict[str, Any]:
+        """Return what every page of ours has in common."""
+        return {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "title": title,
+            "media": self.media,
+        }
+
+
+class MessageAdmin(ReadOnlyAdmin):
+    """A list of rows that are seen on their message's page, and nowhere else: bodies
+    and headers are shown there by right and masked."""
+
+    def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
+        """Let rows lead to their message's page."""
+        return MessageList
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Lead to the message's page."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        row = self.get_object(request, object_id)
+        if row is None:
+            name = self.opts.verbose_name
+            messages.warning(request, f"There is no {name} {object_id} here.")
+            return HttpResponseRedirect(
+                reverse(
+                    f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
+                )
+            )
+        return HttpResponseRedirect(message_url(row.message_id))
+
+
+class CountingFilter(admin.SimpleListFilter):
+    """A filter with the number behind each choice."""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
+        """Return the choices, each with how many rows it would show."""
+        for value, label, count in self.counted(request, model_admin):
+            shown = (
+                label if count is None else f"{label} ({display.capped(count, CAP)})"
+            )
+            yield value, shown
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Return value, label and count of each choice."""
+        raise NotImplementedError
+
+    def has_output(self) -> bool:
+        """Show the filter even where there is one choice: its count is worth it."""
+        return bool(self.lookup_choices)
+
+
+def count(rows: QuerySet[Any]) -> int:
+    """Count rows up to the cap."""
+    return rows.order_by()[: CAP + 1].values("pk").count()
+
+
+def message_url(message_id: object) -> str:
+    """Return the address of a message's page. It can be pasted into a ticket."""
+    return reverse("admin:django_txmsg_message", args=[message_id])
+
+
+def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
+    """Return the rows with exactly this message id or one of these columns.
+
+    The ids are found first and once: the list's own queries then cost nothing.
+    """
+    text = text.strip()
+    pks: set[int] = set()
+    try:
+        wanted = uuid.UUID(text)
+    except ValueError:
+        pass
+    else:
+        pks.update(rows.filter(message_id=wanted).values_list("pk", flat=True)[:FOUND])
+    for column in columns:
+        if not pks:
+            same = rows.filter(**{column: text}).order_by()
+            pks.update(same.values_list("pk", flat=True)[:FOUND])
+    return rows.filter(pk__in=pks)
+
+
+def audit(request: HttpRequest, subject: Model, text: str) -> None:
+    """Write into the admin's log who did what."""
+    user: Any = request.user
+    LogEntry.objects.create(
+        user_id=user.pk,
+        content_type_id=ContentType.objects.get_for_model(subject).pk,
+        object_id=str(subject.pk),
+        object_repr=str(subject)[:200],
+        action_flag=CHANGE,
+        change_message=text,
+    )

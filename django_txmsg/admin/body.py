@@ -1,0 +1,96 @@
+"""A message's headers and body as an operator may see them: pretty, masked, cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db.models import BinaryField, Model
+from django.db.models.functions import Length, Substr
+
+from .. import conf, masking
+from ..models import DeadLetter, InboxMessage, OutboxMessage
+from . import display
+
+#: The most of a body that its message's page shows.
+SHOWN = 64 * 1024
+
+#: The tables that keep whole messages, by the name they have in an address.
+TABLES: dict[str, type[Model]] = {
+    "outbox": OutboxMessage,
+    "dead": DeadLetter,
+    "inbox": InboxMessage,
+}
+
+
+@dataclass
+class Content:
+    """What is shown of one stored copy."""
+
+    table: str
+    pk: int
+    content_type: str
+    size: int
+    headers: dict[str, str] = field(default_factory=dict)
+    text: str = ""
+    cut: bool = False
+
+    @property
+    def size_text(self) -> str:
+        """The body's size in words."""
+        return display.size(self.size)
+
+
+def read(table: str, pk: int, *, using: str, bodies: bool, whole: bool = False) -> Any:
+    """Return the Content of a row, or None when the row is gone or keeps no body.
+
+    Without `bodies`, headers only. Unless `whole`, the body is cut, in the database
+    already when nothing has to be masked.
+    """
+    rows: Any = TABLES[table]._default_manager.using(using).filter(pk=pk)
+    rows = rows.filter(body__isnull=False).annotate(
+        size=Length("body"), head=Substr("body", 1, SHOWN, output_field=BinaryField())
+    )
+    row = rows.defer("body").first()
+    if row is None:
+        return None
+    kind = getattr(row, "content_type", "") or (row.headers or {}).get(
+        "content-type", ""
+    )
+    content = Content(table, pk, kind, row.size)
+    headers: Mapping[str, str] = row.headers or {}
+    if not bodies:
+        content.headers, _ = masking.shown(row.destination, headers, None, kind)
+        return content
+    cut = row.size > SHOWN and not whole
+    if cut and conf.get().MASK is None:
+        content.headers = dict(headers)
+        content.text, content.cut = _text(bytes(row.head)), True
+        return content
+    body = bytes(row.head) if row.size <= SHOWN else bytes(row.body)
+    content.headers, shown = masking.shown(row.destination, headers, body, kind)
+    content.text = pretty(shown)
+    if cut and len(content.text) > SHOWN:
+        content.text, content.cut = content.text[:SHOWN], True
+    return content
+
+
+def pretty(body: Any) -> str:
+    """Return a decoded body as text to be read."""
+    if isinstance(body, bytes):
+        return _text(body)
+    if isinstance(body, str):
+        return body
+    return json.dumps(body, indent=2, ensure_ascii=False, default=str)
+
+
+def _text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        if error.start >= len(body) - 3:  # cut within a character
+            return body[: error.start].decode()
+    lines = (body[at : at + 32] for at in range(0, min(len(body), SHOWN // 4), 32))
+    return "\n".join(f"{at * 32:08x}  {line.hex(' ')}" for at, line in enumerate(lines))

@@ -1,0 +1,144 @@
+"""Bulk operations: what was asked for, how far it is, and its pause and cancel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import render
+from django.urls import path, reverse
+from django.utils import timezone
+from django.utils.safestring import SafeString
+from django.views.decorators.http import require_POST
+
+from ..models import BulkOperation
+from ..models.bulk import BulkKind, BulkState
+from . import display
+from .base import ReadOnlyAdmin, audit
+
+PERMISSIONS = {
+    BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
+    BulkKind.DISCARD: "django_txmsg.discard_deadletter",
+    BulkKind.RESTORE: "django_txmsg.discard_deadletter",
+}
+
+
+@admin.register(BulkOperation)
+class BulkAdmin(ReadOnlyAdmin):
+    """Who did what to how many dead letters: at work now, and in the past."""
+
+    list_display = (
+        "status", "kind", "progress", "skipped", "filters", "by", "age",
+    )  # fmt: skip
+    list_filter = ("state", "kind")
+    ordering = ("-id",)
+
+    def get_urls(self) -> list[Any]:
+        """Add the buttons' addresses."""
+        wrap = self.admin_site.admin_view
+        return [
+            path(
+                f"<int:pk>/{verb}/",
+                wrap(require_POST(self._mover(verb))),
+                name=f"django_txmsg_bulk_{verb}",
+            )
+            for verb in ("pause", "resume", "cancel")
+        ] + super().get_urls()
+
+    def change_view(
+        self,
+        request: HttpRequest,
+        object_id: str,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """Show how far an operation is; the page keeps itself up to date."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        operation = self.get_object(request, object_id)
+        if operation is None:
+            messages.warning(request, f"There is no bulk operation {object_id} here.")
+            return HttpResponseRedirect(
+                reverse("admin:django_txmsg_bulkoperation_changelist")
+            )
+        handled = operation.done + operation.skipped
+        ended = operation.finished_at or timezone.now()
+        seconds = max((ended - operation.created_at).total_seconds(), 0.001)
+        rate = handled / seconds
+        left = max(operation.total - handled, 0)
+        context = {
+            **self.page_context(request, f"{operation.kind.capitalize()} in bulk"),
+            "operation": operation,
+            "handled": handled,
+            "percent": 100
+            if operation.state == BulkState.DONE or not operation.total
+            else min(99, int(100 * handled / operation.total)),
+            "speed": f"{rate:,.0f}" if rate >= 10 else f"{rate:.1f}",
+            "left": display.duration(left / rate) if rate and left else "",
+            "lasted": display.duration(seconds),
+            "filters": filter_text(operation.filter),
+            "may": request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]),
+            "skipped_why": sorted(operation.skipped_why.items()),
+        }
+        return render(request, "admin/django_txmsg/bulk.html", context)
+
+    def _mover(self, verb: str) -> Any:
+        def move(request: HttpRequest, pk: int) -> HttpResponse:
+            operations = BulkOperation.objects.db_manager(
+                router.db_for_write(BulkOperation)
+            )
+            operation = operations.filter(pk=pk).first()
+            if operation is None:
+                messages.warning(request, f"There is no bulk operation {pk} here.")
+                return HttpResponseRedirect(
+                    reverse("admin:django_txmsg_bulkoperation_changelist")
+                )
+            if not request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]):
+                raise PermissionDenied
+            if getattr(operations, verb)(pk):
+                audit(request, operation, f"{verb.capitalize()}: {operation}.")
+            else:
+                messages.warning(request, f"It had ended, or was {verb}d, already.")
+            return HttpResponseRedirect(
+                reverse("admin:django_txmsg_bulkoperation_change", args=[pk])
+            )
+
+        return move
+
+    @admin.display(description="state")
+    def status(self, operation: BulkOperation) -> SafeString:
+        """The operation's state."""
+        return display.badge(operation.state)
+
+    @admin.display(description="done")
+    def progress(self, operation: BulkOperation) -> str:
+        """How many of how many."""
+        return f"{operation.done:,} of {operation.total:,}"
+
+    @admin.display(description="filter")
+    def filters(self, operation: BulkOperation) -> str:
+        """What it was asked for."""
+        return filter_text(operation.filter)
+
+    @admin.display(description="asked for")
+    def age(self, operation: BulkOperation) -> SafeString:
+        """When."""
+        return display.ago(operation.created_at)
+
+
+def filter_text(filters: dict[str, Any]) -> str:
+    """Return a filter in words."""
+    if not filters:
+        return "all"
+    parts = []
+    for name, value in filters.items():
+        if name == "ids":
+            parts.append(f"{len(value)} selected")
+        elif name == "again":
+            parts.append("failed again")
+        else:
+            parts.append(f"{name} {value or '(relay)'}")
+    return ", ".join(parts)

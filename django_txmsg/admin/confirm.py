@@ -1,0 +1,165 @@
+"""Before anything is done to dead letters: how many, how old, where, and what happens.
+
+One page for one, a selection, a group or all that match. What is small is done before
+the answer; what is large goes on in the background, and its progress has a page.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
+from django.shortcuts import render
+from django.urls import reverse
+
+from .. import bulk, conf, selection
+from ..errors import TxmsgError
+from ..models import BulkOperation, DeadLetter
+from ..models.bulk import BulkKind, BulkState
+from .base import audit, message_url
+from .bulk import PERMISSIONS, filter_text
+
+if TYPE_CHECKING:
+    from .dead_letters import DeadLetterAdmin
+
+#: Up to so many are done before the page answers; it waits so many seconds at most.
+AT_ONCE, PATIENCE = 200, 5.0
+
+_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
+
+
+class ConfirmPages:
+    """The question and, posted back, the deed."""
+
+    def __init__(self, admin: DeadLetterAdmin) -> None:
+        self._admin = admin
+
+    def page(self, request: HttpRequest) -> HttpResponse:
+        """Ask (GET), or start (POST)."""
+        given = request.POST if request.method == "POST" else request.GET
+        if given.get("kind") not in BulkKind.values:
+            return self._back()
+        kind = BulkKind(given["kind"])
+        if not request.user.has_perm(PERMISSIONS[kind]):
+            raise PermissionDenied
+        using = router.db_for_write(DeadLetter)
+        try:
+            filters = read_filter(given)
+            if request.method == "POST":
+                return self._start(request, kind, filters, using)
+            return self._ask(request, kind, filters, using)
+        except (TxmsgError, ValueError) as error:
+            messages.error(request, str(error))
+            return self._back()
+
+    def _ask(
+        self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
+    ) -> HttpResponse:
+        letters = selection.matching(kind, filters, using=using)
+        facts = selection.summary(letters)
+        if not facts.count:
+            messages.warning(
+                request,
+                f"There is nothing to {kind}: what was chosen is resolved already.",
+            )
+            return self._back()
+        redelivers = kind == BulkKind.REDELIVER
+        count = facts.count
+        context = {
+            **self._admin.page_context(
+                request, f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
+            ),
+            "kind": kind.value,
+            "verb": kind.value.capitalize(),
+            "facts": facts,
+            "places": facts.places[:20],
+            "filters": filter_text(filters),
+            "fields": hidden_fields(filters),
+            "again": facts.again if redelivers else 0,
+            "forgotten": facts.forgotten if redelivers else 0,
+            "memory": conf.get().RETENTION.INBOX,
+            "redelivers": redelivers,
+            "background": count > AT_ONCE,
+        }
+        return render(request, "admin/django_txmsg/confirm.html", context)
+
+    def _start(
+        self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
+    ) -> HttpResponse:
+        rate = request.POST.get("rate", "").strip()
+        operation = bulk.start(
+            kind,
+            filters,
+            using=using,
+            by=request.user.get_username(),
+            force=request.POST.get("force") == "1",
+            rate=float(rate) if rate else None,
+        )
+        forced = ", even if processed in the meantime" if operation.force else ""
+        audit(
+            request,
+            operation,
+            f"{kind.capitalize()} {operation.total} dead letters{forced}; "
+            f"filter: {filter_text(filters)}.",
+        )
+        if operation.total <= AT_ONCE and operation.rate is None:
+            bulk.finish(operation, patience=PATIENCE)
+        if operation.state != BulkState.DONE:
+            return HttpResponseRedirect(
+                reverse("admin:django_txmsg_bulkoperation_change", args=[operation.pk])
+            )
+        self._tell(request, operation)
+        letter = (
+            selection.filtered(filters, using=using).first()
+            if operation.total == 1
+            else None
+        )
+        if letter is not None:
+            return HttpResponseRedirect(message_url(letter.message_id))
+        return self._back()
+
+    def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:
+        done = operation.done
+        text = f"{_PAST[operation.kind]} {done:,} message{'s' * (done != 1)}."
+        if operation.skipped:
+            why = next(iter(operation.skipped_why.values()), "")
+            text += f" {operation.skipped} skipped: {why}."
+        (messages.warning if operation.skipped else messages.success)(request, text)
+
+    def _back(self) -> HttpResponse:
+        return HttpResponseRedirect(reverse("admin:django_txmsg_deadletter_changelist"))
+
+
+def read_filter(given: QueryDict) -> dict[str, Any]:
+    """Return the filter that a page's query or form asks for.
+
+    Raises ValueError when ids are no numbers.
+    """
+    filters: dict[str, Any] = {
+        name: given[name]
+        for name in (
+            "stage",
+            "destination",
+            "fingerprint",
+            "reason",
+            "before",
+            "search",
+        )
+        if name in given
+    }
+    if given.get("again"):
+        filters["again"] = True
+    if "ids" in given:
+        filters["ids"] = [int(one) for one in str(given["ids"]).split(",") if one]
+    return filters
+
+
+def hidden_fields(filters: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return a filter as a form's fields."""
+    return [
+        (name, ",".join(map(str, value)) if name == "ids" else str(value))
+        for name, value in filters.items()
+    ]

@@ -1,0 +1,167 @@
+"""Redeliver a copy: headers and body edited, the difference seen, then sent.
+
+Off unless TXMSG["EDIT_DEAD_LETTERS"]. The copy gets an id of its own; what identifies
+the original is shown and cannot be changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import render
+from django.urls import reverse
+
+from .. import conf, dead_letters, serializers
+from ..errors import DecodeError, TxmsgError
+from ..message import check_headers
+from ..models import DeadLetter
+from ..models.dead_letters import Resolution
+from . import body as bodies
+from .base import audit, message_url
+
+if TYPE_CHECKING:
+    from .dead_letters import DeadLetterAdmin
+
+#: A longer body is no matter for a text field.
+LONGEST = 256 * 1024
+
+
+class CopyPages:
+    """The form, the difference, and the sending."""
+
+    def __init__(self, admin: DeadLetterAdmin) -> None:
+        self._admin = admin
+
+    def page(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """Edit (GET), look at the difference (POST), send (POST with `send`)."""
+        user: Any = request.user
+        if not conf.get().EDIT_DEAD_LETTERS or not user.has_perms(
+            ["django_txmsg.edit_deadletter", "django_txmsg.view_message_body"]
+        ):
+            raise PermissionDenied
+        using = router.db_for_write(DeadLetter)
+        letter = DeadLetter.objects.using(using).filter(pk=pk).first()
+        if letter is None:
+            messages.warning(request, f"There is no dead letter {pk} here.")
+            return HttpResponseRedirect(
+                reverse("admin:django_txmsg_deadletter_changelist")
+            )
+        problem = unfit(letter)
+        if problem:
+            messages.warning(request, problem)
+            return HttpResponseRedirect(message_url(letter.message_id))
+        before = headers_text(dead_letters.user_headers(letter.headers))
+        form: dict[str, Any] = {
+            "headers": before,
+            "body": body_text(letter),
+            "error": "",
+            "diff": [],
+        }
+        if request.method == "POST":
+            # Browsers send line ends as CR LF; the original's are what they were.
+            for name in ("headers", "body"):
+                form[name] = request.POST.get(name, "").replace("\r\n", "\n")
+            try:
+                headers = check_headers(parse_headers(str(form["headers"])))
+                encoded = encode(str(form["body"]), letter)
+                serializers.decode(encoded, letter.content_type)
+                if "send" in request.POST:
+                    return self._send(request, letter, headers, encoded)
+                form["diff"] = [
+                    *difference("headers", before, headers_text(headers)),
+                    *difference("body", body_text(letter), str(form["body"])),
+                ]
+                form["checked"] = True
+            except (TxmsgError, DecodeError, ValueError) as error:
+                form["error"] = str(error)
+        context = {
+            **self._admin.page_context(request, "Redeliver a copy"),
+            "letter": letter,
+            "form": form,
+            "locked": [
+                (name, value)
+                for name, value in sorted(letter.headers.items())
+                if name not in dead_letters.user_headers(letter.headers)
+            ],
+            "masked": conf.get().MASK is not None,
+        }
+        return render(request, "admin/django_txmsg/copy.html", context)
+
+    def _send(
+        self,
+        request: HttpRequest,
+        letter: DeadLetter,
+        headers: dict[str, str],
+        encoded: bytes,
+    ) -> HttpResponse:
+        copy_id = dead_letters.redeliver_copy(
+            letter, headers=headers, body=encoded, by=request.user.get_username()
+        )
+        audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")
+        messages.success(request, f"A copy is on its way as message {copy_id}.")
+        return HttpResponseRedirect(message_url(copy_id))
+
+
+def unfit(letter: DeadLetter) -> str:
+    """Return why a dead letter cannot be edited here, if it cannot."""
+    if letter.resolution != Resolution.OPEN:
+        return f"Dead letter {letter.pk} is not open any more: {letter.resolution}."
+    if len(letter.body) > LONGEST:
+        return "Its body is too long to be edited here: write a command of your own."
+    try:
+        bytes(letter.body).decode()
+    except UnicodeDecodeError:
+        return "Its body is not text, so it cannot be edited here."
+    return ""
+
+
+def body_text(letter: DeadLetter) -> str:
+    """Return the body as text to edit: JSON indented, if nothing is lost by it."""
+    raw = bytes(letter.body)
+    try:
+        decoded = serializers.decode(raw, letter.content_type)
+    except DecodeError:
+        return raw.decode()
+    return raw.decode() if isinstance(decoded, bytes) else bodies.pretty(decoded)
+
+
+def encode(text: str, letter: DeadLetter) -> bytes:
+    """Return the edited text as the body that is sent; untouched text as it was."""
+    if text == body_text(letter).replace("\r\n", "\n"):
+        return bytes(letter.body)
+    return text.encode()
+
+
+def headers_text(headers: Any) -> str:
+    """Return headers as lines to edit."""
+    return "\n".join(f"{name}: {value}" for name, value in sorted(headers.items()))
+
+
+def parse_headers(text: str) -> dict[str, str]:
+    """Return the headers that lines say. Raises ValueError for what is no header."""
+    headers: dict[str, str] = {}
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        name, colon, value = line.partition(":")
+        if not colon or not name.strip():
+            raise ValueError(f"Not a header: {line!r}. Write one a line, name: value.")
+        headers[name.strip()] = value.strip()
+    return headers
+
+
+def difference(title: str, before: str, after: str) -> list[tuple[str, str]]:
+    """Return changed lines with their surroundings, each with its kind."""
+    kinds = {"+": "added", "-": "removed", "@": "place"}
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
+    found = [
+        (kinds.get(line[:1], "same"), line)
+        for line in lines
+        if not line.startswith(("---", "+++"))
+    ]
+    return [("title", title), *found] if found else []

@@ -1,0 +1,296 @@
+"""Dead letters: grouped by error, as a list, and the way to what is done to them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.db import connections
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import path, reverse
+from django.utils.functional import cached_property
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.views.decorators.http import require_POST
+
+from .. import selection
+from ..models import DeadLetter
+from ..models.dead_letters import Resolution
+from . import display
+from .base import CAP, CountingFilter, MessageAdmin, MessageList, count
+from .confirm import ConfirmPages
+from .copy import CopyPages
+from .groups import GroupPages
+
+
+class DeadFilter(CountingFilter):
+    """A filter whose choices are counted among the open dead letters."""
+
+    column = ""
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count the open ones; all filters share one query."""
+        for value, number in open_counts(request, model_admin)[self.column].items():
+            yield value, f"{value or '(relay)'} ({number})", None
+
+    def queryset(
+        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> QuerySet[DeadLetter]:
+        """Narrow the list."""
+        if self.value() is None:
+            return queryset
+        return queryset.filter(**{self.column: self.value()})
+
+
+class StageFilter(DeadFilter):
+    """Who gave up."""
+
+    title = parameter_name = column = "stage"
+
+
+class DestinationFilter(DeadFilter):
+    """Where it was sent."""
+
+    title = parameter_name = column = "destination"
+
+
+class FingerprintFilter(DeadFilter):
+    """The error."""
+
+    title = parameter_name = column = "fingerprint"
+
+
+class ResolutionFilter(CountingFilter):
+    """Open (unless another is chosen), or what became of it."""
+
+    title = "resolution"
+    parameter_name = "resolution"
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count each resolution."""
+        rows = model_admin.get_queryset(request)
+        for state in Resolution.values:
+            yield state, state, count(rows.filter(resolution=state))
+
+    def queryset(
+        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> QuerySet[DeadLetter]:
+        """Narrow the list."""
+        if self.value() is None:
+            return queryset
+        return queryset.filter(resolution=self.value())
+
+
+class AgainFilter(admin.SimpleListFilter):
+    """Those that came back after a redelivery."""
+
+    title = "failed again"
+    parameter_name = "again"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """One choice."""
+        return [("1", "failed again")]
+
+    def queryset(
+        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> QuerySet[DeadLetter]:
+        """Narrow the list."""
+        return queryset.filter(deaths__gt=1) if self.value() else queryset
+
+
+class LetterList(MessageList):
+    """The list, with its filter in the words of a bulk operation."""
+
+    @cached_property
+    def bulk_query(self) -> str:
+        """Return the confirmation page's query for all that match."""
+        return urlencode(bulk_filter(self.params))
+
+
+@admin.register(DeadLetter)
+class DeadLetterAdmin(MessageAdmin):
+    """What was given up on. Without a query: grouped by error."""
+
+    list_display = (
+        "state",
+        "age",
+        "error",
+        "place",
+        "tries",
+        "message",
+    )
+    list_filter = (
+        ResolutionFilter,
+        StageFilter,
+        DestinationFilter,
+        AgainFilter,
+        FingerprintFilter,
+    )
+    list_display_links = ("error", "message")
+    search_fields = ("message_id",)
+    search_help_text = "Exact message id, correlation id, key or fingerprint"
+    ordering = ("-id",)
+    actions = ("redeliver_selected", "discard_selected", "restore_selected")
+    change_list_template = "admin/django_txmsg/dead_letters.html"
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[DeadLetter]:
+        """Leave the long columns where they are."""
+        rows: QuerySet[DeadLetter] = super().get_queryset(request)
+        return rows.defer("body", "headers", "traceback")
+
+    def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:
+        """Bring the list that knows its bulk operation."""
+        return LetterList
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Find by one exact id, as the command and bulk operations do."""
+        if not search_term:
+            return queryset, False
+        return queryset.filter(selection.searched(search_term)), False
+
+    def get_urls(self) -> list[Any]:
+        """Add the pages of what can be done."""
+        wrap = self.admin_site.admin_view
+        confirm, copy, groups = ConfirmPages(self), CopyPages(self), GroupPages(self)
+        return [
+            path("confirm/", wrap(confirm.page), name="django_txmsg_confirm"),
+            path("<int:pk>/copy/", wrap(copy.page), name="django_txmsg_copy"),
+            path("note/", wrap(require_POST(groups.note)), name="django_txmsg_note"),
+            *super().get_urls(),
+        ]
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show groups, or the list when anything is asked for."""
+        if request.method == "GET" and not request.GET:
+            return GroupPages(self).page(request)
+        may = {
+            "redeliver": self.has_redeliver_permission(request),
+            "discard": self.has_discard_permission(request),
+        }
+        return super().changelist_view(
+            request, {"title": "Dead letters", "may": may, **(extra_context or {})}
+        )
+
+    def has_redeliver_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may redeliver."""
+        return request.user.has_perm("django_txmsg.redeliver_deadletter")
+
+    def has_discard_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may discard and restore."""
+        return request.user.has_perm("django_txmsg.discard_deadletter")
+
+    @admin.action(description="Redeliver…", permissions=["redeliver"])
+    def redeliver_selected(
+        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> HttpResponse:
+        """Ask before redelivering the selection."""
+        return self._confirm(request, "redeliver", queryset)
+
+    @admin.action(description="Discard…", permissions=["discard"])
+    def discard_selected(
+        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> HttpResponse:
+        """Ask before discarding the selection."""
+        return self._confirm(request, "discard", queryset)
+
+    @admin.action(description="Restore…", permissions=["discard"])
+    def restore_selected(
+        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
+    ) -> HttpResponse:
+        """Ask before restoring the selection."""
+        return self._confirm(request, "restore", queryset)
+
+    def _confirm(
+        self, request: HttpRequest, kind: str, queryset: QuerySet[DeadLetter]
+    ) -> HttpResponse:
+        if request.POST.get("select_across") == "1":
+            # All that match: the filter itself, since their number has no bound.
+            query = bulk_filter(request.GET)
+        else:
+            query = {"ids": ",".join(request.POST.getlist("_selected_action"))}
+        address = reverse("admin:django_txmsg_confirm")
+        return HttpResponseRedirect(f"{address}?{urlencode({'kind': kind, **query})}")
+
+    @admin.display(description="state")
+    def state(self, letter: DeadLetter) -> SafeString:
+        """Open or resolved, and whether it came back."""
+        again = display.badge("failed again") if letter.deaths > 1 else ""
+        return format_html("{} {}", display.badge(letter.resolution), again)
+
+    @admin.display(description="message")
+    def message(self, letter: DeadLetter) -> SafeString:
+        """The message's id."""
+        return display.short_id(letter.message_id)
+
+    @admin.display(description="stage")
+    def place(self, letter: DeadLetter) -> str:
+        """Who gave up, and on what, where that is not the stage's own destination."""
+        if letter.stage == letter.destination:
+            return letter.stage
+        return f"{letter.stage or '(relay)'} of {letter.destination}"
+
+    @admin.display(description="attempts")
+    def tries(self, letter: DeadLetter) -> int:
+        """How often it was tried."""
+        return letter.attempts
+
+    @admin.display(description="age")
+    def age(self, letter: DeadLetter) -> SafeString:
+        """Since when it is dead."""
+        return display.age(letter.created_at)
+
+    @admin.display(description="error")
+    def error(self, letter: DeadLetter) -> str:
+        """The error."""
+        return display.first_line(letter.exception) or letter.reason
+
+
+def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, str]]:
+    """Return the open dead letters by each filtered column: one query a page.
+
+    Only the newest are counted, and "12+" says so where there are more.
+    """
+    kept: dict[str, dict[str, str]] | None = getattr(request, "_txmsg_counts", None)
+    if kept is not None:
+        return kept
+    with connections[model_admin.get_queryset(request).db].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, destination, fingerprint, COUNT(*) FROM ("
+            " SELECT stage, destination, fingerprint FROM django_txmsg_deadletter"
+            " WHERE resolution = 'open' ORDER BY id DESC LIMIT %s"
+            ") AS newest GROUP BY stage, destination, fingerprint",
+            [CAP + 1],
+        )
+        rows = cursor.fetchall()
+    more = "+" if sum(row[-1] for row in rows) > CAP else ""
+    kept = {}
+    for position, name in enumerate(("stage", "destination", "fingerprint")):
+        counts: Counter[str] = Counter()
+        for row in rows:
+            counts[row[position]] += row[-1]
+        kept[name] = {
+            value: f"{number:,}{more}" for value, number in counts.most_common(20)
+        }
+    request._txmsg_counts = kept  # type: ignore[attr-defined]
+    return kept
+
+
+def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
+    """Return a list's query as the filter of a bulk operation."""
+    names = ("stage", "destination", "fingerprint", "again")
+    found = {name: query[name] for name in names if name in query}
+    if query.get("q"):
+        found["search"] = query["q"]
+    return found

@@ -1,0 +1,150 @@
+"""How counts, ages, states and errors are written, the same on every page.
+
+Whatever comes from a message goes through `format_html`, never through `mark_safe`.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+from django.utils import timezone
+from django.utils.formats import date_format
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from ..status import CAP
+
+#: The colour of each state's badge; the word is always there too.
+TONES = {
+    "pending": "wait",
+    "received": "wait",
+    "redelivering": "warn",
+    "overdue": "bad",
+    "in flight": "busy",
+    "running": "busy",
+    "paused": "warn",
+    "silent": "bad",
+    "alive": "good",
+    "dispatched": "good",
+    "processed": "good",
+    "redelivered": "good",
+    "replaced": "good",
+    "done": "good",
+    "dead": "bad",
+    "open": "bad",
+    "failed again": "bad",
+    "discarded": "quiet",
+    "cancelled": "quiet",
+    "unknown here": "quiet",
+}
+
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+def badge(word: object) -> SafeString:
+    """Return a state as a coloured word."""
+    text = str(word)
+    return format_html(
+        '<span class="txmsg-badge txmsg-{}">{}</span>', TONES.get(text, "quiet"), text
+    )
+
+
+def capped(count: int | None, cap: int = CAP) -> str:
+    """Return a count, or the cap and a plus where it was not counted further."""
+    if count is None:
+        return "-"
+    return f"{cap:,}+" if count > cap else f"{count:,}"
+
+
+def duration(seconds: float | dt.timedelta | None) -> str:
+    """Return a length of time in its two largest units: "4 ms", "2 min 5 s"."""
+    if seconds is None:
+        return "-"
+    if isinstance(seconds, dt.timedelta):
+        seconds = seconds.total_seconds()
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    rest = round(seconds)
+    parts = []
+    for unit, size in _UNITS:
+        if rest >= size:
+            parts.append(f"{rest // size} {unit}")
+            rest %= size
+            if len(parts) == 2:
+                break
+        elif parts:
+            break
+    return " ".join(parts)
+
+
+def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
+    """Return how long ago an instant was, with the instant itself as the title."""
+    if instant is None:
+        return format_html("{}", "-")
+    length = (now or timezone.now()) - instant
+    exact = timezone.localtime(instant)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>',
+        instant.isoformat(),
+        f"{date_format(exact, 'Y-m-d H:i:s')}.{exact.microsecond // 1000:03d} "
+        f"{exact.tzname()}",
+        f"in {duration(-length)}" if length < dt.timedelta() else duration(length),
+    )
+
+
+def ago(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
+    """Return an age in a sentence's words: "5 min ago"."""
+    if instant is None:
+        return format_html("{}", "never")
+    future = instant > (now or timezone.now())
+    return format_html("{}{}", age(instant, now), "" if future else " ago")
+
+
+def mono(text: object, title: object = "") -> SafeString:
+    """Return an id in monospace."""
+    return format_html('<code class="txmsg-id" title="{}">{}</code>', title, text)
+
+
+def short_id(message_id: Any) -> SafeString:
+    """Return enough of a message id to tell it from its neighbours."""
+    text = str(message_id)
+    return mono(f"{text[:8]}…{text[-4:]}", text)
+
+
+def first_line(text: str) -> str:
+    """Return the first line that says something, cut to a list's width."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return cut(lines[0]) if lines else ""
+
+
+def last_line(text: str) -> str:
+    """Return the last line that says something: a traceback's error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return cut(lines[-1]) if lines else ""
+
+
+def tried(attempts: str, error: str) -> SafeString:
+    """Return a number of attempts with the last error below it."""
+    if not error:
+        return format_html("{}", attempts)
+    return format_html(
+        '{}<small class="txmsg-error">{}</small>', attempts, last_line(error)
+    )
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in words."""
+    if count < 1024:
+        return f"{count} bytes"
+    if count < 1024 * 1024:
+        return f"{count / 1024:.1f} KiB"
+    return f"{count / 1024 / 1024:.1f} MiB"
+
+
+def cut(text: str, most: int = 140) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

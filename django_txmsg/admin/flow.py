@@ -1,0 +1,90 @@
+"""The messages before and after one: all of the same correlation, as a tree.
+
+What a stage sends carries the mark of the message it was processing (`session_id`),
+so that each message's cause can be told without being stored.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from django.db.models import Q
+
+from .. import wire
+from ..models import InboxMessage, OutboxMessage
+
+#: The most messages of one flow that are shown.
+MOST = 200
+
+
+@dataclass
+class Node:
+    """One message of the flow."""
+
+    message_id: uuid.UUID
+    destination: str
+    at: dt.datetime
+    state: str
+    stages: list[tuple[str, str]] = field(default_factory=list)
+    session_id: uuid.UUID | None = None
+    depth: int = 0
+    current: bool = False
+
+
+def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
+    """Return the flow that a message is part of, causes before their effects.
+
+    A message that started a flow has no correlation id: the flow then bears its id.
+    """
+    name = correlation_id or str(message_id)
+    same = Q(correlation_id=name)
+    with suppress(ValueError):
+        same |= Q(message_id=uuid.UUID(name))
+    stored = OutboxMessage.objects.using(using).filter(same).defer("body", "headers")
+    received = InboxMessage.objects.using(using).filter(same).defer("body", "headers")
+    nodes: dict[uuid.UUID, Node] = {}
+    for row in stored.order_by("pk")[:MOST]:
+        nodes[row.message_id] = Node(
+            row.message_id, row.destination, row.created_at, row.state.value,
+            session_id=row.session_id,
+        )  # fmt: skip
+    for seen in received.order_by("pk")[:MOST]:
+        node = nodes.get(seen.message_id)
+        if node is None:
+            at = seen.created_at or seen.first_received_at
+            node = Node(seen.message_id, seen.destination, at, "received")
+            nodes[seen.message_id] = node
+        state = "redelivering" if seen.due_at else seen.state.value
+        node.stages.append((seen.stage, state))
+    if message_id in nodes:
+        nodes[message_id].current = True
+    return _in_order(nodes)
+
+
+def _in_order(nodes: dict[uuid.UUID, Node]) -> list[Node]:
+    marks = {
+        wire.session_id(node.message_id, stage): node.message_id
+        for node in nodes.values()
+        for stage, _ in node.stages
+    }
+    children: dict[uuid.UUID | None, list[Node]] = {}
+    for node in nodes.values():
+        cause = marks.get(node.session_id) if node.session_id else None
+        if cause == node.message_id:
+            cause = None
+        children.setdefault(cause, []).append(node)
+    ordered: list[Node] = []
+
+    def walk(cause: uuid.UUID | None, depth: int) -> None:
+        for node in sorted(children.pop(cause, []), key=lambda one: one.at):
+            node.depth = min(depth, 12)
+            ordered.append(node)
+            walk(node.message_id, depth + 1)
+
+    walk(None, 0)
+    for left in [one for rest in children.values() for one in rest]:
+        ordered.append(left)  # a circle of causes, which only a foreign id can make
+    return ordered

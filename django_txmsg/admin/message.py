@@ -1,0 +1,168 @@
+"""A message's own page: facts, timeline, attempts, headers, body, and its flow.
+
+One page for all tables: whether a message is stored here, received here, dead here, or
+all of it, its address is its id.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import render
+from django.urls import reverse
+
+from .. import conf
+from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from . import body as bodies
+from .flow import flow
+from .timeline import timeline
+
+if TYPE_CHECKING:
+    from .outbox import OutboxAdmin
+
+#: The most attempts that are shown, newest first.
+MOST_ATTEMPTS = 50
+
+
+class MessagePages:
+    """The page of a message, and its whole body as plain text."""
+
+    def __init__(self, admin: OutboxAdmin) -> None:
+        self._admin = admin
+
+    def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
+        """Show all that is known here of one message."""
+        may = allowed(request)
+        using = router.db_for_read(OutboxMessage)
+        outbox = inbox = letters = attempts = []
+        if may["outbox"]:
+            rows: Any = OutboxMessage.objects.using(using).filter(message_id=message_id)
+            outbox = list(rows.defer("body", "headers").order_by("pk"))
+        if may["inbox"]:
+            rows = InboxMessage.objects.using(using).filter(message_id=message_id)
+            inbox = list(rows.defer("body", "headers").order_by("pk"))
+            rows = Attempt.objects.using(using).filter(message_id=message_id)
+            attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
+        if may["dead"]:
+            rows = DeadLetter.objects.using(using).filter(message_id=message_id)
+            letters = list(rows.defer("body", "headers").order_by("pk"))
+        known = [*outbox, *inbox, *letters]
+        if not known:
+            messages.warning(
+                request,
+                f"Message {message_id} is not here: it was never stored or received, "
+                f"or it was pruned after its retention.",
+            )
+            return HttpResponseRedirect(
+                reverse("admin:app_list", args=["django_txmsg"])
+            )
+        first = known[0]
+        correlation_id = next((one.correlation_id for one in known), "")
+        context = {
+            **self._admin.page_context(request, f"Message to {first.destination}"),
+            "message_id": message_id,
+            "destination": first.destination,
+            "state": state_of(outbox, inbox, letters),
+            "service": next((row.service for row in inbox if row.service), ""),
+            "correlation_id": correlation_id,
+            "outbox": outbox,
+            "inbox": inbox,
+            "letters": letters,
+            "attempts": attempts,
+            "events": timeline(outbox, inbox, attempts, letters),
+            "flow": flow(message_id, correlation_id, using=using)
+            if may["outbox"] and may["inbox"]
+            else [],
+            "content": self._content(using, outbox, inbox, letters, may["body"]),
+            "raw": raw([*outbox, *inbox, *letters]),
+            "may": may,
+            "editable": conf.get().EDIT_DEAD_LETTERS,
+        }
+        return render(request, "admin/django_txmsg/message.html", context)
+
+    def body(
+        self, request: HttpRequest, message_id: uuid.UUID, table: str, pk: int
+    ) -> HttpResponse:
+        """Answer with the whole body, masked, as text that no browser will run."""
+        may = allowed(request)
+        if table not in bodies.TABLES:
+            raise Http404
+        if not may["body"] or not may[table]:
+            raise PermissionDenied
+        using = router.db_for_read(OutboxMessage)
+        content = bodies.read(table, pk, using=using, bodies=True, whole=True)
+        if content is None:
+            raise Http404
+        return HttpResponse(
+            content.text,
+            content_type="text/plain; charset=utf-8",
+            headers={
+                "X-Content-Type-Options": "nosniff",
+                "Content-Security-Policy": "default-src 'none'; sandbox",
+                "Cache-Control": "no-store",
+            },
+        )
+
+    def _content(
+        self, using: str, outbox: Any, inbox: Any, letters: Any, allowed: bool
+    ) -> bodies.Content | None:
+        for table, rows in (("outbox", outbox), ("dead", letters), ("inbox", inbox)):
+            for row in rows:
+                content = bodies.read(table, row.pk, using=using, bodies=allowed)
+                if content is not None:
+                    found: bodies.Content = content
+                    return found
+        return None
+
+
+def allowed(request: HttpRequest) -> dict[str, bool]:
+    """Return what this user may see and do. Raises PermissionDenied if nothing."""
+    user: Any = request.user
+    may = {
+        name: user.has_perm(f"django_txmsg.{permission}")
+        for name, permission in (
+            ("outbox", "view_outboxmessage"),
+            ("inbox", "view_inboxmessage"),
+            ("dead", "view_deadletter"),
+            ("body", "view_message_body"),
+            ("redeliver", "redeliver_deadletter"),
+            ("discard", "discard_deadletter"),
+            ("edit", "edit_deadletter"),
+        )
+    }
+    if not (may["outbox"] or may["inbox"] or may["dead"]):
+        raise PermissionDenied
+    return may
+
+
+def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
+    """Return the word that says where the message is now: its worst, then its last."""
+    if any(letter.resolution == "open" for letter in letters):
+        return "dead"
+    for row in outbox:
+        if row.state.value != "dispatched":
+            return str(row.state.value)
+    if any(row.due_at for row in inbox):
+        return "redelivering"
+    if inbox:
+        return str(inbox[-1].state.value)
+    return "dispatched" if outbox else str(letters[-1].resolution)
+
+
+def raw(rows: list[Any]) -> str:
+    """Return rows as text, without what is long or shown elsewhere."""
+    shown = []
+    for row in rows:
+        deferred = row.get_deferred_fields() | {"traceback"}
+        fields = [
+            f"  {field.name} = {getattr(row, field.attname)!s}"
+            for field in row._meta.concrete_fields
+            if field.attname not in deferred
+        ]
+        shown.append("\n".join([f"{row._meta.verbose_name} {row.pk}", *fields]))
+    return "\n\n".join(shown)

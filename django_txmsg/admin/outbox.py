@@ -1,0 +1,167 @@
+"""The outbox's list, and every message's own page, which lives under it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Q, QuerySet
+from django.db.models.functions import Now
+from django.http import HttpRequest
+from django.urls import path
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from .. import conf, status
+from ..models import OutboxMessage
+from ..models.outbox import PENDING
+from . import display, message
+from .base import CountingFilter, MessageAdmin, count, find
+
+
+class StateFilter(CountingFilter):
+    """Pending, overdue, in flight, dispatched or dead."""
+
+    title = "state"
+    parameter_name = "state"
+
+    @staticmethod
+    def conditions() -> dict[str, Q]:
+        """Return what each choice means."""
+        return {
+            "pending": PENDING,
+            "overdue": PENDING & Q(due_at__lt=Now() - status.OVERDUE),
+            "in flight": PENDING & Q(lease_until__gte=Now()),
+            "dispatched": Q(dispatched_at__isnull=False),
+            "dead": Q(dead_at__isnull=False),
+        }
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count each state."""
+        rows = model_admin.get_queryset(request)
+        for name, condition in self.conditions().items():
+            yield name, name, count(rows.filter(condition))
+
+    def queryset(
+        self, request: HttpRequest, queryset: QuerySet[OutboxMessage]
+    ) -> QuerySet[OutboxMessage]:
+        """Narrow the list."""
+        condition = self.conditions().get(self.value() or "")
+        return queryset if condition is None else queryset.filter(condition)
+
+
+class DestinationFilter(CountingFilter):
+    """Where messages go, as far as the newest and the pending ones tell."""
+
+    title = "destination"
+    parameter_name = "destination"
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Return the destinations with their number of pending messages."""
+        using = model_admin.get_queryset(request).db
+        for name in status.recent_destinations(using):
+            yield name, name, None
+
+    def queryset(
+        self, request: HttpRequest, queryset: QuerySet[OutboxMessage]
+    ) -> QuerySet[OutboxMessage]:
+        """Narrow the list."""
+        return queryset.filter(destination=self.value()) if self.value() else queryset
+
+
+class StoredFilter(admin.SimpleListFilter):
+    """How long ago, in steps."""
+
+    title = "age"
+    parameter_name = "age"
+    column = "created_at"
+    steps = {"1h": ("last hour", 1), "24h": ("last day", 24), "7d": ("last week", 168)}
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """Return the steps."""
+        return [(key, label) for key, (label, _) in self.steps.items()]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        step = self.steps.get(self.value() or "")
+        if step is None:
+            return queryset
+        since = Now() - dt.timedelta(hours=step[1])
+        return queryset.filter(**{f"{self.column}__gte": since})
+
+
+@admin.register(OutboxMessage)
+class OutboxAdmin(MessageAdmin):
+    """Messages stored here, newest first. Bodies are not in the list."""
+
+    list_display = ("state", "age", "destination", "message", "tries", "flow")
+    list_filter = (StateFilter, DestinationFilter, StoredFilter)
+    list_display_links = ("message",)
+    search_fields = ("message_id",)
+    search_help_text = "Exact message id, correlation id or key"
+    ordering = ("-id",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
+        """Leave the long columns where they are."""
+        rows: QuerySet[OutboxMessage] = super().get_queryset(request)
+        return rows.defer("body", "headers")
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Find by one exact id."""
+        if not search_term:
+            return queryset, False
+        return find(queryset, search_term, "correlation_id", "key"), False
+
+    def get_urls(self) -> list[Any]:
+        """Add the message page, which is for all tables."""
+        pages = message.MessagePages(self)
+        wrap = self.admin_site.admin_view
+        return [
+            path("<uuid:message_id>/", wrap(pages.page), name="django_txmsg_message"),
+            path(
+                "<uuid:message_id>/body/<str:table>/<int:pk>/",
+                wrap(pages.body),
+                name="django_txmsg_body",
+            ),
+            *super().get_urls(),
+        ]
+
+    @admin.display(description="state")
+    def state(self, row: OutboxMessage) -> SafeString:
+        """The row's state."""
+        return display.badge(row.state.value)
+
+    @admin.display(description="message")
+    def message(self, row: OutboxMessage) -> SafeString:
+        """The message's id; a message stored again says so."""
+        again = display.badge("again") if row.replay_id else ""
+        return format_html("{} {}", display.short_id(row.message_id), again)
+
+    @admin.display(description="flow")
+    def flow(self, row: OutboxMessage) -> SafeString | str:
+        """What the message belongs to."""
+        if not row.correlation_id:
+            return "-"
+        return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
+
+    @admin.display(description="failed attempts")
+    def tries(self, row: OutboxMessage) -> SafeString | str:
+        """Failed dispatches of so many that there may be, and the last error."""
+        if not row.attempts:
+            return "-"
+        return display.tried(
+            f"{row.attempts} of {conf.get().RELAY.MAX_ATTEMPTS}", row.last_error
+        )
+
+    @admin.display(description="age")
+    def age(self, row: OutboxMessage) -> SafeString:
+        """Since when it is stored."""
+        return display.age(row.created_at)

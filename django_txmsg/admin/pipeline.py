@@ -1,0 +1,88 @@
+"""Runs of the data pipeline, and the batches that the archive has moved."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+
+from django.contrib import admin
+from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from ..models import ArchiveBatch, PipelineRun
+from . import display
+from .base import ReadOnlyAdmin
+
+
+class RecordAdmin(ReadOnlyAdmin):
+    """A record is nobody's to delete."""
+
+    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
+        """Not from here."""
+        return False
+
+
+@admin.register(PipelineRun)
+class PipelineRunAdmin(RecordAdmin):
+    """Who ran which job, when, over what, and what came of it."""
+
+    list_display = ("job", "outcome", "service", "row_count", "took", "begun", "run_by")
+    list_filter = ("job", "state")
+    ordering = ("-started_at",)
+    fields = (
+        "job", "outcome", "service", "run_by", "lake", "row_count", "took", "begun",
+        "chosen", "counted", "error",
+    )  # fmt: skip
+    readonly_fields = fields
+
+    @admin.display(description="outcome")
+    def outcome(self, run: PipelineRun) -> str:
+        """How it ended. A killed run stays running."""
+        return run.get_state_display()
+
+    @admin.display(description="rows")
+    def row_count(self, run: PipelineRun) -> str:
+        """Rows that it moved, judged or stored."""
+        return f"{run.rows:,}"
+
+    @admin.display(description="took")
+    def took(self, run: PipelineRun) -> str:
+        """How long it took, or has taken so far."""
+        spent = (run.finished_at or timezone.now()) - run.started_at
+        return str(dt.timedelta(seconds=round(spent.total_seconds())))
+
+    @admin.display(description="started")
+    def begun(self, run: PipelineRun) -> SafeString:
+        """When it began."""
+        return format_html("{} ago", display.age(run.started_at))
+
+    @admin.display(description="options")
+    def chosen(self, run: PipelineRun) -> SafeString:
+        """What it was told."""
+        return format_html("<pre>{}</pre>", json.dumps(run.options, indent=2))
+
+    @admin.display(description="counts")
+    def counted(self, run: PipelineRun) -> SafeString:
+        """What it found."""
+        return format_html("<pre>{}</pre>", json.dumps(run.counts, indent=2))
+
+
+@admin.register(ArchiveBatch)
+class ArchiveBatchAdmin(RecordAdmin):
+    """The archive's ledger: which rows went into the lake, and their proof."""
+
+    list_display = ("id", "source", "where", "first_id", "last_id", "rows", "begun")
+    list_filter = ("source", "state")
+    ordering = ("-id",)
+
+    @admin.display(description="state")
+    def where(self, batch: ArchiveBatch) -> str:
+        """Where the rows are."""
+        return batch.get_state_display()
+
+    @admin.display(description="started")
+    def begun(self, batch: ArchiveBatch) -> SafeString:
+        """When it was planned."""
+        return format_html("{} ago", display.age(batch.started_at))

@@ -1,0 +1,96 @@
+"""The stages: how each does, and the buttons that pause and resume it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db import router
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.shortcuts import render
+from django.urls import path, reverse
+from django.views.decorators.http import require_POST
+
+from .. import status
+from ..models import StageState
+from ..stages import all_stages
+from .base import ReadOnlyAdmin, audit
+from .inbox import attempts_allowed
+
+
+@admin.register(StageState)
+class StageAdmin(ReadOnlyAdmin):
+    """One page for all stages, declared here or known from what they left behind."""
+
+    def get_urls(self) -> list[Any]:
+        """Add the buttons' addresses."""
+        wrap = self.admin_site.admin_view
+        return [
+            path(
+                "pause/",
+                wrap(require_POST(self.pause)),
+                name="django_txmsg_stage_pause",
+            ),
+            path(
+                "resume/",
+                wrap(require_POST(self.resume)),
+                name="django_txmsg_stage_resume",
+            ),
+            *super().get_urls(),
+        ]
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show all stages with what waits, what died, and how long they take."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        picture = status.read(router.db_for_write(StageState))
+        declared = {one.name: one for one in all_stages()}
+        workers: dict[str, int] = {}
+        for worker in picture.workers:
+            for name in worker.stages:
+                workers[name] = workers.get(name, 0) + 1
+        context = {
+            **self.page_context(request, "Stages"),
+            "now": picture.now,
+            "rows": [
+                (
+                    place,
+                    declared.get(place.name),
+                    attempts_allowed().get(place.name),
+                    workers.get(place.name, 0),
+                )
+                for _, place in sorted(picture.stages.items())
+            ],
+            "may_pause": request.user.has_perm("django_txmsg.pause_stage"),
+        }
+        return render(request, "admin/django_txmsg/stages.html", context)
+
+    def pause(self, request: HttpRequest) -> HttpResponse:
+        """Hold a stage: its consumers finish what they have and take nothing new."""
+        return self._set(request, paused=True)
+
+    def resume(self, request: HttpRequest) -> HttpResponse:
+        """Let a stage go on."""
+        return self._set(request, paused=False)
+
+    def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
+        if not request.user.has_perm("django_txmsg.pause_stage"):
+            raise PermissionDenied
+        name = request.POST.get("stage", "")
+        states = StageState.objects.db_manager(router.db_for_write(StageState))
+        if paused:
+            changed = bool(name) and states.pause(name, by=request.user.get_username())
+        else:
+            changed = states.resume(name)
+        verb = "Paused" if paused else "Resumed"
+        if changed:
+            audit(request, states.get(stage=name), f"{verb} stage {name}.")
+            messages.success(
+                request, f"{verb} stage {name}. Its consumers obey within two seconds."
+            )
+        else:
+            messages.warning(request, f"Stage {name} was {verb.lower()} already.")
+        return HttpResponseRedirect(reverse("admin:django_txmsg_stagestate_changelist"))

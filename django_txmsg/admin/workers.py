@@ -1,0 +1,54 @@
+"""The list of processes that relay and consume, with their signs of life."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.http import HttpRequest
+from django.utils import timezone
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from ..models import Worker
+from ..status import SILENT
+from . import display
+from .base import ReadOnlyAdmin
+
+
+@admin.register(Worker)
+class WorkerAdmin(ReadOnlyAdmin):
+    """Running processes; one that stopped in good order is not here any more."""
+
+    list_display = (
+        "state", "kind", "host", "pid", "consumes", "in_flight", "heartbeat", "started",
+    )  # fmt: skip
+    list_filter = ("kind",)
+    list_display_links = None
+    ordering = ("kind", "host", "pid")
+
+    def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
+        """Rows of the dead are swept by the living."""
+        return False
+
+    @admin.display(description="state")
+    def state(self, worker: Worker) -> SafeString:
+        """Alive, or silent for too long."""
+        silent = timezone.now() - worker.heartbeat_at > SILENT
+        return display.badge("silent" if silent else "alive")
+
+    @admin.display(description="stages")
+    def consumes(self, worker: Worker) -> SafeString | str:
+        """What it consumes."""
+        if not worker.stages:
+            return "-"
+        names = ((name,) for name in worker.stages)
+        return format_html_join(", ", "<code>{}</code>", names)
+
+    @admin.display(description="heartbeat")
+    def heartbeat(self, worker: Worker) -> SafeString:
+        """Its last sign of life."""
+        return format_html("{} ago", display.age(worker.heartbeat_at))
+
+    @admin.display(description="running for")
+    def started(self, worker: Worker) -> SafeString:
+        """How long it has been running."""
+        return display.age(worker.started_at)

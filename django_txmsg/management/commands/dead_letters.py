@@ -1,0 +1,275 @@
+"""`manage.py dead_letters`: lists, shows, redelivers, discards and restores them.
+
+What the admin does, through the same functions, for the terminal and for scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import datetime as dt
+import getpass
+import json
+import re
+import uuid
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import router
+from django.db.models import Count, Max, Min
+from django.utils import timezone
+
+from ... import bulk, conf, masking, selection
+from ...errors import TxmsgError
+from ...models import BulkOperation, DeadLetter
+from ...models.bulk import BulkKind, BulkState
+
+_CHANGING = ("redeliver", "discard", "restore")
+_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
+
+
+class Command(BaseCommand):
+    """Work dead letters."""
+
+    help = "Lists, shows, redelivers, discards and restores dead letters."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "action", choices=["list", "groups", "show", *_CHANGING], metavar="ACTION",
+            help="list, groups, show, redeliver, discard or restore",
+        )  # fmt: skip
+        parser.add_argument(
+            "ids", nargs="*", metavar="ID", help="of a dead letter or of a message"
+        )
+        parser.add_argument("--all", action="store_true", help="all there are")
+        parser.add_argument("--stage", help="the stage that gave up ('': the relay)")
+        parser.add_argument("--destination")
+        parser.add_argument("--fingerprint", help="of the error")
+        parser.add_argument("--reason", help="why it was buried")
+        parser.add_argument(
+            "--older-than", metavar="AGE", help="buried so long ago: 30m, 12h, 7d"
+        )
+        parser.add_argument(
+            "--again", action="store_true", help="died again after a redelivery"
+        )
+        parser.add_argument("--search", help="message id, correlation id or key")
+        parser.add_argument("--limit", type=int, default=50, help="of list")
+        parser.add_argument("--rate", type=float, help="messages a second at most")
+        parser.add_argument(
+            "--force",
+            action="store_true",
+            help="redeliver also what its stage has processed in the meantime; the "
+            "bulk operation in the admin says who did so",
+        )
+        parser.add_argument("--dry-run", action="store_true", help="say how many")
+        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        action = options["action"]
+        using = options["database"] or router.db_for_write(DeadLetter)
+        filters = self._filters(using, options)
+        try:
+            if action in ("list", "groups"):
+                opened = selection.matching("redeliver", filters, using=using)
+                (self._list if action == "list" else self._groups)(opened, options)
+            elif action == "show":
+                if not options["ids"]:
+                    raise CommandError("Which one? Give its id or its message's id.")
+                for letter in selection.filtered(filters, using=using).order_by("pk"):
+                    self._show(letter, options)
+            else:
+                if not filters and not options["all"]:
+                    raise CommandError(
+                        f"To {action} all dead letters, say --all. Or give ids, "
+                        f"--stage, --fingerprint, --older-than, --reason."
+                    )
+                self._change(action, filters, using, options)
+        except TxmsgError as error:
+            raise CommandError(str(error)) from error
+
+    def _filters(self, using: str, options: dict[str, Any]) -> dict[str, Any]:
+        names = ("stage", "destination", "fingerprint", "reason", "search")
+        filters = {name: options[name] for name in names if options[name] is not None}
+        if options["again"]:
+            filters["again"] = True
+        if options["older_than"]:
+            filters["before"] = (
+                timezone.now() - _age(options["older_than"])
+            ).isoformat()
+        if options["ids"]:
+            filters["ids"] = self._ids(using, options["ids"])
+        if options["all"] and filters:
+            raise CommandError("--all goes with no ids and no filter.")
+        return filters
+
+    def _ids(self, using: str, given: list[str]) -> list[int]:
+        letters = DeadLetter.objects.using(using)
+        found: list[int] = []
+        for one in given:
+            if one.isdecimal():
+                pks = list(letters.filter(pk=int(one)).values_list("pk", flat=True))
+            else:
+                try:
+                    wanted = uuid.UUID(one)
+                except ValueError:
+                    raise CommandError(
+                        f"{one!r} is neither the number of a dead letter nor a "
+                        f"message id."
+                    ) from None
+                pks = list(
+                    letters.filter(message_id=wanted).values_list("pk", flat=True)
+                )
+            if not pks:
+                raise CommandError(f"No dead letter {one}.")
+            found += pks
+        return found
+
+    def _list(self, letters: Any, options: dict[str, Any]) -> None:
+        rows = list(letters.defer("body", "traceback").order_by("-pk"))[
+            : options["limit"]
+        ]
+        if options["json"]:
+            self._print([_facts(one) for one in rows])
+            return
+        for one in rows:
+            again = f", died {one.deaths} times" if one.deaths > 1 else ""
+            self.stdout.write(
+                f"{one.pk:>8}  {one.message_id}  {one.stage or 'relay':<24} "
+                f"{one.created_at:%Y-%m-%d %H:%M:%S}  "
+                f"{one.exception.partition(chr(10))[0][:80]}{again}"
+            )
+        count = letters.count()
+        shown = f", {len(rows)} shown (--limit)" if count > len(rows) else ""
+        self.stdout.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
+
+    def _groups(self, letters: Any, options: dict[str, Any]) -> None:
+        groups = list(
+            letters.values("fingerprint")
+            .annotate(
+                count=Count("pk"), first=Min("created_at"), last=Max("created_at")
+            )
+            .annotate(example=Max("pk"))
+            .order_by("-count")
+        )
+        errors = dict(
+            DeadLetter.objects.using(letters.db)
+            .filter(pk__in=[group["example"] for group in groups])
+            .values_list("pk", "exception")
+        )
+        for group in groups:
+            group["exception"] = errors.get(group.pop("example"), "")
+        if options["json"]:
+            self._print(groups)
+            return
+        for group in groups:
+            self.stdout.write(
+                f"{group['count']:>8}  {group['fingerprint']}  "
+                f"{group['first']:%Y-%m-%d %H:%M} to {group['last']:%Y-%m-%d %H:%M}  "
+                f"{group['exception'].partition(chr(10))[0][:80]}"
+            )
+
+    def _show(self, letter: DeadLetter, options: dict[str, Any]) -> None:
+        headers, body = masking.shown(
+            letter.destination, letter.headers, bytes(letter.body), letter.content_type
+        )
+        facts = _facts(letter) | {"headers": headers, "traceback": letter.traceback}
+        if isinstance(body, bytes):
+            facts["body_base64"] = base64.b64encode(body).decode()
+        else:
+            facts["body"] = body
+        if options["json"]:
+            self._print(facts)
+            return
+        for name, value in facts.items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            self.stdout.write(f"{name}: {text}")
+
+    def _change(
+        self, action: str, filters: dict[str, Any], using: str, options: dict[str, Any]
+    ) -> None:
+        letters = selection.matching(action, filters, using=using)
+        if action == "redeliver" and not options["json"]:
+            forgotten = selection.summary(letters).forgotten
+            if forgotten:
+                self.stderr.write(
+                    f"{forgotten} of them are older than the inbox remembers "
+                    f"({conf.get().RETENTION.INBOX:g} days): one that was processed "
+                    f"in the meantime would be processed again."
+                )
+        if options["dry_run"]:
+            count = letters.count()
+            if options["json"]:
+                self._print({"action": action, "matching": count, "dry_run": True})
+            else:
+                self.stdout.write(f"Would {action} {count} dead letters.")
+            return
+        operation = bulk.start(
+            BulkKind(action),
+            filters,
+            using=using,
+            by=f"command: {_user()}",
+            force=options["force"],
+            rate=options["rate"],
+        )
+        try:
+            bulk.finish(operation, on_batch=self._progress)
+        except KeyboardInterrupt:
+            BulkOperation.objects.db_manager(using).cancel(operation.pk)
+            operation.refresh_from_db(using=using)
+        self._report(operation, options)
+        if operation.state != BulkState.DONE:
+            raise CommandError(f"Bulk operation {operation.pk} is {operation.state}.")
+
+    def _report(self, operation: BulkOperation, options: dict[str, Any]) -> None:
+        if self.stderr.isatty():
+            self.stderr.write("")
+        if options["json"]:
+            names = ("id", "kind", "filter", "total", "done", "skipped", "state")
+            self._print(
+                {name: getattr(operation, name) for name in names}
+                | {"skipped_why": operation.skipped_why}
+            )
+            return
+        text = f"{_PAST[operation.kind]} {operation.done} messages."
+        if operation.skipped:
+            text += f" {operation.skipped} skipped:"
+        self.stdout.write(text)
+        for pk, why in operation.skipped_why.items():
+            self.stdout.write(f"  {pk}: {why}")
+
+    def _progress(self, operation: BulkOperation) -> None:
+        if not self.stderr.isatty():
+            return
+        handled = operation.done + operation.skipped
+        share = min(1.0, handled / operation.total) if operation.total else 1.0
+        bar = "#" * round(share * 40)
+        self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
+
+    def _print(self, value: Any) -> None:
+        self.stdout.write(json.dumps(value, default=str, indent=2, ensure_ascii=False))
+
+
+def _facts(letter: DeadLetter) -> dict[str, Any]:
+    names = (
+        "id", "message_id", "stage", "broker", "destination", "correlation_id",
+        "reason", "exception", "fingerprint", "attempts", "deaths",
+        "message_created_at", "created_at", "resolution", "resolved_at",
+        "resolved_by", "replaced_by",
+    )  # fmt: skip
+    return {name: getattr(letter, name) for name in names}
+
+
+def _age(text: str) -> dt.timedelta:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
+    if match is None:
+        raise CommandError(f"--older-than {text!r}: write an age like 30m, 12h or 7d.")
+    units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+    return dt.timedelta(**{units[match[2]]: float(match[1])})
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

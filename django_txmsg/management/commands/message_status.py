@@ -1,0 +1,155 @@
+"""`manage.py message_status`: counts and ages; exit 1 when something is overdue."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import sys
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.db import router
+
+from ... import status
+from ...models import OutboxMessage
+from ...status import Place, Status, Waiting
+
+
+class Command(BaseCommand):
+    """Say how messaging is doing."""
+
+    help = "Counts and oldest ages of every state. Exits 1 when something is overdue."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        using = options["database"] or router.db_for_read(OutboxMessage)
+        picture = status.read(using)
+        if options["json"]:
+            self.stdout.write(json.dumps(facts(picture), indent=2))
+        else:
+            self._print(picture)
+        if picture.overdue:
+            sys.exit(1)
+
+    def _print(self, picture: Status) -> None:
+        line = self.stdout.write
+        now = picture.now
+        for title, waiting in (
+            ("pending in the outbox", picture.outbox),
+            ("queued in the embedded broker", picture.queued),
+            ("waiting for redelivery", picture.parked),
+        ):
+            line(f"{title + ':':<31}{_waiting(waiting, now)}")
+        oldest = f", oldest {_age(picture.oldest_dead, now)}" if picture.dead else ""
+        line(f"{'dead letters:':<31}{picture.dead}{oldest}")
+        for title, places in (
+            ("destination", picture.destinations),
+            ("stage", picture.stages),
+        ):
+            for name, place in sorted(places.items()):
+                if place.waiting.count or place.dead or place.paused_at:
+                    line(f"  {title} {name}: {_place(place, now)}")
+        silent = picture.silent_workers
+        line(
+            f"{'workers:':<31}{len(picture.workers)}"
+            + (f", {len(silent)} of them silent" if silent else "")
+        )
+        if picture.overdue:
+            line(self.style.ERROR(f"{picture.overdue} messages are overdue."))
+        elif picture.well:
+            line(self.style.SUCCESS("All is well."))
+
+
+def facts(picture: Status) -> dict[str, Any]:
+    """Return the picture as plain values, ages in seconds."""
+    now = picture.now
+
+    def waiting(one: Waiting) -> dict[str, Any]:
+        return {
+            "count": min(one.count, status.CAP),
+            "more": one.capped,
+            "due": one.due,
+            "overdue": one.overdue,
+            "in_flight": one.in_flight,
+            "retried": one.retried,
+            "oldest_age": _seconds(one.oldest_due, now),
+        }
+
+    def place(one: Place) -> dict[str, Any]:
+        return waiting(one.waiting) | {
+            "dead": one.dead,
+            "oldest_dead_age": _seconds(one.oldest_dead, now),
+            "last_age": _seconds(one.last, now),
+        }
+
+    return {
+        "at": now.isoformat(),
+        "well": picture.well,
+        "overdue": picture.overdue,
+        "outbox": waiting(picture.outbox),
+        "queued": waiting(picture.queued),
+        "redelivering": waiting(picture.parked),
+        "dead": {
+            "count": picture.dead,
+            "oldest_age": _seconds(picture.oldest_dead, now),
+        },
+        "destinations": {n: place(p) for n, p in picture.destinations.items()},
+        "stages": {
+            n: place(p)
+            | {
+                "processing_p95": p.processing,
+                "critical_p95": p.critical,
+                "paused": p.paused_at is not None,
+            }
+            for n, p in picture.stages.items()
+        },
+        "queues": {n: waiting(w) for n, w in picture.queues.items()},
+        "workers": [
+            {
+                "name": worker.name,
+                "kind": worker.kind,
+                "stages": worker.stages,
+                "in_flight": worker.in_flight,
+                "heartbeat_age": _seconds(worker.heartbeat_at, now),
+            }
+            for worker in picture.workers
+        ],
+    }
+
+
+def _waiting(waiting: Waiting, now: dt.datetime) -> str:
+    text = f"{status.CAP}+" if waiting.capped else str(waiting.count)
+    if waiting.oldest_due is not None:
+        text += f", oldest due for {_age(waiting.oldest_due, now)}"
+    if waiting.overdue:
+        text += f", {waiting.overdue} overdue"
+    return text
+
+
+def _place(place: Place, now: dt.datetime) -> str:
+    parts = []
+    if place.waiting.count:
+        parts.append(f"{_waiting(place.waiting, now)} waiting")
+    if place.dead:
+        parts.append(f"{place.dead} dead")
+    if place.paused_at is not None:
+        parts.append(f"paused by {place.paused_by or 'somebody'}")
+    return "; ".join(parts)
+
+
+def _seconds(instant: dt.datetime | None, now: dt.datetime) -> float | None:
+    if instant is None:
+        return None
+    return round(max(0.0, (now - instant).total_seconds()), 3)
+
+
+def _age(instant: dt.datetime | None, now: dt.datetime) -> str:
+    seconds = _seconds(instant, now) or 0.0
+    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,151 @@
+"""`manage.py pipeline JOB`: the data pipeline, told of this project by its settings.
+
+The settings become a job specification; the job itself knows nothing of Django.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from django.conf import settings as django_settings
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS
+
+import django_txmsg
+from django_txmsg import conf, stages
+
+
+class Command(BaseCommand):
+    """Runs a job in this process, or prints how to submit it to a cluster."""
+
+    help = "Archives, reconciles, analyses and replays the message log on Spark."
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take the options of all jobs, and whose database it is."""
+        cli = _cli()
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS)
+        parser.add_argument(
+            "--print-submit",
+            action="store_true",
+            help="print what to give to spark-submit, and run nothing",
+        )
+        cli.add_jobs(parser)
+
+    def handle(self, *arguments: Any, **options: Any) -> None:
+        """Run the job and exit with its code."""
+        import argparse
+
+        cli = _cli()
+        given = argparse.Namespace(**options)
+        try:
+            spec = (
+                cli.JobSpec.load(given.spec)
+                if given.spec
+                else job_spec(options["database"])
+            )
+            spec = cli.complete(spec, given)
+        except cli.PipelineError as error:
+            raise CommandError(str(error), returncode=error.exit_code) from error
+        if options["print_submit"]:
+            self.stdout.write(self._submission(spec, given))
+            return
+        code = cli.execute(spec, given)
+        if code:
+            sys.exit(code)
+
+    def _submission(self, spec: Any, given: Any) -> str:
+        """Return a script: the specification, the package as a zip, the command."""
+        package = Path(django_txmsg.__file__).parent
+        words = (
+            list(sys.argv[sys.argv.index(given.job) :])
+            if given.job in sys.argv
+            else [given.job]
+        )
+        words = [word for word in words if word != "--print-submit"]
+        lines = ["cat > job.json <<'SPECIFICATION'", spec.to_json(), "SPECIFICATION"]
+        for source in spec.services:
+            if source.password_env:
+                lines.append(f': "${{{source.password_env}:?holds the password}}"')
+        home, name = shlex.quote(str(package.parent)), package.name
+        script = shlex.quote(str(package / "spark" / "__main__.py"))
+        lines += [
+            f'(cd {home} && python -m zipfile -c "$OLDPWD/{name}.zip" {name})',
+            'spark-submit --master "${SPARK_MASTER:?spark://host:7077}" \\',
+            f"  --py-files {name}.zip {script} \\",
+            f"  {shlex.join(words)} --spec job.json",
+        ]
+        return "\n".join(lines)
+
+
+def _cli() -> Any:
+    try:
+        from django_txmsg.spark import cli
+        from django_txmsg.spark.errors import PipelineError
+    except ImportError as error:
+        raise CommandError(
+            f"The pipeline needs PySpark ({error}): pip install 'django_txmsg[spark]'.",
+            returncode=3,
+        ) from error
+    cli.PipelineError = PipelineError  # type: ignore[attr-defined]
+    return cli
+
+
+def job_spec(alias: str) -> Any:
+    """Return the specification that Django's settings and TXMSG make.
+
+    The password goes into this process's environment, and its name into the
+    specification.
+    """
+    from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+
+    txmsg = conf.get()
+    retention = txmsg.RETENTION
+    return JobSpec(
+        services=(source_spec(alias, txmsg.SERVICE),),
+        lake=LakeSpec(txmsg.LAKE) if txmsg.LAKE else None,
+        retention={
+            "outbox": retention.OUTBOX,
+            "inbox": retention.INBOX,
+            "attempts": retention.INBOX,
+            "dead_letters": retention.DEAD_LETTERS,
+        },
+        subscriptions=tuple(
+            Subscription(one.destination, txmsg.SERVICE, one.name)
+            for one in stages.all_stages()
+        ),
+    )
+
+
+def source_spec(alias: str, service: str) -> Any:
+    """Return a database of Django's settings as the pipeline takes it."""
+    from django_txmsg.spark.cli import password_variable
+    from django_txmsg.spark.spec import SourceSpec
+
+    try:
+        database: dict[str, Any] = django_settings.DATABASES[alias]
+    except KeyError:
+        raise CommandError(f"There is no database {alias!r} in the settings.") from None
+    engine = database["ENGINE"].rpartition(".")[2]
+    if engine == "sqlite3":
+        path = Path(database["NAME"]).absolute()
+        return SourceSpec(service, f"sqlite:///{quote(str(path))}")
+    if not engine.startswith("postg"):
+        raise CommandError(
+            f"The pipeline reads PostgreSQL and SQLite; {alias!r} is on {engine}."
+        )
+    user = quote(database.get("USER") or "", safe="")
+    port = f":{database['PORT']}" if database.get("PORT") else ""
+    host = quote(database.get("HOST") or "", safe=".")
+    at = f"{user}@" if user else ""
+    url = f"postgresql://{at}{host}{port}/{quote(database['NAME'])}"
+    variable = ""
+    if database.get("PASSWORD"):
+        variable = password_variable(service)
+        os.environ[variable] = database["PASSWORD"]
+    return SourceSpec(service, url, variable)

@@ -1,0 +1,66 @@
+"""`manage.py prune_messages`: deletes settled rows past retention."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import router
+
+from ... import conf, retention
+from ...models import OutboxMessage
+
+
+class Command(BaseCommand):
+    """Delete what is settled and old enough."""
+
+    help = 'Deletes settled rows that TXMSG["RETENTION"] keeps no longer.'
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--dry-run", action="store_true", help="say how many")
+        parser.add_argument(
+            "--batch-size",
+            type=int,
+            default=retention.BATCH_SIZE,
+            metavar="N",
+            help="rows of a transaction at most (default: %(default)s)",
+        )
+        parser.add_argument("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        size = options["batch_size"]
+        if size < 1:
+            raise CommandError("--batch-size must be 1 or more.")
+        using = options["database"] or router.db_for_write(OutboxMessage)
+        for kind in retention.kinds():
+            if not retention.prunable(kind):
+                self._say(options, f"{kind.name}: {self._why(kind)}.")
+            elif options["dry_run"]:
+                number = retention.count(kind, using)
+                self.stdout.write(f"{kind.name}: {number} would be deleted.")
+            else:
+                number = retention.prune(
+                    kind, using, batch_size=size, on_batch=self._progress
+                )
+                self._end_of_progress()
+                self._say(options, f"{kind.name}: {number} deleted.")
+
+    def _say(self, options: dict[str, Any], line: str) -> None:
+        if options["verbosity"] > 0:
+            self.stdout.write(line)
+
+    def _why(self, kind: retention.Kind) -> str:
+        if kind.days is None:
+            return "kept for ever"
+        lake = conf.get().LAKE
+        return f"left to `manage.py pipeline archive`, which keeps them in {lake}"
+
+    def _progress(self, kind: retention.Kind, deleted: int) -> None:
+        if self.stderr.isatty():
+            self.stderr.write(f"\r{kind.name}: {deleted:,} deleted", ending="")
+            self.stderr.flush()
+
+    def _end_of_progress(self) -> None:
+        if self.stderr.isatty():
+            self.stderr.write("\r\x1b[K", ending="")

@@ -1,0 +1,46 @@
+"""What the templates of the operator's pages say about counts, ages and states.
+
+Django imports every app's tags, also where the admin is not installed: so the admin's
+modules are imported when a tag is used, not before.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from django import template
+
+register = template.Library()
+
+
+def _display() -> Any:
+    return import_module("django_txmsg.admin.display")
+
+
+def _filter(name: str) -> None:
+    register.filter(name, lambda value: getattr(_display(), name)(value))
+
+
+for _name in ("badge", "capped", "duration", "first_line", "last_line"):
+    _filter(_name)
+
+
+@register.filter
+def age(instant: Any, now: Any = None) -> Any:
+    """Write how long ago, or in how long, an instant is."""
+    return _display().age(instant, now)
+
+
+@register.filter
+def ago(instant: Any, now: Any = None) -> Any:
+    """Write an age in a sentence's words."""
+    return _display().ago(instant, now)
+
+
+@register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)
+def txmsg_overview(context: dict[str, Any]) -> dict[str, Any]:
+    """Show how messaging is doing, on the app's index page."""
+    overview = import_module("django_txmsg.admin.overview")
+    live = "live" in context["request"].GET
+    return {"perms": context["perms"], "live": live, **overview.overview()}
