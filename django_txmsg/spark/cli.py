@@ -1,0 +1,219 @@
+"""The command line of all jobs: options in; a summary and an exit code out.
+
+`python -m django_txmsg.spark JOB --spec job.json` and `manage.py pipeline JOB` share
+it. Exit codes: 0 clean, 1 findings, 2 usage, 3 environment, 4 verification refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime as dt
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .errors import PipelineError, UsageError
+from .spec import JobSpec, LakeSpec, SourceSpec
+
+JOBS = ("archive", "reconcile", "analyze", "replay", "send", "sweep")
+
+
+def duration(text: str) -> dt.timedelta:
+    """Return the duration that a text such as 30d, 12h, 15m or 45s says."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no duration: write 30d, 12h, 15m or 45s"
+        )
+    unit = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}[found[2]]
+    return dt.timedelta(**{unit: float(found[1])})
+
+
+def instant(text: str) -> dt.datetime:
+    """Return an instant: ISO 8601, in UTC unless it says otherwise, or how long ago."""
+    if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
+        return dt.datetime.now(dt.timezone.utc) - duration(text)
+    try:
+        given = dt.datetime.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither 2026-01-31T12:00 nor a duration such as 7d"
+        ) from error
+    return given if given.tzinfo else given.replace(tzinfo=dt.timezone.utc)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Return the two sides of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Add the jobs and their options to a parser."""
+    jobs = parser.add_subparsers(dest="job", metavar="JOB", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--spec", help="the job specification, a JSON file")
+    common.add_argument("--lake", help="the lake's URI")
+    common.add_argument(
+        "--service", type=pair, action="append", default=[], metavar="NAME=URL",
+        help="add a service, or say where its database is; may be repeated",
+    )  # fmt: skip
+    common.add_argument("--dry-run", action="store_true", help="change nothing")
+    common.add_argument(
+        "--json", action="store_true", help="one JSON object, for tools"
+    )
+    common.add_argument(
+        "--conf", type=pair, action="append", default=[], metavar="KEY=VALUE",
+        help="a Spark setting; may be repeated",
+    )  # fmt: skip
+
+    archive = jobs.add_parser(
+        "archive", parents=[common], help="move settled rows to the lake"
+    )
+    archive.add_argument(
+        "--table",
+        action="append",
+        choices=("outbox", "inbox", "attempts", "dead_letters"),
+    )
+    archive.add_argument("--older-than", type=duration, help="default: the retention")
+    archive.add_argument("--batch-rows", type=int, default=100_000)
+    archive.add_argument("--purges", type=int, default=2, help="deletes side by side")
+    archive.add_argument("--no-vacuum", action="store_true")
+
+    reconcile = jobs.add_parser(
+        "reconcile", parents=[common], help="compare what was sent and received"
+    )
+    reconcile.add_argument("--since", type=instant, help="messages sent since; all")
+    reconcile.add_argument("--grace", type=duration, default=dt.timedelta(hours=1))
+    reconcile.add_argument("--late-after", type=duration, default=dt.timedelta(hours=1))
+    reconcile.add_argument(
+        "--fail-on", choices=("lost", "findings", "never"), default="lost"
+    )
+
+    analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
+    analyze.add_argument("--since", type=instant, default="7d")
+    analyze.add_argument(
+        "--html", default="txmsg-report.html", help="the report's file"
+    )
+
+    replay = jobs.add_parser(
+        "replay", parents=[common], help="put messages back into the outbox"
+    )
+    replay.add_argument("--where", required=True, help="a Spark SQL condition")
+    replay.add_argument(
+        "--from", dest="table", choices=("outbox", "dead_letters"), default="outbox",
+        help="the lake's outbox, or the open dead letters of the database",
+    )  # fmt: skip
+    replay.add_argument("--as", dest="mode", choices=("same", "copy"), default="same")
+    replay.add_argument("--rate", type=float, default=0, help="messages a second")
+    replay.add_argument("--limit", type=int, default=0)
+    replay.add_argument("--name", default="", help="the same name stores nothing twice")
+
+    send = jobs.add_parser("send", parents=[common], help="one message for each row")
+    send.add_argument("--from", dest="path", required=True, help="the dataset")
+    send.add_argument("--format", choices=("parquet", "csv", "json"), default="")
+    send.add_argument("--destination", required=True)
+    send.add_argument("--template", required=True, help="JSON, or a file with it")
+    send.add_argument("--key", default="")
+    send.add_argument("--header", type=pair, action="append", default=[])
+    send.add_argument(
+        "--id", dest="identity", default="", help="columns, comma-separated"
+    )
+    send.add_argument("--rate", type=float, default=0)
+    send.add_argument("--name", default="")
+    send.add_argument("--broker", default="default")
+
+    sweep = jobs.add_parser("sweep", parents=[common], help="tidy the lake")
+    sweep.add_argument(
+        "--orphans-older-than", type=duration, default=dt.timedelta(days=1)
+    )
+    sweep.add_argument(
+        "--replaced-older-than", type=duration, default=dt.timedelta(days=7)
+    )
+    sweep.add_argument("--keep", type=duration, help="drop days older than this; none")
+    sweep.add_argument("--no-compact", action="store_true")
+
+
+def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
+    """Return the specification with what the command line adds to it."""
+    services = {one.service: one for one in spec.services}
+    for name, url in given.service:
+        services[name] = SourceSpec(name, url, _password_variable(name))
+    lake = spec.lake
+    if given.lake:
+        lake = (
+            LakeSpec(given.lake)
+            if lake is None
+            else dataclasses.replace(lake, uri=given.lake)
+        )
+    return dataclasses.replace(spec, services=tuple(services.values()), lake=lake)
+
+
+def _password_variable(service: str) -> str:
+    import os
+
+    name = password_variable(service)
+    return name if name in os.environ else ""
+
+
+def password_variable(service: str) -> str:
+    """Return the environment variable that a service's password is looked for in."""
+    return "TXMSG_PASSWORD_" + re.sub(r"\W", "_", service).upper()
+
+
+def execute(spec: JobSpec, given: argparse.Namespace) -> int:
+    """Run one job, print its summary, and return the exit code."""
+    from .jobs.running import run_job
+
+    try:
+        outcome = run_job(complete(spec, given), given)
+    except PipelineError as error:
+        facts = {"job": given.job, "error": str(error), "exit_code": error.exit_code}
+        if given.json:
+            _say(json.dumps(facts))
+        return _fail(given.job, error)
+    if given.json:
+        _say(json.dumps(outcome.facts, default=str))
+    else:
+        _say("\n".join(outcome.lines))
+    return outcome.exit_code
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _fail(job: str, error: PipelineError) -> int:
+    sys.stderr.write(f"{job}: {error}\n")
+    return error.exit_code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a job as `python -m django_txmsg.spark` does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m django_txmsg.spark",
+        description="The data pipeline of django_txmsg on Spark.",
+    )
+    add_jobs(parser)
+    given = parser.parse_args(arguments)
+    try:
+        spec = JobSpec.load(given.spec) if given.spec else JobSpec()
+    except UsageError as error:
+        return _fail(given.job, error)
+    return execute(spec, given)
+
+
+def read_template(text: str) -> str:
+    """Return a template given as JSON, or as the name of a file that holds it."""
+    if text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"The template {text!r} cannot be read: {error}") from error

@@ -1,0 +1,124 @@
+"""One plain SQL connection for both databases: autocommit, `%s`, and clear errors."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import EnvironmentFault
+from .spec import SourceSpec
+
+#: A row that the application holds locked longer than this ends the run, not the wait.
+LOCK_TIMEOUT = "60s"
+
+
+class Connection:
+    """A connection in autocommit mode. `raw` is the driver's own."""
+
+    def __init__(self, raw: Any, vendor: str, address: str) -> None:
+        self.raw, self.vendor, self.address = raw, vendor, address
+
+    def rows(self, sql: str, *values: Any) -> list[Any]:
+        """Run a statement and return all of its rows."""
+        found: list[Any] = self._run(sql, values).fetchall()
+        return found
+
+    def value(self, sql: str, *values: Any) -> Any:
+        """Run a statement and return the first column of its first row."""
+        found = self._run(sql, values).fetchone()
+        return None if found is None else found[0]
+
+    def execute(self, sql: str, *values: Any) -> int:
+        """Run a statement and return how many rows it changed."""
+        changed: int = self._run(sql, values).rowcount
+        return changed
+
+    def forget(self, sql: str, *values: Any) -> None:
+        """Run a statement whose failure is of no consequence."""
+        try:
+            self._run(sql, values)
+        except EnvironmentFault:
+            return
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commit what is done inside, or nothing of it."""
+        if self.vendor == "postgresql":
+            with self.raw.transaction():
+                yield
+            return
+        self._run("BEGIN IMMEDIATE", ())
+        try:
+            yield
+        except BaseException:
+            self._run("ROLLBACK", ())
+            raise
+        self._run("COMMIT", ())
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.raw.close()
+
+    def _run(self, sql: str, values: Any) -> Any:
+        try:
+            if self.vendor == "postgresql":
+                # Without values psycopg leaves % alone, and so the text is the same.
+                return (
+                    self.raw.execute(sql, values or None)
+                    if values
+                    else self.raw.execute(sql.replace("%%", "%"))
+                )
+            return self.raw.execute(sql.replace("%s", "?").replace("%%", "%"), values)
+        except _errors() as error:
+            raise EnvironmentFault(
+                f"The database at {self.address} failed: {str(error).strip()}"
+                + _advice(error)
+            ) from error
+
+
+def connect_plain(spec: SourceSpec) -> Connection:
+    """Connect to a service's database. Raises EnvironmentFault when it cannot."""
+    return Connection(connect(spec), spec.vendor, spec.shown)
+
+
+def connect(spec: SourceSpec) -> Any:
+    """Return the driver's own connection, in autocommit mode."""
+    if spec.vendor == "sqlite":
+        if not Path(spec.path).is_file():
+            raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")
+        return sqlite3.connect(
+            spec.path, timeout=60, isolation_level=None, check_same_thread=False
+        )
+    import psycopg
+
+    try:
+        return psycopg.connect(
+            spec.conninfo(),
+            autocommit=True,
+            options=f"-c lock_timeout={LOCK_TIMEOUT} -c timezone=UTC",
+        )
+    except psycopg.Error as error:
+        raise EnvironmentFault(
+            f"The database of service {spec.service!r} at {spec.shown} cannot be "
+            f"reached: {str(error).strip()}"
+        ) from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    try:
+        import psycopg
+    except ImportError:
+        return (sqlite3.Error,)
+    return sqlite3.Error, psycopg.Error
+
+
+def _advice(error: Exception) -> str:
+    text = str(error)
+    if "django_txmsg_" in text and (
+        "does not exist" in text or "no such table" in text
+    ):
+        return " Run `manage.py migrate` there."
+    return ""

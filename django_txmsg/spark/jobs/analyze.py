@@ -1,0 +1,173 @@
+"""`analyze`: how the messages flowed, as tables in the lake and as one HTML report."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyspark.sql.functions as sf
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as t
+from pyspark.storagelevel import StorageLevel
+
+from ..report.page import Findings, render
+from ..runs import Run
+from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, Table
+from ..spec import JobSpec
+from ..transforms.activity import backlog, redeliveries, senders, throughput
+from ..transforms.deadletters import GROUPS, groups
+from ..transforms.latency import LATENCY, percentiles, stage_latencies
+from .reading import WholeLog
+
+#: Rows of the report's lists. The lake's tables have them all.
+TOP = 25
+
+
+@dataclass(frozen=True)
+class AnalyzeOptions:
+    """What is looked at, and where the report goes."""
+
+    since: dt.datetime
+    html: str = ""
+    keep: bool = True
+
+
+def run_analyze(
+    spark: SparkSession, spec: JobSpec, options: AnalyzeOptions, run: Run
+) -> Findings:
+    """Analyse the log since an instant; write the report, keep the tables."""
+    with WholeLog(spark, spec) as log:
+        until = max(one.taken for one in log.live)
+        day = (options.since - dt.timedelta(days=1)).date()
+        start = sf.timestamp_micros(sf.lit(int(options.since.timestamp() * 1e6)))
+        sent = _narrow(log, OUTBOX, _SENT, day).where(sf.col("created_at") >= start)
+        received = _narrow(log, INBOX, _RECEIVED, day).where(
+            sf.col("first_received_at") >= start
+        )
+        letters = _narrow(log, DEAD_LETTERS, _LETTERS, day).where(
+            sf.col("created_at") >= start
+        )
+        sent, received, letters = (
+            one.persist(StorageLevel.MEMORY_AND_DISK)
+            for one in (sent, received, letters)
+        )
+        latencies = stage_latencies(received).persist(StorageLevel.MEMORY_AND_DISK)
+        grouped = groups(letters)
+        found = Findings(
+            services=[one.service for one in spec.services],
+            since=options.since.astimezone(dt.timezone.utc),
+            until=until.astimezone(dt.timezone.utc),
+        )
+        _fill(found, sent, received, latencies, grouped)
+        if options.keep and spec.lake is not None:
+            results = run.results(spec.lake, spec.service().service)
+            results.save("latency", LATENCY, latencies)
+            results.save("dead_letter_groups", GROUPS, grouped)
+        for one in (sent, received, letters, latencies):
+            one.unpersist()
+    if options.html:
+        Path(options.html).write_text(render(found), encoding="utf-8")
+    run.rows = int(found.totals["stored"] + found.totals["received"])
+    run.counts = dict(found.totals)
+    return found
+
+
+def _fill(
+    found: Findings,
+    sent: DataFrame,
+    received: DataFrame,
+    latencies: DataFrame,
+    grouped: DataFrame,
+) -> None:
+    """Collect what the report shows: as many rows as there are hours and stages."""
+    flow = _by_hour(throughput(sent, received))
+    waiting = _by_hour(backlog(sent))
+    critical = latencies.where("measure = 'critical'")
+    times = _by_hour(percentiles(critical, "hour"))
+    first = min(
+        [*flow, *times], default=found.until.replace(minute=0, second=0, microsecond=0)
+    )
+    last = max([*flow, *times], default=first)
+    count = int((last - first) / dt.timedelta(hours=1)) + 1
+    found.hours = [first + dt.timedelta(hours=number) for number in range(count)]
+    for kind in ("stored", "dispatched", "processed", "buried"):
+        found.throughput[kind] = [
+            flow[hour][kind] if hour in flow else 0 for hour in found.hours
+        ]
+    level = 0.0
+    levels: list[float | None] = []
+    for hour in found.hours:
+        level = waiting[hour]["backlog"] if hour in waiting else level
+        levels.append(level)
+    found.backlog = levels
+    for rank in ("p50", "p95", "p99"):
+        found.critical[rank] = [
+            times[hour][rank] if hour in times else None for hour in found.hours
+        ]
+    handler = {
+        (row.receiver, row.stage): row.p95
+        for row in percentiles(
+            latencies.where("measure = 'processing'"), "receiver", "stage"
+        ).collect()
+    }
+    again = {(row.service, row.stage): row for row in redeliveries(received).collect()}
+    stages = percentiles(critical, "receiver", "stage").orderBy(sf.desc("messages"))
+    found.stages = [
+        row.asDict()
+        | {"handler_p95": handler.get((row.receiver, row.stage)) or 0.0}
+        | {"redelivered": again[row.receiver, row.stage].redelivered}
+        for row in stages.limit(TOP).collect()
+    ]
+    found.senders = [
+        row.asDict()
+        for row in senders(sent).orderBy(sf.desc("messages")).limit(TOP).collect()
+    ]
+    shown = grouped.withColumns(
+        {
+            name: sf.date_format(name, "dd MMM HH:mm")
+            for name in ("first_seen", "last_seen")
+        }
+    )
+    found.groups = [
+        row.asDict() for row in shown.orderBy(sf.desc("letters")).limit(TOP).collect()
+    ]
+    overall = percentiles(critical).collect()
+    found.totals = {
+        "stored": sum(one or 0 for one in found.throughput["stored"]),
+        "processed": sum(one or 0 for one in found.throughput["processed"]),
+        "received": sum(row.messages for row in again.values()),
+        "redelivered": sum(row.redelivered for row in again.values()),
+        "backlog": max((one or 0 for one in levels), default=0),
+        "p95": (overall[0].p95 if overall else 0.0) or 0.0,
+        "open": grouped.agg(sf.coalesce(sf.sum("open"), sf.lit(0))).collect()[0][0],
+    }
+
+
+def _by_hour(frame: DataFrame) -> dict[dt.datetime, dict[str, Any]]:
+    # As seconds: a collected timestamp would be in this machine's time zone.
+    rows = frame.withColumn("hour", sf.unix_seconds("hour")).collect()
+    return {
+        dt.datetime.fromtimestamp(row["hour"], dt.timezone.utc): row.asDict()
+        for row in rows
+    }
+
+
+_SENT = ("service", "destination", "created_at", "dispatched_at", "dead_at")
+_RECEIVED = (
+    "service", "stage", "destination", "created_at", "first_received_at", "started_at",
+    "processed_at", "dead_at", "deliveries", "attempts",
+)  # fmt: skip
+_LETTERS = (
+    "service", "stage", "reason", "exception", "fingerprint", "resolution",
+    "created_at",
+)  # fmt: skip
+
+
+def _narrow(
+    log: WholeLog, table: Table, names: Sequence[str], day: dt.date
+) -> DataFrame:
+    fields = {f.name: f for f in table.struct().fields}
+    return log.read(table.name, t.StructType([fields[n] for n in names]), since=day)

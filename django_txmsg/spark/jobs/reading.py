@@ -1,0 +1,143 @@
+"""Reading the log of many services: the lake, and what is live, as one."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyspark.sql.functions as sf
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as t
+
+from ..connection import connect_plain
+from ..errors import EnvironmentFault, UsageError
+from ..lake import Lake
+from ..schemas import TABLES, Table
+from ..source.batch import Selection, id_ranges
+from ..source.database import Database, open_database
+from ..source.snapshot import snapshot
+from ..spec import JobSpec
+from ..transforms.normalise import whole_log
+
+
+@dataclass
+class Live:
+    """One state of a service's database, and when it was taken."""
+
+    service: str
+    database: Database
+    snapshot: str
+    taken: dt.datetime
+
+
+@dataclass
+class LiveTask:
+    """What an executor does: read its part of a live table.
+
+    The jobs read so, rather than through `format("txmsg")`, because Spark starts
+    several processes to plan each load of a Python data source.
+    """
+
+    table: Table
+    struct: t.StructType
+    work: Sequence[tuple[Live, str]]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Read the parts whose numbers come in."""
+        for numbers in batches:
+            for number in numbers.column(0).to_pylist():
+                live, where = self.work[number]
+                selection = Selection(live.service, self.table, self.struct)
+                yield from selection.read(live.database, where, live.snapshot)
+
+
+@dataclass
+class WholeLog:
+    """The log of all services of a specification, at one moment each.
+
+    The live snapshots are taken before the lake is read: a row that moves into the
+    lake meanwhile is then seen twice, and counted once, rather than not at all.
+    """
+
+    spark: SparkSession
+    spec: JobSpec
+    live: list[Live] = field(default_factory=list)
+    lake: Lake | None = None
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> WholeLog:
+        if not self.spec.services:
+            raise UsageError("No service is specified: whose log should be read?")
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        for source in self.spec.services:
+            taken = dt.datetime.now(dt.timezone.utc)
+            if source.vendor == "postgresql":
+                connection = connect_plain(source)
+                taken = connection.value("SELECT now()")
+                connection.close()
+            options = self._stack.enter_context(snapshot(source))
+            there = dataclasses.replace(source.resolved(), url=options["url"])
+            self.live.append(
+                Live(source.service, open_database(there), options["snapshot"], taken)
+            )
+        if self.spec.lake is not None:
+            try:
+                self.lake = Lake(self.spec.lake)
+            except EnvironmentFault as error:
+                if "There is no lake" not in str(error):
+                    raise
+
+    def read(
+        self, table: str, struct: t.StructType, *, since: dt.date | None = None
+    ) -> DataFrame:
+        """Return the columns of `struct` of a table, each row once; rows of days from
+        `since`, by the table's clock."""
+        described = TABLES[table]
+        names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
+        narrow = t.StructType([f for f in described.struct().fields if f.name in names])
+        frames = [self.read_live(described, narrow, since=since)]
+        if self.lake is not None:
+            kept = self.lake.table(table, described.lake_struct())
+            services = [one.service for one in self.live]
+            frames.append(
+                kept.read(self.spark, services=services, since=since).select(
+                    *[sf.col(name) for name in narrow.fieldNames()]
+                )
+            )
+        return whole_log(frames, struct)
+
+    def read_live(
+        self, table: Table, struct: t.StructType, *, since: dt.date | None = None
+    ) -> DataFrame:
+        """Return rows of the databases alone."""
+        work = []
+        cores = self.spark.sparkContext.defaultParallelism
+        parts = max(1, 2 * cores // len(self.live))
+        for live in self.live:
+            conditions = []
+            if since is not None:
+                start = dt.datetime.combine(since, dt.time(), dt.timezone.utc)
+                literal = live.database.instant(start, upper=False)
+                conditions.append(f"t.{table.clock} >= {literal}")
+            for part in id_ranges(live.database, table, parts):
+                work.append((live, " AND ".join([part.condition, *conditions])))
+        places = self.spark.range(0, len(work), 1, len(work))
+        return places.mapInArrow(LiveTask(table, struct, work), struct)
+
+    def horizon(self, grace: dt.timedelta) -> dt.datetime:
+        """Return the instant up to which every service's log is complete."""
+        return min(one.taken for one in self.live) - grace

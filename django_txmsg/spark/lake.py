@@ -1,0 +1,372 @@
+"""The lake: Parquet files that count only if a Delta log names them.
+
+The only module that knows `deltalake`. Tasks write files under names that no other
+attempt uses (`lakefile`); the driver then names them in one atomic log entry. Readers
+go through the log, never through a directory listing.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake.exceptions import CommitFailedError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+from pyarrow import fs
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sf
+from pyspark.sql import types as t
+
+from .errors import EnvironmentFault
+from .lakefile import LakeFile, directory_of
+from .schemas import LAKE_VERSION, arrow_schema
+from .spec import LakeSpec
+
+MARKER = "_txmsg.json"
+PARTITIONS = ["service", "day"]
+_KEY = "txmsg"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A data file as the log names it."""
+
+    path: str
+    service: str
+    day: dt.date
+    size: int
+    rows: int
+
+
+class Lake:
+    """A lake at a URI. `create` makes an empty place into one."""
+
+    def __init__(self, spec: LakeSpec, *, create: bool = False) -> None:
+        self.spec = spec
+        self.files, self.root = filesystem(spec.uri)
+        self._check_marker(create)
+
+    def _check_marker(self, create: bool) -> None:
+        path = f"{self.root}/{MARKER}"
+        if self.files.get_file_info(path).type == fs.FileType.File:
+            with self.files.open_input_stream(path) as stream:
+                try:
+                    version = json.loads(stream.read())["version"]
+                except (ValueError, KeyError) as error:
+                    raise EnvironmentFault(
+                        f"{self.spec.uri}: {MARKER} is damaged ({error})."
+                    ) from error
+            if version > LAKE_VERSION:
+                raise EnvironmentFault(
+                    f"The lake at {self.spec.uri} has version {version}, and this "
+                    f"django_txmsg knows {LAKE_VERSION}: upgrade it."
+                )
+            return
+        listing = self.files.get_file_info(
+            fs.FileSelector(self.root, allow_not_found=True)
+        )
+        if listing:
+            raise EnvironmentFault(
+                f"{self.spec.uri} is not a lake of django_txmsg: it has no {MARKER}, "
+                f"but {len(listing)} other entries. Name an empty place."
+            )
+        if not create:
+            raise EnvironmentFault(
+                f"There is no lake at {self.spec.uri} yet. `archive` makes it."
+            )
+        self.files.create_dir(self.root, recursive=True)
+        with self.files.open_output_stream(path) as stream:
+            stream.write(json.dumps({"version": LAKE_VERSION}).encode())
+        sync(self.files, [path])
+
+    def table(self, name: str, struct: t.StructType) -> LakeTable:
+        """Return one of the lake's tables, which may not exist yet."""
+        return LakeTable(self, name, struct)
+
+
+class LakeTable:
+    """A table of the lake: a Delta table of ours under `<lake>/<name>`."""
+
+    def __init__(self, lake: Lake, name: str, struct: t.StructType) -> None:
+        self.lake, self.name, self.struct = lake, name, struct
+        self.root = f"{lake.root}/{name}"
+        uri = lake.spec.uri
+        self.uri = self.root if is_local(uri) else f"{uri.rstrip('/')}/{name}"
+        self.options = dict(lake.spec.storage_options) or None
+
+    def load(self) -> DeltaTable | None:
+        """Return the table's present version, or None where there is none.
+
+        Raises EnvironmentFault for a newer schema, and for features of Delta that
+        reading by a list of files cannot honour.
+        """
+        try:
+            delta = DeltaTable(self.uri, storage_options=self.options)
+        except TableNotFoundError:
+            return None
+        except (OSError, deltalake.exceptions.DeltaError) as error:
+            raise EnvironmentFault(f"{self.uri} cannot be read: {error}") from error
+        version = int(delta.metadata().configuration.get("txmsg.version", 0))
+        if not version:
+            raise EnvironmentFault(f"{self.uri} is a Delta table, but not one of ours.")
+        if version > LAKE_VERSION:
+            raise EnvironmentFault(
+                f"{self.uri} has schema version {version}, and this django_txmsg knows "
+                f"{LAKE_VERSION}: upgrade it."
+            )
+        features = set(delta.protocol().reader_features or ())
+        if features & {"deletionVectors", "columnMapping"}:
+            raise EnvironmentFault(
+                f"{self.uri} uses {', '.join(sorted(features))}, which only a full "
+                "Delta reader can honour. Rewrite the table without them."
+            )
+        return delta
+
+    def ensure(self) -> DeltaTable:
+        """Return the table, made if need be, with all columns of its schema."""
+        delta = self.load()
+        wanted = arrow_schema(self.struct)
+        if delta is None:
+            delta = DeltaTable.create(
+                self.uri,
+                schema=wanted,
+                mode="ignore",
+                partition_by=PARTITIONS,
+                name=self.name,
+                configuration={"txmsg.version": str(LAKE_VERSION)},
+                storage_options=self.options,
+                raise_if_key_not_exists=False,
+            )
+        present = {field.name for field in delta.schema().fields}
+        fresh = [field for field in wanted if field.name not in present]
+        if fresh:
+            fields = deltalake.Schema.from_arrow(pa.schema(fresh)).fields
+            delta.alter.add_columns(fields)
+            delta = self.load()
+            assert delta is not None
+        return delta
+
+    def commit(
+        self,
+        delta: DeltaTable,
+        files: Iterable[LakeFile],
+        *,
+        metadata: dict[str, Any],
+        app: tuple[str, int] | None = None,
+        replaced: Iterable[Named] = (),
+    ) -> int:
+        """Name `files` in one log entry on top of `delta`, and return its version.
+
+        `app` is what the entry is known by: if anybody has committed under the same
+        name since `delta` was loaded, this raises CommitFailedError.
+        """
+        files = list(files)
+        sync(self.lake.files, [f"{self.root}/{one.path}" for one in files])
+        actions: list[Any] = [
+            AddAction(
+                path=one.path,
+                size=one.size,
+                partition_values={"service": one.service, "day": one.day.isoformat()},
+                modification_time=one.modified_ms,
+                data_change=True,
+                stats=json.dumps({"numRecords": one.rows}),
+            )
+            for one in files
+        ]
+        now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
+        actions += [
+            RemoveAction(
+                path=one.path,
+                data_change=True,
+                deletion_timestamp=now,
+                partition_values={"service": one.service, "day": one.day.isoformat()},
+                size=one.size,
+            )
+            for one in replaced
+        ]
+        delta.create_write_transaction(
+            actions,
+            mode="append",
+            schema=delta.schema(),
+            partition_by=PARTITIONS,
+            commit_properties=CommitProperties(
+                custom_metadata={_KEY: json.dumps(metadata)},
+                app_transactions=[Transaction(*app, None)] if app else None,
+            ),
+        )
+        after = self.load()
+        assert after is not None
+        version: int = after.version()
+        self._sync_log(version)
+        return version
+
+    def _sync_log(self, version: int) -> None:
+        log = f"{self.root}/_delta_log"
+        sync(self.lake.files, [f"{log}/{version:020}.json"])
+
+    def last(self, delta: DeltaTable, app: str) -> int:
+        """Return the version that `app` has last committed under, or 0."""
+        return delta.transaction_version(app) or 0
+
+    def metadata_of(
+        self, delta: DeltaTable, key: str, value: Any
+    ) -> dict[str, Any] | None:
+        """Return the metadata of the newest log entry in which `key` is `value`."""
+        for entry in delta.history():
+            if _KEY in entry:
+                metadata: dict[str, Any] = json.loads(entry[_KEY])
+                if metadata.get(key) == value:
+                    return metadata
+        return None
+
+    def named(self, delta: DeltaTable | None = None) -> list[Named]:
+        """Return all files that the log names."""
+        delta = delta or self.load()
+        if delta is None:
+            return []
+        actions = pa.table(delta.get_add_actions(flatten=True))
+        if not actions.num_rows:
+            return []
+        return [
+            Named(
+                path=row["path"],
+                service=row["partition.service"],
+                day=row["partition.day"],
+                size=row["size_bytes"],
+                rows=row["num_records"] or 0,
+            )
+            for row in actions.to_pylist()
+        ]
+
+    def read(
+        self,
+        spark: SparkSession,
+        *,
+        services: Sequence[str] = (),
+        since: dt.date | None = None,
+        until: dt.date | None = None,
+    ) -> DataFrame:
+        """Return the committed rows, of some services and days. Columns that a file is
+        older than are null; service and day are the log's word, not a directory's."""
+        inner = t.StructType(
+            [f for f in self.struct.fields if f.name not in PARTITIONS]
+        )
+        parts: dict[tuple[str, dt.date], list[str]] = {}
+        for one in self.named():
+            if services and one.service not in services:
+                continue
+            if (since and one.day < since) or (until and one.day > until):
+                continue
+            parts.setdefault((one.service, one.day), []).append(self._address(one.path))
+        whole: DataFrame | None = None
+        for service in sorted({service for service, _ in parts}):
+            days = {
+                day: paths for (name, day), paths in parts.items() if name == service
+            }
+            paths = sorted(path for listed in days.values() for path in listed)
+            frame = spark.read.schema(inner).parquet(*paths)
+            day = sf.to_date(
+                sf.regexp_extract("_metadata.file_path", r"/day=([\d-]+)/", 1)
+            )
+            frame = frame.select(
+                "*", sf.lit(service).alias("service"), day.alias("day")
+            )
+            whole = frame if whole is None else whole.unionByName(frame)
+        if whole is None:
+            whole = spark.createDataFrame([], self.struct)
+        return whole.select(*self.struct.fieldNames())
+
+    def compact(self, service: str) -> int:
+        """Join a service's small files, day by day. Returns how many were joined."""
+        delta = self.load()
+        if delta is None:
+            return 0
+        done = delta.optimize.compact(partition_filters=[("service", "=", service)])
+        return int(done["numFilesRemoved"])
+
+    def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
+        """Delete files that the log named once, and does not for so many hours."""
+        delta = self.load()
+        if delta is None:
+            return []
+        return list(
+            delta.vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
+        )
+
+    def orphans(self, before: dt.datetime) -> list[str]:
+        """Return data files older than `before` that the log does not know."""
+        delta = self.load()
+        known = {one.path for one in self.named(delta)}
+        if delta is not None:
+            replaced = delta.vacuum(0, dry_run=True, enforce_retention_duration=False)
+            known |= set(replaced)
+        selector = fs.FileSelector(self.root, recursive=True, allow_not_found=True)
+        return sorted(
+            info.path
+            for info in self.lake.files.get_file_info(selector)
+            if info.type == fs.FileType.File
+            and info.path.endswith(".parquet")
+            and "/_delta_log/" not in info.path
+            and info.path.removeprefix(f"{self.root}/") not in known
+            and info.mtime is not None
+            and info.mtime < before
+        )
+
+    def _address(self, path: str) -> str:
+        uri = self.lake.spec.uri
+        return f"file://{self.root}/{path}" if is_local(uri) else f"{self.uri}/{path}"
+
+
+def app_name(job: str, service: str, table: str) -> str:
+    """Return the name under which a job's commits are counted in a log."""
+    return f"txmsg-{job}/{service}/{table}"
+
+
+def is_local(uri: str) -> bool:
+    """Whether a lake's URI names a place on this machine's file system."""
+    return uri.startswith(("file:", "/"))
+
+
+def filesystem(uri: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a URI and the path in it. Raises EnvironmentFault."""
+    try:
+        files, path = fs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise EnvironmentFault(
+            f"The lake's address {uri!r} is not understood: {error}. Give an absolute "
+            "path or a URI such as file:///var/lake."
+        ) from error
+    return files, path.rstrip("/")
+
+
+def sync(files: fs.FileSystem, paths: Iterable[str]) -> None:
+    """Bring files and their directories to the disk, where that is ours to do."""
+    if not isinstance(files, fs.LocalFileSystem):
+        return
+    paths = list(paths)
+    directories = {str(Path(path).parent) for path in paths}
+    for path in [*paths, *sorted(directories)]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+__all__ = [
+    "CommitFailedError",
+    "Lake",
+    "LakeTable",
+    "Named",
+    "app_name",
+    "directory_of",
+    "filesystem",
+]

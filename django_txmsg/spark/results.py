@@ -1,0 +1,133 @@
+"""Tables of results in the lake: what runs have found, each row with its run."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import DataFrame
+from pyspark.sql import types as t
+
+from .lake import Lake, filesystem
+from .lakefile import DayFiles, LakeFile
+from .schemas import arrow_schema
+from .spec import LakeSpec
+
+_CLOCK = "recorded_at"
+_FILES = t.StructType(
+    [
+        t.StructField("path", t.StringType(), False),
+        t.StructField("day", t.DateType(), False),
+        t.StructField("size", t.LongType(), False),
+        t.StructField("rows", t.LongType(), False),
+        t.StructField("modified_ms", t.LongType(), False),
+    ]
+)
+
+
+def result_struct(struct: t.StructType) -> t.StructType:
+    """Return the lake's schema of a table of results."""
+    return t.StructType(
+        [
+            *[t.StructField(f.name, f.dataType) for f in struct.fields],
+            t.StructField("run_id", t.StringType()),
+            t.StructField(_CLOCK, t.TimestampType()),
+            t.StructField("service", t.StringType()),
+            t.StructField("day", t.DateType()),
+        ]
+    )
+
+
+@dataclass
+class Results:
+    """Writes the results of one run into one lake."""
+
+    lake: LakeSpec
+    service: str
+    run_id: str
+    at: dt.datetime
+
+    def save(self, name: str, struct: t.StructType, frame: DataFrame) -> int:
+        """Write a DataFrame; nothing of it is visible before all of it is."""
+        Lake(self.lake, create=True)
+        task = ResultTask(self, name, arrow_schema(struct))
+        rows = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES).collect()
+        return self._commit(
+            name,
+            struct,
+            [
+                LakeFile(
+                    row.path, self.service, row.day, row.size, row.rows, row.modified_ms
+                )
+                for row in rows
+            ],
+        )
+
+    def save_rows(
+        self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
+    ) -> int:
+        """Write a few rows from here, without Spark."""
+        Lake(self.lake, create=True)
+        schema = arrow_schema(struct)
+        files = self.files(name, "driver")
+        files.write(self.stamped(pa.RecordBatch.from_pylist(list(rows), schema)))
+        return self._commit(name, struct, files.close())
+
+    def files(self, name: str, task: str) -> DayFiles:
+        """Return a writer under names of its own."""
+        system, root = filesystem(self.lake.uri)
+        unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
+        return DayFiles(system, f"{root}/{name}", self.service, _CLOCK, unique)
+
+    def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Add the run and its instant to a batch."""
+        rows = batch.num_rows
+        at = pa.scalar(self.at, pa.timestamp("us", tz="UTC"))
+        fields = [one.with_nullable(True) for one in batch.schema]
+        fields += [pa.field("run_id", pa.string()), pa.field(_CLOCK, at.type)]
+        arrays = [*batch.columns, pa.repeat(self.run_id, rows), pa.repeat(at, rows)]
+        return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
+
+    def _commit(
+        self, name: str, struct: t.StructType, files: Sequence[LakeFile]
+    ) -> int:
+        table = Lake(self.lake).table(name, result_struct(struct))
+        if files:
+            table.commit(table.ensure(), files, metadata={"run": self.run_id})
+        return sum(one.rows for one in files)
+
+
+@dataclass
+class ResultTask:
+    """What an executor does with its part of the results."""
+
+    results: Results
+    name: str
+    schema: pa.Schema
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write the batches that come in; send the files' descriptions out."""
+        context = TaskContext.get()
+        files = self.results.files(
+            self.name, str(context.taskAttemptId() if context else 0)
+        )
+        for batch in batches:
+            if batch.num_rows:
+                files.write(self.results.stamped(batch.cast(self.schema)))
+        names = _FILES.fieldNames()
+        found = [
+            dict(
+                zip(
+                    names,
+                    (one.path, one.day, one.size, one.rows, one.modified_ms),
+                    strict=True,
+                )
+            )
+            for one in files.close()
+        ]
+        yield pa.RecordBatch.from_pylist(found, schema=arrow_schema(_FILES))

@@ -1,0 +1,180 @@
+"""The record of a run: who, when, over what, and what came of it.
+
+In the database, where the admin shows it, and in the lake when there is one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import getpass
+import json
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspark.sql import types as t
+
+from .connection import connect_plain
+from .errors import PipelineError, VerificationRefused
+from .results import Results
+from .source.sqlite import instant_text
+from .spec import JobSpec, LakeSpec, SourceSpec
+
+RUN = t.StructType(
+    [
+        t.StructField("id", t.StringType()),
+        t.StructField("job", t.StringType()),
+        t.StructField("state", t.StringType()),
+        t.StructField("run_by", t.StringType()),
+        t.StructField("options", t.StringType()),
+        t.StructField("rows", t.LongType()),
+        t.StructField("counts", t.StringType()),
+        t.StructField("error", t.StringType()),
+        t.StructField("started_at", t.TimestampType()),
+        t.StructField("finished_at", t.TimestampType()),
+    ]
+)
+
+_RUNS = "django_txmsg_pipelinerun"
+
+
+def run_by() -> str:
+    """Return who runs this, and where."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        user = "?"
+    return f"{user}@{socket.gethostname()}"[:255]
+
+
+@dataclass
+class Run:
+    """A run under way. The job fills in what it has done."""
+
+    job: str
+    options: dict[str, Any]
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+    started_at: dt.datetime = field(
+        default_factory=lambda: dt.datetime.now(dt.timezone.utc)
+    )
+    rows: int = 0
+    counts: dict[str, Any] = field(default_factory=dict)
+    findings: bool = False
+    refused: bool = False
+    error: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        now = dt.datetime.now(dt.timezone.utc)
+        return (now - self.started_at).total_seconds()
+
+    @property
+    def state(self) -> str:
+        """The word for how it has ended."""
+        if self.refused:
+            return "refused"
+        if self.error:
+            return "failed"
+        return "findings" if self.findings else "clean"
+
+    @property
+    def exit_code(self) -> int:
+        """What the process ends with."""
+        return {"clean": 0, "findings": 1, "failed": 3, "refused": 4}[self.state]
+
+    def results(self, lake: LakeSpec, service: str) -> Results:
+        """Return where this run's results go."""
+        return Results(lake, service, self.id, self.started_at)
+
+
+@contextmanager
+def recorded(spec: JobSpec, job: str, options: dict[str, Any]) -> Iterator[Run]:
+    """Record a run from its beginning to its end, however it ends."""
+    source = spec.service()
+    run = Run(job, options)
+    _insert(source, run, spec.lake.uri if spec.lake else "")
+    try:
+        yield run
+    except VerificationRefused as error:
+        run.refused, run.error = True, str(error)
+        raise
+    except BaseException as error:
+        run.error = f"{type(error).__name__}: {error}"[:8000]
+        if isinstance(error, PipelineError):
+            run.error = str(error)
+        raise
+    finally:
+        _finish(source, run)
+        if spec.lake is not None and run.state in ("clean", "findings"):
+            _keep(run, spec.lake, source.service)
+
+
+def _insert(source: SourceSpec, run: Run, lake: str) -> None:
+    connection = connect_plain(source)
+    try:
+        connection.execute(
+            f"INSERT INTO {_RUNS} (id, job, service, state, run_by, lake, options,"
+            " rows, counts, error, started_at)"
+            " VALUES (%s, %s, %s, 'running', %s, %s, %s, 0, '{}', '', %s)",
+            _id(source, run),
+            run.job,
+            source.service,
+            run_by(),
+            lake,
+            json.dumps(run.options, default=str),
+            _instant(source, run.started_at),
+        )
+    finally:
+        connection.close()
+
+
+def _finish(source: SourceSpec, run: Run) -> None:
+    connection = connect_plain(source)
+    try:
+        connection.execute(
+            f"UPDATE {_RUNS} SET state = %s, rows = %s, counts = %s, error = %s,"
+            " finished_at = %s WHERE id = %s",
+            run.state,
+            run.rows,
+            json.dumps(run.counts, default=str),
+            run.error,
+            _instant(source, dt.datetime.now(dt.timezone.utc)),
+            _id(source, run),
+        )
+    finally:
+        connection.close()
+
+
+def _keep(run: Run, lake: LakeSpec, service: str) -> None:
+    run.results(lake, service).save_rows(
+        "runs",
+        RUN,
+        [
+            {
+                "id": run.id,
+                "job": run.job,
+                "state": run.state,
+                "run_by": run_by(),
+                "options": json.dumps(run.options, default=str),
+                "rows": run.rows,
+                "counts": json.dumps(run.counts, default=str),
+                "error": run.error,
+                "started_at": run.started_at,
+                "finished_at": dt.datetime.now(dt.timezone.utc),
+            }
+        ],
+    )
+
+
+def _id(source: SourceSpec, run: Run) -> str:
+    return uuid.UUID(run.id).hex if source.vendor == "sqlite" else run.id
+
+
+def _instant(source: SourceSpec, instant: dt.datetime) -> Any:
+    if source.vendor == "sqlite":
+        return instant_text(instant, upper=True)
+    return instant

@@ -1,0 +1,274 @@
+"""The schemas: what is read from each table, and what the lake keeps of it.
+
+A `Column` knows its Spark type, its Arrow type, how PostgreSQL is asked for it, and
+the type id under which PostgreSQL would put it into a binary record (`rowhash`).
+Columns are only ever added, each with the lake's version that brought it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+from pyspark.sql import types as t
+
+#: Version of the lake's layout and schemas. A reader refuses a newer one.
+LAKE_VERSION = 1
+
+Kind = Literal[
+    "long", "int", "double", "uuid", "text", "json", "bytes", "instant", "xid"
+]
+
+_INSTANT = pa.timestamp("us", tz="UTC")
+_SPARK: dict[str, t.DataType] = {
+    "long": t.LongType(),
+    "int": t.IntegerType(),
+    "double": t.DoubleType(),
+    "uuid": t.StringType(),
+    "text": t.StringType(),
+    "json": t.StringType(),
+    "bytes": t.BinaryType(),
+    "instant": t.TimestampType(),
+    "xid": t.LongType(),
+}
+_ARROW: dict[str, pa.DataType] = {
+    "long": pa.int64(),
+    "int": pa.int32(),
+    "double": pa.float64(),
+    "uuid": pa.string(),
+    "text": pa.string(),
+    "json": pa.string(),
+    "bytes": pa.binary(),
+    "instant": _INSTANT,
+    "xid": pa.int64(),
+}
+#: How PostgreSQL is asked for a kind, so that any driver brings it as it is.
+_CASTS = {"uuid": "::text", "text": "::text", "json": "::text", "xid": "::text::bigint"}
+#: The same where the value is hashed: a uuid is hashed as its sixteen bytes.
+_HASHED = {"text": "::text", "json": "::text", "xid": "::text::bigint"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table, as read."""
+
+    name: str
+    kind: Kind
+    nullable: bool = False
+    source: str = ""
+    """The column's name in the database, where it differs."""
+
+    @property
+    def spark(self) -> t.StructField:
+        """The field in a DataFrame."""
+        return t.StructField(self.name, _SPARK[self.kind], self.nullable)
+
+    @property
+    def arrow(self) -> pa.Field:
+        """The field in a record batch."""
+        return pa.field(self.name, _ARROW[self.kind], self.nullable)
+
+    @property
+    def quoted(self) -> str:
+        """The column in SQL."""
+        return f'"{self.source or self.name}"'
+
+    @property
+    def selected(self) -> str:
+        """PostgreSQL's expression for reading it."""
+        return f'{self.quoted}{_CASTS.get(self.kind, "")} AS "{self.name}"'
+
+    @property
+    def hashed(self) -> str:
+        """PostgreSQL's expression for hashing it."""
+        return f"{self.quoted}{_HASHED.get(self.kind, '')}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the message log: its relation, columns, clock and settled rows.
+
+    `clock` is the instant that ranges and the lake's days go by. `settled` is the SQL
+    of rows that will not change any more; `{cutoff}` stands for an instant, `{t}` for
+    the table's alias. `outcome` is how a row ended: a column to copy, or one with the
+    words for where it is set and where it is null.
+    """
+
+    name: str
+    relation: str
+    clock: str
+    columns: tuple[Column, ...]
+    settled: str
+    outcome: tuple[str, str, str] | tuple[str]
+    tracked: bool = False
+    """Whether rows carry the id of the transaction that changed them last."""
+
+    def column(self, name: str) -> Column:
+        """Return a column by its name."""
+        return next(one for one in self.columns if one.name == name)
+
+    def struct(self) -> t.StructType:
+        """Return the schema of `format("txmsg")`: the service, then the columns."""
+        fields = [t.StructField("service", t.StringType(), False)]
+        return t.StructType(fields + [one.spark for one in self.columns])
+
+    def lake_struct(self) -> t.StructType:
+        """Return the lake's schema. Columns come later, and so all may be null."""
+        fields = [t.StructField(one.name, one.spark.dataType) for one in self.columns]
+        fields += [
+            t.StructField("outcome", t.StringType()),
+            t.StructField("batch_id", t.LongType()),
+            t.StructField("service", t.StringType()),
+            t.StructField("day", t.DateType()),
+        ]
+        return t.StructType(fields)
+
+
+def arrow_schema(struct: t.StructType) -> pa.Schema:
+    """Return the Arrow schema that Spark expects of batches of `struct`."""
+    return pa.schema(
+        [pa.field(f.name, _arrow_type(f.dataType), f.nullable) for f in struct.fields]
+    )
+
+
+def _arrow_type(kind: t.DataType) -> pa.DataType:
+    if isinstance(kind, t.ArrayType):
+        return pa.list_(_arrow_type(kind.elementType))
+    return _ARROW_OF[type(kind)]
+
+
+_ARROW_OF: dict[type[t.DataType], pa.DataType] = {
+    t.LongType: pa.int64(),
+    t.IntegerType: pa.int32(),
+    t.DoubleType: pa.float64(),
+    t.StringType: pa.string(),
+    t.BinaryType: pa.binary(),
+    t.TimestampType: _INSTANT,
+    t.DateType: pa.date32(),
+    t.BooleanType: pa.bool_(),
+}
+
+_BURIED = (
+    "EXISTS (SELECT 1 FROM django_txmsg_deadletter d WHERE d.message_id ="
+    " {t}.message_id AND d.stage = %s AND d.resolution = 'open')"
+)
+
+OUTBOX = Table(
+    name="outbox",
+    relation="django_txmsg_outboxmessage",
+    clock="created_at",
+    columns=(
+        Column("id", "long"),
+        Column("message_id", "uuid"),
+        Column("replay_id", "text"),
+        Column("broker", "text"),
+        Column("destination", "text"),
+        Column("key", "text"),
+        Column("correlation_id", "text"),
+        Column("session_id", "uuid", nullable=True),
+        Column("headers", "json"),
+        Column("content_type", "text"),
+        Column("body", "bytes"),
+        Column("created_at", "instant"),
+        Column("due_at", "instant"),
+        Column("expires_at", "instant", nullable=True),
+        Column("attempts", "int"),
+        Column("last_error", "text"),
+        Column("dispatched_at", "instant", nullable=True),
+        Column("dead_at", "instant", nullable=True),
+        Column("created_xid", "xid", nullable=True),
+        Column("changed_xid", "xid", nullable=True),
+    ),
+    settled=(
+        "({t}.dispatched_at < {cutoff} OR ({t}.dead_at < {cutoff} AND NOT "
+        + _BURIED % "''"
+        + "))"
+    ),
+    outcome=("dispatched_at", "dispatched", "dead"),
+    tracked=True,
+)
+
+INBOX = Table(
+    name="inbox",
+    relation="django_txmsg_inboxmessage",
+    clock="first_received_at",
+    columns=(
+        Column("id", "long"),
+        Column("stage", "text"),
+        Column("message_id", "uuid"),
+        Column("destination", "text"),
+        Column("correlation_id", "text"),
+        Column("sender", "text", source="service"),
+        Column("created_at", "instant", nullable=True),
+        Column("deliveries", "int"),
+        Column("attempts", "int"),
+        Column("first_received_at", "instant"),
+        Column("last_received_at", "instant"),
+        Column("started_at", "instant", nullable=True),
+        Column("processed_at", "instant", nullable=True),
+        Column("dead_at", "instant", nullable=True),
+        Column("last_error", "text"),
+        Column("created_xid", "xid", nullable=True),
+        Column("changed_xid", "xid", nullable=True),
+    ),
+    settled=(
+        "({t}.last_received_at < {cutoff} AND ({t}.processed_at < {cutoff} OR "
+        "({t}.dead_at < {cutoff} AND NOT " + _BURIED % "{t}.stage" + ")))"
+    ),
+    outcome=("processed_at", "processed", "dead"),
+    tracked=True,
+)
+
+ATTEMPTS = Table(
+    name="attempts",
+    relation="django_txmsg_attempt",
+    clock="failed_at",
+    columns=(
+        Column("id", "long"),
+        Column("message_id", "uuid"),
+        Column("stage", "text"),
+        Column("number", "int"),
+        Column("worker", "text"),
+        Column("failed_at", "instant"),
+        Column("duration", "double", nullable=True),
+        Column("exception", "text"),
+        Column("traceback", "text"),
+        Column("fingerprint", "text"),
+    ),
+    settled="{t}.failed_at < {cutoff}",
+    outcome=("failed_at", "failed", "failed"),
+)
+
+DEAD_LETTERS = Table(
+    name="dead_letters",
+    relation="django_txmsg_deadletter",
+    clock="created_at",
+    columns=(
+        Column("id", "long"),
+        Column("message_id", "uuid"),
+        Column("stage", "text"),
+        Column("broker", "text"),
+        Column("destination", "text"),
+        Column("correlation_id", "text"),
+        Column("headers", "json"),
+        Column("content_type", "text"),
+        Column("body", "bytes"),
+        Column("reason", "text"),
+        Column("exception", "text"),
+        Column("traceback", "text"),
+        Column("fingerprint", "text"),
+        Column("attempts", "int"),
+        Column("deaths", "int"),
+        Column("message_created_at", "instant", nullable=True),
+        Column("created_at", "instant"),
+        Column("resolution", "text"),
+        Column("resolved_at", "instant", nullable=True),
+        Column("resolved_by", "text"),
+        Column("replaced_by", "uuid", nullable=True),
+    ),
+    settled="({t}.resolution <> 'open' AND {t}.resolved_at < {cutoff})",
+    outcome=("resolution",),
+)
+
+TABLES = {one.name: one for one in (OUTBOX, INBOX, ATTEMPTS, DEAD_LETTERS)}

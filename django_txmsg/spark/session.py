@@ -1,0 +1,99 @@
+"""The one place with Spark's settings: makes a session, or takes the one that is there.
+
+A master is never set when something else has set one: `spark-submit --master` and an
+active session win.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from . import register
+from .errors import EnvironmentFault
+
+#: What the jobs rely on, wherever they run.
+SETTINGS = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+    "spark.sql.parquet.compression.codec": "zstd",
+    "spark.sql.python.filterPushdown.enabled": "true",
+    "spark.sql.adaptive.enabled": "true",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+
+
+def local_settings() -> dict[str, str]:
+    """What suits one machine: nothing listens beyond it, few shuffle partitions."""
+    return {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": str(2 * (os.cpu_count() or 1)),
+        "spark.ui.showConsoleProgress": "false",
+    }
+
+
+@contextmanager
+def session(
+    job: str, settings: Mapping[str, str] | None = None
+) -> Iterator[SparkSession]:
+    """Yield a session with the data source registered; stop it if it was made here.
+
+    Raises EnvironmentFault when Spark does not start, mostly for want of Java.
+    """
+    active = SparkSession.getActiveSession()
+    spark = active or build(f"txmsg {job}", settings)
+    try:
+        for name, value in SETTINGS.items():
+            spark.conf.set(name, value)
+        register(spark)
+        yield spark
+    finally:
+        if active is None:
+            spark.stop()
+
+
+def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
+    """Start a session: local on all cores, unless the environment names a master."""
+    builder = SparkSession.builder.appName(name)
+    chosen = dict(SETTINGS)
+    master = (settings or {}).get("spark.master", "")
+    if not master and not _submitted():
+        master = "local[*]"
+        builder = builder.master(master)
+    if master.startswith("local"):
+        chosen |= local_settings()
+        _show_the_package_to_workers()
+    chosen |= settings or {}
+    for key, value in chosen.items():
+        builder = builder.config(key, value)
+    try:
+        spark = builder.getOrCreate()
+    except Exception as error:
+        raise EnvironmentFault(
+            f"Spark does not start: {error}. It needs Java 17 or newer: install one "
+            "(on Debian, openjdk-17-jre-headless) or set JAVA_HOME."
+        ) from error
+    spark.sparkContext.setLogLevel("ERROR")
+    return spark
+
+
+def _submitted() -> bool:
+    """Whether spark-submit has started us, or its options are given otherwise."""
+    arguments = os.environ.get("PYSPARK_SUBMIT_ARGS", "")
+    return "--master" in arguments or "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def _show_the_package_to_workers() -> None:
+    """Local workers are fresh interpreters: they know the environment, not sys.path."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    home = str(Path(__file__).resolve().parents[2])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if home not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([home, *filter(None, paths)])

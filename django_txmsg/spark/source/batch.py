@@ -1,0 +1,200 @@
+"""Reading a table once: partitions by id, one snapshot, filters pushed to the database.
+
+Without the name of a snapshot there is one partition, and so one statement and one
+state. With one, as many partitions as are asked for see that same state.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    IsNotNull,
+    IsNull,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.types import StructType
+
+from ..errors import UsageError
+from ..schemas import Column, Table, arrow_schema
+from ..spec import SourceSpec
+from .database import Database, open_database
+
+#: Partitions of a read within a snapshot, unless the options say otherwise.
+PARTITIONS = 4
+
+
+class Selection:
+    """The columns that Spark asks for, in its order and as nullable as it says."""
+
+    def __init__(self, service: str, table: Table, schema: StructType) -> None:
+        known = {one.name: one for one in table.columns}
+        for name in schema.fieldNames():
+            if name != "service" and name not in known:
+                raise UsageError(f"The table {table.name} has no column {name!r}.")
+        self.service, self.table = service, table
+        self.columns = [known.get(name) for name in schema.fieldNames()]
+        self.schema = arrow_schema(schema)
+
+    def read(
+        self, database: Database, where: str, snapshot: str = ""
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that `where` chooses."""
+        wanted = [one for one in self.columns if one is not None]
+        asked = wanted or [self.table.column("id")]
+        for batch in database.read(self.table, asked, where, snapshot):
+            names = pa.repeat(pa.scalar(self.service, pa.string()), batch.num_rows)
+            found = iter(batch.columns)
+            arrays = [names if one is None else next(found) for one in self.columns]
+            yield pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+
+@dataclass
+class IdRange(InputPartition):
+    """The rows of one task: `first <= id < last`."""
+
+    first: int
+    last: int
+
+    @property
+    def condition(self) -> str:
+        """The range in SQL."""
+        return f"t.id >= {self.first} AND t.id < {self.last}"
+
+
+def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
+    """Cut a table's ids into equal ranges that hold all ids there can be. A row that is
+    stored later is in none that matters: the snapshot does not have it."""
+    low, high = database.bounds(table)
+    if count <= 1 or high < low:
+        return [IdRange(-(2**63), 2**63 - 1)]
+    step = math.ceil((high - low + 1) / count)
+    edges = [-(2**63), *(low + step * index for index in range(1, count)), 2**63 - 1]
+    return [IdRange(*edge) for edge in pairwise(edges)]
+
+
+class BatchReader(DataSourceReader):
+    """Reads a table, or those of its columns that are asked for."""
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        table: Table,
+        schema: StructType,
+        options: Mapping[str, str],
+    ) -> None:
+        self.database = open_database(spec)
+        self.table, self.columns = table, Selection(spec.service, table, schema)
+        self.snapshot = options.get("snapshot", "")
+        self.count = int(options.get("partitions", PARTITIONS if self.snapshot else 1))
+        self.conditions: list[str] = []
+        for name, upper in (("since", False), ("until", True)):
+            if name in options:
+                instant = dt.datetime.fromisoformat(options[name])
+                literal = self.database.instant(instant, upper=False)
+                sign = "<" if upper else ">="
+                self.conditions.append(f"t.{table.clock} {sign} {literal}")
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """Cut the ids into equal ranges."""
+        return id_ranges(self.database, self.table, self.count)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield a partition's rows as batches."""
+        assert isinstance(partition, IdRange)
+        where = " AND ".join([partition.condition, *self.conditions])
+        yield from self.columns.read(self.database, where, self.snapshot)
+
+
+class PushingReader(BatchReader):
+    """A reader that takes filters over to the database.
+
+    A class of its own, since Spark refuses a reader with `pushFilters` where the
+    setting for it is off. `register()` switches it on; the option `pushdown=false`
+    does without.
+    """
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
+        """Take what the database can decide; yield what Spark must look at (again)."""
+        for one in filters:
+            condition = _condition(one, self.table, self.database)
+            if condition is not None:
+                self.conditions.append(condition)
+            if condition is None or self.database.vendor == "sqlite":
+                # Instants are text there, and their bounds a little wider.
+                yield one
+
+
+_SIGNS: dict[type[Filter], str] = {
+    GreaterThan: ">",
+    GreaterThanOrEqual: ">=",
+    LessThan: "<",
+    LessThanOrEqual: "<=",
+    EqualTo: "=",
+}
+
+
+def _condition(one: Filter, table: Table, database: Database) -> str | None:
+    """Return a filter as SQL that lets at least its rows pass, or None."""
+    path = getattr(one, "attribute", ())
+    column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
+    if column is None or column.kind in ("json", "bytes", "double"):
+        return None
+    name = f"t.{column.quoted}"
+    if isinstance(one, IsNull):
+        return f"{name} IS NULL"
+    if isinstance(one, IsNotNull):
+        return f"{name} IS NOT NULL"
+    if isinstance(one, In):
+        literals = [_literal(column, value, database, False) for value in one.value]
+        if not literals or None in literals or column.kind == "instant":
+            return None
+        return f"{name} IN ({', '.join(map(str, literals))})"
+    sign = _SIGNS.get(type(one))
+    if sign is None or (column.kind in ("text", "uuid") and sign != "="):
+        # Spark and the database may order text differently.
+        return None
+    if database.vendor == "sqlite" and column.kind == "instant":
+        if sign == "=":
+            return None
+        sign = {">": ">=", "<": "<="}.get(sign, sign)
+    literal = _literal(column, getattr(one, "value", None), database, sign[0] == "<")
+    if literal is None:
+        return None
+    return f"{_compared(name, column, database)} {sign} {literal}"
+
+
+def _compared(name: str, column: Column, database: Database) -> str:
+    if column.kind == "xid" and database.vendor == "postgresql":
+        return f"({name}::text::bigint)"
+    return name
+
+
+def _literal(
+    column: Column, value: object, database: Database, upper: bool
+) -> str | None:
+    if column.kind in ("long", "int", "xid") and isinstance(value, int):
+        return str(int(value))
+    if column.kind == "instant" and isinstance(value, dt.datetime):
+        return database.instant(value, upper=upper)
+    if column.kind == "uuid" and isinstance(value, str):
+        try:
+            return database.uuid(value)
+        except ValueError:
+            return None
+    if column.kind == "text" and isinstance(value, str) and "\x00" not in value:
+        return "'" + value.replace("'", "''") + "'"
+    return None

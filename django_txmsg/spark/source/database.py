@@ -1,0 +1,63 @@
+"""What the pipeline asks of a database, whichever it is: batches, bounds, literals.
+
+An implementation is small and picklable: executors get it with its address inside, and
+open a connection of their own for every read.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pyarrow as pa
+
+from ..schemas import Column, Table
+from ..spec import SourceSpec
+
+
+class Database(Protocol):
+    """A database that holds a message log."""
+
+    vendor: str
+
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that `where` chooses, as batches of exactly `columns`."""
+        ...
+
+    def bounds(self, table: Table) -> tuple[int, int]:
+        """Return the lowest and the highest id, or (0, -1) of an empty table."""
+        ...
+
+    def instant(self, value: dt.datetime, *, upper: bool) -> str:
+        """Return a literal to compare a column with: `upper` for < and <=."""
+        ...
+
+    def uuid(self, value: str) -> str:
+        """Return a literal of a canonical UUID."""
+        ...
+
+
+def open_database(spec: SourceSpec) -> Database:
+    """Return the database of a service. Connects to nothing yet."""
+    if spec.vendor == "postgresql":
+        from .postgres import Postgres
+
+        return Postgres(spec.conninfo())
+    from .sqlite import Sqlite
+
+    return Sqlite(spec.path)
+
+
+def schema_of(columns: Sequence[Column]) -> pa.Schema:
+    """Return the Arrow schema of `columns`."""
+    return pa.schema([one.arrow for one in columns])
+
+
+def utc(value: dt.datetime) -> dt.datetime:
+    """Return an instant in UTC. Spark hands naive ones over, and means UTC."""
+    if value.tzinfo is None:
+        return value.replace(tzinfo=dt.timezone.utc)
+    return value.astimezone(dt.timezone.utc)

@@ -1,0 +1,92 @@
+"""`format("txmsg")`: what Spark asks for, handed to readers, streams and the writer.
+
+Options: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
+`passwordEnv` (the *name* of the environment variable that holds the password),
+`partitions`, `snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's
+clock; of streams `follow` (stored or changed) and `maxRowsPerBatch`; of writes `run`,
+`rate` and `broker`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+from ..errors import UsageError
+from ..schemas import TABLES, Table
+from ..spec import SourceSpec
+from ..staging import STAGED
+from .batch import BatchReader, PushingReader
+from .stream import LogStream
+from .writer import OutboxWriter
+
+
+class TxmsgDataSource(DataSource):
+    """The message log of one service's database."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self.options = dict(options)
+        self.given = {key.lower(): value for key, value in self.options.items()}
+
+    def __repr__(self) -> str:
+        # Spark shows this in plans and in errors.
+        return f"txmsg {self.given.get('table', 'outbox')}"
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the name of the format."""
+        return "txmsg"
+
+    def schema(self) -> StructType:
+        """Return the schema of the table that is read."""
+        return self.table.struct()
+
+    def reader(self, schema: StructType) -> BatchReader:
+        """Return a reader of the columns in `schema`, which may be fewer."""
+        pushes = self.given.get("pushdown", "true").lower() != "false"
+        kind = PushingReader if pushes else BatchReader
+        return kind(self.spec, self.table, schema, self.given)
+
+    def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
+        """Return a reader of the log's growth."""
+        return LogStream(self.spec, self.table, schema, self.given)
+
+    def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
+        """Return a writer into the outbox. It appends, and never overwrites."""
+        if overwrite:
+            raise UsageError("Messages are added to an outbox: use .mode('append').")
+        missing = {field.name for field in STAGED.fields} - set(schema.fieldNames())
+        if missing:
+            raise UsageError(
+                f"The outbox needs the columns {', '.join(STAGED.fieldNames())}; "
+                f"missing: {', '.join(sorted(missing))}."
+            )
+        return OutboxWriter(self.spec, self.given)
+
+    @property
+    def table(self) -> Table:
+        """The table that the options name."""
+        name = self.given.get("table", "outbox")
+        try:
+            return TABLES[name]
+        except KeyError:
+            raise UsageError(
+                f"There is no table {name!r} in the message log; there are "
+                f"{', '.join(TABLES)}."
+            ) from None
+
+    @property
+    def spec(self) -> SourceSpec:
+        """The service that the options name."""
+        if "url" not in self.given:
+            raise UsageError(
+                'format("txmsg") needs the option "url", for example '
+                "postgresql://user@host/database or sqlite:////path."
+            )
+        return SourceSpec(
+            service=self.given.get("service", "service"),
+            url=self.given["url"],
+            password_env=self.given.get("passwordenv", ""),
+        )

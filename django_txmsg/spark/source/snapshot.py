@@ -1,0 +1,53 @@
+"""One state of a database for many tasks at once.
+
+PostgreSQL exports the snapshot of a transaction that is held open here. SQLite cannot;
+there a copy of the file is the snapshot.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from ..errors import EnvironmentFault
+from ..spec import SourceSpec
+
+
+@contextmanager
+def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
+    """Hold one state of a service's database and yield the options that read it.
+
+    Use them as `spark.read.format("txmsg").options(**options)`, any number of times
+    and tables, and run the actions inside. On PostgreSQL the open transaction keeps
+    vacuum from rows that die meanwhile.
+    """
+    options = {"service": spec.service, "url": spec.url}
+    if spec.password_env:
+        options["passwordEnv"] = spec.password_env
+    if spec.vendor == "postgresql":
+        import psycopg
+
+        from ..connection import connect
+
+        with connect(spec) as connection:
+            connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            connection.read_only = True
+            connection.autocommit = False
+            row = connection.execute("SELECT pg_export_snapshot()").fetchone()
+            assert row is not None
+            yield options | {"snapshot": row[0]}
+        return
+    if not Path(spec.path).is_file():
+        raise EnvironmentFault(f"There is no SQLite database at {spec.path}.")
+    with tempfile.TemporaryDirectory(prefix="txmsg-snapshot-") as directory:
+        copy = Path(directory) / "snapshot.sqlite3"
+        uri = f"{Path(spec.path).absolute().as_uri()}?mode=ro"
+        with (
+            closing(sqlite3.connect(uri, uri=True, timeout=60)) as live,
+            closing(sqlite3.connect(copy)) as copied,
+        ):
+            live.backup(copied)
+        yield options | {"url": f"sqlite:///{copy}", "snapshot": "copy"}

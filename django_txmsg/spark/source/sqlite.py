@@ -1,0 +1,99 @@
+"""Reading from SQLite with the standard library, for trying out and for small sites.
+
+Django keeps a uuid there as 32 hexadecimal digits and an instant as text in UTC; both
+leave here as everywhere else.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import sqlite3
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..schemas import Column, Table
+from .database import schema_of, utc
+
+BATCH_ROWS = 20_000
+
+
+class Sqlite:
+    """An SQLite database in a file, opened for reading only."""
+
+    vendor = "sqlite"
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield batches of one statement, which sees one state of the database."""
+        with closing(self._connect()) as connection:
+            yield from read_rows(connection, table, columns, where)
+
+    def bounds(self, table: Table) -> tuple[int, int]:
+        """Return the lowest and highest id."""
+        with closing(self._connect()) as connection:
+            low, high = connection.execute(
+                f"SELECT min(id), max(id) FROM {table.relation}"
+            ).fetchone()
+        return (0, -1) if low is None else (low, high)
+
+    def instant(self, value: dt.datetime, *, upper: bool) -> str:
+        """Return a text literal. Stored instants leave trailing zeros out, or not: a
+        lower bound is the shortest writing of its instant, an upper one the longest."""
+        return f"'{instant_text(value, upper=upper)}'"
+
+    def uuid(self, value: str) -> str:
+        """Return the text that Django stores. Raises ValueError for anything else."""
+        return f"'{uuid.UUID(value).hex}'"
+
+    def _connect(self) -> sqlite3.Connection:
+        uri = f"{Path(self.path).absolute().as_uri()}?mode=ro"
+        return sqlite3.connect(uri, uri=True, timeout=60)
+
+
+def instant_text(value: dt.datetime, *, upper: bool) -> str:
+    """Return an instant as Django writes it, with all or no trailing zeros."""
+    naive = utc(value).replace(tzinfo=None)
+    text = naive.isoformat(sep=" ", timespec="microseconds")
+    return text if upper else text.rstrip("0").rstrip(".")
+
+
+def read_rows(
+    connection: sqlite3.Connection, table: Table, columns: Sequence[Column], where: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows that `where` chooses, through an open connection."""
+    schema = schema_of(columns)
+    selected = ", ".join(f"t.{one.quoted}" for one in columns)
+    cursor = connection.execute(
+        f"SELECT {selected} FROM {table.relation} t WHERE {where or '1'} ORDER BY t.id"
+    )
+    while rows := cursor.fetchmany(BATCH_ROWS):
+        arrays = [
+            _array(column, values)
+            for column, values in zip(columns, zip(*rows, strict=True), strict=True)
+        ]
+        yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _array(column: Column, values: Sequence[Any]) -> pa.Array:
+    kind = column.arrow.type
+    if column.kind == "uuid":
+        digits = pa.array(values, pa.string())
+        parts = [
+            pc.utf8_slice_codeunits(digits, start, stop)
+            for start, stop in ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
+        ]
+        return pc.binary_join_element_wise(*parts, "-")
+    if column.kind == "instant":
+        text = pa.array(values, pa.string())
+        return text.cast(pa.timestamp("us")).cast(kind)
+    return pa.array(values, kind)

@@ -1,0 +1,159 @@
+"""Following the log as it grows, without missing a row that commits late.
+
+An id is drawn before its transaction commits, so that a reader of ids loses rows. On
+PostgreSQL the offset is a transaction id below which every transaction has ended
+(`pg_snapshot_xmin`), together with the identity of the cluster that counts them. On
+SQLite writers take turns, and ids are in the order of commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from ..connection import Connection, connect_plain
+from ..errors import EnvironmentFault, UsageError
+from ..schemas import Table
+from ..spec import SourceSpec
+from .batch import Selection
+from .database import open_database
+
+
+@dataclass
+class Stretch(InputPartition):
+    """A part of the log: `first <= position < last`, and every n-th id of it."""
+
+    first: int
+    last: int
+
+
+class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Rows by the transaction that stored them or, with `follow=changed`, by the one
+    that changed them last: then a row comes again with each change."""
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        table: Table,
+        schema: StructType,
+        options: Mapping[str, str],
+    ) -> None:
+        follow = options.get("follow", "stored")
+        if follow not in ("stored", "changed"):
+            raise UsageError(f"follow is stored or changed, not {follow!r}.")
+        self.postgres = spec.vendor == "postgresql"
+        if self.postgres and not table.tracked:
+            raise UsageError(
+                f"Rows of {table.name} do not say which transaction stored them: "
+                "stream the outbox or the inbox."
+            )
+        if follow == "changed" and not self.postgres:
+            raise UsageError("follow=changed needs PostgreSQL.")
+        self.position = "changed_xid" if follow == "changed" else "created_xid"
+        self.spec, self.table = spec.resolved(), table
+        self.columns = Selection(spec.service, table, schema)
+        self.database = open_database(spec)
+        self.most = int(options.get("maxrowsperbatch", 0))
+        self.target: dict[str, Any] | None = None
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
+        """Begin at the beginning."""
+        return {"position": "0", "cluster": self._cluster()}
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """Limit a micro-batch to `maxRowsPerBatch`, when given."""
+        return ReadMaxRows(self.most) if self.most else ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
+        """Fix the end of what this run reads."""
+        self.target = self._end()
+
+    def latestOffset(  # noqa: N802 - Spark's name
+        self, start: dict[str, Any], limit: ReadLimit
+    ) -> dict[str, Any]:
+        """Return how far may be read: never past a transaction still open."""
+        end = self.target or self._end()
+        if start["cluster"] != end["cluster"]:
+            raise EnvironmentFault(
+                f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
+                f"and {self.spec.shown} is on {end['cluster']}: transaction ids do not "
+                "survive a dump and restore. Start with a new checkpoint."
+            )
+        first, last = int(start["position"]), int(end["position"])
+        if isinstance(limit, ReadMaxRows):
+            last = min(last, self._after(first, last, limit.max_rows))
+        return {"position": str(max(first, last)), "cluster": end["cluster"]}
+
+    def partitions(
+        self, start: dict[str, Any], end: dict[str, Any]
+    ) -> Sequence[InputPartition]:
+        """One task a micro-batch: a range is short, and one statement is one state."""
+        first, last = int(start["position"]), int(end["position"])
+        return [Stretch(first, last)] if first < last else []
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a range. Read again, it has the same rows, as long as
+        nobody has deleted any."""
+        assert isinstance(partition, Stretch)
+        where = self._between(partition.first, partition.last)
+        yield from self.columns.read(self.database, where)
+
+    def _between(self, first: int, last: int) -> str:
+        # Written like the index, which is on this expression.
+        name = f"(t.{self.position}::text::bigint)" if self.postgres else "t.id"
+        return f"{name} >= {first} AND {name} < {last}"
+
+    def _end(self) -> dict[str, Any]:
+        connection = connect_plain(self.spec)
+        try:
+            if self.postgres:
+                position = connection.value(
+                    "SELECT pg_snapshot_xmin(pg_current_snapshot())::text"
+                )
+            else:
+                highest = connection.value(f"SELECT max(id) FROM {self.table.relation}")
+                position = str((highest or 0) + 1)
+            return {"position": position, "cluster": self._cluster(connection)}
+        finally:
+            connection.close()
+
+    def _cluster(self, connection: Connection | None = None) -> str:
+        if not self.postgres:
+            return "sqlite"
+        opened = connection or connect_plain(self.spec)
+        try:
+            identity = opened.value("SELECT system_identifier FROM pg_control_system()")
+            return str(identity)
+        finally:
+            if connection is None:
+                opened.close()
+
+    def _after(self, first: int, last: int, rows: int) -> int:
+        """Return the end of a range of at least one transaction and, where that allows
+        it, at most `rows` rows. A transaction is never split."""
+        name = "created_xid::text::bigint" if self.postgres else "id"
+        name = name.replace("created_xid", self.position)
+        connection = connect_plain(self.spec)
+        try:
+            found = connection.rows(
+                f"SELECT {name} AS p FROM {self.table.relation} t"
+                f" WHERE {self._between(first, last)} ORDER BY 1 LIMIT %s",
+                rows + 1,
+            )
+        finally:
+            connection.close()
+        if len(found) <= rows:
+            return last
+        cut: int = found[-1][0]
+        return cut if cut > found[0][0] else cut + 1

@@ -1,0 +1,63 @@
+"""Writing messages into an outbox with a commit protocol.
+
+Each task stages its rows; the driver merges the tasks that succeeded, in one
+transaction. A task run twice, and a run repeated, store each message once.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+
+from ..errors import UsageError
+from ..spec import SourceSpec
+from ..staging import Staging
+
+
+@dataclass
+class StagedTask(WriterCommitMessage):
+    """What one task attempt has staged."""
+
+    task: str
+    rows: int
+
+
+class OutboxWriter(DataSourceArrowWriter):
+    """Stores the messages of one run. The run's name is what makes it idempotent: it
+    becomes the `replay_id` of its rows, unique together with the message id."""
+
+    def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
+        run = options.get("run", "")
+        if not 0 < len(run) <= 64:
+            raise UsageError(
+                'Writing messages needs the option "run", a name of at most 64 '
+                "characters: the same name again stores nothing twice."
+            )
+        self.spec, self.run = spec.resolved(), run
+        self.rate = float(options.get("rate", 0))
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedTask:
+        """Stage one task attempt's rows."""
+        context = TaskContext.get()
+        place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
+        task = f"{place}-{uuid.uuid4().hex[:12]}"
+        return StagedTask(task, self._staging().stage(task, iterator))
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Merge what the successful attempts have staged."""
+        tasks = [
+            (one.task, one.rows) for one in messages if isinstance(one, StagedTask)
+        ]
+        self._staging().merge(tasks, rate=self.rate)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Remove what was staged."""
+        self._staging().clear()
+
+    def _staging(self) -> Staging:
+        return Staging(self.spec, self.run)

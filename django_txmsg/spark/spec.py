@@ -1,0 +1,164 @@
+"""What a job is told: plain dataclasses that travel as JSON, with no secret in them.
+
+`manage.py pipeline` makes them from Django's settings; elsewhere they are a file. A
+password is named by the environment variable that holds it, never written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from .errors import EnvironmentFault, UsageError
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A service and the database that its message log is in.
+
+    `url` is `postgresql://user@host:5432/name` or `sqlite:////absolute/path`.
+    """
+
+    service: str
+    url: str = field(repr=False)
+    password_env: str = ""
+    password: str | None = field(default=None, repr=False)
+    """Filled in on the driver by `resolved()`, for tasks; never written anywhere."""
+
+    @property
+    def vendor(self) -> str:
+        """`postgresql` or `sqlite`."""
+        scheme = urlsplit(self.url).scheme
+        if scheme in ("postgresql", "postgres"):
+            return "postgresql"
+        if scheme == "sqlite":
+            return "sqlite"
+        raise UsageError(
+            f"The database of service {self.service!r} is at {self.shown}: the "
+            "pipeline reads postgresql:// and sqlite:// databases."
+        )
+
+    @property
+    def path(self) -> str:
+        """The file of an SQLite database."""
+        return unquote(urlsplit(self.url).path)[1:]
+
+    @property
+    def shown(self) -> str:
+        """The address without a password, for messages and records."""
+        return re.sub(r"(//[^:/@]*):[^@]*@", r"\1@", self.url)
+
+    def conninfo(self) -> str:
+        """Return the address as libpq takes it, with the password filled in.
+
+        Raises EnvironmentFault when the variable that should hold it is not set.
+        """
+        from psycopg.conninfo import make_conninfo
+
+        password = self.resolved().password
+        if password is None:
+            return make_conninfo(self.url, connect_timeout=10)
+        return make_conninfo(self.url, connect_timeout=10, password=password)
+
+    def resolved(self) -> SourceSpec:
+        """Return this with its password, for a task that lacks our environment."""
+        if not self.password_env or self.password is not None:
+            return self
+        password = os.environ.get(self.password_env)
+        if password is None:
+            raise EnvironmentFault(
+                f"The password of service {self.service!r} is expected in the "
+                f"environment variable {self.password_env}, which is not set."
+            )
+        return dataclasses.replace(self, password=password)
+
+
+@dataclass(frozen=True)
+class LakeSpec:
+    """Where the lake is, and how rows are kept in it."""
+
+    uri: str
+    keep_bodies: bool = True
+    storage_options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Subscription:
+    """A stage that is expected to receive what is sent to a destination."""
+
+    destination: str
+    service: str
+    stage: str
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """All that the jobs need to know about the services and the lake.
+
+    The first service is the one that a job works on when none is named. `retention`
+    maps a table to the days its settled rows stay in the database.
+    """
+
+    services: tuple[SourceSpec, ...] = ()
+    lake: LakeSpec | None = None
+    retention: Mapping[str, float | None] = field(default_factory=dict)
+    subscriptions: tuple[Subscription, ...] = ()
+
+    def service(self, name: str = "") -> SourceSpec:
+        """Return a service by name, or the first. Raises UsageError."""
+        for one in self.services:
+            if not name or one.service == name:
+                return one
+        known = ", ".join(one.service for one in self.services) or "none"
+        raise UsageError(f"No service {name!r} is specified; known: {known}.")
+
+    def lake_spec(self) -> LakeSpec:
+        """Return the lake. Raises UsageError when none is specified."""
+        if self.lake is None:
+            raise UsageError(
+                'No lake is specified. Set TXMSG["LAKE"], or "lake" in the job '
+                "specification, or pass --lake, for example file:///var/lake."
+            )
+        return self.lake
+
+    def to_json(self) -> str:
+        """Return the specification as JSON."""
+        plain = dataclasses.asdict(self)
+        for service in plain["services"]:
+            del service["password"]
+        return json.dumps(plain, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSpec:
+        """Return the specification that a JSON text holds. Raises UsageError."""
+        try:
+            given = json.loads(text)
+            lake = given.pop("lake", None)
+            return cls(
+                services=tuple(SourceSpec(**one) for one in given.pop("services", ())),
+                lake=LakeSpec(**lake) if lake else None,
+                subscriptions=tuple(
+                    Subscription(**one) for one in given.pop("subscriptions", ())
+                ),
+                **given,
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UsageError(
+                f"The job specification does not parse: {error}"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str) -> JobSpec:
+        """Return the specification in a file. Raises UsageError."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except OSError as error:
+            raise UsageError(
+                f"The job specification cannot be read: {error}"
+            ) from error

@@ -1,0 +1,254 @@
+"""Storing many messages at once, each once: staging, then one merge into the outbox.
+
+A task stages its rows under a key of its own attempt. One transaction then merges the
+attempts that succeeded, drops what a run of the same name has stored before, and clears
+the staging table. COPY knows no ON CONFLICT; the merge does.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import types as t
+
+from .connection import Connection, connect_plain
+from .errors import EnvironmentFault
+from .source.sqlite import instant_text
+from .spec import SourceSpec
+
+#: What the writer takes: one message a row.
+STAGED = t.StructType(
+    [
+        t.StructField("message_id", t.StringType(), False),
+        t.StructField("broker", t.StringType(), False),
+        t.StructField("destination", t.StringType(), False),
+        t.StructField("key", t.StringType(), False),
+        t.StructField("correlation_id", t.StringType(), False),
+        t.StructField("headers", t.StringType(), False),
+        t.StructField("content_type", t.StringType(), False),
+        t.StructField("body", t.BinaryType(), False),
+        t.StructField("position", t.TimestampType(), True),
+        t.StructField("dead_letter", t.LongType(), True),
+    ]
+)
+
+_STAGED = "django_txmsg_stagedmessage"
+_OUTBOX = "django_txmsg_outboxmessage"
+_INBOX = "django_txmsg_inboxmessage"
+_LETTERS = "django_txmsg_deadletter"
+_NAMES = STAGED.fieldNames()
+_QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did with the messages that its tasks had staged."""
+
+    staged: int
+    stored: int
+    skipped: int = 0
+    """Dead letters whose stage has processed the message in the meantime."""
+
+    @property
+    def known(self) -> int:
+        """Messages that a run of this name had stored before."""
+        return self.staged - self.stored - self.skipped
+
+
+class Staging:
+    """The staging table of one service's database, and one run's rows in it."""
+
+    def __init__(self, spec: SourceSpec, run: str) -> None:
+        self.spec, self.run = spec, run
+
+    def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> int:
+        """Bring one task attempt's rows, in a transaction; return how many."""
+        connection = connect_plain(self.spec)
+        try:
+            with connection.transaction():
+                if self.spec.vendor == "postgresql":
+                    return self._copy(connection, task, batches)
+                return self._insert(connection.raw, task, batches)
+        finally:
+            connection.close()
+
+    def merge(
+        self,
+        tasks: Sequence[tuple[str, int]],
+        *,
+        rate: float = 0,
+        letters: bool = False,
+    ) -> Merged:
+        """Store what `tasks` have staged, in one transaction. `rate` messages a second
+        become due; 0 makes all due at once. `letters`: some are dead letters.
+
+        Raises EnvironmentFault when something of it is missing.
+        """
+        connection = connect_plain(self.spec)
+        announced = sum(rows for _, rows in tasks)
+        try:
+            with connection.transaction():
+                self._drop_void_attempts(connection, [task for task, _ in tasks])
+                staged = connection.value(
+                    f"SELECT count(*) FROM {_STAGED} WHERE run = %s", self.run
+                )
+                if staged != announced:
+                    raise EnvironmentFault(
+                        f"Run {self.run}: {announced} messages were announced and "
+                        f"{staged} are staged (did the database restart?). Nothing was "
+                        "stored: run again."
+                    )
+                skipped = self._skip_processed(connection) if letters else 0
+                stored = self._store(connection, rate)
+                if letters:
+                    self._resolve(connection)
+                self.clear(connection)
+            return Merged(announced, stored, skipped)
+        finally:
+            connection.close()
+
+    def clear(self, connection: Connection | None = None) -> None:
+        """Remove what the run has staged."""
+        opened = connection or connect_plain(self.spec)
+        try:
+            opened.execute(f"DELETE FROM {_STAGED} WHERE run = %s", self.run)
+        finally:
+            if connection is None:
+                opened.close()
+
+    def _copy(
+        self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
+    ) -> int:
+        """COPY as CSV, which Arrow writes quickly; bytes travel as PostgreSQL's hex."""
+        import pyarrow.csv as csv
+
+        rows = 0
+        sql = f"COPY {_STAGED} (run, task, {_QUOTED}) FROM STDIN WITH (FORMAT csv)"
+        options = csv.WriteOptions(include_header=False, quoting_style="needed")
+        with connection.raw.cursor().copy(sql) as copy:
+            for batch in batches:
+                rows += batch.num_rows
+                sink = pa.BufferOutputStream()
+                csv.write_csv(self._as_text(batch, task), sink, options)
+                copy.write(memoryview(sink.getvalue()))
+        return rows
+
+    def _as_text(self, batch: pa.RecordBatch, task: str) -> pa.RecordBatch:
+        count = batch.num_rows
+        arrays = [pa.repeat(self.run, count), pa.repeat(task, count)]
+        for name in _NAMES:
+            values = batch.column(batch.schema.get_field_index(name))
+            if name == "body":
+                values = pa.array(
+                    [f"\\x{body.hex()}" for body in values.to_pylist()], pa.string()
+                )
+            arrays.append(values)
+        return pa.RecordBatch.from_arrays(arrays, names=["run", "task", *_NAMES])
+
+    def _insert(
+        self, raw: sqlite3.Connection, task: str, batches: Iterable[pa.RecordBatch]
+    ) -> int:
+        rows = 0
+        marks = ", ".join("?" * (len(_NAMES) + 2))
+        for batch in batches:
+            rows += batch.num_rows
+            raw.executemany(
+                f"INSERT INTO {_STAGED} (run, task, {_QUOTED}) VALUES ({marks})",
+                [
+                    (self.run, task, *map(_sqlite_value, _NAMES, row.values()))
+                    for row in batch.select(_NAMES).to_pylist()
+                ],
+            )
+        return rows
+
+    def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
+        """Failed, repeated and speculative attempts were never announced."""
+        if self.spec.vendor == "postgresql":
+            connection.execute(
+                f"DELETE FROM {_STAGED} WHERE run = %s AND NOT task = ANY(%s)",
+                self.run,
+                tasks,
+            )
+            return
+        connection.execute(
+            f"DELETE FROM {_STAGED} WHERE run = %s"
+            " AND task NOT IN (SELECT value FROM json_each(%s))",
+            self.run,
+            json.dumps(tasks),
+        )
+
+    def _skip_processed(self, connection: Connection) -> int:
+        """A dead letter whose stage has processed the message needs no redelivery, and
+        one that is not open any more has been seen to."""
+        return connection.execute(
+            f"DELETE FROM {_STAGED} WHERE run = %s AND dead_letter IS NOT NULL AND ("
+            f" dead_letter NOT IN (SELECT id FROM {_LETTERS} WHERE resolution = 'open')"
+            f" OR dead_letter IN (SELECT d.id FROM {_LETTERS} d JOIN {_INBOX} i"
+            "  ON i.message_id = d.message_id AND i.stage = d.stage"
+            "  WHERE i.processed_at IS NOT NULL))",
+            self.run,
+        )
+
+    def _store(self, connection: Connection, rate: float) -> int:
+        postgres = self.spec.vendor == "postgresql"
+        now = "now()" if postgres else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+        due = now
+        place = "(row_number() OVER (ORDER BY position, id) - 1)"
+        if rate and postgres:
+            due = f"now() + {place} * interval '1 second' / {float(rate)}"
+        elif rate:
+            due = (
+                "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now',"
+                f" '+' || ({place} / {float(rate)}) || ' seconds')"
+            )
+        fields = (
+            'message_id, broker, destination, "key", correlation_id, headers,'
+            " content_type, body"
+        )
+        return connection.execute(
+            f"INSERT INTO {_OUTBOX} ({fields}, replay_id, created_at, due_at, attempts,"
+            f" last_error) SELECT {fields}, run, {now}, {due}, 0, '' FROM {_STAGED}"
+            " WHERE run = %s ORDER BY position, id"
+            " ON CONFLICT (message_id, replay_id) DO NOTHING",
+            self.run,
+        )
+
+    def _resolve(self, connection: Connection) -> None:
+        """Let the stages of replayed dead letters count anew, and close the letters."""
+        letters = f"SELECT dead_letter FROM {_STAGED} WHERE run = %s"
+        connection.execute(
+            f"UPDATE {_INBOX} AS i SET attempts = 0, dead_at = NULL, due_at = NULL,"
+            f" last_error = '' WHERE i.processed_at IS NULL AND EXISTS (SELECT 1 FROM"
+            f" {_LETTERS} d WHERE d.message_id = i.message_id AND d.stage = i.stage"
+            f" AND d.id IN ({letters}))",
+            self.run,
+        )
+        now = "now()"
+        if self.spec.vendor == "sqlite":
+            now = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+        for same, resolution, replaced in (
+            ("=", "redelivered", "NULL"),
+            ("<>", "replaced", "s.message_id"),
+        ):
+            connection.execute(
+                f"UPDATE {_LETTERS} AS d SET resolution = '{resolution}',"
+                f" resolved_at = {now}, resolved_by = %s, replaced_by = {replaced}"
+                f" FROM {_STAGED} s WHERE s.run = %s AND s.dead_letter = d.id"
+                f" AND s.message_id {same} d.message_id AND d.resolution = 'open'",
+                f"replay {self.run}"[:255],
+                self.run,
+            )
+
+
+def _sqlite_value(name: str, value: Any) -> Any:
+    if name == "message_id":
+        return uuid.UUID(value).hex
+    if name == "position" and value is not None:
+        return instant_text(value, upper=True)
+    return value

@@ -1,0 +1,1 @@
+"""Pure functions from DataFrames to DataFrames, each with its schema beside it."""

@@ -1,0 +1,101 @@
+"""What happened per hour: throughput, backlog, redeliveries, senders."""
+
+from __future__ import annotations
+
+import pyspark.sql.functions as sf
+from pyspark.sql import Column, DataFrame, Window
+from pyspark.sql import types as t
+
+THROUGHPUT = t.StructType(
+    [
+        t.StructField("hour", t.TimestampType()),
+        t.StructField("stored", t.LongType()),
+        t.StructField("dispatched", t.LongType()),
+        t.StructField("processed", t.LongType()),
+        t.StructField("buried", t.LongType()),
+    ]
+)
+
+BACKLOG = t.StructType(
+    [t.StructField("hour", t.TimestampType()), t.StructField("backlog", t.LongType())]
+)
+
+REDELIVERIES = t.StructType(
+    [
+        t.StructField("service", t.StringType()),
+        t.StructField("stage", t.StringType()),
+        t.StructField("messages", t.LongType()),
+        t.StructField("redelivered", t.LongType()),
+        t.StructField("deliveries", t.LongType()),
+        t.StructField("attempts", t.LongType()),
+        t.StructField("dead", t.LongType()),
+    ]
+)
+
+SENDERS = t.StructType(
+    [
+        t.StructField("service", t.StringType()),
+        t.StructField("destination", t.StringType()),
+        t.StructField("messages", t.LongType()),
+        t.StructField("dead", t.LongType()),
+    ]
+)
+
+
+def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
+    """Return THROUGHPUT: how many messages reached each state in each hour."""
+    events = _events(sent, "stored", "created_at")
+    for frame, kind, instant in (
+        (sent, "dispatched", "dispatched_at"),
+        (received, "processed", "processed_at"),
+        (received, "buried", "dead_at"),
+    ):
+        events = events.unionByName(_events(frame, kind, instant))
+    kinds = [f.name for f in THROUGHPUT.fields if f.name != "hour"]
+    return events.groupBy("hour").agg(
+        *[sf.count_if(sf.col("kind") == kind).alias(kind) for kind in kinds]
+    )
+
+
+def backlog(sent: DataFrame) -> DataFrame:
+    """Return BACKLOG: messages stored and not yet dispatched at each hour's end."""
+    left = sf.coalesce("dispatched_at", "dead_at")
+    changes = sent.select(_hour("created_at"), sf.lit(1).alias("change")).unionByName(
+        sent.where(left.isNotNull()).select(
+            sf.date_trunc("hour", left).alias("hour"), sf.lit(-1).alias("change")
+        )
+    )
+    hours = changes.groupBy("hour").agg(sf.sum("change").alias("change"))
+    # As many rows as there are hours: one partition holds years of them.
+    until = Window.orderBy("hour").rowsBetween(Window.unboundedPreceding, 0)
+    return hours.select("hour", sf.sum("change").over(until).alias("backlog"))
+
+
+def redeliveries(received: DataFrame) -> DataFrame:
+    """Return REDELIVERIES: what each stage got more than once, tried, and gave up."""
+    again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
+    return received.groupBy("service", "stage").agg(
+        sf.count("*").alias("messages"),
+        sf.count_if(again).alias("redelivered"),
+        sf.sum("deliveries").cast("long").alias("deliveries"),
+        sf.sum("attempts").cast("long").alias("attempts"),
+        sf.count("dead_at").alias("dead"),
+    )
+
+
+def senders(sent: DataFrame) -> DataFrame:
+    """Return SENDERS: who sends how much to where."""
+    return sent.groupBy("service", "destination").agg(
+        sf.count("*").alias("messages"),
+        sf.count("dead_at").alias("dead"),
+    )
+
+
+def _events(frame: DataFrame, kind: str, instant: str) -> DataFrame:
+    return frame.where(sf.col(instant).isNotNull()).select(
+        _hour(instant), sf.lit(kind).alias("kind")
+    )
+
+
+def _hour(instant: str) -> Column:
+    return sf.date_trunc("hour", instant).alias("hour")

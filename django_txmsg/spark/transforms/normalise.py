@@ -1,0 +1,26 @@
+"""Rows of the lake and of live databases as one log, each row once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+from pyspark.sql import DataFrame
+from pyspark.sql import types as t
+
+
+def whole_log(frames: Sequence[DataFrame], struct: t.StructType) -> DataFrame:
+    """Return the union of `frames` with the columns of `struct`, each row once.
+
+    A row is in the lake and in the database for as long as its batch is committed and
+    not yet purged. It has the same service, id and message id in both; a message that
+    was processed again has another id.
+    """
+    columns = struct.fieldNames()
+    keys = ["service", "id", "message_id"]
+    wanted = list(dict.fromkeys([*keys, *columns]))
+    whole = reduce(
+        lambda one, other: one.unionByName(other),
+        [frame.select(*wanted) for frame in frames],
+    )
+    return whole.dropDuplicates(keys).select(*columns)

@@ -1,0 +1,174 @@
+"""Rows on their way back into an outbox: replayed messages, and new ones from data.
+
+Ids are a function of the run and of the row, so that a run repeated stores nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pyspark.sql.functions as sf
+from pyspark.sql import Column, DataFrame, Window
+
+from ... import wire
+from ..errors import UsageError
+from ..staging import STAGED
+
+_PLACE = re.compile(r"\{([^{}]+)\}")
+
+
+def derived_uuid(name: Column) -> Column:
+    """Return the version 5 UUID of a name in our namespace, as `uuid.uuid5` does."""
+    space = sf.unhex(sf.lit(wire.NAMESPACE.hex))
+    digest = sf.sha1(sf.concat(space, sf.encode(name, "UTF-8")))
+    variant = sf.translate(
+        sf.substring(digest, 17, 1), "0123456789abcdef", "89ab89ab89ab89ab"
+    )
+    return sf.concat_ws(
+        "-",
+        sf.substring(digest, 1, 8),
+        sf.substring(digest, 9, 4),
+        sf.concat(sf.lit("5"), sf.substring(digest, 14, 3)),
+        sf.concat(variant, sf.substring(digest, 18, 3)),
+        sf.substring(digest, 21, 12),
+    )
+
+
+def to_outbox_rows(
+    archived: DataFrame, *, run: str, mode: Literal["same", "copy"]
+) -> DataFrame:
+    """Return STAGED rows of archived outbox rows or of dead letters.
+
+    `same` keeps the ids, and every inbox that still remembers them drops the message.
+    `copy` gives ids derived from the run and the original.
+    """
+    names = archived.columns
+    original = sf.col("message_id")
+    copied = derived_uuid(sf.concat(sf.lit(f"replay/{run}/"), original))
+    letters = "resolution" in names
+    headers = _own_headers() if letters else sf.col("headers")
+    key = _header(wire.KEY) if letters else sf.col("key")
+    number = sf.col("id") if letters else sf.lit(None).cast("long")
+    return archived.select(
+        (original if mode == "same" else copied).alias("message_id"),
+        sf.coalesce("broker", sf.lit("default")).alias("broker"),
+        "destination",
+        sf.coalesce(key, sf.lit("")).alias("key"),
+        sf.coalesce("correlation_id", sf.lit("")).alias("correlation_id"),
+        headers.alias("headers"),
+        sf.when(sf.col("content_type") != "", sf.col("content_type"))
+        .otherwise(wire.BYTES)
+        .alias("content_type"),
+        "body",
+        sf.col("created_at").alias("position"),
+        number.alias("dead_letter"),
+    ).select(*STAGED.fieldNames())
+
+
+def from_dataset(
+    rows: DataFrame,
+    *,
+    run: str,
+    destination: str,
+    template: Any,
+    key: str = "",
+    headers: Mapping[str, str] | None = None,
+    identity: str = "",
+    broker: str = "default",
+) -> DataFrame:
+    """Return STAGED rows: one message for each row of a dataset.
+
+    In `destination`, `key`, the headers and the strings of `template`, `{column}`
+    stands for a column's value. A string that is nothing but one keeps its type.
+    `identity` names the columns that make a row itself; without it a row is its
+    content and, among equal rows, its number.
+    """
+    identities = [one for one in identity.split(",") if one]
+    for name in identities:
+        _known(name, rows)
+    if identities:
+        itself = sf.to_json(sf.struct(*identities), {"ignoreNullFields": "false"})
+    else:
+        content = sf.to_json(sf.struct("*"), {"ignoreNullFields": "false"})
+        rows = rows.withColumn("_content", content)
+        among = Window.partitionBy("_content").orderBy(sf.lit(1))
+        rows = rows.withColumn("_number", sf.row_number().over(among))
+        itself = sf.concat_ws("/", "_content", "_number")
+    body = sf.to_json(_built(template, rows), {"ignoreNullFields": "false"})
+    if not isinstance(template, dict | list):
+        raise UsageError("A template is a JSON object or array.")
+    given = {k: _text(value, rows) for k, value in (headers or {}).items()}
+    pairs = [part for k, value in given.items() for part in (sf.lit(k), value)]
+    return rows.select(
+        derived_uuid(sf.concat(sf.lit(f"send/{run}/"), itself)).alias("message_id"),
+        sf.lit(broker).alias("broker"),
+        _text(destination, rows).alias("destination"),
+        sf.coalesce(_text(key, rows), sf.lit("")).alias("key"),
+        sf.lit("").alias("correlation_id"),
+        (sf.to_json(sf.create_map(*pairs)) if pairs else sf.lit("{}")).alias("headers"),
+        sf.lit(wire.JSON).alias("content_type"),
+        sf.encode(body, "UTF-8").alias("body"),
+        sf.lit(None).cast("timestamp").alias("position"),
+        sf.lit(None).cast("long").alias("dead_letter"),
+    ).select(*STAGED.fieldNames())
+
+
+def parse_template(text: str) -> Any:
+    """Return a template from its JSON. Raises UsageError."""
+    try:
+        template = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"The template is not JSON: {error}.") from error
+    if not isinstance(template, dict | list):
+        raise UsageError("A template is a JSON object or array.")
+    return template
+
+
+def _own_headers() -> Column:
+    """A dead letter has the headers as they came; ours and the broker's go."""
+    headers = sf.from_json("headers", "map<string,string>")
+    reserved = [*sorted(wire.RESERVED_HEADERS), wire.CORRELATION_ID]
+    foreign = sf.lit(r"^(txmsg-|x-|amq|jms|timestamp$|priority$|subscription|server)")
+    kept = sf.map_filter(
+        headers,
+        lambda name, _: (
+            ~sf.lower(name).isin(reserved) & ~sf.rlike(sf.lower(name), foreign)
+        ),
+    )
+    return sf.to_json(kept)
+
+
+def _header(name: str) -> Column:
+    return sf.from_json("headers", "map<string,string>")[name]
+
+
+def _built(template: Any, rows: DataFrame) -> Column:
+    """Build a template's value as a column of the same shape."""
+    if isinstance(template, dict):
+        return sf.struct(*[_built(v, rows).alias(k) for k, v in template.items()])
+    if isinstance(template, list):
+        return sf.array(*[_built(one, rows) for one in template])
+    if isinstance(template, str):
+        whole = _PLACE.fullmatch(template)
+        return _known(whole[1], rows) if whole else _text(template, rows)
+    return sf.lit(template)
+
+
+def _text(template: str, rows: DataFrame) -> Column:
+    pieces = _PLACE.split(template)
+    parts = [
+        _known(piece, rows).cast("string") if index % 2 else sf.lit(piece)
+        for index, piece in enumerate(pieces)
+    ]
+    return sf.concat(*parts)
+
+
+def _known(name: str, rows: DataFrame) -> Column:
+    if name not in rows.columns:
+        raise UsageError(
+            f"The dataset has no column {name!r}; it has {', '.join(rows.columns)}."
+        )
+    return sf.col(f"`{name}`")
