@@ -1,0 +1,77 @@
+"""Placing an order, and seeing where it is."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import get_object_or_404, redirect, render
+from django.views.decorators.http import require_GET, require_http_methods
+
+from django_txmsg import send_message
+
+from .forms import OrderForm
+from .models import Order
+from .trail import Hop, trail
+
+#: What the customer calls the stages.
+STEPS = {
+    "payments.charge": "Paid",
+    "shipping.ship": "Packed",
+    "orders.shipped": "On its way",
+}
+
+
+@require_http_methods(["GET", "POST"])
+def shop(request: HttpRequest) -> HttpResponse:
+    """Show the form and the latest orders; place an order.
+
+    OutboxMiddleware has opened the transaction: order and message commit together.
+    """
+    form = OrderForm(request.POST or None)
+    if request.method == "POST" and form.is_valid():
+        order = form.save()
+        send_message(
+            "payments.charge",
+            {
+                "order": order.number,
+                "amount": order.total,
+                "fails": form.cleaned_data["payment_fails"],
+            },
+            key=order.number,
+            headers={"correlation-id": order.number},
+        )
+        return redirect("order", number=order.number)
+    orders = Order.objects.all()[:12]
+    return render(request, "orders/shop.html", {"form": form, "orders": orders})
+
+
+@require_GET
+def order(request: HttpRequest, number: str) -> HttpResponse:
+    """Show one order and the way of its messages; the page refreshes itself."""
+    found = get_object_or_404(Order, number=number)
+    hops = trail(number)
+    steps = [("Ordered", "processed"), *_steps(hops)]
+    over = found.status == Order.Status.SHIPPED or any(hop.dead for hop in hops)
+    facts = {"order": found, "hops": hops, "steps": steps, "over": over}
+    return render(request, "orders/order.html", facts)
+
+
+@require_GET
+def order_json(request: HttpRequest, number: str) -> JsonResponse:
+    """Say the same for programs."""
+    found = get_object_or_404(Order, number=number)
+    return JsonResponse(
+        {
+            "number": found.number,
+            "item": found.item,
+            "quantity": found.quantity,
+            "status": found.status,
+            "tracking_code": found.tracking_code,
+            "hops": [hop.as_dict() for hop in trail(number)],
+        }
+    )
+
+
+def _steps(hops: list[Hop]) -> list[tuple[str, str]]:
+    # A message that was sent again by an operator takes the place of the first.
+    states = {hop.destination: hop.state for hop in hops}
+    return [(word, states.get(name, "waiting")) for name, word in STEPS.items()]

@@ -1,0 +1,16 @@
+"""Parcels sent."""
+
+from __future__ import annotations
+
+from django.db import models
+
+
+class Parcel(models.Model):
+    """The parcel of one order."""
+
+    order = models.CharField(max_length=16, db_index=True)
+    tracking_code = models.CharField(max_length=16)
+    sent_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return self.tracking_code
