@@ -1,0 +1,109 @@
+"""Hooks for the processes that tests kill: each stands still at one step.
+
+The environment says what the process is to do: CRASH_STAGES is a JSON list of stages,
+CRASH_POINT the step, CRASH_GO a file whose appearance lets the process go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from django_txmsg import arrival, demarcation, inbox, relay, stages
+from django_txmsg.message import Message
+from django_txmsg.outbox import send_message
+from django_txmsg.stage_thread import StageThread
+
+RELAY_STEPS = ["before the claim", "claimed", "half sent", "sent", "settled"]
+
+_stood = threading.Event()
+
+
+def stand(step: str) -> None:
+    """Stand still here, once, if this is the step to stand at."""
+    if step != os.environ.get("CRASH_POINT") or _stood.is_set():
+        return
+    _stood.set()
+    print(f"at {step}", flush=True)  # noqa: T201 - the test waits for it
+    go = Path(os.environ["CRASH_GO"])
+    while not go.exists():
+        threading.Event().wait(0.05)
+
+
+def consumer() -> None:
+    """Declare the stages, and stand at CRASH_POINT."""
+    for one in json.loads(os.environ["CRASH_STAGES"]):
+        next_destination = one.pop("next")
+        stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
+    after(arrival, "read", "received")
+    after(inbox, "_record", "recorded")
+    before(demarcation.Demarcation, "__exit__", "before the commit")
+    before(demarcation.Demarcation, "__exit__", "broker proven alive")
+    after(demarcation.Demarcation, "__exit__", "committed")
+    after(inbox, "_commit_broker", "broker committed")
+    before(StageThread, "_note", "acknowledged")
+
+
+def relays() -> None:
+    """Stand at CRASH_POINT of the relay."""
+    before(relay.Lane, "_claim", "before the claim")
+    after(relay.Lane, "_claim", "claimed")
+    before(relay.Lane, "_settle", "sent")
+    after(relay.Lane, "_settle", "settled")
+    real = relay.Lane._send
+
+    def half(lane: Any, session: Any, rows: Any, token: Any) -> None:
+        if os.environ.get("CRASH_POINT") == "half sent":
+            handed_over = session.send
+
+            def send(batch: Any, **options: Any) -> Any:
+                outcomes = handed_over(batch[: len(batch) // 2], **options)
+                stand("half sent")
+                return outcomes + handed_over(batch[len(batch) // 2 :], **options)
+
+            session.send = send
+        real(lane, session, rows, token)
+
+    relay.Lane._send = half  # type: ignore[method-assign]
+
+
+def before(owner: Any, name: str, step: str) -> None:
+    """Stand at `step` before `owner.name` is called."""
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def standing(*given: Any, **named: Any) -> Any:
+        stand(step)
+        return real(*given, **named)
+
+    setattr(owner, name, standing)
+
+
+def after(owner: Any, name: str, step: str) -> None:
+    """Stand at `step` after `owner.name` has done something."""
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def standing(*given: Any, **named: Any) -> Any:
+        result = real(*given, **named)
+        if name != "_claim" or result:
+            stand(step)
+        return result
+
+    setattr(owner, name, standing)
+
+
+def _handler(mode: str, name: str, next_destination: str) -> Callable[[Message], None]:
+    def handler(message: Message) -> None:
+        from tests.app.models import Effect
+
+        stand("begun")
+        if mode != "broker_only":
+            Effect.objects.create(name=name, message_id=str(message.id))
+        send_message(next_destination, {"from": str(message.id)})
+        stand("handled")
+
+    handler.__qualname__ = name
+    return handler

@@ -1,0 +1,71 @@
+"""Every step of every transaction mode against every fault, and what comes of it.
+
+The table in `docs/explanation/failures.md` is made from what is expected here:
+
+    python -m tests.acceptance.failure_table
+
+`make test` plays a fair sample, `make soak` all of it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests import services
+from tests.acceptance import crash_play, failure_table
+from tests.acceptance.crash_play import Manage, Play
+from tests.acceptance.failure_table import STEPS, Outcome
+from tests.running import committing
+
+#: What `make test` plays: each mode and each fault at least once.
+SAMPLE = {
+    ("outbox", "database backend terminated"),
+    ("best_effort_1pc", "broker killed"),
+    ("broker_only", "kill -9 of the worker"),
+    ("best_effort_1pc", "connection to the broker cut"),
+}
+
+
+def play(
+    mode: str, fault: str, manage: Manage, directory: Path, broker: services.ActiveMQ
+) -> dict[str, Outcome]:
+    """Let `fault` strike at every step of `mode`."""
+    scene = Play(mode, broker.url(), manage, directory, uuid.uuid4().hex[:8])
+    if fault == "kill -9 of the worker":
+        return crash_play.killed_worker(scene)
+    if fault == "connection to the broker cut":
+        return crash_play.cut_connection(scene, broker)
+    if fault == "broker killed":
+        return crash_play.killed_broker(scene, broker)
+    return crash_play.terminated_backends(scene)
+
+
+def test_the_docs_show_what_is_expected_here() -> None:
+    assert failure_table.PAGE.read_text() == failure_table.page()
+
+
+# On PostgreSQL: with SQLite's one writer, nobody works while another stands still.
+@committing
+@pytest.mark.postgresql
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        pytest.param(mode, fault, marks=() if one in SAMPLE else pytest.mark.soak)
+        for mode in STEPS
+        for fault in failure_table.FAULTS
+        for one in [(mode, fault)]
+    ],
+)
+def test_a_fault_at_every_step(
+    mode: str, fault: str, manage: Manage, tmp_path: Path, activemq: services.ActiveMQ
+) -> None:
+    seen = play(mode, fault, manage, tmp_path, activemq)
+    expected = failure_table.EXPECTED[mode, fault]
+    wrong = {
+        step: outcome for step, outcome in seen.items() if outcome not in expected[step]
+    }
+    assert not wrong, f"expected {[expected[step] for step in wrong]}"

@@ -1,0 +1,74 @@
+"""A message that kills its worker is dead after the same number of attempts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from django_txmsg import stages
+from django_txmsg.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage
+from django_txmsg.redelivery import RedeliveryPolicy
+from tests.acceptance.crash_play import Manage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import IMPATIENT, committing, put, txmsg
+
+pytestmark = committing
+
+ATTEMPTS = 3
+
+
+def deadly() -> None:
+    """In the worker: declare a stage whose handler dies of one message."""
+
+    def handler(message: Message) -> None:
+        if message.body == "deadly":
+            print(f"attempt {message.delivery_attempt}", flush=True)  # noqa: T201
+            os.kill(os.getpid(), signal.SIGKILL)
+        Effect.objects.create(name="done", message_id=str(message.id))
+
+    policy = RedeliveryPolicy(max_redeliveries=ATTEMPTS - 1, initial_delay=0.0)
+    options = json.loads(os.environ["DEADLY_STAGE"])
+    stages.stage(options["name"], redelivery=policy, batch=options["batch"])(handler)
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+def test_exactly_as_often_as_any_other(
+    batch: int, manage: Manage, destination: str
+) -> None:
+    """Those in its batch are processed, at most one attempt the worse for it."""
+    settings = {
+        **IMPATIENT,
+        "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},
+    }
+    with txmsg(**settings):
+        first = [put(destination, b'"good"') for _ in range(2)]
+        deadly_id = put(destination, b'"deadly"')
+        last = [put(destination, b'"good"') for _ in range(2)]
+        attempts: list[str] = []
+        while not DeadLetter.objects.exists():
+            worker = manage(
+                *("consume", destination),
+                hook="tests.acceptance.test_kill_by_message.deadly",
+                txmsg=settings,
+                env={"DEADLY_STAGE": json.dumps({"name": destination, "batch": batch})},
+            )
+            wait_until(
+                lambda worker=worker: not worker.running or DeadLetter.objects.exists(),
+                message=lambda worker=worker: worker.output,
+            )
+            attempts += [one for one in worker.output.split("\n") if "attempt " in one]
+        wait_until(lambda: Effect.objects.count() == 4, message=lambda: worker.output)
+        worker.terminate()
+        worker.succeed()
+    assert attempts == [f"attempt {n}" for n in range(1, ATTEMPTS + 1)]
+    letter = DeadLetter.objects.get()
+    assert (letter.message_id, letter.reason) == (deadly_id, "worker_lost")
+    assert letter.attempts == ATTEMPTS
+    rows = InboxMessage.objects.filter(message_id__in=[*first, *last])
+    assert rows.filter(processed_at__isnull=False).count() == 4
+    assert max(one.attempts for one in rows) <= (1 if batch == 1 else 2)

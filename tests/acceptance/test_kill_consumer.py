@@ -1,0 +1,28 @@
+"""A consumer killed at each step of the outbox mode: nothing lost, no effect twice."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from tests import services
+from tests.acceptance.crash_play import Manage, Play, killed_worker
+from tests.acceptance.failure_table import Outcome
+from tests.running import committing
+
+pytestmark = committing
+
+ONCE = Outcome(effects=1, sent=1, copies=1)
+
+
+def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
+    url = "database://?poll=0.01&lease=2"
+    play = Play("outbox", url, manage, tmp_path, uuid.uuid4().hex[:8])
+    assert killed_worker(play) == dict.fromkeys(play.stages, ONCE)
+
+
+def test_on_activemq(
+    manage: Manage, tmp_path: Path, activemq: services.ActiveMQ
+) -> None:
+    play = Play("outbox", activemq.url(), manage, tmp_path, uuid.uuid4().hex[:8])
+    assert killed_worker(play) == dict.fromkeys(play.stages, ONCE)

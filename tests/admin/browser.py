@@ -1,0 +1,160 @@
+"""Debian's Chromium, driven by Selenium: a page as a person sees it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+
+from tests.faults import wait_until
+
+WIDE, PHONE = (1280, 900), (390, 844)
+
+
+def missing() -> str:
+    """Say what has to be installed, if anything."""
+    if _program("chromium") and _program("chromedriver"):
+        return ""
+    return "no browser: apt-get install chromium chromium-driver"
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name)
+
+
+class Browser:
+    """A headless browser that remembers what went wrong on its console."""
+
+    def __init__(self, driver: Any, base: str) -> None:
+        self.driver, self._base = driver, base
+
+    def open(self, path: str) -> None:
+        """Go to a path of the site."""
+        self.driver.get(self._base + path)
+
+    def look(self, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
+        """Be a screen of this size, in light or dark mode."""
+        command = self.driver.execute_cdp_cmd
+        scheme = "dark" if dark else "light"
+        command(
+            "Emulation.setEmulatedMedia",
+            {"features": [{"name": "prefers-color-scheme", "value": scheme}]},
+        )
+        width, height = size
+        command(
+            "Emulation.setDeviceMetricsOverride",
+            {
+                "width": width,
+                "height": height,
+                "deviceScaleFactor": 1,
+                "mobile": size == PHONE,
+            },
+        )
+
+    def find(self, css: str) -> Any:
+        """Return the element, as soon as there is one."""
+        return wait_until(
+            lambda: next(iter(self.driver.find_elements(By.CSS_SELECTOR, css)), None),
+            message=f"an element {css} at {self.driver.current_url}",
+        )
+
+    def click(self, text: str) -> None:
+        """Follow the link or press the button of this text."""
+        quoted = f'"{text}"'
+        path = f"//a[contains(., {quoted})] | //button[contains(., {quoted})]"
+
+        def pressed() -> bool:
+            try:
+                for found in self.driver.find_elements(By.XPATH, path):
+                    if found.is_displayed() and found.is_enabled():
+                        # Above the fold or not: a person scrolls first.
+                        self.driver.execute_script(
+                            "arguments[0].scrollIntoView({block: 'center'})", found
+                        )
+                        found.click()
+                        return True
+            except StaleElementReferenceException:
+                pass  # the page has just renewed it
+            return False
+
+        wait_until(
+            pressed,
+            message=lambda: f"a link or button {text!r} at {self.driver.current_url}",
+        )
+
+    @property
+    def text(self) -> str:
+        """All text one can read now."""
+        shown: str = self.driver.execute_script("return document.body.innerText")
+        return shown
+
+    def until(self, text: str, *, deadline: float = 30.0) -> None:
+        """Wait until the page says so."""
+        wait_until(
+            lambda: text in self.text,
+            deadline=deadline,
+            message=lambda: (
+                f"{text!r} on {self.driver.current_url}: {self.text[:2000]}"
+            ),
+        )
+
+    def errors(self) -> list[str]:
+        """Return what the console complained of, but for the missing favicon, which
+        is the project's affair."""
+        return [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE" and "favicon.ico" not in entry["message"]
+        ]
+
+    def overflows(self) -> bool:
+        """Return whether the page as a whole scrolls sideways."""
+        wide: bool = self.driver.execute_script(
+            "return document.documentElement.scrollWidth > window.innerWidth + 1"
+        )
+        return wide
+
+    def photograph(self, directory: Path, name: str) -> None:
+        """Keep a picture of the page: as high as it is, and small enough for docs."""
+        width, height = self.driver.execute_script(
+            "return [window.innerWidth,"
+            " Math.min(document.documentElement.scrollHeight, 1500)]"
+        )
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 0.75}
+        taken = self.driver.execute_cdp_cmd(
+            "Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True}
+        )
+        (directory / f"{name}.png").write_bytes(base64.b64decode(taken["data"]))
+
+
+@contextmanager
+def browser(base: str) -> Iterator[Browser]:
+    """Start Chromium, and end it."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = _program("chromium") or ""
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(
+        options=options,
+        service=Service(_program("chromedriver"), log_output=os.devnull),
+    )
+    try:
+        yield Browser(driver, base)
+    finally:
+        driver.quit()

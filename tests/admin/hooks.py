@@ -1,0 +1,43 @@
+"""What processes started by these tests do differently: they stop at a step, or
+have stages of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django_txmsg import dead_letters, stages
+from django_txmsg.message import Message
+from tests.app.models import Effect
+from tests.faults import hang_here
+
+FRAGILE, SOUND = "admin.fragile", "admin.sound"
+
+
+def hang_after_the_work_of_the_third_batch() -> None:
+    """Stand still within the third batch's transaction, its work done."""
+    redeliver_batch = dead_letters.redeliver_batch
+    batches = 0
+
+    def count_and_hang(*arguments: Any, **options: Any) -> None:
+        nonlocal batches
+        redeliver_batch(*arguments, **options)
+        batches += 1
+        if batches == 3:
+            hang_here("third batch redelivered, not committed")
+
+    dead_letters.redeliver_batch = count_and_hang
+
+
+def declare_stages() -> None:
+    """Declare a stage that fails until its world is mended, and one that never does."""
+
+    def fragile(message: Message) -> None:
+        if not Effect.objects.filter(name="mended").exists():
+            raise LookupError("the world is broken")
+        Effect.objects.create(name="fragile", message_id=str(message.id))
+
+    def sound(message: Message) -> None:
+        Effect.objects.create(name="sound", message_id=str(message.id))
+
+    stages.stage(FRAGILE)(fragile)
+    stages.stage(SOUND)(sound)

@@ -1,0 +1,188 @@
+"""The operator's walk in a real browser: what the test client cannot see."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import User
+from django.test import Client
+
+from django_txmsg import stages
+from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage, PeriodCount
+from tests import factories
+from tests.faults import ManageProcess
+
+from . import shop
+from .browser import PHONE, WIDE, Browser, browser, missing
+
+#: Once is enough: the database is no matter for what a browser shows.
+pytestmark = [pytest.mark.sqlite, pytest.mark.timeout(300)]
+
+#: The pages by the names of their pictures.
+NAMES = {
+    "/admin/django_txmsg/": "overview",
+    "/admin/django_txmsg/outboxmessage/": "outbox",
+    "/admin/django_txmsg/inboxmessage/?state=redelivering": "inbox",
+    "/admin/django_txmsg/deadletter/": "groups",
+    "/admin/django_txmsg/deadletter/?resolution=open": "dead-letters",
+    "/admin/django_txmsg/deadletter/confirm/?kind=redeliver&stage=shipping.send": (
+        "confirm"
+    ),
+    "/admin/django_txmsg/worker/": "workers",
+    "/admin/django_txmsg/stagestate/": "stages",
+    "/admin/django_txmsg/bulkoperation/": "bulk-operations",
+}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """One browser for all walks."""
+    absent = missing()
+    if absent and os.environ.get("CI") == "true":
+        pytest.fail(absent)
+    if absent:
+        pytest.skip(absent)
+    with browser("") as started:
+        yield started
+
+
+@pytest.fixture
+def walker(chromium: Browser, live_server: Any) -> Browser:
+    """The browser, logged in as somebody who may do everything."""
+    user = User.objects.create_superuser("grace")
+    client = Client()
+    client.force_login(user)
+    there = Browser(chromium.driver, live_server.url)
+    there.look()
+    there.open("/admin/login/")
+    there.driver.add_cookie(
+        {
+            "name": settings.SESSION_COOKIE_NAME,
+            "value": client.cookies[settings.SESSION_COOKIE_NAME].value,
+            "path": "/",
+        }
+    )
+    there.errors()
+    return there
+
+
+@pytest.fixture
+def shop_stages() -> Iterator[None]:
+    """The shop's stages are declared."""
+    for stage in shop.STAGES:
+        stages.register(stage)
+    yield
+    for stage in shop.STAGES:
+        stages.unregister(stage.name)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Where screenshots go: `TXMSG_SCREENSHOTS` names docs/images to renew those."""
+    return Path(os.environ.get("TXMSG_SCREENSHOTS") or tmp_path)
+
+
+@pytest.mark.usefixtures("shop_stages")
+def test_every_page_in_light_dark_and_at_phone_width(
+    walker: Browser, pictures: Path
+) -> None:
+    shop.open_shop()
+    letter = shop.trouble()
+    message = f"/admin/django_txmsg/outboxmessage/{letter.message_id}/"
+    flow = OutboxMessage.objects.filter(destination="payments.charge").first()
+    assert flow is not None
+    looks = (("", False, WIDE), ("-dark", True, WIDE), ("-phone", False, PHONE))
+    for path in (
+        *NAMES,
+        message,
+        f"/admin/django_txmsg/outboxmessage/{flow.message_id}/",
+    ):
+        for suffix, dark, size in looks:
+            walker.look(dark=dark, size=size)
+            walker.open(path)
+            heading = walker.find("#content h1, .txmsg-banner").text
+            assert heading, path
+            assert not walker.overflows(), f"{path} scrolls sideways{suffix}"
+            assert walker.errors() == [], path
+            name = NAMES.get(path, "message" if path == message else "flow")
+            walker.photograph(pictures, f"{name}{suffix}")
+    assert PeriodCount.objects.exists()
+
+
+def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
+    walker.open("/admin/django_txmsg/")
+    walker.until("All is well.")
+    walker.click("keep up to date")
+    walker.until("live, stop")
+
+    factories.DeadLetterFactory()
+
+    walker.until("1 dead letter")
+    assert walker.errors() == []
+
+
+def test_from_a_group_to_an_edited_copy(
+    walker: Browser, pictures: Path, settings: Any
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": True}
+    letter = shop.trouble(failed_orders=3)
+
+    walker.open("/admin/django_txmsg/")
+    walker.click("dead letters")
+    walker.until("ReadTimeout")
+    walker.click("requests.exceptions.ReadTimeout")
+    walker.open(f"/admin/django_txmsg/outboxmessage/{letter.message_id}/")
+    walker.until("Ada Lovelace")
+    walker.click("Redeliver a copy")
+    body = walker.find("textarea[name=body]")
+    edited = body.get_property("value").replace("Ada Lovelace", "Ada King")
+    assert "Ada King" in edited
+    walker.driver.execute_script("arguments[0].value = arguments[1]", body, edited)
+    walker.click("Show the difference")
+    walker.until("Send the copy")
+    assert "Ada King" in walker.find(".diff-added").text
+    assert "Ada Lovelace" in walker.find(".diff-removed").text
+    walker.photograph(pictures, "copy")
+    walker.click("Send the copy")
+    walker.until("A copy is on its way")
+
+    letter.refresh_from_db()
+    copy = OutboxMessage.objects.get(message_id=letter.replaced_by)
+    assert b"Ada King" in bytes(copy.body)
+    assert copy.message_id != letter.message_id
+    assert letter.resolution == "replaced"
+    assert walker.errors() == []
+
+
+def test_a_bulk_redelivery_of_2000_is_watched_to_its_end(
+    walker: Browser, pictures: Path, manage: Callable[..., ManageProcess]
+) -> None:
+    factories.DeadLetterFactory.create_batch(2000, fingerprint=shop.NO_STOCK[2])
+
+    walker.open("/admin/django_txmsg/deadletter/")
+    walker.click("Redeliver 2,000")
+    walker.until("Redeliver 2,000 messages?")
+    walker.find("input[name=rate]").send_keys("800")
+    walker.click("Redeliver 2,000 messages")
+    walker.until("0 of 2,000")
+    consumer = manage("consume", txmsg={"DISPATCH_ON_COMMIT": "off"})
+    walker.until("Ready in about", deadline=60)
+    walker.photograph(pictures, "bulk")
+    walker.click("Pause")
+    walker.until("paused")
+    operation = BulkOperation.objects.get()
+    assert operation.state == "paused"
+    walker.click("Resume")
+    walker.until("2,000 of 2,000 messages, 100 %", deadline=90)
+    walker.until("done")
+
+    assert OutboxMessage.objects.count() == 2000
+    assert OutboxMessage.objects.values("message_id").distinct().count() == 2000
+    assert not DeadLetter.objects.exclude(resolution="redelivered").exists()
+    assert walker.errors() == []
+    consumer.close()

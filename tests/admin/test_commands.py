@@ -1,0 +1,188 @@
+"""`manage.py dead_letters` and `manage.py message_status`."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from django_txmsg.models import BulkOperation, OutboxMessage
+from tests import factories
+
+pytestmark = pytest.mark.django_db
+
+
+def run(name: str, *arguments: str) -> str:
+    """Return what a command prints."""
+    out = io.StringIO()
+    call_command(name, *arguments, stdout=out, stderr=out)
+    return out.getvalue()
+
+
+def as_json(name: str, *arguments: str) -> Any:
+    """Return what a command says with --json."""
+    out = io.StringIO()
+    call_command(name, *arguments, "--json", stdout=out)
+    return json.loads(out.getvalue())
+
+
+def test_list_and_groups() -> None:
+    letter = factories.DeadLetterFactory(deaths=2)
+    factories.DeadLetterFactory(discarded=True)
+
+    text = run("dead_letters", "list")
+    assert str(letter.message_id) in text
+    assert "died 2 times" in text
+    assert "1 open dead letter." in text
+    (listed,) = as_json("dead_letters", "list")
+    assert (listed["id"], listed["deaths"]) == (letter.pk, 2)
+    (group,) = as_json("dead_letters", "groups")
+    assert (group["count"], group["exception"]) == (1, "ValueError: no stock")
+    assert "feedfacefeedface" in run("dead_letters", "groups")
+
+
+def test_list_is_limited_and_says_so() -> None:
+    factories.DeadLetterFactory.create_batch(3)
+
+    assert "3 open dead letters, 2 shown" in run("dead_letters", "list", "--limit", "2")
+
+
+def test_show_by_id_or_message_id() -> None:
+    letter = factories.DeadLetterFactory(body=b"\xff\x00", content_type="image/png")
+
+    shown = as_json("dead_letters", "show", str(letter.pk))
+    assert shown["body_base64"] == "/wA="
+    assert "no stock" in run("dead_letters", "show", str(letter.message_id))
+
+
+@pytest.mark.parametrize(
+    ("action", "resolution", "word"),
+    [
+        ("redeliver", "redelivered", "Redelivered 2"),
+        ("discard", "discarded", "Discarded 2"),
+    ],
+)
+def test_what_matches_is_changed_and_counted(
+    action: str, resolution: str, word: str
+) -> None:
+    chosen = factories.DeadLetterFactory.create_batch(2, stage="mail.send")
+    other = factories.DeadLetterFactory()
+
+    assert word in run("dead_letters", action, "--stage", "mail.send")
+
+    for letter in (*chosen, other):
+        letter.refresh_from_db()
+    assert {one.resolution for one in chosen} == {resolution}
+    assert other.resolution == "open"
+    operation = BulkOperation.objects.get()
+    assert operation.by.startswith("command: ")
+    assert operation.filter == {"stage": "mail.send"}
+
+
+def test_restore_opens_what_was_discarded() -> None:
+    letter = factories.DeadLetterFactory(discarded=True)
+
+    assert "Restored 1" in run("dead_letters", "restore", "--all")
+
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+
+
+def test_a_dry_run_says_how_many_and_does_nothing() -> None:
+    factories.DeadLetterFactory.create_batch(3, created_at=factories.ago(days=2))
+    factories.DeadLetterFactory()
+
+    text = run("dead_letters", "redeliver", "--older-than", "1d", "--dry-run")
+    assert text == "Would redeliver 3 dead letters.\n"
+    facts = as_json("dead_letters", "discard", "--all", "--dry-run")
+    assert facts["matching"] == 4
+    assert not OutboxMessage.objects.exists()
+    assert not BulkOperation.objects.exists()
+
+
+def test_skipped_ones_are_reported_and_force_takes_them() -> None:
+    letter = factories.DeadLetterFactory()
+    factories.InboxMessageFactory(message_id=letter.message_id)
+
+    text = run("dead_letters", "redeliver", str(letter.pk))
+    assert "Redelivered 0 messages. 1 skipped:" in text
+    assert "has processed message" in text
+    assert "Redelivered 1" in run(
+        "dead_letters", "redeliver", str(letter.pk), "--force"
+    )
+    assert [one.force for one in BulkOperation.objects.order_by("pk")] == [False, True]
+
+
+def test_messages_older_than_the_inbox_are_warned_about() -> None:
+    factories.DeadLetterFactory(created_at=factories.ago(days=30))
+
+    text = run("dead_letters", "redeliver", "--all", "--dry-run")
+
+    assert "1 of them are older than the inbox remembers (14 days)" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["redeliver"], "say --all"),
+        (["discard", "--all", "--stage", "x"], "--all goes with no ids"),
+        (["discard", "4711"], "No dead letter 4711"),
+        (["discard", "abc"], "neither the number"),
+        (["redeliver", "--all", "--older-than", "soon"], "30m, 12h or 7d"),
+        (["redeliver", "--all", "--rate", "0"], "greater than zero"),
+        (["show"], "Which one"),
+    ],
+)
+def test_what_is_not_clear_is_not_done(arguments: list[str], word: str) -> None:
+    letter = factories.DeadLetterFactory()
+
+    with pytest.raises(CommandError, match=word):
+        run("dead_letters", *arguments)
+
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+
+
+def test_status_of_an_idle_system_is_well() -> None:
+    assert "All is well." in run("message_status")
+    facts = as_json("message_status")
+    assert facts["well"] is True
+    assert facts["outbox"]["count"] == 0
+
+
+def test_status_counts_every_state_and_exits_1_when_something_is_overdue() -> None:
+    factories.OutboxMessageFactory()
+    factories.OutboxMessageFactory(created_at=factories.ago(minutes=20))
+    factories.InboxMessageFactory(parked=True)
+    factories.DeadLetterFactory()
+    factories.WorkerFactory(heartbeat_at=factories.ago(minutes=2))
+    factories.StageStateFactory(stage="payments.charge")
+    out = io.StringIO()
+
+    with pytest.raises(SystemExit) as exit_:
+        call_command("message_status", "--json", stdout=out)
+
+    assert exit_.value.code == 1
+    facts = json.loads(out.getvalue())
+    assert facts["overdue"] == 1
+    assert facts["outbox"]["count"] == 2
+    assert 1190 < facts["outbox"]["oldest_age"] < 1300
+    assert facts["redelivering"]["count"] == 1
+    assert facts["dead"]["count"] == 1
+    assert facts["stages"]["payments.charge"]["paused"] is True
+    assert facts["workers"][0]["heartbeat_age"] > 100
+    with pytest.raises(SystemExit):
+        run("message_status")
+
+
+def test_status_in_words() -> None:
+    factories.DeadLetterFactory(created_at=factories.ago(hours=2))
+    factories.StageStateFactory(stage="payments.charge")
+
+    text = run("message_status")
+
+    assert "dead letters:                  1, oldest 2 h" in text
+    assert "stage payments.charge: paused by somebody" in text

@@ -1,0 +1,154 @@
+"""Redelivering an edited copy of a dead letter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.test import Client
+
+from django_txmsg.models import DeadLetter, OutboxMessage
+from tests import factories
+
+
+@pytest.fixture(autouse=True)
+def allowed(settings: Any) -> None:
+    """Editing is allowed here."""
+    settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": True}
+
+
+def letter_with(**values: Any) -> DeadLetter:
+    """Return a dead letter with a header of its own."""
+    letter: DeadLetter = factories.DeadLetterFactory(**values)
+    letter.headers["tenant"] = "north"
+    letter.save()
+    return letter
+
+
+def url(letter: DeadLetter) -> str:
+    """Return the page's address."""
+    return f"/admin/django_txmsg/deadletter/{letter.pk}/copy/"
+
+
+def test_the_form_shows_what_may_be_edited_and_what_is_locked(
+    operator: Client,
+) -> None:
+    letter = letter_with()
+
+    response = operator.get(url(letter))
+
+    assert response.context["form"]["headers"] == "tenant: north"
+    assert '"order": 1' in response.context["form"]["body"]
+    assert ("txmsg-id", str(letter.message_id)) in response.context["locked"]
+
+
+def test_the_difference_is_shown_before_anything_is_sent(operator: Client) -> None:
+    letter = letter_with()
+
+    response = operator.post(
+        url(letter), {"headers": "tenant: south", "body": '{\r\n  "order": 2\r\n}'}
+    )
+
+    lines = [line for kind, line in response.context["form"]["diff"] if kind != "same"]
+    assert "-tenant: north" in lines
+    assert "+tenant: south" in lines
+    assert '-  "order": 1' in lines
+    assert '+  "order": 2' in lines
+    assert OutboxMessage.objects.count() == 0
+
+
+def test_the_copy_has_an_id_of_its_own_and_the_original_is_replaced(
+    operator: Client,
+) -> None:
+    letter = letter_with()
+
+    operator.post(
+        url(letter), {"headers": "tenant: south", "body": '{"order": 2}', "send": "1"}
+    )
+
+    letter.refresh_from_db()
+    copy = OutboxMessage.objects.get()
+    assert letter.resolution == "replaced"
+    assert letter.replaced_by == copy.message_id != letter.message_id
+    assert (bytes(copy.body), copy.headers) == (b'{"order": 2}', {"tenant": "south"})
+    assert str(copy.message_id) in LogEntry.objects.get().change_message
+
+
+def test_an_untouched_body_is_sent_byte_for_byte(operator: Client) -> None:
+    letter = letter_with(body=b'{"order":   1}')
+    shown = operator.get(url(letter)).context["form"]["body"]
+
+    operator.post(url(letter), {"headers": "", "body": shown, "send": "1"})
+
+    assert bytes(OutboxMessage.objects.get().body) == b'{"order":   1}'
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "word"),
+    [
+        ("tenant: north", "{broken", "not valid JSON"),
+        ("no colon", "{}", "Not a header"),
+        ("txmsg-id: mine", "{}", "txmsg-id"),
+    ],
+)
+def test_what_cannot_be_sent_is_said_and_not_sent(
+    operator: Client, headers: str, body: str, word: str
+) -> None:
+    letter = letter_with()
+
+    response = operator.post(
+        url(letter), {"headers": headers, "body": body, "send": "1"}
+    )
+
+    assert word in response.context["form"]["error"]
+    assert OutboxMessage.objects.count() == 0
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"discarded": True}, "not open any more"),
+        ({"body": b"\xff\xfe"}, "not text"),
+        ({"body": b'"' + b"x" * 300_000 + b'"'}, "too long"),
+    ],
+)
+def test_what_cannot_be_edited_here_says_why(
+    operator: Client, values: dict[str, Any], word: str
+) -> None:
+    response = operator.get(url(letter_with(**values)), follow=True)
+
+    assert word in response.content.decode()
+
+
+def test_a_dead_letter_that_is_gone_leads_back(operator: Client) -> None:
+    letter = letter_with()
+    letter.delete()
+    letter.pk = 4711
+
+    assert (
+        "no dead letter 4711" in operator.get(url(letter), follow=True).content.decode()
+    )
+
+
+def test_it_is_off_unless_the_setting_says_so(operator: Client, settings: Any) -> None:
+    letter = letter_with()
+    settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": False}
+
+    assert operator.get(url(letter)).status_code == 403
+    assert operator.post(url(letter), {"send": "1"}).status_code == 403
+
+
+@pytest.mark.parametrize("missing", ["edit_deadletter", "view_message_body"])
+def test_it_needs_two_permissions(
+    somebody: Callable[..., Client], missing: str
+) -> None:
+    letter = letter_with()
+    wanted = {"edit_deadletter", "view_message_body", "redeliver_deadletter"}
+
+    client = somebody("view_deadletter", *(wanted - {missing}))
+
+    assert client.get(url(letter)).status_code == 403

@@ -1,0 +1,187 @@
+"""Dead letters by error and as a list, and the way to what is done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.test import Client
+
+from django_txmsg.models import FailureNote
+from tests import factories
+
+URL = "/admin/django_txmsg/deadletter/"
+
+
+def found(client: Client, **query: str) -> set[int]:
+    """Return the dead letters that the list shows."""
+    response = client.get(URL, query)
+    assert response.status_code == 200
+    return {row.pk for row in response.context["cl"].result_list}
+
+
+def test_open_dead_letters_are_grouped_by_error_most_first(operator: Client) -> None:
+    factories.DeadLetterFactory.create_batch(2, fingerprint="a" * 16, exception="A: 1")
+    factories.DeadLetterFactory.create_batch(3, fingerprint="b" * 16, exception="B: 2")
+    factories.DeadLetterFactory(fingerprint="b" * 16, stage="mail.send", deaths=2)
+    factories.DeadLetterFactory(fingerprint="c" * 16, discarded=True)
+    factories.FailureNoteFactory(fingerprint="b" * 16, note="Ticket 7.")
+
+    response = operator.get(URL)
+
+    groups = response.context["groups"]
+    assert [(one["fingerprint"], one["count"]) for one in groups] == [
+        ("b" * 16, 4),
+        ("a" * 16, 2),
+    ]
+    assert groups[0]["places"] == {"orders.place": 3, "mail.send": 1}
+    page = response.content.decode()
+    assert "Ticket 7." in page
+    assert page.count("failed again") == 1
+    assert "Redeliver 4…" in page
+
+
+def test_no_dead_letters_is_good_news(viewer: Client) -> None:
+    assert "No open dead letters." in viewer.get(URL).content.decode()
+
+
+def test_the_list_is_filtered(operator: Client) -> None:
+    stage = factories.DeadLetterFactory(stage="mail.send")
+    relay = factories.DeadLetterFactory(stage="", destination="mail.out")
+    again = factories.DeadLetterFactory(deaths=2, fingerprint="b" * 16)
+    gone = factories.DeadLetterFactory(discarded=True)
+
+    assert found(operator, stage="mail.send") == {stage.pk}
+    assert found(operator, stage="") == {relay.pk}
+    assert found(operator, destination="mail.out") == {relay.pk}
+    assert found(operator, again="1") == {again.pk}
+    assert found(operator, fingerprint="b" * 16) == {again.pk}
+    assert found(operator, resolution="discarded") == {gone.pk}
+    assert found(operator, resolution="open") == {stage.pk, relay.pk, again.pk}
+    page = operator.get(URL, {"resolution": "open"}).content.decode()
+    assert "open (3)" in page
+    assert "mail.send (1)" in page
+
+
+def test_a_dead_letter_is_found_by_its_ids(operator: Client) -> None:
+    letter = factories.DeadLetterFactory(correlation_id="flow-1")
+    letter.headers["txmsg-key"] = "customer-7"
+    letter.save()
+    factories.DeadLetterFactory()
+
+    for text in (str(letter.message_id), "flow-1", "customer-7"):
+        assert found(operator, q=text) == {letter.pk}, text
+
+
+def test_a_selection_is_confirmed_by_its_ids(operator: Client) -> None:
+    chosen = factories.DeadLetterFactory.create_batch(2)
+    factories.DeadLetterFactory()
+
+    response = operator.post(
+        f"{URL}?resolution=open",
+        {
+            "action": "redeliver_selected",
+            "_selected_action": [one.pk for one in chosen],
+            "select_across": "0",
+        },
+    )
+
+    query = parse_qs(urlsplit(response["Location"]).query)
+    assert query["kind"] == ["redeliver"]
+    assert set(query["ids"][0].split(",")) == {str(one.pk) for one in chosen}
+    page = operator.get(response["Location"]).content.decode()
+    assert "Redeliver 2 messages" in page
+
+
+def test_all_that_match_are_confirmed_by_their_filter(operator: Client) -> None:
+    letters = factories.DeadLetterFactory.create_batch(3, stage="mail.send")
+    factories.DeadLetterFactory()
+
+    response = operator.post(
+        f"{URL}?stage=mail.send",
+        {
+            "action": "discard_selected",
+            "_selected_action": [letters[0].pk],
+            "select_across": "1",
+        },
+    )
+
+    query = parse_qs(urlsplit(response["Location"]).query)
+    assert query == {"kind": ["discard"], "stage": ["mail.send"]}
+    page = operator.get(f"{URL}?stage=mail.send").content.decode()
+    assert "kind=redeliver&amp;stage=mail.send" in page
+
+
+@pytest.mark.parametrize(
+    ("permission", "offered", "hidden"),
+    [
+        ("redeliver_deadletter", "redeliver_selected", "discard_selected"),
+        ("discard_deadletter", "discard_selected", "redeliver_selected"),
+    ],
+)
+def test_actions_are_offered_to_those_who_may(
+    somebody: Callable[..., Client], permission: str, offered: str, hidden: str
+) -> None:
+    letter = factories.DeadLetterFactory()
+    client = somebody("view_deadletter", permission)
+
+    page = client.get(f"{URL}?resolution=open").content.decode()
+
+    assert offered in page
+    assert hidden not in page
+    client.post(
+        f"{URL}?resolution=open",
+        {"action": hidden, "_selected_action": [letter.pk]},
+    )
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+
+
+def test_a_note_is_kept_and_audited(operator: Client, viewer: Client) -> None:
+    factories.DeadLetterFactory()
+
+    refused = viewer.post(
+        f"{URL}note/", {"fingerprint": "feedfacefeedface", "note": "no"}
+    )
+    operator.post(f"{URL}note/", {"fingerprint": "feedfacefeedface", "note": "Ask Ada"})
+
+    assert refused.status_code == 403
+    assert FailureNote.objects.get().note == "Ask Ada"
+    assert "Ask Ada" in operator.get(URL).content.decode()
+    assert "Ask Ada" in LogEntry.objects.get().change_message
+    assert operator.get(f"{URL}note/").status_code == 405
+
+
+def test_a_dead_letter_leads_to_its_message(viewer: Client) -> None:
+    letter = factories.DeadLetterFactory()
+
+    response = viewer.get(f"{URL}{letter.pk}/change/")
+
+    assert response["Location"].endswith(f"/outboxmessage/{letter.message_id}/")
+    gone = viewer.get(f"{URL}999/change/", follow=True)
+    assert "There is no dead letter 999 here." in gone.content.decode()
+
+
+def test_the_pages_need_their_permission(somebody: Callable[..., Client]) -> None:
+    client = somebody("view_worker")
+    assert client.get(URL).status_code == 403
+    assert client.get(f"{URL}?resolution=open").status_code == 403
+    assert client.get(f"{URL}1/change/").status_code == 403
+
+
+@pytest.mark.parametrize(("url", "queries"), [(URL, 7), (f"{URL}?resolution=open", 11)])
+def test_the_number_of_queries_is_fixed(
+    operator: Client,
+    django_assert_num_queries: Callable[..., object],
+    url: str,
+    queries: int,
+) -> None:
+    factories.DeadLetterFactory()
+    with django_assert_num_queries(queries):
+        operator.get(url)
+    for number in range(12):
+        factories.DeadLetterFactory.create_batch(3, fingerprint=f"{number:016}")
+    with django_assert_num_queries(queries):
+        operator.get(url)

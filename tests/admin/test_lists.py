@@ -1,0 +1,167 @@
+"""The lists of outbox, inbox and workers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+import pytest
+from django.test import Client
+
+from django_txmsg.admin import base
+from tests import factories
+
+OUTBOX = "/admin/django_txmsg/outboxmessage/"
+INBOX = "/admin/django_txmsg/inboxmessage/"
+WORKERS = "/admin/django_txmsg/worker/"
+
+
+def found(client: Client, url: str, **query: str) -> list[str]:
+    """Return the message ids that a list shows."""
+    response = client.get(url, query)
+    assert response.status_code == 200
+    return [str(row.message_id) for row in response.context["cl"].result_list]
+
+
+def test_the_outbox_is_filtered_by_state(viewer: Client) -> None:
+    pending = factories.OutboxMessageFactory()
+    overdue = factories.OutboxMessageFactory(created_at=factories.ago(minutes=9))
+    leased = factories.OutboxMessageFactory(
+        lease_until=factories.ago(seconds=-60), lease_token=uuid.uuid4()
+    )
+    gone = factories.OutboxMessageFactory(dispatched=True)
+    dead = factories.OutboxMessageFactory(dead=True)
+
+    waiting = {str(one.message_id) for one in (pending, overdue, leased)}
+    assert set(found(viewer, OUTBOX, state="pending")) == waiting
+    assert found(viewer, OUTBOX, state="overdue") == [str(overdue.message_id)]
+    assert found(viewer, OUTBOX, state="in flight") == [str(leased.message_id)]
+    assert found(viewer, OUTBOX, state="dispatched") == [str(gone.message_id)]
+    assert found(viewer, OUTBOX, state="dead") == [str(dead.message_id)]
+    page = viewer.get(OUTBOX).content.decode()
+    assert "pending (3)" in page
+    assert "overdue (1)" in page
+
+
+def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
+    old = factories.OutboxMessageFactory(
+        destination="mail.send", created_at=factories.ago(days=2)
+    )
+    new = factories.OutboxMessageFactory(destination="mail.send")
+    factories.OutboxMessageFactory()
+
+    both = {str(old.message_id), str(new.message_id)}
+    assert set(found(viewer, OUTBOX, destination="mail.send")) == both
+    assert found(viewer, OUTBOX, destination="mail.send", age="24h") == [
+        str(new.message_id)
+    ]
+
+
+def test_messages_are_found_by_their_exact_ids(viewer: Client) -> None:
+    row = factories.OutboxMessageFactory(key="customer-7", correlation_id="flow-1")
+    factories.OutboxMessageFactory.create_batch(3)
+
+    for text in (str(row.message_id), row.message_id.hex, "customer-7", "flow-1"):
+        assert found(viewer, OUTBOX, q=text) == [str(row.message_id)], text
+    assert found(viewer, OUTBOX, q="customer") == []
+
+    seen = factories.InboxMessageFactory(correlation_id="flow-2")
+    assert found(viewer, INBOX, q="flow-2") == [str(seen.message_id)]
+
+
+def test_attempts_and_the_errors_last_line_are_shown(viewer: Client) -> None:
+    factories.OutboxMessageFactory(attempts=3, last_error="one\ntwo: <b>broken</b>")
+
+    page = viewer.get(OUTBOX).content.decode()
+
+    assert "3 of 7" in page
+    assert "two: &lt;b&gt;broken&lt;/b&gt;" in page
+
+
+def test_the_inbox_is_filtered_by_state_and_stage(viewer: Client) -> None:
+    done = factories.InboxMessageFactory(stage="mail.send", deliveries=3)
+    parked = factories.InboxMessageFactory(parked=True)
+    late = factories.InboxMessageFactory(parked=True, due_at=factories.ago(minutes=3))
+    dead = factories.InboxMessageFactory(dead=True)
+
+    assert found(viewer, INBOX, state="processed") == [str(done.message_id)]
+    assert found(viewer, INBOX, stage="mail.send") == [str(done.message_id)]
+    assert set(found(viewer, INBOX, state="redelivering")) == {
+        str(parked.message_id),
+        str(late.message_id),
+    }
+    assert found(viewer, INBOX, state="overdue") == [str(late.message_id)]
+    assert found(viewer, INBOX, state="dead") == [str(dead.message_id)]
+    assert "delivered 3 times" in viewer.get(INBOX).content.decode()
+
+
+def test_silent_workers_are_marked(viewer: Client) -> None:
+    factories.WorkerFactory(host="here")
+    factories.WorkerFactory(host="gone", heartbeat_at=factories.ago(minutes=5))
+
+    page = viewer.get(WORKERS).content.decode()
+
+    assert ">alive<" in page
+    assert ">silent<" in page
+    assert "orders.place" in page
+
+
+def test_pages_are_counted_up_to_the_cap(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factories.OutboxMessageFactory.create_batch(8)
+    monkeypatch.setattr(base, "CAP", 5)
+
+    response = viewer.get(OUTBOX)
+
+    assert response.context["cl"].paginator.count == 6
+
+
+@pytest.mark.parametrize(
+    ("url", "queries", "make"),
+    [
+        (OUTBOX, 12, factories.OutboxMessageFactory),
+        (INBOX, 11, factories.InboxMessageFactory),
+        (WORKERS, 7, factories.WorkerFactory),
+    ],
+)
+def test_the_number_of_queries_is_fixed(
+    viewer: Client,
+    django_assert_num_queries: Callable[..., object],
+    url: str,
+    queries: int,
+    make: type,
+) -> None:
+    make.create_batch(2)  # type: ignore[attr-defined]
+    with django_assert_num_queries(queries):
+        viewer.get(url)
+    make.create_batch(40)  # type: ignore[attr-defined]
+    with django_assert_num_queries(queries):
+        viewer.get(url)
+
+
+@pytest.mark.parametrize("url", [OUTBOX, INBOX, WORKERS])
+def test_nobody_adds_edits_or_deletes(operator: Client, url: str) -> None:
+    row = factories.OutboxMessageFactory()
+
+    assert operator.get(f"{url}add/").status_code == 403
+    assert operator.post(f"{OUTBOX}{row.pk}/delete/").status_code == 403
+    operator.post(f"{OUTBOX}{row.pk}/change/", {"destination": "elsewhere"})
+    row.refresh_from_db()
+    assert row.destination == "orders.place"
+
+
+def test_rows_lead_to_their_message(viewer: Client) -> None:
+    for url, row in (
+        (OUTBOX, factories.OutboxMessageFactory()),
+        (INBOX, factories.InboxMessageFactory()),
+    ):
+        answer = viewer.get(f"{url}{row.pk}/change/")
+        assert answer["Location"].endswith(f"/outboxmessage/{row.message_id}/")
+        gone = viewer.get(f"{url}4711/change/", follow=True)
+        assert "message 4711 here" in gone.content.decode()
+
+
+@pytest.mark.parametrize("url", [OUTBOX, INBOX, WORKERS])
+def test_lists_need_their_permission(somebody: Callable[..., Client], url: str) -> None:
+    assert somebody("pause_stage").get(url).status_code == 403

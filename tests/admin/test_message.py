@@ -1,0 +1,274 @@
+"""A message's own page."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from django.test import Client
+
+from django_txmsg import wire
+from tests import factories
+
+SCRIPT = "<script>alert('x')</script>"
+
+
+def url(message_id: object) -> str:
+    """Return the address of a message's page."""
+    return f"/admin/django_txmsg/outboxmessage/{message_id}/"
+
+
+def hide_names(destination: str, headers: dict[str, str], body: Any) -> Any:
+    """A mask: nobody reads names or the authorization."""
+    if isinstance(body, dict):
+        body = {**body, "name": "***"}
+    return {**headers, "authorization": "***"}, body
+
+
+def break_down(destination: str, headers: dict[str, str], body: Any) -> Any:
+    """A mask that fails."""
+    raise RuntimeError("no mask today")
+
+
+def test_facts_timeline_attempts_and_body(operator: Client) -> None:
+    row = factories.OutboxMessageFactory(
+        dispatched=True,
+        key="customer-7",
+        created_at=factories.ago(seconds=30),
+        headers={"tenant": "north"},
+    )
+    factories.InboxMessageFactory(
+        message_id=row.message_id,
+        deliveries=2,
+        first_received_at=factories.ago(seconds=9),
+        last_received_at=factories.ago(seconds=7),
+        processed_at=factories.ago(seconds=6),
+    )
+    factories.AttemptFactory(
+        message_id=row.message_id, number=1, failed_at=factories.ago(seconds=8)
+    )
+
+    response = operator.get(url(row.message_id))
+
+    page = response.content.decode()
+    assert [event.what for event in response.context["events"]] == [
+        "stored",
+        "dispatched",
+        "received",
+        "attempt 1 failed",
+        "received copy 2",
+        "processed",
+    ]
+    assert "customer-7" in page
+    assert "north" in page
+    assert "ValueError: no stock" in page
+    assert "&quot;order&quot;: 1" in page
+
+
+def test_the_gaps_say_where_the_time_went(operator: Client) -> None:
+    stored = factories.ago(minutes=10)
+    row = factories.OutboxMessageFactory(
+        created_at=stored, dispatched_at=factories.ago(minutes=8)
+    )
+
+    events = operator.get(url(row.message_id)).context["events"]
+
+    assert [event.what for event in events] == ["stored", "dispatched"]
+    assert round(events[1].gap.total_seconds()) == 120
+    assert "2 min later" in operator.get(url(row.message_id)).content.decode()
+
+
+def test_a_message_known_only_by_its_dead_letter(operator: Client) -> None:
+    letter = factories.DeadLetterFactory(deaths=2)
+
+    page = operator.get(url(letter.message_id)).content.decode()
+
+    assert "failed again" in page
+    assert "Redeliver…" in page
+    assert "Discard…" in page
+    assert "Redeliver a copy" not in page  # the setting is off
+
+
+def test_nothing_of_a_message_is_markup(operator: Client) -> None:
+    letter = factories.DeadLetterFactory(
+        destination=SCRIPT,
+        stage=SCRIPT,
+        correlation_id=SCRIPT,
+        headers={"tenant": SCRIPT, SCRIPT: "x"},
+        body=json.dumps({"name": SCRIPT}).encode(),
+        exception=SCRIPT,
+        traceback=SCRIPT,
+        reason=SCRIPT,
+        fingerprint=SCRIPT,
+    )
+    factories.OutboxMessageFactory(
+        message_id=letter.message_id, destination=SCRIPT, key=SCRIPT, last_error=SCRIPT
+    )
+    factories.InboxMessageFactory(
+        message_id=letter.message_id, stage=SCRIPT, service=SCRIPT, last_error=SCRIPT
+    )
+    factories.AttemptFactory(
+        message_id=letter.message_id, stage=SCRIPT, exception=SCRIPT, worker=SCRIPT
+    )
+    factories.FailureNoteFactory(fingerprint=SCRIPT, note=SCRIPT)
+    factories.WorkerFactory(host=SCRIPT, stages=[SCRIPT])
+    factories.QueueMessageFactory(queue=SCRIPT)
+
+    for address in (
+        url(letter.message_id),
+        "/admin/django_txmsg/",
+        "/admin/django_txmsg/outboxmessage/",
+        "/admin/django_txmsg/inboxmessage/",
+        "/admin/django_txmsg/deadletter/",
+        "/admin/django_txmsg/deadletter/?resolution=open",
+        f"/admin/django_txmsg/deadletter/confirm/?kind=redeliver&ids={letter.pk}",
+        "/admin/django_txmsg/worker/",
+        "/admin/django_txmsg/stagestate/",
+    ):
+        page = operator.get(address).content.decode()
+        assert "&lt;script&gt;alert" in page, address
+        assert "<script>alert" not in page, address
+
+
+def test_a_body_of_5_mb_is_cut_and_served_whole_on_demand(operator: Client) -> None:
+    body = json.dumps(["x" * 100] * 50_000).encode()
+    row = factories.OutboxMessageFactory(body=body)
+
+    page = operator.get(url(row.message_id))
+    whole = operator.get(f"{url(row.message_id)}body/outbox/{row.pk}/")
+
+    assert len(page.content) < 120_000
+    assert "Show all 5.0 MiB" in page.content.decode()
+    assert json.loads(whole.content) == ["x" * 100] * 50_000
+    assert whole["Content-Type"] == "text/plain; charset=utf-8"
+    assert whole["X-Content-Type-Options"] == "nosniff"
+    assert "sandbox" in whole["Content-Security-Policy"]
+
+
+def test_bytes_are_shown_in_hexadecimal(operator: Client) -> None:
+    row = factories.OutboxMessageFactory(
+        body=bytes(range(256)), content_type="application/octet-stream"
+    )
+
+    page = operator.get(url(row.message_id)).content.decode()
+
+    assert "00000020  20 21 22" in page
+
+
+def test_a_body_that_is_not_what_it_says_is_shown_as_it_is(operator: Client) -> None:
+    row = factories.OutboxMessageFactory(body=b"{broken")
+
+    assert "{broken" in operator.get(url(row.message_id)).content.decode()
+
+
+def test_bodies_need_their_own_permission(viewer: Client) -> None:
+    row = factories.OutboxMessageFactory(body=b'"secret-word"')
+
+    page = viewer.get(url(row.message_id)).content.decode()
+
+    assert "secret-word" not in page
+    assert "Can view message bodies" in page
+    whole = viewer.get(f"{url(row.message_id)}body/outbox/{row.pk}/")
+    assert whole.status_code == 403
+
+
+def test_the_mask_hides_personal_data(operator: Client, settings: Any) -> None:
+    settings.TXMSG = {**settings.TXMSG, "MASK": f"{__name__}.hide_names"}
+    row = factories.OutboxMessageFactory(
+        body=b'{"name": "Ada", "order": 1}', headers={"authorization": "Bearer 123"}
+    )
+
+    page = operator.get(url(row.message_id)).content.decode()
+    whole = operator.get(f"{url(row.message_id)}body/outbox/{row.pk}/")
+
+    for shown in (page, whole.content.decode()):
+        assert "Ada" not in shown
+        assert "Bearer" not in shown
+    assert "***" in page
+
+
+def test_the_mask_is_applied_before_a_long_body_is_cut(
+    operator: Client, settings: Any
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "MASK": f"{__name__}.hide_names"}
+    body = json.dumps({"name": "Ada", "more": "x" * 100_000}).encode()
+    row = factories.OutboxMessageFactory(body=body)
+
+    page = operator.get(url(row.message_id)).content.decode()
+
+    assert "Ada" not in page
+    assert "Show all" in page
+
+
+def test_a_mask_that_fails_hides_everything(operator: Client, settings: Any) -> None:
+    settings.TXMSG = {**settings.TXMSG, "MASK": f"{__name__}.break_down"}
+    row = factories.OutboxMessageFactory(
+        body=b'"secret-word"', headers={"a": "hidden-1"}
+    )
+
+    page = operator.get(url(row.message_id)).content.decode()
+
+    assert "secret-word" not in page
+    assert "hidden-1" not in page
+    assert "TXMSG[&quot;MASK&quot;] failed" in page
+
+
+def test_the_flow_is_shown_as_a_tree(operator: Client) -> None:
+    order = factories.OutboxMessageFactory(dispatched=True)
+    factories.InboxMessageFactory(message_id=order.message_id, stage="orders.place")
+    flow = str(order.message_id)
+    payment = factories.OutboxMessageFactory(
+        destination="payments.charge",
+        correlation_id=flow,
+        session_id=wire.session_id(order.message_id, "orders.place"),
+    )
+    factories.InboxMessageFactory(
+        message_id=payment.message_id, stage="payments.charge", correlation_id=flow
+    )
+    parcel = factories.OutboxMessageFactory(
+        destination="shipping.send",
+        correlation_id=flow,
+        session_id=wire.session_id(payment.message_id, "payments.charge"),
+    )
+    factories.OutboxMessageFactory(correlation_id="another flow")
+
+    nodes = operator.get(url(payment.message_id)).context["flow"]
+
+    assert [(node.message_id, node.depth) for node in nodes] == [
+        (order.message_id, 0),
+        (payment.message_id, 1),
+        (parcel.message_id, 2),
+    ]
+    assert [node.current for node in nodes] == [False, True, False]
+
+
+def test_a_message_that_is_gone_leads_back_with_a_word(operator: Client) -> None:
+    response = operator.get(url(uuid.uuid4()), follow=True)
+
+    assert response.redirect_chain[0][0] == "/admin/django_txmsg/"
+    assert "is not here" in response.content.decode()
+    whole = operator.get(f"{url(uuid.uuid4())}body/outbox/1/")
+    assert whole.status_code == 404
+    assert operator.get(f"{url(uuid.uuid4())}body/elsewhere/1/").status_code == 404
+
+
+def test_the_page_needs_a_permission(somebody: Callable[..., Client]) -> None:
+    letter = factories.DeadLetterFactory()
+    factories.OutboxMessageFactory(message_id=letter.message_id, key="only-outbox")
+
+    assert somebody("view_worker").get(url(letter.message_id)).status_code == 403
+    page = somebody("view_deadletter").get(url(letter.message_id)).content.decode()
+    assert "only-outbox" not in page
+
+
+def test_the_number_of_queries_is_fixed(
+    operator: Client, django_assert_num_queries: Callable[..., object]
+) -> None:
+    letter = factories.DeadLetterFactory(correlation_id="flow")
+    for count in (1, 30):
+        factories.OutboxMessageFactory.create_batch(count, correlation_id="flow")
+        factories.AttemptFactory.create_batch(count, message_id=letter.message_id)
+        with django_assert_num_queries(11):
+            operator.get(url(letter.message_id))

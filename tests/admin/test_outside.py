@@ -1,0 +1,258 @@
+"""What others ask: load balancers, Prometheus, traces."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, transaction
+from django.test import Client
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from django_txmsg import metrics, send_message, signals, tracing
+from django_txmsg.message import Message
+from django_txmsg.models import OutboxMessage
+from tests import factories
+from tests.faults import ManageProcess
+
+
+@pytest.mark.parametrize(
+    ("minutes", "status", "code"),
+    [(0, "ok", 200), (3, "late", 200), (12, "degraded", 200), (45, "stuck", 503)],
+)
+def test_health_by_the_oldest_due_message(
+    db: None, client: Client, minutes: int, status: str, code: int
+) -> None:
+    if minutes:
+        factories.OutboxMessageFactory(created_at=factories.ago(minutes=minutes))
+    factories.OutboxMessageFactory(due_at=factories.ago(hours=-1))
+
+    response = client.get("/txmsg/health/")
+
+    assert response.status_code == code
+    assert response.json()["status"] == status
+    assert "no-store" in response["Cache-Control"]
+
+
+def test_health_looks_at_redeliveries_too(db: None, client: Client) -> None:
+    factories.InboxMessageFactory(parked=True, due_at=factories.ago(minutes=31))
+
+    assert client.get("/txmsg/health/").status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("minutes", "fail", "code"),
+    [(3, "late", 503), (3, "degraded", 200), (12, "degraded", 503), (12, "late", 503)],
+)
+def test_health_can_be_stricter(
+    db: None, client: Client, minutes: int, fail: str, code: int
+) -> None:
+    factories.OutboxMessageFactory(created_at=factories.ago(minutes=minutes))
+
+    assert client.get("/txmsg/health/", {"fail": fail}).status_code == code
+
+
+def test_health_without_a_database_is_a_503(db: None, client: Client) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OperationalError("the database is away")
+
+    with connection.execute_wrapper(refuse):
+        response = client.get("/txmsg/health/")
+
+    assert response.status_code == 503
+    assert response.json() == {"status": "no database"}
+
+
+def test_health_tells_nothing_but_ages_and_asks_for_get(
+    db: None, client: Client
+) -> None:
+    factories.OutboxMessageFactory(destination="secret.place")
+
+    assert b"secret" not in client.get("/txmsg/health/").content
+    assert client.post("/txmsg/health/").status_code == 405
+
+
+@pytest.fixture
+def registry() -> Iterator[CollectorRegistry]:
+    """Metrics counted into a registry of the test's own."""
+    metrics.uninstall()
+    own = CollectorRegistry()
+    metrics.install(own)
+    yield own
+    metrics.uninstall()
+
+
+def test_metrics_count_what_the_process_does(registry: CollectorRegistry) -> None:
+    place = {"stage": "orders.place", "destination": "orders.place"}
+    facts: dict[str, Any] = {"sender": None, "id": uuid.uuid4(), **place}
+    signals.message_processed.send_robust(
+        attempt=1, duration=0.02, critical_time=0.3, employed=True, **facts
+    )
+    signals.message_processed.send_robust(
+        attempt=1, duration=0.02, critical_time=None, employed=True, **facts
+    )
+    signals.message_redelivered.send_robust(attempt=1, delay=1.0, error="x", **facts)
+    signals.message_duplicate.send_robust(**facts)
+    signals.message_buried.send_robust(attempt=7, reason="refused", error="x", **facts)
+    signals.lease_lost.send_robust(sender=None, count=3, broker="default")
+    signals.outcome_unknown.send_robust(sender=None, count=2, broker="default")
+    signals.dangerous_window.send_robust(
+        sender=None, stage="orders.place", seconds=0.004, failed=True, employed=True
+    )
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"txmsg_{name}", labels)
+
+    assert value("processing_seconds_count", **place) == 2
+    assert value("critical_seconds_count", **place) == 1
+    assert value("critical_seconds_bucket", le="0.25", **place) == 0
+    assert value("critical_seconds_bucket", le="0.5", **place) == 1
+    assert value("redeliveries_total", **place) == 1
+    assert value("duplicates_total", **place) == 1
+    assert value("buried_total", reason="refused", **place) == 1
+    assert value("lease_lost_total", broker="default") == 3
+    assert value("outcome_unknown_total", broker="default") == 2
+    assert value("dangerous_window_seconds_count", stage="orders.place") == 1
+    assert value("dangerous_window_failed_total", stage="orders.place") == 1
+
+
+def test_a_scrape_reads_the_database(db: None, client: Client) -> None:
+    factories.OutboxMessageFactory(created_at=factories.ago(minutes=10))
+    factories.OutboxMessageFactory(destination='odd "name"\n')
+    factories.InboxMessageFactory(parked=True)
+    factories.DeadLetterFactory()
+    factories.QueueMessageFactory()
+    factories.WorkerFactory(name="w-1", heartbeat_at=factories.ago(seconds=40))
+    factories.StageStateFactory()
+
+    text = client.get("/txmsg/metrics/").content.decode()
+
+    assert 'txmsg_outbox_waiting{destination="orders.place"} 1.0' in text
+    assert 'txmsg_outbox_overdue{destination="orders.place"} 1.0' in text
+    assert 'txmsg_outbox_waiting{destination="odd \\"name\\"\\n"} 1.0' in text
+    assert 'txmsg_redelivery_waiting{stage="orders.place"} 1.0' in text
+    assert 'txmsg_stage_dead{stage="orders.place"} 1.0' in text
+    assert 'txmsg_stage_paused{stage="orders.place"} 1.0' in text
+    assert 'txmsg_queue_waiting{destination="orders.place"} 1.0' in text
+    (age,) = (
+        line.split()[1]
+        for line in text.splitlines()
+        if line.startswith('txmsg_worker_heartbeat_age_seconds{worker="w-1"}')
+    )
+    assert 39 < float(age) < 100
+    assert "python_info" in text or not REGISTRY.get_sample_value("python_info")
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """Spans of the test, as they end."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing.install(provider)
+    yield exporter
+    tracing.uninstall()
+    provider.shutdown()
+
+
+def incoming(row: OutboxMessage) -> Message:
+    """Return a stored message as a stage receives it."""
+    return Message(
+        id=row.message_id,
+        destination=row.destination,
+        body={},
+        headers=row.headers,
+        correlation_id="flow-1",
+    )
+
+
+def test_a_trace_goes_with_the_message(db: None, spans: InMemorySpanExporter) -> None:
+    with transaction.atomic():
+        sent = send_message("orders.place", {"order": 1})
+    row = OutboxMessage.objects.get()
+
+    with tracing.processing(incoming(row), "orders"):
+        pass
+
+    producer, consumer = spans.get_finished_spans()
+    assert (producer.name, producer.kind) == ("send orders.place", SpanKind.PRODUCER)
+    assert (consumer.name, consumer.kind) == (
+        "process orders.place",
+        SpanKind.CONSUMER,
+    )
+    assert consumer.links[0].context.span_id == producer.context.span_id
+    assert consumer.context.trace_id == producer.context.trace_id
+    assert (
+        row.headers["traceparent"].split("-")[2] == f"{producer.context.span_id:016x}"
+    )
+    assert producer.attributes["messaging.message.id"] == str(sent.id)
+    assert producer.attributes["messaging.operation.type"] == "send"
+    assert consumer.attributes["messaging.operation.type"] == "process"
+    assert consumer.attributes["messaging.destination.name"] == "orders.place"
+    assert consumer.attributes["messaging.message.conversation_id"] == "flow-1"
+
+
+def test_a_failing_stage_marks_its_span(db: None, spans: InMemorySpanExporter) -> None:
+    row = factories.OutboxMessageFactory()
+
+    with (
+        pytest.raises(ValueError, match="no stock"),
+        tracing.processing(incoming(row), "orders"),
+    ):
+        raise ValueError("no stock")
+
+    (span,) = spans.get_finished_spans()
+    assert span.status.status_code.name == "ERROR"
+    assert span.links == ()
+
+
+def test_a_traceparent_given_by_the_caller_stays(
+    db: None, spans: InMemorySpanExporter
+) -> None:
+    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    with transaction.atomic():
+        send_message("orders.place", {}, headers={"traceparent": given})
+
+    assert OutboxMessage.objects.get().headers["traceparent"] == given
+
+
+def test_without_install_nothing_is_traced(db: None) -> None:
+    with transaction.atomic():
+        send_message("orders.place", {})
+
+    row = OutboxMessage.objects.get()
+    assert "traceparent" not in row.headers
+    with tracing.processing(incoming(row), "orders"):
+        pass
+
+
+def test_all_processes_answer_through_one_directory(
+    db: None,
+    manage: Callable[..., ManageProcess],
+    tmp_path: Path,
+) -> None:
+    shared = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    work = (
+        "from django_txmsg import metrics, signals; metrics.install();"
+        "signals.lease_lost.send(sender=None, count=2, broker='default')"
+    )
+    for _ in range(2):
+        manage("shell", "-c", work, env=shared).succeed()
+
+    text = manage(
+        "shell",
+        "-c",
+        "from django.test import Client;"
+        "print(Client().get('/txmsg/metrics/').content.decode())",
+        env=shared,
+    ).succeed()
+
+    assert 'txmsg_lease_lost_total{broker="default"} 4.0' in text

@@ -1,0 +1,135 @@
+"""The app's index page: what the person on call sees first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from django.test import Client
+from django.utils import timezone
+
+from django_txmsg import periods, status
+from django_txmsg.models import PeriodCount
+from tests import factories
+
+from . import shop
+
+URL = "/admin/django_txmsg/"
+
+
+def test_an_idle_system_is_well(viewer: Client) -> None:
+    page = viewer.get(URL).content.decode()
+
+    assert "All is well." in page
+    assert "Look here" not in page
+
+
+def test_what_is_wrong_is_said_first_with_a_link(viewer: Client) -> None:
+    factories.OutboxMessageFactory(created_at=factories.ago(minutes=14))
+    factories.InboxMessageFactory(parked=True, due_at=factories.ago(minutes=5))
+    factories.QueueMessageFactory(available_at=factories.ago(minutes=4))
+    factories.DeadLetterFactory(created_at=factories.ago(hours=3))
+    factories.WorkerFactory(host="lost-1", heartbeat_at=factories.ago(minutes=3))
+    factories.StageStateFactory(stage="payments.charge")
+
+    page = viewer.get(URL).content.decode()
+
+    assert "All is well." not in page
+    assert "1 message in the outbox is overdue" in page
+    assert "14 min" in page
+    assert "1 redelivery is overdue" in page
+    assert "1 message in the embedded broker" in page
+    assert "1 dead letter" in page
+    assert "on lost-1" in page
+    assert "Stage payments.charge is paused." in page
+
+
+def test_destinations_stages_queues_and_workers_have_their_rows(viewer: Client) -> None:
+    shop.open_shop(orders=3)
+    factories.OutboxMessageFactory(destination="mail.newsletter", attempts=2)
+    factories.QueueMessageFactory(queue="orders.place")
+    factories.DeadLetterFactory(stage="", destination="mail.newsletter")
+
+    response = viewer.get(URL)
+
+    page = response.content.decode()
+    assert "mail.newsletter" in page
+    assert "worker-2:" in page
+    picture = status.read()
+    assert picture.destinations["mail.newsletter"].waiting.retried == 1
+    assert picture.destinations["mail.newsletter"].dead == 1
+    assert picture.stages["payments.charge"].processing is not None
+    assert picture.queues["orders.place"].count == 1
+
+
+def test_the_chart_counts_each_hour_and_remembers_closed_periods(
+    viewer: Client,
+) -> None:
+    for hours in (1.5, 1.6, 20):
+        factories.OutboxMessageFactory(
+            created_at=factories.ago(hours=hours), dispatched=True
+        )
+    factories.OutboxMessageFactory(created_at=factories.ago(hours=30), dispatched=True)
+    now = timezone.now()
+
+    first = periods.last_day("default", now)
+    remembered = PeriodCount.objects.count()
+    factories.OutboxMessageFactory(created_at=factories.ago(seconds=1))
+    second = periods.last_day("default", timezone.now())
+
+    assert sum(hour.counts["stored"] for hour in first) == 3
+    assert sum(hour.counts["dispatched"] for hour in first) == 3
+    assert remembered > 4 * 12 * 22
+    assert sum(hour.counts["stored"] for hour in second) == 4
+
+
+def test_remembered_periods_are_not_read_again(db: None) -> None:
+    now = timezone.now()
+    row = factories.OutboxMessageFactory(created_at=factories.ago(hours=3))
+    periods.last_day("default", now)
+
+    row.delete()  # as pruning does
+
+    again = periods.last_day("default", now)
+    assert sum(hour.counts["stored"] for hour in again) == 1
+
+
+def test_counts_stop_at_the_cap(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factories.OutboxMessageFactory.create_batch(7)
+    monkeypatch.setattr(status, "CAP", 5)
+
+    waiting = status.outbox_waiting("default")["orders.place"]
+
+    assert waiting.count == 6
+    assert waiting.capped
+
+
+def test_sections_need_the_right_to_see_their_rows(
+    somebody: Callable[..., Client],
+) -> None:
+    shop.open_shop(orders=1)
+
+    page = somebody("view_worker").get(URL).content.decode()
+
+    assert "<h2>Workers</h2>" in page
+    assert "what this service sends to" not in page
+    assert "what this service consumes" not in page
+
+
+def test_the_number_of_queries_is_fixed(
+    viewer: Client, django_assert_num_queries: Callable[..., object]
+) -> None:
+    shop.open_shop(orders=2)
+    viewer.get(URL)  # what is remembered is remembered once
+    with django_assert_num_queries(QUERIES):
+        viewer.get(URL)
+    shop.open_shop(orders=30)
+    shop.trouble()
+    with django_assert_num_queries(QUERIES):
+        viewer.get(URL)
+
+
+#: Session, user and permissions 4; status 8 and the clock; the chart 5.
+QUERIES = 18

@@ -1,0 +1,74 @@
+"""The page of the stages: how they do, and pausing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.test import Client
+
+from django_txmsg import stages
+from django_txmsg.models import StageState
+from tests import factories
+
+URL = "/admin/django_txmsg/stagestate/"
+
+
+@pytest.fixture
+def declared() -> Iterator[str]:
+    """A stage that this project declares."""
+    stages.stage("admin.tests", name="admin.tests")(lambda message: None)
+    yield "admin.tests"
+    stages.unregister("admin.tests")
+
+
+def test_stages_declared_and_left_behind_are_shown(
+    viewer: Client, declared: str
+) -> None:
+    factories.InboxMessageFactory(stage="long.gone")
+    factories.InboxMessageFactory(stage=declared, parked=True)
+    factories.DeadLetterFactory(stage=declared)
+    factories.WorkerFactory(stages=[declared])
+
+    response = viewer.get(URL)
+
+    rows = {
+        place.name: (place, one, n) for place, one, _, n in response.context["rows"]
+    }
+    place, found, workers = rows[declared]
+    assert (place.waiting.count, place.dead, workers) == (1, 1, 1)
+    assert found is not None
+    assert rows["long.gone"][1] is None
+    assert "unknown here" in response.content.decode()
+    assert ">Pause<" not in response.content.decode()
+
+
+def test_a_stage_is_paused_and_resumed(operator: Client, declared: str) -> None:
+    paused = operator.post(f"{URL}pause/", {"stage": declared}, follow=True)
+
+    assert StageState.objects.paused() == {declared}
+    assert StageState.objects.get().paused_by.startswith("user-")
+    assert "Paused stage admin.tests." in paused.content.decode()
+    again = operator.post(f"{URL}pause/", {"stage": declared}, follow=True)
+    assert "already" in again.content.decode()
+
+    operator.post(f"{URL}resume/", {"stage": declared})
+
+    assert StageState.objects.paused() == set()
+    assert [entry.change_message for entry in LogEntry.objects.order_by("pk")] == [
+        "Paused stage admin.tests.",
+        "Resumed stage admin.tests.",
+    ]
+
+
+def test_pausing_needs_its_permission(
+    somebody: Callable[..., Client], declared: str
+) -> None:
+    client = somebody("view_stagestate")
+
+    assert client.post(f"{URL}pause/", {"stage": declared}).status_code == 403
+    assert client.post(f"{URL}resume/", {"stage": declared}).status_code == 403
+    assert client.get(f"{URL}pause/").status_code == 405
+    assert somebody("view_worker").get(URL).status_code == 403
+    assert not StageState.objects.exists()

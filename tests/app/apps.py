@@ -1,0 +1,22 @@
+"""The little business application that the tests send messages from."""
+
+from __future__ import annotations
+
+import os
+
+from django.apps import AppConfig
+from django.utils.module_loading import import_string
+
+
+class TestAppConfig(AppConfig):
+    """`tests.app` in INSTALLED_APPS."""
+
+    name = "tests.app"
+    label = "app"
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        """Call the hook that a test gave to this process, if it gave one."""
+        hook = os.environ.get("TXMSG_TEST_HOOK")
+        if hook:
+            import_string(hook)()

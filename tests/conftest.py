@@ -1,0 +1,116 @@
+"""What every test shares: real servers, processes, and the choice of tests.
+
+The servers start with the first test that asks for them. A server that is not
+installed skips its tests; where `CI=true` it fails them.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import TypeVar
+
+import hypothesis
+import pytest
+from django.conf import settings
+from django.db import connection
+from pytest_django import DjangoDbBlocker
+
+from tests import services
+from tests.faults import ManageProcess
+
+hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("tests")
+
+#: Asking for one of these means using Django's database.
+DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "admin_client"}
+
+S = TypeVar("S", bound=services.Server)
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Mark the database's tests, and leave out what is for the other database."""
+    engine = settings.DATABASES["default"]["ENGINE"]
+    other = "sqlite" if "postgresql" in engine else "postgresql"
+    chosen, left_out = [], []
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
+            item.add_marker("database")
+        (left_out if item.get_closest_marker(other) else chosen).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start again what an earlier test has killed and left so."""
+    for server in services.running_servers():
+        server.start()
+
+
+def ask_for(kind: type[S]) -> S:
+    """Return the shared server, or skip the test, or fail it where `CI=true`."""
+    absent = kind.missing()
+    if absent and os.environ.get("CI") == "true":
+        pytest.fail(absent)
+    if absent:
+        pytest.skip(absent)
+    return services.shared(kind)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> services.PostgreSQL:
+    """A real PostgreSQL server."""
+    return ask_for(services.PostgreSQL)
+
+
+@pytest.fixture(scope="session")
+def activemq() -> services.ActiveMQ:
+    """A real ActiveMQ Classic broker."""
+    return ask_for(services.ActiveMQ)
+
+
+@pytest.fixture(scope="session")
+def rabbitmq() -> services.RabbitMQ:
+    """A real RabbitMQ broker with its STOMP plugin."""
+    return ask_for(services.RabbitMQ)
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(
+    django_db_setup: None, django_db_blocker: DjangoDbBlocker
+) -> Iterator[None]:
+    """The databases of the run.
+
+    A process killed a moment ago may still have its session on the server, which
+    would refuse to drop the database.
+    """
+    yield
+    with django_db_blocker.unblock(), connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+
+
+@pytest.fixture
+def destination() -> str:
+    """A destination nobody has used before: the brokers outlive the tests."""
+    return f"tests.{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def manage() -> Iterator[Callable[..., ManageProcess]]:
+    """Start `manage.py` processes that end with the test."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str, **options: object) -> ManageProcess:
+            return stack.enter_context(ManageProcess(*arguments, **options))
+
+        yield start

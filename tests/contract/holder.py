@@ -1,0 +1,16 @@
+"""A consumer that receives, acknowledges nothing, and waits to be killed."""
+
+from __future__ import annotations
+
+from django_txmsg.brokers import make_broker
+from tests.faults import hang_here
+
+from .conftest import take
+
+
+def hold(url: str, destination: str) -> None:
+    """Take two messages and keep them."""
+    session = make_broker("held", url).open()
+    session.subscribe(destination, prefetch=2)
+    take(session, 2)
+    hang_here("holds 2")

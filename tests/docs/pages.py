@@ -1,0 +1,57 @@
+"""The pages of the documentation, and the code they show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+
+#: A block that cannot run in a test has a comment above it that says why.
+NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of code of a page."""
+
+    language: str
+    code: str
+    line: int
+    runs: bool
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Return the fenced blocks of a page, in their order."""
+    text = page.read_text()
+    for found in _BLOCK.finditer(text):
+        before = text[: found.start()]
+        indent = len(found[1])
+        code = "".join(line[indent:] for line in found[3].splitlines(keepends=True))
+        yield Block(
+            language=found[2],
+            code=code,
+            line=before.count("\n") + 2,
+            runs=not NOT_RUN.search(before),
+        )
+
+
+def links(page: Path) -> Iterator[str]:
+    """Return where a page links to, outside of its code."""
+    text = _BLOCK.sub("", page.read_text())
+    for found in re.finditer(r"\]\(([^)\s]+)\)", text):
+        yield found[1]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that the headings of a page get."""
+    text = _BLOCK.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in headings
+    }

@@ -1,0 +1,128 @@
+"""The documentation's links lead somewhere, and its lists are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from django.core.management import get_commands, load_command_class
+from django.dispatch import Signal
+
+from django_txmsg import conf, errors, signals, wire
+from tests.docs.pages import PAGES, ROOT, anchors, links
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path = (page.parent / target).resolve() if target else page
+        if not path.exists() or (
+            anchor and path.suffix == ".md" and anchor not in anchors(path)
+        ):
+            broken.append(link)
+
+    assert broken == []
+
+
+def test_every_setting_is_described_with_its_default() -> None:
+    page = (REFERENCE / "settings.md").read_text()
+    rows = dict(re.findall(r"^\| `([A-Z0-9_.]+)` \| `([^`]+)` \|", page, re.MULTILINE))
+
+    assert rows == dict(_defaults(conf.Settings(), ""))
+
+
+def _defaults(settings: Any, prefix: str) -> list[tuple[str, str]]:
+    found = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            found += _defaults(value, f"{field.name}.")
+        else:
+            shown = repr(value).replace("'", '"')
+            found.append((f"{prefix}{field.name}", shown))
+    return found
+
+
+def test_every_command_and_option_is_described() -> None:
+    page = (REFERENCE / "commands.md").read_text()
+    ours = [name for name, app in get_commands().items() if app == "django_txmsg"]
+    django = {"--help", "--version", "--verbosity", "--settings", "--pythonpath",
+              "--traceback", "--no-color", "--force-color",
+              "--skip-checks"}  # fmt: skip
+
+    assert len(ours) >= 5
+    for name in ours:
+        _, _, section = page.partition(f"\n## `{name}")
+        section = section.partition("\n## ")[0]
+        assert section, name
+        if name == "pipeline":
+            continue  # its jobs have a page of their own
+        parser = load_command_class("django_txmsg", name).create_parser("", name)
+        options = {
+            option
+            for action in parser._actions
+            for option in action.option_strings
+            if option.startswith("--")
+        }
+        assert [o for o in options - django if f"`{o}" not in section] == [], name
+
+
+def test_every_signal_is_described_with_its_arguments() -> None:
+    page = (REFERENCE / "signals.md").read_text()
+    source = Path(signals.__file__).read_text()
+    for name, value in vars(signals).items():
+        if not isinstance(value, Signal):
+            continue
+        assert f"`{name}`" in page, name
+        docstring = re.search(
+            rf'^{name} = Signal\(\)\n"""(.*?)"""', source, re.S | re.M
+        )
+        assert docstring is not None
+        row = next(row for row in page.splitlines() if row.startswith(f"| `{name}`"))
+        said = docstring[1].partition("Arguments:")[2]
+        for argument in re.findall(r"\b[a-z_]+\b(?=[,.\s(])", _without_asides(said)):
+            assert f"`{argument}`" in row, (name, argument)
+
+
+def _without_asides(text: str) -> str:
+    return re.sub(r"\([^)]*\)", "", re.sub(r'"[^"]*"', "", text)).partition("(")[0]
+
+
+def test_every_error_is_described() -> None:
+    page = (REFERENCE / "errors.md").read_text()
+    names = [
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    ]
+
+    assert len(names) > 15
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_every_header_on_the_wire_is_described() -> None:
+    page = (REFERENCE / "wire.md").read_text()
+    headers = [
+        value for value in vars(wire).values() if str(value).startswith("txmsg-")
+    ]
+
+    assert len(headers) >= 5
+    assert [name for name in headers if f"`{name}`" not in page] == []
+
+
+def test_the_public_names_are_in_the_readme() -> None:
+    import django_txmsg
+
+    readme = (ROOT / "README.md").read_text()
+
+    assert [name for name in django_txmsg.__all__ if name not in readme] == []
+    assert get_type_hints(conf.Settings)

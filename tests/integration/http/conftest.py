@@ -1,0 +1,55 @@
+"""The middleware in the test's own process, with its control messages at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.test import override_settings
+
+from django_txmsg import signals
+
+MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
+
+
+def txmsg(**http: Any) -> dict[str, Any]:
+    """Return settings with a broker apart from the orders' database."""
+    return {
+        "SERVICE": "web",
+        "BROKERS": {"default": {"URL": "database://other?poll=0.01"}},
+        "DISPATCH_ON_COMMIT": "off",
+        "HTTP": http,
+    }
+
+
+@pytest.fixture
+def web() -> Iterator[Callable[..., override_settings]]:
+    """Serve the views of this package behind the middleware."""
+    with override_settings(
+        ROOT_URLCONF="tests.integration.http.urls", MIDDLEWARE=MIDDLEWARE, TXMSG=txmsg()
+    ):
+        yield lambda **http: override_settings(TXMSG=txmsg(**http))
+
+
+@pytest.fixture
+def heard() -> Iterator[dict[str, list[dict[str, Any]]]]:
+    """Collect what the three signals of a session say."""
+    said: dict[str, list[dict[str, Any]]] = {"ended": [], "sent": [], "handled": []}
+    names = {
+        "ended": signals.session_ended,
+        "sent": signals.control_message_sent,
+        "handled": signals.control_message_handled,
+    }
+
+    receivers = []
+    for name, signal in names.items():
+
+        def receive(name: str = name, **facts: Any) -> None:
+            said[name].append(facts)
+
+        signal.connect(receive)
+        receivers.append((signal, receive))
+    yield said
+    for signal, receive in receivers:
+        signal.disconnect(receive)

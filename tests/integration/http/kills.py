@@ -1,0 +1,96 @@
+"""Hooks that kill a web process with SIGKILL at an exact step of a request, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from django_txmsg import signals
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.brokers.stomp import StompSession
+from django_txmsg.models.outbox import OutboxManager
+from tests.faults import wait_until
+
+
+def die_once(*_: Any, **__: Any) -> None:
+    """Kill this process, unless one was killed already: its successor lives."""
+    try:
+        os.close(os.open(os.environ["TXMSG_TEST_ONCE"], os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_the_control_message() -> None:
+    """Between steps 2 and 3."""
+    from django_txmsg import control
+
+    announce = control.announce
+
+    def announce_or_die(*args: Any) -> None:
+        die_once()
+        announce(*args)
+
+    control.announce = announce_or_die
+
+
+def before_the_commit() -> None:
+    """Between steps 3 and 4."""
+    signals.control_message_sent.connect(die_once, weak=False)
+
+
+def after_the_commit() -> None:
+    """Between steps 4 and 5: in the very first hook."""
+    from django_txmsg.session import OutboxSession
+
+    OutboxSession._note_commit = die_once
+
+
+def stand_still_before_the_commit() -> None:
+    """Between steps 3 and 4, for as long as the test wants."""
+    permission = Path(os.environ["TXMSG_TEST_ONCE"] + ".go")
+
+    def wait(**_: Any) -> None:
+        wait_until(permission.exists, deadline=60)
+
+    signals.control_message_sent.connect(wait, weak=False)
+
+
+def before_the_send() -> None:
+    """In step 5: the rows are claimed and the broker has nothing yet."""
+    for session in (DatabaseSession, StompSession):
+        _die_in(session, "send", lambda session, batch, **_: len(batch) > 1)
+
+
+def before_the_mark() -> None:
+    """After the send: the broker has everything and the rows do not say so."""
+    _die_in(OutboxManager, "mark_dispatched", lambda *_: True)
+
+
+def _die_in(owner: Any, method: str, when: Any) -> None:
+    original = getattr(owner, method)
+
+    def replacement(*args: Any, **options: Any) -> Any:
+        if when(*args, **options):
+            die_once()
+        return original(*args, **options)
+
+    setattr(owner, method, replacement)
+
+
+def failing_commits() -> None:
+    """Step 4 fails: the database refuses every commit with a message in it."""
+    commit = BaseDatabaseWrapper._commit
+
+    def refuse(connection: Any) -> Any:
+        from django.db import OperationalError
+
+        if connection.run_on_commit and len(connection.run_on_commit) > 1:
+            raise OperationalError("the server closed the connection unexpectedly")
+        return commit(connection)
+
+    BaseDatabaseWrapper._commit = refuse

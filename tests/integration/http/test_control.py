@@ -1,0 +1,458 @@
+"""What the receiver of a control message finds out, and what it does about it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from django.db import connections, transaction
+from django.test import override_settings
+from django.utils import timezone
+
+from django_txmsg import control, outbox_session, send_message, signals, wire
+from django_txmsg.brokers import get_broker
+from django_txmsg.brokers.base import Delivery, Outgoing
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
+from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
+from django_txmsg.relay import Lane
+from tests.app.models import Order
+
+from .conftest import txmsg
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+on_postgresql = pytest.mark.postgresql
+
+
+@pytest.fixture(autouse=True)
+def settings_in_force() -> Iterator[None]:
+    with override_settings(TXMSG=txmsg()):
+        yield
+
+
+@pytest.fixture
+def arrivals() -> Iterator[DatabaseSession]:
+    """A subscription to the control destination."""
+    with get_broker().open() as session:
+        session.subscribe("web.txmsg.control", prefetch=10)
+        yield session
+
+
+def dispatch(using: str, session_id: uuid.UUID) -> None:
+    """What the consumer dispatches with."""
+    lane = Lane(using, "default")
+    while lane.dispatch(session_id=session_id):
+        pass
+    lane.close()
+
+
+def handle(delivery: Delivery) -> None:
+    """Look once, as the consumer does."""
+    control.handle(delivery, dispatch, threading.Event())
+
+
+def handle_to_the_end(delivery: Delivery) -> list[float]:
+    """Look as often as asked, in a thread and a connection of its own; return the
+    pauses that were asked for."""
+    pauses: list[float] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    return handle(delivery)
+                except control.LookAgain as again:
+                    pauses.append(again.after)
+                    threading.Event().wait(again.after)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not errors
+    return pauses
+
+
+def send_two() -> None:
+    send_message("http.orders", {"part": "pay"})
+    send_message("http.orders", {"part": "ship"})
+
+
+def arrived() -> int:
+    """How many messages the broker has of the two."""
+    return QueueMessage.objects.using("other").filter(queue="http.orders").count()
+
+
+def test_a_committed_session_is_dispatched(arrivals, heard) -> None:
+    with outbox_session() as session:
+        send_two()
+    delivery = arrivals.receive(5)
+    assert arrived() == 0
+
+    handle(delivery)
+
+    assert arrived() == 2
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    (handled,) = heard["handled"]
+    assert handled["outcome"] == "dispatched"
+    assert handled["session_id"] == session.id
+    assert handled["attempts"] == 1
+    assert 0 <= handled["transit_time"] < 60
+
+
+def test_a_second_arrival_finds_nothing_to_do(arrivals, heard) -> None:
+    with outbox_session():
+        send_two()
+    delivery = arrivals.receive(5)
+    handle(delivery)
+    handle(delivery)
+
+    assert arrived() == 2
+    assert heard["handled"][1]["outcome"] == "already_dispatched"
+
+
+def test_metadata_reaches_the_receiver(arrivals, heard) -> None:
+    with outbox_session() as session:
+        session.metadata["tenant"] = "north"
+        send_two()
+    handle(arrivals.receive(5))
+
+    assert heard["handled"][0]["headers"]["tenant"] == "north"
+
+
+def test_a_rolled_back_session_tells_nobody(arrivals) -> None:
+    with suppress(RuntimeError), outbox_session():
+        send_two()
+        raise RuntimeError
+    assert arrivals.receive(0.3) is None
+    assert not OutboxMessage.objects.exists()
+
+
+def test_a_session_without_messages_tells_nobody(arrivals) -> None:
+    with outbox_session():
+        Order.objects.create(number="1")
+    assert arrivals.receive(0.3) is None
+    assert Order.objects.count() == 1
+
+
+@on_postgresql
+def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
+    pauses = []
+    with transaction.atomic():
+        with transaction.atomic(), outbox_session():
+            send_two()
+        # The session is over, and the transaction around it is not.
+        delivery = arrivals.receive(5)
+        for _ in range(8):
+            with pytest.raises(control.LookAgain) as again:
+                _elsewhere(lambda: handle(delivery))
+            pauses.append(again.value.after)
+        assert arrived() == 0
+    assert max(pauses) <= 0.2
+    handle(delivery)
+    assert arrived() == 2
+    assert heard["handled"][-1]["attempts"] == 9
+
+
+@on_postgresql
+def test_a_slow_commit_costs_little(arrivals) -> None:
+    """Consumed before the commit, which follows 50 ms later."""
+    took = []
+    committed_at = []
+
+    def consume(**_: object) -> None:
+        delivery = arrivals.receive(5)
+
+        def work() -> None:
+            handle_to_the_end(delivery)
+            took.append(time.monotonic())
+
+        threads.append(threading.Thread(target=work))
+        threads[0].start()
+        threading.Event().wait(0.05)
+
+    threads: list[threading.Thread] = []
+    signals.control_message_sent.connect(consume)
+    try:
+        with outbox_session():
+            send_two()
+        committed_at.append(time.monotonic())
+    finally:
+        signals.control_message_sent.disconnect(consume)
+    threads[0].join(30)
+    assert arrived() == 2
+    # 250 ms by the issue; a loaded machine is given some more.
+    assert took[0] - committed_at[0] < 1.0
+
+
+@on_postgresql
+def test_a_rollback_after_the_control_message_ends_at_once(arrivals, heard) -> None:
+    with suppress(RuntimeError), transaction.atomic():
+        with outbox_session():
+            send_two()
+        raise RuntimeError
+    handle(arrivals.receive(5))
+
+    assert heard["handled"][0]["outcome"] == "rolled_back"
+    assert heard["handled"][0]["attempts"] == 1
+    assert not SessionRecord.objects.exists()
+    assert not DeadLetter.objects.exists()
+
+
+@on_postgresql
+def test_a_savepoint_rolled_back_after_it_is_no_loss(arrivals, heard) -> None:
+    with transaction.atomic():
+        with suppress(RuntimeError), transaction.atomic():
+            with outbox_session():
+                send_two()
+            raise RuntimeError
+        Order.objects.create(number="1")
+    handle(arrivals.receive(5))
+
+    assert heard["handled"][0]["outcome"] == "already_dispatched"
+    assert arrived() == 0
+
+
+@on_postgresql
+def test_a_transaction_id_from_the_future_falls_back_to_waiting(
+    arrivals, heard
+) -> None:
+    """As after a failover to a standby that has not seen it."""
+    session_id = uuid.uuid4()
+    _forge(
+        session_id, kind="transaction", transaction="99999999999", limit=0.3, step=0.1
+    )
+    pauses = handle_to_the_end(arrivals.receive(5))
+
+    assert pauses[0] == pytest.approx(0.1)
+    assert heard["handled"][0]["outcome"] == "given_up"
+
+
+def test_without_an_oracle_it_waits_longer_each_time(arrivals, heard) -> None:
+    session_id = uuid.uuid4()
+    _forge(session_id, limit=1.0, step=0.1)
+    delivery = arrivals.receive(5)
+
+    pauses = handle_to_the_end(delivery)
+
+    assert pauses[:3] == [pytest.approx(one) for one in (0.1, 0.2, 0.4)]
+    assert sum(pauses) == pytest.approx(1.0, abs=0.5)
+    record = SessionRecord.objects.get()
+    assert (record.session_id, record.status) == (session_id, "tombstone")
+    assert heard["handled"][0]["outcome"] == "given_up"
+    assert not DeadLetter.objects.exists()
+    # A copy of it ends quietly too.
+    handle(delivery)
+    assert SessionRecord.objects.count() == 1
+
+
+def test_a_delayed_session_commits_and_leaves_a_record(arrivals, heard) -> None:
+    with override_settings(TXMSG=txmsg(CONTROL_MESSAGE_ORACLE="delay")):
+        with outbox_session() as session:
+            send_two()
+        delivery = arrivals.receive(5)
+        assert delivery.headers["txmsg-oracle"] == "delay"
+        assert SessionRecord.objects.get().session_id == session.id
+        dispatch("default", session.id)
+        handle(delivery)
+    assert heard["handled"][0]["outcome"] == "already_dispatched"
+    assert heard["handled"][0]["attempts"] == 1
+
+
+@on_postgresql
+def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
+    """The session stands still between its control message and its commit."""
+    http = txmsg(
+        CONTROL_MESSAGE_ORACLE="delay",
+        MAX_COMMIT_DURATION=0.5,
+        COMMIT_DELAY_INCREMENT=0.1,
+    )
+
+    def stand_still(**_: object) -> None:
+        handle_to_the_end(arrivals.receive(5))
+
+    signals.control_message_sent.connect(stand_still)
+    try:
+        with (  # noqa: PT012
+            override_settings(TXMSG=http),
+            pytest.raises(CommitTimedOut, match="MAX_COMMIT_DURATION"),
+            outbox_session(),
+        ):
+            Order.objects.create(number="1")
+            send_two()
+    finally:
+        signals.control_message_sent.disconnect(stand_still)
+
+    assert heard["handled"][0]["outcome"] == "given_up"
+    assert heard["ended"][0]["outcome"] == "failed"
+    assert not Order.objects.exists()
+    assert not OutboxMessage.objects.exists()
+    assert SessionRecord.objects.get().status == "tombstone"
+    assert arrived() == 0
+
+
+@on_postgresql
+def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
+    """The session has written its record and has not committed: no tombstone can be
+    written, and the control message comes back until the rows are there."""
+    http = txmsg(
+        CONTROL_MESSAGE_ORACLE="delay",
+        MAX_COMMIT_DURATION=0.1,
+        COMMIT_DELAY_INCREMENT=0.05,
+    )
+    with override_settings(TXMSG=http), transaction.atomic():
+        with outbox_session():
+            send_two()
+        delivery = arrivals.receive(5)
+        ends = [time.monotonic() + 1.0]
+        while time.monotonic() < ends[0]:
+            with pytest.raises(control.LookAgain) as again:
+                _elsewhere(lambda: handle(delivery))
+            threading.Event().wait(min(0.1, again.value.after))
+    handle_to_the_end(delivery)
+
+    assert arrived() == 2
+    assert heard["handled"][0]["outcome"] == "dispatched"
+    assert SessionRecord.objects.get().status == "committed"
+
+
+def test_the_embedded_broker_tells_by_arriving() -> None:
+    settings = txmsg() | {"BROKERS": {"default": {"URL": "database://?poll=0.01"}}}
+    with override_settings(TXMSG=settings):
+        with suppress(RuntimeError), transaction.atomic():
+            with outbox_session():
+                send_two()
+            raise RuntimeError
+        assert not QueueMessage.objects.exists()
+        with outbox_session():
+            send_two()
+        with get_broker().open() as session:
+            session.subscribe("web.txmsg.control", prefetch=1)
+            delivery = session.receive(5)
+            assert delivery.headers["txmsg-oracle"] == "arrival"
+            handle(delivery)
+        assert QueueMessage.objects.filter(queue="http.orders").count() == 2
+        assert not SessionRecord.objects.exists()
+
+
+def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
+    with outbox_session() as session:
+        send_two()
+    manager = OutboxMessage.objects.db_manager("default")
+    token = uuid.uuid4()
+    claimed = manager.claim(
+        broker="default", token=token, lease=1.0, limit=10, session_id=session.id
+    )
+    assert len(claimed) == 2
+    delivery = arrivals.receive(5)
+    with pytest.raises(control.LookAgain) as again:
+        handle(delivery)
+    assert 0 < again.value.after <= 1.0
+    # Whoever it was has died: the lease ends, and the control message does it.
+    handle_to_the_end(delivery)
+    assert arrived() == 2
+
+
+def test_messages_due_much_later_are_left_to_the_relay(arrivals, heard) -> None:
+    with outbox_session():
+        send_message("http.orders", {}, delay=dt.timedelta(hours=1))
+    handle(arrivals.receive(5))
+    with outbox_session():
+        send_message("http.orders", {}, delay=dt.timedelta(seconds=0.5))
+    handle_to_the_end(arrivals.receive(5))
+
+    assert [one["outcome"] for one in heard["handled"]] == [
+        "left_to_relay",
+        "dispatched",
+    ]
+    assert arrived() == 1
+
+
+def test_a_broker_that_is_down_is_asked_again(arrivals, heard) -> None:
+    with outbox_session():
+        send_two()
+    delivery = arrivals.receive(5)
+
+    def down(using: str, session_id: uuid.UUID) -> None:
+        raise BrokerUnavailable("down")
+
+    with pytest.raises(control.LookAgain):
+        control.handle(delivery, down, threading.Event())
+    assert heard["handled"] == []
+    handle(delivery)
+    assert arrived() == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"txmsg-session": "nonsense"},
+        {"txmsg-using": "nowhere"},
+        {"txmsg-max-commit-duration": "long"},
+        {"txmsg-session": None},
+    ],
+)
+def test_an_unreadable_control_message_is_dropped(
+    arrivals, heard, caplog, change
+) -> None:
+    _forge(uuid.uuid4(), **change)
+    handle(arrivals.receive(5))
+
+    assert heard["handled"][0]["outcome"] == "unreadable"
+    assert "unreadable control message" in caplog.text
+    assert not DeadLetter.objects.exists()
+
+
+def test_a_time_of_sending_that_cannot_be_read_harms_nothing(arrivals, heard) -> None:
+    _forge(uuid.uuid4(), limit=0.1, step=0.05, **{"txmsg-created": "yesterday"})
+    handle_to_the_end(arrivals.receive(5))
+    assert heard["handled"][0]["transit_time"] is None
+
+
+def _forge(session_id: uuid.UUID, **facts: object) -> None:
+    """Send a control message of a session that does not exist."""
+    headers = {
+        wire.MESSAGE_ID: str(uuid.uuid4()),
+        wire.CREATED: wire.format_instant(timezone.now()),
+        control.SESSION: str(session_id),
+        control.USING: "default",
+        control.ORACLE: facts.pop("kind", "delay"),
+        control.TRANSACTION: facts.pop("transaction", ""),
+        control.MAX_COMMIT_DURATION: str(facts.pop("limit", 15)),
+        control.COMMIT_DELAY_INCREMENT: str(facts.pop("step", 0.5)),
+        **facts,
+    }
+    headers = {name: value for name, value in headers.items() if value is not None}
+    with get_broker().open() as session:
+        session.send([Outgoing("web.txmsg.control", headers, b"")])
+
+
+def _elsewhere(work: object) -> None:
+    """Do something on another connection, as another process would."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,87 @@
+"""outbox_session(): the same transaction and scope for code that is no request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+from django.test import override_settings
+
+from django_txmsg import outbox_session, send_message
+from django_txmsg.errors import SessionError, SwallowedDatabaseError
+from django_txmsg.models import OutboxMessage, QueueMessage
+from django_txmsg.session import OutboxSession
+from tests.app.models import Order
+
+from .conftest import txmsg
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+
+@pytest.fixture(autouse=True)
+def settings_in_force() -> Iterator[None]:
+    with override_settings(TXMSG=txmsg()):
+        yield
+
+
+def send_two() -> None:
+    send_message("http.orders", {"part": "pay"})
+    send_message("http.orders", {"part": "ship"})
+
+
+def test_a_session_is_used_once() -> None:
+    session = OutboxSession()
+    with pytest.raises(SessionError, match="not begun"):
+        session.commit()
+    session.begin()
+    with pytest.raises(SessionError, match="begun already"):
+        session.begin()
+    session.commit()
+    assert session.committed
+    for late in (session.commit, session.rollback, session.begin):
+        with pytest.raises(SessionError):
+            late()
+    assert not connection.in_atomic_block
+
+
+def test_an_inner_session_joins_the_outer_one() -> None:
+    with outbox_session() as outer:
+        send_two()
+        with outbox_session() as inner:
+            assert inner is outer
+            send_two()
+        with suppress(RuntimeError), outbox_session():
+            send_two()
+            raise RuntimeError
+    assert OutboxMessage.objects.filter(session_id=outer.id).count() == 4
+    assert QueueMessage.objects.using("other").count() == 1
+
+
+def test_a_swallowed_error_fails_the_session() -> None:
+    Order.objects.create(number="1")
+    with pytest.raises(SwallowedDatabaseError), outbox_session():  # noqa: PT012
+        send_two()
+        with suppress(IntegrityError):
+            Order.objects.create(number="1")
+    assert not OutboxMessage.objects.exists()
+    # One that was kept to an inner block is none, and an explicit rollback is obeyed.
+    with outbox_session():
+        with pytest.raises(IntegrityError), transaction.atomic():
+            Order.objects.create(number="1")
+        send_two()
+        transaction.set_rollback(True)
+    assert not OutboxMessage.objects.exists()
+
+
+def test_two_databases_have_two_sessions() -> None:
+    with outbox_session():
+        send_two()
+        with suppress(RuntimeError), outbox_session(using="other"):
+            Order.objects.using("other").create(number="1")
+            send_two()
+            raise RuntimeError
+    assert OutboxMessage.objects.count() == 2
+    assert not OutboxMessage.objects.using("other").exists()
+    assert not Order.objects.using("other").exists()

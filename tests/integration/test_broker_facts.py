@@ -1,0 +1,474 @@
+"""What the real brokers do, where the design rests on it and no manual says it.
+
+These tests ask the brokers, not our code: a raw client writes the frames and reads the
+answers. One that fails tells that a broker has changed, and that
+`docs/explanation/broker-facts.md` and a dialect have to change with it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from itertools import pairwise
+
+import amqp
+import pytest
+
+from django_txmsg.testing.frames import Frame
+from tests.raw_client import RawClient
+from tests.services import ActiveMQ, RabbitMQ
+from tests.services.activemq import CRAMPED
+from tests.services.stomp_server import (
+    ALLOWED,
+    LIMITED_USER,
+    PASSWORD,
+    USER,
+    StompServer,
+)
+
+FORBIDDEN = "/queue/forbidden"
+#: More than a cramped queue holds, by far.
+TOO_MANY = 100
+KILOBYTE = b"k" * 1000
+
+STORED = {"persistent": "true"}
+# RabbitMQ would declare a queue of the connection's own for `persistent:false`.
+VOLATILE: dict[str, str] = {}
+QUORUM = {**STORED, "x-queue-type": "quorum"}
+
+Client = Callable[..., RawClient]
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """Connect raw clients, closed with the test."""
+    with ExitStack() as stack:
+
+        def connect(server: StompServer, user: str = USER) -> RawClient:
+            address = ("127.0.0.1", server.port)
+            return stack.enter_context(
+                RawClient(address, timeout=60, login=user, passcode=PASSWORD)
+            )
+
+        yield connect
+
+
+def queue(prefix: str = ALLOWED) -> str:
+    """Name a queue nobody has used, which the limited user may use too."""
+    return f"/queue/{prefix}{uuid.uuid4().hex}"
+
+
+def send(
+    client: RawClient,
+    destination: str,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    **more: str,
+) -> None:
+    """Write a SEND, persistent unless other headers are given; keywords are headers."""
+    chosen = STORED if headers is None else headers
+    client.send("SEND", {"destination": destination, **chosen}, body, **more)
+
+
+def read_to(client: RawClient, receipt: str) -> list[str]:
+    """Read up to this receipt and return every frame that came, in short."""
+    found: list[str] = []
+    while receipt not in found:
+        frame = client.next()
+        assert frame is not None, f"no receipt {receipt}; came: {found}"
+        found.append(short(frame))
+    return found
+
+
+def short(frame: Frame) -> str:
+    """Name a frame: a RECEIPT by its id, an ERROR with the id it has or lacks."""
+    receipt = frame.headers.get("receipt-id", "-")
+    return receipt if frame.command == "RECEIPT" else f"{frame.command} {receipt}"
+
+
+def contents(client: RawClient, destination: str) -> list[bytes]:
+    """Take everything out of a queue; a last message of our own shows the end."""
+    send(client, destination, b"end", receipt="end put")
+    read_to(client, "end put")
+    client.send("SUBSCRIBE", id="all", destination=destination, ack="auto")
+    found = []
+    while (body := client.expect("MESSAGE").body) != b"end":
+        found.append(body)
+    client.send("UNSUBSCRIBE", id="all", receipt="left")
+    read_to(client, "left")
+    return found
+
+
+# -- a failed SEND inside a transaction ---------------------------------------------
+
+
+def test_activemq_commits_the_rest_when_a_send_with_receipt_failed(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """Its client must count the refusal and ABORT: the broker will not."""
+    producer, name = client(activemq, LIMITED_USER), queue()
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, name, b"first", transaction="t", receipt="first")
+    send(producer, FORBIDDEN, b"refused", transaction="t", receipt="refused")
+    send(producer, name, b"last", transaction="t", receipt="last")
+    before = read_to(producer, "last")
+    producer.send("COMMIT", transaction="t", receipt="commit")
+
+    assert before == ["first", "ERROR refused", "last"]
+    assert read_to(producer, "commit") == ["commit"]
+    assert contents(client(activemq), name) == [b"first", b"last"]
+
+
+def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """What the relay relies on: only COMMIT asks for a receipt, all or nothing."""
+    producer, name = client(activemq, LIMITED_USER), queue()
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, name, b"first", transaction="t")
+    send(producer, FORBIDDEN, b"refused", transaction="t")
+    send(producer, name, b"last", transaction="t")
+    producer.send("COMMIT", transaction="t", receipt="commit")
+    answers = {short(producer.expect("ERROR")), short(producer.expect("ERROR"))}
+
+    # The two come in any order: an ERROR without receipt is sent on another thread.
+    assert answers == {"ERROR -", "ERROR commit"}
+    assert contents(client(activemq), name) == []
+
+
+def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """The queue is declared when the SEND arrives, before any COMMIT."""
+    producer, name = client(rabbitmq, LIMITED_USER), queue()
+
+    producer.send("BEGIN", transaction="t", receipt="begin")
+    send(producer, name, b"first", transaction="t", receipt="first")
+    send(producer, FORBIDDEN, b"refused", transaction="t", receipt="refused")
+
+    assert producer.expect("RECEIPT")["receipt-id"] == "begin"
+    assert short(producer.expect("ERROR")) == "ERROR -"
+    producer.expect_end()
+    assert contents(client(rabbitmq), name) == []
+
+
+def test_rabbitmq_commits_the_rest_when_a_destination_was_malformed(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """The ERROR names no receipt, the connection lives, the transaction too."""
+    producer, name = client(rabbitmq), queue()
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, name, b"first", transaction="t", receipt="first")
+    send(producer, "/nonsense/x", b"refused", transaction="t", receipt="refused")
+    send(producer, name, b"last", transaction="t", receipt="last")
+    producer.send("COMMIT", transaction="t", receipt="commit")
+
+    assert read_to(producer, "last") == ["ERROR -", "commit", "first", "last"]
+    assert contents(client(rabbitmq), name) == [b"first", b"last"]
+
+
+def test_rabbitmq_confirms_a_commit_that_stored_half_of_the_transaction(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """Frames are replayed one by one: COMMIT's receipt proves nothing."""
+    producer, name = client(rabbitmq), queue()
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, name, b"first", transaction="t")
+    send(producer, "/exchange/nobody-made-this/key", b"lost", transaction="t")
+    send(producer, name, b"last", transaction="t")
+    producer.send("COMMIT", transaction="t", receipt="commit")
+
+    assert read_to(producer, "commit") == ["commit"]
+    assert short(producer.expect("ERROR")) == "ERROR -"
+    producer.expect_end()
+    assert contents(client(rabbitmq), name) == [b"first"]
+
+
+# -- when receipts inside a transaction come ----------------------------------------
+
+
+def test_activemq_sends_a_receipt_inside_a_transaction_before_the_commit(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    producer, name = client(activemq), queue()
+
+    producer.send("BEGIN", transaction="t", receipt="begin")
+    send(producer, name, b"1", transaction="t", receipt="send")
+    assert read_to(producer, "send") == ["begin", "send"]
+    producer.send("ABORT", transaction="t", receipt="abort")
+
+    assert read_to(producer, "abort") == ["abort"]
+    assert contents(client(activemq), name) == []
+
+
+def test_rabbitmq_sends_a_receipt_inside_a_transaction_only_after_the_commits(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """Who waits for it before COMMIT waits for ever; a barrier shows arrival."""
+    producer, name = client(rabbitmq), queue()
+
+    producer.send("BEGIN", transaction="t", receipt="begin")
+    for number in range(3):
+        send(producer, name, b"x", transaction="t", receipt=f"send {number}")
+    producer.send("BEGIN", transaction="barrier")
+    producer.send("ABORT", transaction="barrier", receipt="barrier")
+    assert read_to(producer, "barrier") == ["begin", "barrier"]
+    assert producer.drain(0.5) == []
+    producer.send("COMMIT", transaction="t", receipt="commit")
+
+    answers = [short(producer.expect("RECEIPT")) for _ in range(4)]
+    assert answers[0] == "commit"
+    assert sorted(answers[1:]) == ["send 0", "send 1", "send 2"]
+
+
+def test_rabbitmq_never_sends_the_receipts_of_an_aborted_transaction(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    producer, name = client(rabbitmq), queue()
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, name, b"taken back", transaction="t", receipt="send")
+    producer.send("ABORT", transaction="t", receipt="abort")
+    send(producer, name, b"stays", receipt="later")
+
+    assert read_to(producer, "later") == ["abort", "later"]
+    assert contents(client(rabbitmq), name) == [b"stays"]
+
+
+# -- the order of receipts ----------------------------------------------------------
+
+
+def test_activemq_sends_receipts_in_order_while_no_queue_is_full(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """Whatever is mixed: big and small, stored and not, queues and a topic."""
+    producer = client(activemq)
+    names = [queue(), queue(), queue().replace("/queue/", "/topic/")]
+
+    for number in range(300):
+        send(
+            producer,
+            names[number % 3],
+            b"x" * (50_000 if number % 20 == 0 else 10),
+            VOLATILE if number % 4 == 0 else None,
+            receipt=str(number),
+        )
+
+    assert read_to(producer, "299") == [str(number) for number in range(300)]
+
+
+def test_activemq_lets_later_receipts_overtake_those_of_a_full_queue(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """A SEND to a full queue is parked, silently; the connection goes on."""
+    producer, full, roomy = client(activemq), queue(CRAMPED), queue()
+
+    for number in range(TOO_MANY):
+        send(producer, full, KILOBYTE, receipt=f"full {number}")
+    send(producer, roomy, b"x", receipt="roomy")
+    early = read_to(producer, "roomy")
+    assert contents(client(activemq), roomy) == [b"x"]
+    taken = take(client(activemq), full, TOO_MANY)
+    late = read_to(producer, f"full {TOO_MANY - 1}")
+
+    assert taken == [KILOBYTE] * TOO_MANY
+    assert 1 < len(early) < TOO_MANY
+    assert sorted([*early, *late]) == sorted(
+        ["roomy", *(f"full {number}" for number in range(TOO_MANY))]
+    )
+
+
+def test_activemq_commits_without_a_send_that_waits_for_a_full_queue(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """Commit only when each receipt of the transaction is there."""
+    filler, producer = client(activemq), client(activemq)
+    full, roomy, other = queue(CRAMPED), queue(), queue()
+    for _ in range(TOO_MANY):
+        send(filler, full, KILOBYTE, receipt="full")
+    send(filler, other, b"x", receipt="full by now")
+    filled = len(read_to(filler, "full by now")) - 1
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, roomy, b"first", transaction="t", receipt="first")
+    send(producer, full, b"parked", transaction="t", receipt="parked")
+    send(producer, roomy, b"last", transaction="t", receipt="last")
+    producer.send("COMMIT", transaction="t", receipt="commit")
+    assert read_to(producer, "commit") == ["first", "last", "commit"]
+    assert contents(client(activemq), roomy) == [b"first", b"last"]
+    taken = take(client(activemq), full, TOO_MANY)
+
+    assert filled < TOO_MANY
+    assert taken == [KILOBYTE] * TOO_MANY
+    assert short(producer.expect("ERROR")) == "ERROR parked"
+    assert contents(client(activemq), full) == []
+
+
+def test_activemq_answers_a_barrier_while_a_send_with_receipt_waits(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """A barrier proves only the frames that ask for no receipt of their own."""
+    filler, producer = client(activemq), client(activemq)
+    full, other = queue(CRAMPED), queue()
+    for _ in range(TOO_MANY):
+        send(filler, full, KILOBYTE, receipt="full")
+    send(filler, other, b"x", receipt="full by now")
+    read_to(filler, "full by now")
+
+    send(producer, full, b"parked", receipt="parked")
+    producer.send("BEGIN", transaction="barrier")
+    producer.send("ABORT", transaction="barrier", receipt="barrier")
+    assert read_to(producer, "barrier") == ["barrier"]
+    taken = take(client(activemq), full, TOO_MANY)
+
+    assert read_to(producer, "parked") == ["parked"]
+    assert [*taken, *contents(client(activemq), full)].count(b"parked") == 1
+
+
+def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """What the relay relies on: with COMMIT's receipt all of the batch is stored."""
+    filler, producer = client(activemq), client(activemq)
+    full, roomy, other = queue(CRAMPED), queue(), queue()
+    for _ in range(TOO_MANY):
+        send(filler, full, KILOBYTE, receipt="full")
+    send(filler, other, b"x", receipt="full by now")
+    read_to(filler, "full by now")
+
+    producer.send("BEGIN", transaction="t")
+    send(producer, roomy, b"first", transaction="t")
+    send(producer, full, b"waits", transaction="t")
+    send(producer, roomy, b"last", transaction="t")
+    producer.send("COMMIT", transaction="t", receipt="commit")
+    assert producer.drain(1.0) == []
+    taken = take(client(activemq), full, TOO_MANY)
+
+    assert read_to(producer, "commit") == ["commit"]
+    assert contents(client(activemq), roomy) == [b"first", b"last"]
+    assert [*taken, *contents(client(activemq), full)].count(b"waits") == 1
+
+
+def take(client: RawClient, destination: str, count: int) -> list[bytes]:
+    """Take at least so many messages out of a queue, which makes room for the parked.
+
+    What comes before we have left is taken too, and returned: it is gone from there.
+    """
+    client.send("SUBSCRIBE", id="some", destination=destination, ack="auto")
+    bodies = [client.expect("MESSAGE").body for _ in range(count)]
+    client.send("UNSUBSCRIBE", id="some", receipt="left")
+    while (frame := client.next()) is not None and frame.command == "MESSAGE":
+        bodies.append(frame.body)
+    assert frame is not None
+    assert short(frame) == "left"
+    return bodies
+
+
+@pytest.mark.parametrize(
+    ("of_odd_ones", "size"),
+    [
+        pytest.param(VOLATILE, 300, id="stored-and-volatile"),
+        pytest.param(QUORUM, 300, id="classic-and-quorum-queue"),
+        pytest.param(STORED, 200_000, id="small-and-big"),
+    ],
+)
+def test_rabbitmq_sends_receipts_out_of_order_over_two_queues(
+    rabbitmq: RabbitMQ, client: Client, of_odd_ones: dict[str, str], size: int
+) -> None:
+    """Each comes once, though: only the order is nobody's promise."""
+    overtaken = 0
+    for _ in range(20):
+        producer, names = client(rabbitmq), [queue(), queue()]
+        for number in range(200):
+            odd = number % 2
+            send(
+                producer,
+                names[odd],
+                b"x" * (size if odd else 300),
+                of_odd_ones if odd else STORED,
+                receipt=str(number),
+            )
+        found = [int(short(producer.expect("RECEIPT"))) for _ in range(200)]
+        assert sorted(found) == list(range(200))
+        overtaken += sum(later < earlier for earlier, later in pairwise(found))
+        if overtaken:
+            break
+
+    assert overtaken
+
+
+def test_rabbitmq_sends_receipts_in_order_over_one_queue(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    producer, name = client(rabbitmq), queue()
+
+    for number in range(300):
+        send(producer, name, b"x", receipt=str(number))
+
+    assert read_to(producer, "299") == [str(number) for number in range(300)]
+
+
+# -- what a SEND does to its queue --------------------------------------------------
+
+
+def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """So a volatile message is one without the header, never one that denies it."""
+    name, first, second = queue(), client(rabbitmq), client(rabbitmq)
+    send(first, name, b"x", receipt="declared")
+    read_to(first, "declared")
+    second.send("SEND", {"destination": name, "persistent": "false"}, receipt="no")
+    assert "exclusive" in second.expect("ERROR").text
+    second.expect_end()
+
+    alone, name = client(rabbitmq), queue()
+    alone.send("SEND", {"destination": name, "persistent": "false"}, receipt="sent")
+    read_to(alone, "sent")
+    send(first, name, b"x", receipt="no")
+    assert "exclusive" in first.expect("ERROR").text
+
+
+# -- receipts for what is lost ------------------------------------------------------
+
+
+@pytest.mark.parametrize("nowhere", ["/amq/queue/nobody-made-this", "no-slash"])
+def test_rabbitmq_confirms_what_it_can_route_nowhere(
+    rabbitmq: RabbitMQ, client: Client, nowhere: str
+) -> None:
+    producer = client(rabbitmq)
+    send(producer, nowhere, b"lost", receipt="lost")
+    assert read_to(producer, "lost") == ["lost"]
+
+
+def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """The ERROR before it is the answer; the connection ends."""
+    consumer = client(rabbitmq, LIMITED_USER)
+    consumer.send("SUBSCRIBE", id="s", destination=FORBIDDEN, receipt="subscribed")
+    assert [short(frame) for frame in consumer.drain(30)] == ["ERROR -", "subscribed"]
+    assert consumer.closed_by_peer
+
+
+def test_rabbitmq_confirms_what_it_sent_nowhere_after_its_queue_was_deleted(
+    rabbitmq: RabbitMQ, client: Client
+) -> None:
+    """A queue is declared once a connection: never delete one under a relay."""
+    producer, name = client(rabbitmq), queue()
+    send(producer, name, b"before", receipt="before")
+    read_to(producer, "before")
+
+    with amqp.Connection(
+        f"127.0.0.1:{rabbitmq.amqp_port}", userid=USER, password=PASSWORD
+    ) as connection:
+        connection.channel().queue_delete(name.removeprefix("/queue/"))
+    send(producer, name, b"lost", receipt="lost")
+
+    assert read_to(producer, "lost") == ["lost"]
+    assert contents(client(rabbitmq), name) == []

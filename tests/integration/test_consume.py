@@ -1,0 +1,226 @@
+"""One message through one stage: effects once, duplicates dropped, ids derived."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+import pytest
+from django.db import transaction
+
+from django_txmsg import wire
+from django_txmsg.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, send, step, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def effect(message: Message) -> None:
+    """Leave one effect, and pass one message on."""
+    Effect.objects.create(name="done", message_id=str(message.id))
+    send_message("tests.next", {"from": str(message.id)})
+
+
+def names() -> list[str]:
+    return list(Effect.objects.values_list("name", flat=True))
+
+
+def test_a_message_arrives_as_it_was_sent() -> None:
+    got: list[Message] = []
+    with declared(got.append) as stage:
+        sent = send(stage.destination, {"n": 1}, headers={"tenant": "a"}, key="k")
+        step(stage)
+    (message,) = got
+    assert (message.id, message.body, message.key) == (sent.id, {"n": 1}, "k")
+    assert message.headers["tenant"] == "a"
+    assert (message.delivery_attempt, message.redelivered) == (1, False)
+    assert message.created_at == sent.created_at
+    assert message.service == "tests"
+
+
+def test_inbox_row_effect_and_outgoing_rows_are_one_transaction() -> None:
+    with declared(effect) as stage:
+        sent = send(stage.destination)
+        step(stage)
+        row = InboxMessage.objects.get(stage=stage.name, message_id=sent.id)
+        assert row.state == "processed"
+        assert (row.deliveries, row.attempts) == (1, 1)
+        outgoing = OutboxMessage.objects.get(destination="tests.next")
+        assert outgoing.message_id == wire.derived_id(sent.id, stage.name, 0)
+        assert outgoing.correlation_id == str(sent.id)
+    assert names() == ["done"]
+    assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+
+
+def test_a_duplicate_skips_the_handler_and_is_counted() -> None:
+    with declared(effect) as stage:
+        sent = send(stage.destination)
+        put(stage.destination, message_id=sent.id)
+        step(stage, times=2)
+        row = InboxMessage.objects.get(message_id=sent.id)
+    assert (row.deliveries, row.attempts) == (2, 1)
+    assert names() == ["done"]
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
+
+
+def test_a_duplicate_ships_what_the_first_processing_left_unsent() -> None:
+    with declared(effect) as stage:
+        sent = send(stage.destination)
+        step(stage)
+        assert not QueueMessage.objects.filter(queue="tests.next").exists()
+        put(stage.destination, message_id=sent.id)
+        with txmsg(DISPATCH_ON_COMMIT="inline"):
+            step(stage)
+    assert QueueMessage.objects.filter(queue="tests.next").count() == 1
+    assert names() == ["done"]
+
+
+def test_two_stages_of_one_id_each_process_it() -> None:
+    with (
+        declared(effect, "tests.first") as first,
+        declared(effect, "tests.second") as second,
+    ):
+        message_id = put("tests.first")
+        put("tests.second", message_id=message_id)
+        step(first)
+        step(second)
+    assert names() == ["done", "done"]
+    assert OutboxMessage.objects.filter(destination="tests.next").count() == 2
+
+
+def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
+    """The others wait for the first one's transaction, and then drop their copy."""
+    inside, go_on = threading.Event(), threading.Event()
+    runs: list[uuid.UUID] = []
+
+    def slow(message: Message) -> None:
+        runs.append(message.id)
+        inside.set()
+        assert go_on.wait(30)
+        effect(message)
+
+    with declared(slow) as stage:
+        message_id = put(stage.destination)
+        for _ in range(3):
+            put(stage.destination, message_id=message_id)
+        with running(stage, concurrency=4):
+            assert inside.wait(30)
+            go_on.set()
+            wait_until(lambda: not QueueMessage.objects.exists())
+    assert runs == [message_id]
+    assert names() == ["done"]
+    row = InboxMessage.objects.get()
+    assert (row.state, row.deliveries) == ("processed", 4)
+
+
+def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
+    """A rolled-back attempt leaves no processed row behind."""
+
+    def fails_once(message: Message) -> None:
+        effect(message)
+        if message.delivery_attempt == 1:
+            raise ValueError("the first time")
+
+    with declared(fails_once) as stage:
+        send(stage.destination)
+        step(stage)
+        assert names() == []
+        assert not OutboxMessage.objects.filter(destination="tests.next").exists()
+        step(stage)
+    assert names() == ["done"]
+    assert InboxMessage.objects.get().attempts == 2
+
+
+def test_messages_stored_in_a_savepoint_that_rolls_back_do_not_leave() -> None:
+    def handler(message: Message) -> None:
+        send_message("tests.kept", 1)
+        try:
+            with transaction.atomic():
+                send_message("tests.lost", 2)
+                raise KeyError
+        except KeyError:
+            pass
+        send_message("tests.kept", 3)
+
+    with declared(handler) as stage, txmsg(DISPATCH_ON_COMMIT="inline"):
+        send(stage.destination)
+        step(stage)
+    assert QueueMessage.objects.filter(queue="tests.kept").count() == 2
+    assert not OutboxMessage.objects.filter(destination="tests.lost").exists()
+    assert not QueueMessage.objects.filter(queue="tests.lost").exists()
+
+
+def test_a_re_executed_stage_sends_the_same_ids() -> None:
+    """Downstream inboxes catch what a second execution sends."""
+    sent: list[uuid.UUID] = []
+
+    def handler(message: Message) -> None:
+        sent.extend(send_message("tests.next", n).id for n in range(3))
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    with declared(handler) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    assert len(sent) == 6
+    assert sent[:3] == sent[3:]
+
+
+def test_a_topic_reaches_every_stage_that_subscribes() -> None:
+    seen: list[str] = []
+    with (
+        declared(lambda m: seen.append("a"), "topic:tests.news", name="tests.a") as a,
+        declared(lambda m: seen.append("b"), "topic:tests.news", name="tests.b") as b,
+    ):
+        step(a)
+        step(b)
+        send("topic:tests.news", "hello")
+        step(a)
+        step(b)
+    assert sorted(seen) == ["a", "b"]
+
+
+def test_a_stage_on_another_database_keeps_its_inbox_there() -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.using("other").create(name="there", message_id=str(message.id))
+        send_message("tests.next", None)
+
+    with declared(handler, using="other", broker="apart") as stage:
+        sent = send(stage.destination, using="other", broker="apart")
+        step(stage)
+        assert InboxMessage.objects.using("other").get().message_id == sent.id
+    assert Effect.objects.using("other").count() == 1
+    assert (
+        OutboxMessage.objects.using("other").filter(destination="tests.next").exists()
+    )
+    assert not InboxMessage.objects.exists()
+    assert not OutboxMessage.objects.exists()
+
+
+def test_an_expired_message_is_buried_unprocessed() -> None:
+    with declared(effect) as stage:
+        put(
+            stage.destination,
+            headers={
+                "txmsg-id": str(uuid.uuid4()),
+                "content-type": "application/json",
+                "txmsg-expires": "2020-01-01T00:00:00Z",
+            },
+        )
+        step(stage)
+    assert names() == []
+    assert DeadLetter.objects.get().reason == "expired"
+
+
+def test_a_foreign_message_is_known_by_the_brokers_id() -> None:
+    got: list[Message] = []
+    with declared(got.append) as stage:
+        put(stage.destination, b"plain", {"content-type": "text/plain"})
+        step(stage)
+    assert got[0].body == "plain"
+    assert InboxMessage.objects.get().message_id == got[0].id

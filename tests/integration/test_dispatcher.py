@@ -1,0 +1,125 @@
+"""What leaves right after a commit, and what waits for the relay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from django.db import connections, transaction
+
+from django_txmsg import dispatcher
+from django_txmsg.models import OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message
+from tests.faults import wait_until
+from tests.running import committing, ship, txmsg
+
+pytestmark = committing
+
+
+@pytest.fixture(autouse=True)
+def own_dispatchers() -> Iterator[None]:
+    """End the threads that a test has started: their connections outlive it."""
+    yield
+    dispatcher.stop_dispatchers(30)
+
+
+def pending() -> int:
+    return OutboxMessage.objects.filter(dispatched_at=None).count()
+
+
+def send() -> None:
+    with transaction.atomic():
+        send_message("tests.q", 1)
+
+
+def test_by_a_thread_without_waiting_for_a_poll() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        send()
+        wait_until(lambda: not pending())
+        for _ in range(20):
+            send()
+        wait_until(lambda: not pending())
+    assert QueueMessage.objects.count() == 21
+
+
+def test_inline_before_the_commit_returns() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="inline"):
+        with transaction.atomic():
+            send_message("tests.q", 1)
+            assert not QueueMessage.objects.exists()
+        assert QueueMessage.objects.count() == 1
+    assert not pending()
+
+
+def test_off_leaves_it_to_the_relay() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="off"):
+        send()
+        assert pending() == 1
+        assert ship() == 1
+
+
+@pytest.mark.parametrize("mode", ["inline", "thread"])
+def test_a_dead_broker_fails_no_commit_and_burns_no_attempt(mode: str) -> None:
+    dead = {"default": {"URL": "stomp://127.0.0.1:1"}}
+    with txmsg(DISPATCH_ON_COMMIT=mode, BROKERS=dead):
+        send()
+        if mode == "thread":
+            (one,) = dispatcher._dispatchers.values()
+            # The pause itself is short enough to be missed by a loaded machine.
+            wait_until(lambda: one._breaker.error)
+    row = OutboxMessage.objects.get()
+    assert (row.attempts, row.lease_until, row.state) == (0, None, "pending")
+    with txmsg():
+        assert ship() == 1
+
+
+def test_a_rollback_wakes_nobody() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        with transaction.atomic():
+            send_message("tests.q", 1)
+            transaction.set_rollback(True)
+        assert not dispatcher._dispatchers
+
+
+def test_without_a_transaction_when_that_is_allowed() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="inline", REQUIRE_ATOMIC=False):
+        send_message("tests.q", 1)
+    assert QueueMessage.objects.count() == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_starts_its_own_thread() -> None:
+    """As under a pre-forking server: even a fork in the middle of a wake-up."""
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        send()
+        wait_until(lambda: not pending())
+        held, forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with dispatcher._lock:
+                held.set()
+                forked.wait(30)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(30)
+        connections.close_all()
+        child = os.fork()
+        if child == 0:  # pragma: no cover - the other process
+            status = 1
+            signal.alarm(30)
+            try:
+                send()
+                wait_until(lambda: not pending(), deadline=20)
+                status = 0
+            finally:
+                os._exit(status)
+        forked.set()
+        holder.join(30)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert QueueMessage.objects.count() == 2

@@ -1,0 +1,224 @@
+"""Where Django would lose a message quietly: each trap has its error and its test."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from django_txmsg.errors import DurableInStage, SwallowedDatabaseError
+from django_txmsg.message import Message
+from django_txmsg.models import Attempt, DeadLetter, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message
+from tests.app.models import Effect, Order
+from tests.faults import wait_until
+from tests.running import Handler, committing, declared, running, send, step
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+#: What every stage here has to be safe under.
+DRAWN: list[dict[str, Any]] = [
+    {},
+    {"batch": 5},
+    {"transaction": "best_effort_1pc"},
+]
+drawn = pytest.mark.parametrize("options", DRAWN, ids=["outbox", "batch", "1pc"])
+
+
+def run_twice(handler: Handler, options: dict[str, Any]) -> None:
+    """Let a bad message and a good companion pass the stage; the bad one once more."""
+    with declared(handler, **options) as stage:
+        send(stage.destination, "bad")
+        send(stage.destination, "good")
+        step(stage, times=4)
+
+
+def effects() -> list[str]:
+    return sorted(Effect.objects.values_list("name", flat=True))
+
+
+def first_attempt_fails(kind: type[BaseException]) -> None:
+    attempt = Attempt.objects.get()
+    assert kind.__name__ in attempt.exception
+    assert attempt.number == 1
+    assert not DeadLetter.objects.exists()
+
+
+@drawn
+def test_a_set_rollback_is_not_lost_in_silence(options: dict[str, Any]) -> None:
+    """`atomic()` would roll back without a word, and the message would be gone."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad" and message.delivery_attempt == 1:
+            transaction.set_rollback(True)
+
+    run_twice(handler, options)
+    first_attempt_fails(SwallowedDatabaseError)
+    assert effects() == ["bad", "good"]
+
+
+@drawn
+def test_a_swallowed_error_of_an_inner_atomic(options: dict[str, Any]) -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad" and message.delivery_attempt == 1:
+            try:
+                with transaction.atomic(savepoint=False):
+                    raise IntegrityError
+            except IntegrityError:
+                pass
+
+    run_twice(handler, options)
+    first_attempt_fails(SwallowedDatabaseError)
+    assert effects() == ["bad", "good"]
+
+
+@pytest.mark.postgresql
+@drawn
+def test_a_swallowed_error_of_a_query(options: dict[str, Any]) -> None:
+    """On PostgreSQL the transaction is aborted, and COMMIT means ROLLBACK."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad" and message.delivery_attempt == 1:
+            try:
+                with connection.cursor() as cursor:
+                    cursor.execute("SELECT 1 / 0")
+            except Exception:
+                logging.getLogger("tests").info("swallowed")
+
+    run_twice(handler, options)
+    first_attempt_fails(SwallowedDatabaseError)
+    assert effects() == ["bad", "good"]
+
+
+@drawn
+def test_an_error_caught_outside_its_atomic_harms_nothing(
+    options: dict[str, Any],
+) -> None:
+    def handler(message: Message) -> None:
+        Order.objects.get_or_create(number="1")
+        try:
+            with transaction.atomic():
+                Order.objects.create(number="1")
+        except IntegrityError:
+            Effect.objects.create(name=message.body, message_id=str(message.id))
+
+    run_twice(handler, options)
+    assert effects() == ["bad", "good"]
+    assert not Attempt.objects.exists()
+
+
+@drawn
+def test_a_raising_commit_hook_is_reported_and_processes_nothing_again(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("the mail server is down")
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad":
+            transaction.on_commit(broken)
+
+    run_twice(handler, options)
+    assert effects() == ["bad", "good"]
+    assert not Attempt.objects.exists()
+    assert not QueueMessage.objects.exists()
+    assert "the mail server is down" in caplog.text
+
+
+@drawn
+def test_durable_inside_a_stage_is_refused_by_name(options: dict[str, Any]) -> None:
+    def handler(message: Message) -> None:
+        if message.body == "bad" and message.delivery_attempt == 1:
+            with transaction.atomic(durable=True):
+                pass
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+
+    run_twice(handler, options)
+    first_attempt_fails(DurableInStage)
+    assert effects() == ["bad", "good"]
+
+
+@pytest.fixture
+def deferred_key() -> Any:
+    """A unique key that is checked at the commit, as foreign keys are."""
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "ALTER TABLE app_effect ADD CONSTRAINT late UNIQUE (name)"
+                " DEFERRABLE INITIALLY DEFERRED"
+            )
+        else:
+            cursor.execute(
+                "CREATE TABLE late (effect bigint REFERENCES app_order (id)"
+                " DEFERRABLE INITIALLY DEFERRED)"
+            )
+    yield
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("ALTER TABLE app_effect DROP CONSTRAINT late")
+        else:
+            cursor.execute("DROP TABLE late")
+
+
+def fail_at_commit() -> None:
+    if connection.vendor == "postgresql":
+        Effect.objects.create(name="bad", message_id="late")
+    else:
+        with connection.cursor() as cursor:
+            cursor.execute("INSERT INTO late VALUES (4711)")
+
+
+@drawn
+@pytest.mark.usefixtures("deferred_key")
+def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> None:
+    """The dead letter carries the commit's own error; companions are not harmed."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad":
+            fail_at_commit()
+        send_message("tests.next", message.body)
+
+    with declared(handler, **options) as stage:
+        send(stage.destination, "bad")
+        send(stage.destination, "good")
+        step(stage, times=6)
+    assert effects() == ["good"]
+    letter = DeadLetter.objects.get()
+    assert letter.reason == "attempts_exhausted"
+    assert "IntegrityError" in letter.exception
+    assert [one.number for one in Attempt.objects.order_by("number")] == [1, 2, 3]
+    if stage.transaction == "outbox":
+        outgoing = OutboxMessage.objects.get(destination="tests.next")
+        assert bytes(outgoing.body) == b'"good"'
+    else:
+        assert QueueMessage.objects.filter(queue="tests.next").count() == 1
+
+
+@pytest.mark.postgresql
+def test_a_connection_that_died_between_messages_is_replaced() -> None:
+    backends: list[int] = []
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            backends.append(cursor.fetchone()[0])
+
+    with declared(handler) as stage, running(stage):
+        send(stage.destination, "one")
+        wait_until(lambda: not QueueMessage.objects.exists())
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(%s)", [backends[0]])
+        send(stage.destination, "two")
+        wait_until(lambda: effects() == ["one", "two"])
+        wait_until(lambda: not QueueMessage.objects.exists())
+    assert len(set(backends)) == 2
+    assert not Attempt.objects.exists()

@@ -1,0 +1,260 @@
+"""`django_txmsg.testing.drain`, used as the tests of a project use it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+from django.db import transaction
+from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_settings
+
+from django_txmsg import Message, Redeliver, RedeliveryPolicy, Refuse, send_message
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.testing import drain, outbox_messages
+from tests.app.models import Order
+from tests.running import declared
+
+HOUR = dt.timedelta(hours=1)
+
+
+class Declares(SimpleTestCase):
+    """Declares stages that end with the test."""
+
+    def stage(self, handler: Callable[[Message], Any], *args: Any, **kw: Any) -> str:
+        block = declared(handler, *args, **kw)
+        name = block.__enter__().name
+        self.addCleanup(block.__exit__, None, None, None)
+        return name
+
+
+class TestInsideATestCase(TestCase, Declares):
+    """Nothing commits here, and no other connection sees a row."""
+
+    def test_a_message_makes_its_whole_way_and_so_does_what_it_causes(self) -> None:
+        def place(message: Message) -> None:
+            Order.objects.create(number=message.body["number"], total=1)
+            send_message("drained.paid", {"number": message.body["number"]})
+
+        paid: list[Message] = []
+        self.stage(place, "drained.place")
+        self.stage(paid.append, "drained.paid")
+        sent = send_message("drained.place", {"number": "7"})
+
+        drained = drain()
+
+        assert (drained.dispatched, drained.processed) == (2, 2)
+        assert Order.objects.get().number == "7"
+        assert [message.body for message in paid] == [{"number": "7"}]
+        assert OutboxMessage.objects.filter(dispatched_at=None).count() == 0
+        assert InboxMessage.objects.filter(processed_at=None).count() == 0
+        assert sent.id in InboxMessage.objects.values_list("message_id", flat=True)
+        assert drain() == type(drained)(), "nothing is left to do"
+
+    def test_a_copy_is_dropped_by_the_inbox(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.once")
+        send_message("drained.once", 1)
+        drain()
+        assert not QueueMessage.objects.exists()
+        OutboxMessage.objects.update(dispatched_at=None)
+
+        drained = drain()
+
+        assert (drained.dispatched, drained.duplicates, drained.processed) == (1, 1, 0)
+        assert len(seen) == 1
+
+    def test_a_handler_s_exception_is_raised_once_all_is_done(self) -> None:
+        done: list[Message] = []
+
+        def fail(message: Message) -> None:
+            Order.objects.create(number="never", total=1)
+            raise LookupError("no such customer")
+
+        self.stage(fail, "drained.fails")
+        self.stage(done.append, "drained.works")
+        send_message("drained.fails", None)
+        send_message("drained.works", None)
+
+        with pytest.raises(LookupError, match="no such customer"):
+            drain()
+
+        assert len(done) == 1
+        assert not Order.objects.exists()
+        parked = InboxMessage.objects.get(stage="drained.fails")
+        assert parked.due_at is not None
+        assert parked.attempts == 1
+
+    def test_redeliveries_happen_now_if_the_time_is_said_to_have_passed(self) -> None:
+        attempts: list[int] = []
+
+        def fail_twice(message: Message) -> None:
+            attempts.append(message.delivery_attempt)
+            if len(attempts) < 3:
+                raise ConnectionError("not yet")
+
+        self.stage(fail_twice, "drained.flaky")
+        send_message("drained.flaky", None)
+
+        drained = drain(ahead=HOUR, raises=False)
+
+        assert attempts == [1, 2, 3]
+        assert (drained.redelivered, drained.processed) == (2, 1)
+        assert [str(error) for error in drained.errors] == ["not yet"] * 2
+
+    def test_a_message_that_always_fails_ends_in_the_dead_letters(self) -> None:
+        def fail(message: Message) -> None:
+            raise ZeroDivisionError
+
+        policy = RedeliveryPolicy(max_redeliveries=2)
+        self.stage(fail, "drained.poison", redelivery=policy)
+        send_message("drained.poison", {"kept": True})
+
+        drained = drain(ahead=HOUR, raises=False)
+
+        assert (drained.redelivered, drained.dead) == (2, 1)
+        letter = DeadLetter.objects.get()
+        assert letter.stage == "drained.poison"
+        assert b"kept" in bytes(letter.body)
+
+    def test_verdicts_of_a_handler_are_not_raised(self) -> None:
+        def refuse(message: Message) -> None:
+            if message.body == "refuse":
+                raise Refuse("never")
+            raise Redeliver(after=60)
+
+        self.stage(refuse, "drained.verdicts")
+        send_message("drained.verdicts", "refuse")
+        send_message("drained.verdicts", "later")
+
+        drained = drain()
+
+        assert (drained.dead, drained.redelivered, drained.errors) == (1, 1, [])
+
+    def test_blocking_redelivery_blocks_no_test(self) -> None:
+        policy = RedeliveryPolicy(
+            max_redeliveries=3, initial_delay=600, max_delay=600, mode="blocking"
+        )
+
+        def fail(message: Message) -> None:
+            raise ConnectionError
+
+        self.stage(fail, "drained.blocking", redelivery=policy)
+        send_message("drained.blocking", None)
+
+        drained = drain(raises=False)
+
+        assert drained.dead == 1
+        assert len(drained.errors) == 4
+
+    def test_a_delayed_message_waits_until_its_time_is_said_to_have_come(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.later")
+        for minutes in (50, 20, 90):
+            send_message("drained.later", minutes, delay=dt.timedelta(minutes=minutes))
+
+        assert drain().dispatched == 0
+        drain(ahead=HOUR)
+
+        assert sorted(message.body for message in seen) == [20, 50]
+
+    def test_a_topic_reaches_every_stage_that_listens(self) -> None:
+        first: list[Message] = []
+        second: list[Message] = []
+        self.stage(first.append, "topic:drained.news", name="first")
+        self.stage(second.append, "topic:drained.news", name="second")
+        send_message("topic:drained.news", 1)
+
+        drain()
+
+        assert [m.body for m in first] == [m.body for m in second] == [1]
+
+    def test_every_transaction_mode_runs(self) -> None:
+        for mode in ("outbox", "best_effort_1pc", "broker_only"):
+            seen: list[Message] = []
+
+            def pass_on(message: Message) -> None:
+                send_message(f"{message.destination}.next", message.body)
+
+            self.stage(pass_on, f"drained.{mode}", transaction=mode)
+            self.stage(seen.append, f"drained.{mode}.next")
+            send_message(f"drained.{mode}", mode)
+            drained = drain()
+            assert drained.processed == 2, mode
+            assert [message.body for message in seen] == [mode]
+
+    def test_a_batch_stage_gets_its_messages_together(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.batch", batch=10)
+        for number in range(25):
+            send_message("drained.batch", number)
+
+        assert drain().processed == 25
+        assert sorted(message.body for message in seen) == list(range(25))
+
+    def test_only_the_named_stages_run(self) -> None:
+        first: list[Message] = []
+        second: list[Message] = []
+        name = self.stage(first.append, "drained.first")
+        self.stage(second.append, "drained.second")
+        send_message("drained.first", 1)
+        send_message("drained.second", 2)
+
+        drain(name)
+
+        assert len(first) == 1
+        assert not second
+        drain()
+        assert len(second) == 1
+
+    def test_messages_that_go_in_a_circle_are_found_out(self) -> None:
+        def again(message: Message) -> None:
+            send_message("drained.circle", message.body + 1)
+
+        self.stage(again, "drained.circle")
+        send_message("drained.circle", 0)
+
+        with pytest.raises(AssertionError, match=r"drained\.circle.*circle"):
+            drain(limit=20)
+
+    def test_no_broker_is_asked_whatever_the_settings_say(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.anywhere")
+        nowhere = {"default": {"URL": "stomp://127.0.0.1:1"}}
+        with override_settings(TXMSG={"SERVICE": "shop", "BROKERS": nowhere}):
+            send_message("drained.anywhere", 1)
+            drain()
+        assert len(seen) == 1
+
+    def test_what_was_stored_can_be_looked_at_without_being_sent(self) -> None:
+        sent = send_message("drained.a", {"n": 1}, headers={"x": "y"}, key="k")
+        send_message("drained.b", b"\0bytes")
+
+        first, second = outbox_messages()
+        assert (first.id, first.destination, first.body) == (
+            sent.id,
+            "drained.a",
+            {"n": 1},
+        )
+        assert (dict(first.headers), first.key) == ({"x": "y"}, "k")
+        assert second.body == b"\0bytes"
+        assert [message.id for message in outbox_messages("drained.a")] == [sent.id]
+
+
+class TestWhereTransactionsCommit(TransactionTestCase, Declares):
+    """Beside drain() a dispatcher's thread is at work, as in production."""
+
+    available_apps: ClassVar[list[str]] = ["django_txmsg", "tests.app"]
+
+    @override_settings(TXMSG={"SERVICE": "tests", "DISPATCH_ON_COMMIT": "thread"})
+    def test_nothing_in_the_hands_of_the_dispatcher_is_missed(self) -> None:
+        seen: list[Message] = []
+        self.stage(seen.append, "drained.committed")
+        for round_ in range(5):
+            with transaction.atomic():
+                for number in range(5):
+                    send_message("drained.committed", number)
+            drain()
+            assert len(seen) == 5 * (round_ + 1)

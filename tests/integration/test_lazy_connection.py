@@ -1,0 +1,237 @@
+"""What a stage costs the database: nothing, if it asks it nothing.
+
+Counted by what PostgreSQL says it received, and on both databases by whether Django
+has opened a connection.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections, transaction
+
+from django_txmsg import signals
+from django_txmsg.demarcation import Demarcation
+from django_txmsg.message import Message
+from django_txmsg.outbox import send_message
+from django_txmsg.stages import TransactionDefinition
+from tests import services
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, step, txmsg
+
+pytestmark = committing
+
+MODES = ["best_effort_1pc", "broker_only"]
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    """A broker apart: the default database sees the stage alone."""
+    with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
+        yield
+
+
+def sends(message: Message) -> None:
+    send_message("tests.next", None)
+
+
+def writes(message: Message) -> None:
+    Effect.objects.create(name="done", message_id=str(message.id))
+
+
+class Received:
+    """The statements, and the connections, that the server logs from now on."""
+
+    def __init__(self, server: services.PostgreSQL) -> None:
+        self._server = server
+        with connection.cursor() as cursor:
+            cursor.execute("ALTER SYSTEM SET log_statement = 'all'")
+            cursor.execute("ALTER SYSTEM SET log_connections = 'on'")
+            cursor.execute("SELECT pg_reload_conf()")
+        self._begin = self._mark()
+
+    def _mark(self) -> str:
+        # Seen in the log: the new settings are in force, and all before is written.
+        mark = uuid.uuid4().hex
+
+        def seen() -> bool:
+            with connection.cursor() as cursor:
+                cursor.execute(f"SELECT '{mark}'")
+            return mark in self._server.log()
+
+        wait_until(seen)
+        return mark
+
+    def statements(self) -> list[str]:
+        """Return what came since, with connections as CONNECT."""
+        end = self._mark()
+        lines = self._server.log().rpartition(self._begin)[2].partition(end)[0]
+        found = re.findall(
+            r"(connection authorized: .*|(?:statement|execute [^:]*): *(.*))", lines
+        )
+        return [words or "CONNECT" for _, words in found][:-1]
+
+
+@pytest.fixture
+def received(postgres: services.PostgreSQL) -> Iterator[Received]:
+    """What the server of the default database receives."""
+    yield Received(postgres)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER SYSTEM RESET log_statement")
+        cursor.execute("ALTER SYSTEM RESET log_connections")
+        cursor.execute("SELECT pg_reload_conf()")
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stage_without_a_query_sends_nothing(mode: Any, received: Received) -> None:
+    with declared(sends, transaction=mode) as stage:
+        put(stage.destination)
+        put(stage.destination)
+        connections["default"].close()
+        step(stage, parked=False)
+        assert connections["default"].connection is None
+        with connection.cursor() as cursor:  # a connection that is there already
+            cursor.execute("SELECT 'between'")
+        step(stage, parked=False)
+    seen = received.statements()
+    assert [one for one in seen if one != "CONNECT"][-1] == "SELECT 'between'"
+    assert seen.count("CONNECT") == 1
+    assert not [one for one in seen if re.match("BEGIN|COMMIT|ROLLBACK|SAVE", one)]
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("fresh", [True, False])
+def test_one_insert_costs_begin_insert_commit(fresh: bool, received: Received) -> None:
+    with declared(writes, transaction="best_effort_1pc", isolation="serializable") as s:
+        put(s.destination)
+        if fresh:
+            connections["default"].close()
+        step(s, parked=False)
+    seen = [one for one in received.statements() if "app_effect" not in one]
+    assert seen.count("CONNECT") == int(fresh)
+    assert seen[-3:] == [
+        "BEGIN",
+        "SET TRANSACTION ISOLATION LEVEL serializable",
+        "COMMIT",
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_unused_connection_stays_closed_and_the_log_says_so(
+    mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "django_txmsg")
+    told: list[bool] = []
+
+    def listen(employed: bool, **facts: Any) -> None:
+        told.append(employed)
+
+    signals.message_processed.connect(listen)
+    try:
+        with declared(sends, transaction=mode) as stage:
+            put(stage.destination)
+            connections["default"].close()
+            step(stage, parked=False)
+            assert connections["default"].connection is None
+    finally:
+        signals.message_processed.disconnect(listen)
+    assert told == [False]
+    assert "db=unused" in caplog.text
+
+
+@pytest.mark.parametrize("isolation", [None, "serializable"])
+def test_an_atomic_of_the_handler_is_a_savepoint_of_a_lazy_transaction(
+    isolation: str | None,
+) -> None:
+    def handler(message: Message) -> None:
+        try:
+            with transaction.atomic():
+                writes(message)
+                raise KeyError
+        except KeyError:
+            pass
+        with transaction.atomic():
+            writes(message)
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    with declared(handler, transaction="best_effort_1pc", isolation=isolation) as stage:
+        put(stage.destination)
+        connections["default"].close()
+        step(stage, parked=False)
+        assert not Effect.objects.exists()
+        connections["default"].close()
+        step(stage)
+    assert Effect.objects.count() == 1
+    assert not connections["default"].in_atomic_block
+
+
+@pytest.mark.postgresql
+def test_isolation_is_the_stages_and_nobody_elses() -> None:
+    levels: list[str] = []
+
+    def handler(message: Message) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            levels.append(cursor.fetchone()[0])
+
+    with declared(handler, isolation="repeatable read") as stage:
+        put(stage.destination)
+        step(stage, parked=False)
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            levels.append(cursor.fetchone()[0])
+    assert levels == ["repeatable read", "read committed"]
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_hooks_of_an_unused_transaction(outer: bool) -> None:
+    """They run after a success and never after a failure; a robust one harms none."""
+    ran: list[str] = []
+
+    def broken() -> None:
+        raise RuntimeError
+
+    connections["default"].close()
+    with Demarcation(TransactionDefinition()) as demarcation:
+        transaction.on_commit(broken, robust=True)
+        transaction.on_commit(lambda: ran.append("after"))
+        assert ran == []
+    assert (demarcation.committed, demarcation.employed) == (True, False)
+    assert ran == ["after"]
+    with pytest.raises(KeyError), Demarcation(TransactionDefinition()):  # noqa: PT012
+        transaction.on_commit(lambda: ran.append("never"))
+        raise KeyError
+    assert ran == ["after"]
+    assert connections["default"].connection is None
+    Effect.objects.create(name="autocommit again", message_id="")
+    assert not connections["default"].in_atomic_block
+
+
+def test_a_connect_that_fails_leaves_the_transaction_what_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A handler that tries again must not find itself in autocommit mode."""
+    connections["default"].close()
+    real = type(connections["default"]).get_new_connection
+    tries: list[int] = []
+
+    def fails_once(wrapper: Any, parameters: Any) -> Any:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OperationalError("no route")
+        return real(wrapper, parameters)
+
+    monkeypatch.setattr(type(connections["default"]), "get_new_connection", fails_once)
+    with pytest.raises(KeyError), Demarcation(TransactionDefinition()):  # noqa: PT012
+        with pytest.raises(OperationalError):
+            Effect.objects.exists()
+        Effect.objects.create(name="second", message_id="")
+        raise KeyError
+    assert not Effect.objects.exists()

@@ -1,0 +1,128 @@
+"""Messages of one key leave in the order they were stored; others wait for nobody."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import threading
+import uuid
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from django.db import transaction
+from django.db.models.functions import Now
+
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.errors import DispatchRejected
+from django_txmsg.models import OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_messages
+from django_txmsg.relay import Relay
+from tests.faults import wait_until
+from tests.running import IMPATIENT, committing, ship, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def store(keys: list[str | None]) -> None:
+    with transaction.atomic():
+        send_messages(
+            {"destination": "tests.q", "body": n, "key": key}
+            for n, key in enumerate(keys)
+        )
+
+
+def queued() -> list[int]:
+    return [int(bytes(one.body)) for one in QueueMessage.objects.order_by("id")]
+
+
+def test_a_rejected_message_holds_back_its_key_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store(["a", "a", "b", None, "a"])
+    real = DatabaseSession.send
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        good = [one for one in batch if one.body != b"0"]
+        real(session, good, **options)
+        return [None if one.body != b"0" else DispatchRejected("no") for one in batch]
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 1}):
+        ship()
+        assert queued() == [2, 3]
+        monkeypatch.undo()
+        OutboxMessage.objects.update(due_at=Now())
+        ship()
+    assert queued() == [2, 3, 0, 1, 4]
+
+
+def test_a_head_that_is_due_again_does_not_drown_behind_its_followers() -> None:
+    """It is due later than them, and more of them than a batch holds wait for it."""
+    store(["a"] * 30 + ["b", None])
+    head = OutboxMessage.objects.order_by("id")[0]
+    OutboxMessage.objects.exclude(pk=head.pk).update(
+        due_at=Now() - dt.timedelta(minutes=5)
+    )
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 5}):
+        Relay(["default"], ["default"], lanes=1).run(once=True)
+    sent = queued()
+    assert sorted(sent) == list(range(32))
+    assert [one for one in sent if one < 30] == list(range(30))
+
+
+def test_a_leased_message_holds_back_its_key() -> None:
+    store(["a", "a", "b"])
+    claim: dict[str, Any] = {"broker": "default", "lease": 60}
+    first = OutboxMessage.objects.claim(token=uuid.uuid4(), limit=1, **claim)
+    assert [bytes(one.body) for one in first] == [b"0"]
+    second = OutboxMessage.objects.claim(token=uuid.uuid4(), limit=9, **claim)
+    assert [bytes(one.body) for one in second] == [b"2"]
+
+
+def test_across_two_relays_with_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent in order of each key, whoever sends, and whatever has to be tried again."""
+    dice, lock = random.Random(7), threading.Lock()
+    sent: dict[str, list[int]] = defaultdict(list)
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        outcomes: list[Any] = []
+        with lock:
+            refused: set[str] = set()
+            for one in batch:
+                key = one.headers["txmsg-key"]
+                if key in refused or dice.random() < 0.1:
+                    # As a broker that is asked one by one; the rest of the key's
+                    # batch must not pass it either.
+                    refused.add(key)
+                    outcomes.append(DispatchRejected("not now"))
+                else:
+                    sent[key].append(int(one.body))
+                    outcomes.append(None)
+        return outcomes
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    keys = [f"k{n % 7}" for n in range(200)]
+    store(keys)  # type: ignore[arg-type]
+    settings = {**IMPATIENT["RELAY"], "BATCH_SIZE": 9, "MAX_ATTEMPTS": 99}
+    with txmsg(RELAY=settings):
+        relays = [Relay(["default"], ["default"]) for _ in range(2)]
+        threads = [threading.Thread(target=relay.run) for relay in relays]
+        for thread in threads:
+            thread.start()
+
+        def done() -> bool:
+            waiting = OutboxMessage.objects.filter(dispatched_at=None)
+            waiting.filter(attempts__gt=0, lease_until=None).update(due_at=Now())
+            return not waiting.exists()
+
+        try:
+            wait_until(done, deadline=60)
+        finally:
+            for relay, thread in zip(relays, threads, strict=True):
+                relay.stop()
+                thread.join(30)
+    assert sum(map(len, sent.values())) == 200
+    for key, bodies in sent.items():
+        assert bodies == sorted(bodies), key

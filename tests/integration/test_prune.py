@@ -1,0 +1,267 @@
+"""`prune_messages` deletes what is settled and old, in short transactions, only."""
+
+from __future__ import annotations
+
+import io
+import threading
+import uuid
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection, transaction
+from django.db.models import Model
+from django.test.utils import CaptureQueriesContext
+
+from django_txmsg import dead_letters, retention
+from django_txmsg.models import (
+    Attempt,
+    DeadLetter,
+    IdempotencyKey,
+    InboxMessage,
+    OutboxMessage,
+    SessionRecord,
+    Worker,
+)
+from tests import factories as make
+from tests.factories import ago
+from tests.faults import wait_until
+from tests.running import txmsg
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture(autouse=True)
+def _kept_for_a_week() -> Any:
+    keep = {"OUTBOX": 7, "INBOX": 7, "DEAD_LETTERS": None, "IDEMPOTENCY": 1}
+    with txmsg(RETENTION=keep):
+        yield
+
+
+def prune(*arguments: str) -> str:
+    out = io.StringIO()
+    call_command("prune_messages", *arguments, stdout=out)
+    return out.getvalue()
+
+
+def left(model: type[Model]) -> set[Any]:
+    return set(model._default_manager.values_list("pk", flat=True))
+
+
+def aged(model: type[Model], row: Any, **instants: Any) -> Any:
+    model._default_manager.filter(pk=row.pk).update(**instants)
+    return row
+
+
+def test_dispatched_messages_go_when_their_time_is_over() -> None:
+    old = make.OutboxMessageFactory(dispatched=True, created_at=ago(days=8))
+    young = make.OutboxMessageFactory(dispatched=True, created_at=ago(days=6))
+    late = make.OutboxMessageFactory(created_at=ago(days=9), dispatched_at=ago(days=1))
+
+    output = prune()
+
+    assert "outbox messages: 1 deleted." in output
+    assert left(OutboxMessage) == {young.pk, late.pk}
+    assert old.pk not in left(OutboxMessage)
+
+
+def test_what_is_pending_stays_for_ever() -> None:
+    pending = make.OutboxMessageFactory(created_at=ago(days=900))
+    leased = make.OutboxMessageFactory(
+        created_at=ago(days=900), lease_until=ago(days=899), lease_token=uuid.uuid4()
+    )
+    delayed = make.OutboxMessageFactory(created_at=ago(days=900), due_at=ago(days=-1))
+    parked = make.InboxMessageFactory(parked=True, first_received_at=ago(days=900))
+    received = make.InboxMessageFactory(
+        processed_at=None, first_received_at=ago(days=900)
+    )
+
+    prune()
+
+    assert left(OutboxMessage) == {pending.pk, leased.pk, delayed.pk}
+    assert left(InboxMessage) == {parked.pk, received.pk}
+
+
+def test_a_dead_message_stays_until_its_dead_letter_is_resolved() -> None:
+    row = make.OutboxMessageFactory(dead=True, created_at=ago(days=30))
+    letter = make.DeadLetterFactory(
+        message_id=row.message_id, stage="", created_at=ago(days=30)
+    )
+
+    prune()
+    assert left(OutboxMessage) == {row.pk}
+
+    dead_letters.discard(DeadLetter.objects.filter(pk=letter.pk))
+    prune()
+    assert left(OutboxMessage) == set()
+
+
+def test_the_dead_letter_of_another_stage_holds_nobody() -> None:
+    row = make.OutboxMessageFactory(dead=True, created_at=ago(days=30))
+    make.DeadLetterFactory(message_id=row.message_id, stage="orders.place")
+
+    prune()
+
+    assert left(OutboxMessage) == set()
+
+
+def test_processed_messages_go_with_their_attempts() -> None:
+    old = make.InboxMessageFactory(first_received_at=ago(days=8))
+    gone = make.AttemptFactory(message_id=old.message_id, failed_at=ago(days=8))
+    other = make.AttemptFactory(message_id=old.message_id, stage="mails.send")
+    make.InboxMessageFactory(message_id=old.message_id, stage="mails.send")
+    young = make.InboxMessageFactory(first_received_at=ago(days=3))
+    kept = make.AttemptFactory(message_id=young.message_id)
+
+    output = prune()
+
+    assert "inbox messages: 1 deleted." in output
+    assert old.pk not in left(InboxMessage)
+    assert left(Attempt) == {other.pk, kept.pk}
+    assert gone.pk not in left(Attempt)
+
+
+def test_a_message_whose_copies_keep_coming_is_remembered() -> None:
+    row = make.InboxMessageFactory(
+        first_received_at=ago(days=30), last_received_at=ago(days=1)
+    )
+    aged(InboxMessage, row, processed_at=ago(days=30))
+
+    prune()
+
+    assert left(InboxMessage) == {row.pk}
+
+
+def test_a_dead_inbox_row_waits_for_its_own_dead_letter() -> None:
+    row = make.InboxMessageFactory(
+        dead=True, first_received_at=ago(days=30), dead_at=ago(days=30)
+    )
+    attempt = make.AttemptFactory(message_id=row.message_id)
+    letter = make.DeadLetterFactory(message_id=row.message_id)
+
+    prune()
+    assert (left(InboxMessage), left(Attempt)) == ({row.pk}, {attempt.pk})
+
+    dead_letters.discard(DeadLetter.objects.filter(pk=letter.pk))
+    prune()
+    assert (left(InboxMessage), left(Attempt)) == (set(), set())
+
+
+def test_dead_letters_are_kept_unless_a_setting_says_for_how_long() -> None:
+    resolved = make.DeadLetterFactory(discarded=True, created_at=ago(days=400))
+    aged(DeadLetter, resolved, resolved_at=ago(days=300))
+    recent = make.DeadLetterFactory(discarded=True, created_at=ago(days=400))
+    opened = make.DeadLetterFactory(created_at=ago(days=400))
+
+    assert "dead letters: kept for ever." in prune()
+    assert left(DeadLetter) == {resolved.pk, recent.pk, opened.pk}
+
+    with txmsg(RETENTION={"DEAD_LETTERS": 90}):
+        assert "dead letters: 1 deleted." in prune()
+    assert left(DeadLetter) == {recent.pk, opened.pk}
+
+
+def test_records_of_the_http_outbox_go_too() -> None:
+    key = IdempotencyKey.objects.create(caller="a", key="1", fingerprint="f")
+    fresh = IdempotencyKey.objects.create(caller="a", key="2", fingerprint="f")
+    aged(IdempotencyKey, key, created_at=ago(days=2))
+    for number in range(5):
+        session = uuid.uuid4()
+        SessionRecord.objects.commit(session)
+        SessionRecord.objects.filter(pk=session).update(created_at=ago(days=2 * number))
+
+    prune("--batch-size", "1")
+
+    assert left(IdempotencyKey) == {fresh.pk}
+    assert SessionRecord.objects.count() == 4
+
+
+def test_a_worker_that_was_killed_is_forgotten_after_a_day() -> None:
+    make.WorkerFactory(heartbeat_at=ago(hours=25))
+    recent = make.WorkerFactory(heartbeat_at=ago(hours=23))
+
+    assert "silent workers: 1 deleted." in prune()
+    assert left(Worker) == {recent.pk}
+
+
+def test_a_dry_run_counts_and_deletes_nothing() -> None:
+    make.OutboxMessageFactory.create_batch(3, dispatched=True, created_at=ago(days=9))
+
+    assert "outbox messages: 3 would be deleted." in prune("--dry-run")
+    assert OutboxMessage.objects.count() == 3
+
+
+def test_each_transaction_looks_at_a_bounded_page() -> None:
+    for number in range(23):
+        make.OutboxMessageFactory(
+            created_at=ago(days=9), dispatched_at=ago(days=9) if number % 2 else None
+        )
+    young = [make.OutboxMessageFactory(dispatched=True) for _ in range(7)]
+    batches: list[int] = []
+    kind = retention.kinds()[0]
+
+    with CaptureQueriesContext(connection) as queries:
+        number = retention.prune(
+            kind, "default", batch_size=5, on_batch=lambda _, n: batches.append(n)
+        )
+
+    assert number == 11
+    assert batches[-1] == 11
+    assert max(b - a for a, b in zip([0, *batches], batches, strict=False)) <= 5
+    # 23 old rows and 2 of the young ones on the last page; then it looks no further.
+    assert sum("DELETE" in one["sql"] for one in queries) == 5
+    assert left(OutboxMessage) >= {row.pk for row in young}
+
+
+def test_a_lake_leaves_the_message_log_to_the_archive() -> None:
+    make.OutboxMessageFactory(dispatched=True, created_at=ago(days=90))
+    make.InboxMessageFactory(first_received_at=ago(days=90))
+    make.DeadLetterFactory(discarded=True, created_at=ago(days=90))
+    key = IdempotencyKey.objects.create(caller="a", key="1", fingerprint="f")
+    aged(IdempotencyKey, key, created_at=ago(days=90))
+
+    with txmsg(LAKE="file:///var/lake", RETENTION={"DEAD_LETTERS": 1}):
+        output = prune()
+
+    assert output.count("left to `manage.py pipeline archive`") == 3
+    assert OutboxMessage.objects.count() == InboxMessage.objects.count() == 1
+    assert DeadLetter.objects.count() == 1
+    assert IdempotencyKey.objects.count() == 0
+
+
+def test_a_batch_of_nothing_is_refused() -> None:
+    with pytest.raises(CommandError, match="--batch-size must be 1 or more"):
+        prune("--batch-size", "0")
+
+
+def test_another_database_is_pruned_by_name(transactional_db: None) -> None:
+    with pytest.raises(Exception, match="archive"):
+        prune("--database", "archive")
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.postgresql
+def test_a_message_sent_round_again_at_that_moment_is_not_deleted() -> None:
+    row = make.InboxMessageFactory(
+        dead=True, first_received_at=ago(days=30), dead_at=ago(days=30)
+    )
+    attempt = make.AttemptFactory(message_id=row.message_id)
+
+    def blocked() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            return bool(cursor.fetchone()[0])
+
+    def in_a_thread() -> None:
+        prune()
+        connection.close()
+
+    thread = threading.Thread(target=in_a_thread)
+    with transaction.atomic():
+        InboxMessage.objects.filter(pk=row.pk).update(dead_at=None, attempts=0)
+        thread.start()
+        wait_until(blocked, message="the DELETE waits for the row's lock")
+    thread.join(30)
+
+    assert not thread.is_alive()
+    assert (left(InboxMessage), left(Attempt)) == ({row.pk}, {attempt.pk})

@@ -1,0 +1,298 @@
+"""What follows a failed attempt, in each of the three modes of redelivery."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from typing import Any
+
+import pytest
+
+from django_txmsg import Redeliver, Refuse
+from django_txmsg.message import Message
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message
+from django_txmsg.redelivery import Dead, RedeliveryPolicy
+from django_txmsg.stage_thread import Throttle
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    send,
+    step,
+    txmsg,
+)
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+MODES = ["outbox", "best_effort_1pc", "broker_only"]
+modes = pytest.mark.parametrize("transaction", MODES)
+HOW = ["non_blocking", "blocking", "broker"]
+how = pytest.mark.parametrize("mode", HOW)
+
+
+def policy(**given: Any) -> RedeliveryPolicy:
+    given = {"max_redeliveries": 2, "initial_delay": 0.0, "max_delay": 0.0, **given}
+    return RedeliveryPolicy(**given)
+
+
+class Script:
+    """A handler that raises what its script says, and notes each attempt."""
+
+    def __init__(self, *errors: BaseException | None) -> None:
+        self.errors = list(errors)
+        self.attempts: list[int] = []
+
+    def __call__(self, message: Message) -> None:
+        self.attempts.append(message.delivery_attempt)
+        send_message("tests.next", {"attempt": len(self.attempts)})
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+
+
+def sent_on() -> int:
+    """Messages that the stage's success has sent, by outbox or by the broker."""
+    return (
+        OutboxMessage.objects.filter(destination="tests.next").count()
+        + QueueMessage.objects.filter(queue="tests.next").count()
+    )
+
+
+def left_in_queue(destination: str) -> int:
+    return QueueMessage.objects.filter(queue=destination).count()
+
+
+@modes
+@how
+def test_fails_twice_and_succeeds(transaction: Any, mode: Any) -> None:
+    script = Script(ValueError("one"), ValueError("two"))
+    with declared(script, transaction=transaction, redelivery=policy(mode=mode)) as s:
+        send(s.destination)
+        step(s, times=4)
+        assert left_in_queue(s.destination) == 0
+    assert script.attempts == [1, 2, 3]
+    assert sent_on() == 1
+    assert Attempt.objects.count() == 2
+    assert not DeadLetter.objects.exists()
+
+
+@modes
+@how
+def test_fails_for_good_after_exactly_the_maximum(transaction: Any, mode: Any) -> None:
+    script = Script(*[ValueError(f"number {n}") for n in range(9)])
+    with declared(script, transaction=transaction, redelivery=policy(mode=mode)) as s:
+        message = send(s.destination, {"order": 1}, headers={"tenant": "a"})
+        step(s, times=5)
+        assert left_in_queue(s.destination) == 0
+    assert script.attempts == [1, 2, 3]
+    assert sent_on() == 0
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 3)
+    assert (letter.message_id, letter.stage) == (message.id, s.name)
+    assert "number 2" in letter.exception
+    assert bytes(letter.body) == b'{"order":1}'
+    assert letter.headers["tenant"] == "a"
+    attempts = Attempt.objects.order_by("number")
+    assert [one.number for one in attempts] == [1, 2, 3]
+    assert all("Script" in one.traceback or "__call__" in one.traceback
+               for one in attempts)  # fmt: skip
+
+
+@modes
+@pytest.mark.parametrize("refusal", ["word", "type"])
+def test_a_refusal_is_dead_at_once(transaction: Any, refusal: str) -> None:
+    error = Refuse("no such customer") if refusal == "word" else KeyError("customer")
+    script = Script(error)
+    with declared(
+        script, transaction=transaction, redelivery=policy(refuse_on=(LookupError,))
+    ) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+        assert left_in_queue(stage.destination) == 0
+    assert script.attempts == [1]
+    assert DeadLetter.objects.get().reason == "refused"
+    assert "customer" in DeadLetter.objects.get().exception
+    assert sent_on() == 0
+
+
+def test_parked_messages_let_the_others_flow() -> None:
+    def handler(message: Message) -> None:
+        if message.body == "poison":
+            raise ValueError
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+
+    slow = RedeliveryPolicy(initial_delay=600.0, jitter=0.0, max_delay=600.0)
+    with declared(handler, redelivery=slow) as stage:
+        for _ in range(5):
+            send(stage.destination, "poison")
+        send(stage.destination, "good")
+        step(stage, times=6)
+        assert left_in_queue(stage.destination) == 0
+    assert Effect.objects.count() == 1
+    rows = InboxMessage.objects.filter(due_at__isnull=False)
+    assert rows.count() == 5
+    for row in rows:
+        pause = (row.due_at - row.started_at).total_seconds()
+        assert 599 < pause < 640
+
+
+def test_the_handlers_own_word_on_when() -> None:
+    script = Script(Redeliver(after=900.0))
+    with declared(script, redelivery=policy()) as stage:
+        send(stage.destination)
+        step(stage)
+    row = InboxMessage.objects.get()
+    assert 899 < (row.due_at - row.started_at).total_seconds() < 940
+
+
+def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
+    """All of it is in the database: another process goes on with it."""
+    got: list[Message] = []
+
+    def handler(message: Message) -> None:
+        got.append(message)
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    with declared(handler) as stage:
+        send(stage.destination, b"\x00\xff", headers={"a": "b"}, key="k")
+        step(stage)
+        assert left_in_queue(stage.destination) == 0
+        step(stage)
+    first, second = got
+    assert (second.delivery_attempt, second.redelivered) == (2, True)
+    for name in ("id", "body", "headers", "key", "created_at", "service"):
+        assert getattr(first, name) == getattr(second, name), name
+    row = InboxMessage.objects.get()
+    assert (row.state, row.body, row.headers, row.due_at) == ("processed",) + (
+        None,
+    ) * 3
+
+
+def test_a_foreign_message_keeps_its_identity_when_parked() -> None:
+    got: list[uuid.UUID] = []
+
+    def handler(message: Message) -> None:
+        got.append(message.id)
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    with declared(handler) as stage:
+        put(stage.destination, b"1", {"content-type": "application/json"})
+        step(stage, times=2)
+    assert len(set(got)) == 1
+    assert len(got) == 2
+    assert InboxMessage.objects.get().state == "processed"
+
+
+def test_a_copy_of_a_parked_message_is_dropped() -> None:
+    slow = RedeliveryPolicy(initial_delay=600.0)
+    script = Script(ValueError())
+    with declared(script, redelivery=slow) as stage:
+        message = send(stage.destination)
+        step(stage)
+        put(stage.destination, message_id=message.id)
+        step(stage)
+        assert left_in_queue(stage.destination) == 0
+    assert script.attempts == [1]
+    assert InboxMessage.objects.get().deliveries == 2
+
+
+def test_several_threads_do_not_multiply_attempts() -> None:
+    script = Script(*[ValueError() for _ in range(99)])
+    with declared(script, redelivery=policy(max_redeliveries=6)) as stage:
+        send(stage.destination)
+        with running(stage, concurrency=4):
+            wait_until(DeadLetter.objects.exists)
+    assert sorted(script.attempts) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_blocking_keeps_the_order() -> None:
+    seen: list[object] = []
+
+    def handler(message: Message) -> None:
+        seen.append(message.body)
+        if message.body == 0 and message.delivery_attempt < 3:
+            raise ValueError
+
+    with declared(handler, redelivery=policy(mode="blocking")) as stage:
+        for n in range(3):
+            send(stage.destination, n)
+        step(stage, times=3)
+    assert seen == [0, 0, 0, 1, 2]
+
+
+@modes
+def test_a_stop_during_a_blocking_wait_loses_nothing(transaction: Any) -> None:
+    """The attempts made so far count; the one that was waited for does not."""
+    slow = policy(mode="blocking", initial_delay=600.0, max_delay=600.0)
+    script = Script(ValueError())
+    with declared(script, transaction=transaction, redelivery=slow) as stage:
+        send(stage.destination)
+        with running(stage):
+            wait_until(Attempt.objects.exists)
+        assert left_in_queue(stage.destination) == 1
+        step(stage)
+        assert left_in_queue(stage.destination) == 0
+    assert script.attempts == [1, 2]
+    assert sent_on() == 1
+
+
+def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
+    """The connection that it spoiled is usable again, or replaced."""
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            Effect.objects.raw("SELECT nothing FROM nowhere")[0]
+        Effect.objects.create(name="done", message_id=str(message.id))
+
+    with declared(handler) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    assert Effect.objects.count() == 1
+    assert InboxMessage.objects.get().attempts == 2
+
+
+def test_a_system_exit_of_a_handler_is_a_failure() -> None:
+    script = Script(SystemExit(3))
+    with declared(script) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    assert script.attempts == [1, 2]
+
+
+def test_after_failures_in_a_row_one_at_a_time_until_a_success() -> None:
+    inside = 0
+    most = 0
+    lock = threading.Lock()
+
+    def handler(message: Message) -> None:
+        nonlocal most, inside
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        lock_step.wait(0.02)
+        with lock:
+            inside -= 1
+        if message.body == "bad":
+            raise Refuse
+
+    lock_step = threading.Event()
+    throttle = Throttle(after=3, pause=0.0)
+    for _ in range(3):
+        throttle.note(Dead("refused"))
+    consume = {"POLL_INTERVAL": 0.02, "THROTTLE_PAUSE": 0.01}
+    with txmsg(CONSUME=consume), declared(handler) as stage:
+        for _ in range(8):
+            send(stage.destination, "bad")
+        with running(stage, concurrency=4, throttle=throttle):
+            wait_until(lambda: DeadLetter.objects.count() == 8)
+            assert throttle.on
+            assert most == 1
+            send(stage.destination, "good")
+            wait_until(lambda: not throttle.on)

@@ -1,0 +1,307 @@
+"""Lease, send, settle: what a relay does with rows, brokers and databases that fail."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import uuid
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections, transaction
+from django.db.models.functions import Now
+
+from django_txmsg import signals
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.errors import BrokerUnavailable, DispatchRejected, DispatchUnknown
+from django_txmsg.models import DeadLetter, OutboxMessage
+from django_txmsg.models.outbox import OutboxManager
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message, send_messages
+from django_txmsg.relay import Lane, Relay
+from tests.faults import wait_until
+from tests.running import IMPATIENT, committing, ship, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def store(count: int = 1, **arguments: Any) -> None:
+    with transaction.atomic():
+        send_messages(
+            {"destination": "tests.q", "body": n, **arguments} for n in range(count)
+        )
+
+
+def queued() -> list[bytes]:
+    rows = QueueMessage.objects.filter(queue="tests.q").order_by("id")
+    return [bytes(one.body) for one in rows]
+
+
+def run(relay: Relay) -> threading.Thread:
+    thread = threading.Thread(target=relay.run)
+    thread.start()
+    return thread
+
+
+def all_due() -> None:
+    OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(due_at=Now())
+
+
+def test_all_leave_in_the_order_they_were_stored() -> None:
+    store(50)
+    assert ship() == 50
+    assert queued() == [str(n).encode() for n in range(50)]
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    assert ship() == 0
+
+
+def test_a_delayed_message_waits() -> None:
+    store(delay=dt.timedelta(hours=1))
+    assert ship() == 0
+    all_due()
+    assert ship() == 1
+
+
+def test_an_expired_message_ends_visibly() -> None:
+    store(expires=dt.timedelta(0))
+    ship()
+    row = OutboxMessage.objects.get()
+    assert row.state == "dead"
+    assert row.last_error.startswith("expired")
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.message_id) == ("expired", row.message_id)
+    assert queued() == []
+
+
+def test_a_broker_that_is_down_costs_no_attempt_and_one_log_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    down = threading.Event()
+    down.set()
+    real, tries = DatabaseSession.send, []
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        if down.is_set():
+            tries.append(1)
+            raise BrokerUnavailable("connection refused")
+        return real(session, batch, **options)
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    store(3)
+    relay = Relay(["default"], ["default"], lanes=1)
+    thread = run(relay)
+    wait_until(lambda: len(tries) >= 3)
+    assert not OutboxMessage.objects.filter(lease_until__isnull=False).exists()
+    down.clear()
+    wait_until(lambda: len(queued()) == 3)
+    relay.stop()
+    thread.join(30)
+    assert not OutboxMessage.objects.exclude(attempts=0).exists()
+    warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert len(warnings) == 1, [one.getMessage() for one in warnings]
+
+
+def test_a_rejected_message_backs_off_and_dies_while_others_flow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = DatabaseSession.send
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        outcomes = real(session, [one for one in batch if one.body != b"3"], **options)
+        refused = [
+            DispatchRejected("no permission") for one in batch if one.body == b"3"
+        ]
+        return [*outcomes[:3], *refused, *outcomes[3:]]
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    with txmsg(RELAY={"MAX_ATTEMPTS": 3}):
+        store(6)
+        ship()
+        assert queued() == [b"0", b"1", b"2", b"4", b"5"]
+        row = OutboxMessage.objects.get(dispatched_at=None)
+        assert (row.attempts, row.state) == (1, "pending")
+        assert row.due_at > row.created_at + dt.timedelta(seconds=0.5)
+        monkeypatch.setattr(
+            DatabaseSession,
+            "send",
+            lambda *_, **__: [DispatchRejected("no permission")],
+        )
+        for _ in range(4):
+            all_due()
+            ship()
+    row.refresh_from_db()
+    assert (row.attempts, row.state) == (3, "dead")
+    assert "no permission" in row.last_error
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, bytes(letter.body), letter.attempts) == ("rejected", b"3", 3)
+
+
+def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is unknown goes again, with its id; the breaker keeps the pause."""
+    real = DatabaseSession.send
+    unknown: list[int] = []
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        real(session, batch, **options)
+        return [DispatchUnknown("receipt lost")] * len(batch)
+
+    def listen(count: int, **facts: Any) -> None:
+        unknown.append(count)
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    signals.outcome_unknown.connect(listen)
+    store(2)
+    lane = Lane("default", "default")
+    try:
+        with pytest.raises(BrokerUnavailable, match="sent again with the same ids"):
+            lane.dispatch()
+    finally:
+        lane.close()
+        signals.outcome_unknown.disconnect(listen)
+    assert unknown == [2]
+    assert OutboxMessage.objects.filter(dispatched_at=None, attempts=0).count() == 2
+    monkeypatch.undo()
+    ship()
+    ids = [one.headers["txmsg-id"] for one in QueueMessage.objects.all()]
+    assert len(ids) == 4
+    assert len(set(ids)) == 2
+
+
+def test_a_lost_lease_is_counted_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fence: who comes too late does not settle what another has claimed."""
+    lost: list[int] = []
+    other = uuid.uuid4()
+    real = DatabaseSession.send
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        OutboxMessage.objects.update(lease_token=other)
+        return real(session, batch, **options)
+
+    def listen(count: int, **facts: Any) -> None:
+        lost.append(count)
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    signals.lease_lost.connect(listen)
+    store(3)
+    lane = Lane("default", "default")
+    try:
+        lane.dispatch()
+    finally:
+        lane.close()
+        signals.lease_lost.disconnect(listen)
+    assert lost == [3]
+    assert lane.counts["lease_lost"] == 3
+    rows = OutboxMessage.objects.filter(dispatched_at=None, lease_token=other)
+    assert rows.count() == 3
+    assert "the lease of 3 messages ended" in caplog.text
+
+
+def test_a_lease_that_ran_out_is_taken_by_another() -> None:
+    store()
+    manager = OutboxMessage.objects
+    claim = {"broker": "default", "limit": 10}
+    (row,) = manager.claim(token=uuid.uuid4(), lease=60, **claim)
+    assert manager.claim(token=uuid.uuid4(), lease=60, **claim) == []
+    manager.update(lease_until=Now() - dt.timedelta(seconds=1))
+    (again,) = manager.claim(token=uuid.uuid4(), lease=60, **claim)
+    assert again.id == row.id
+
+
+@pytest.mark.parametrize("method", ["claim", "mark_dispatched"])
+def test_a_database_outage_between_claim_and_settle(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay waits and goes on; what it could not settle goes again."""
+    real, left = getattr(OutboxManager, method), [3]
+
+    def failing(manager: Any, *given: Any, **named: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            connection_of = connections["default"]
+            connection_of.close()
+            raise OperationalError("the database system is shutting down")
+        return real(manager, *given, **named)
+
+    monkeypatch.setattr(OutboxManager, method, failing)
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 0.3}):
+        store(4)
+        relay = Relay(["default"], ["default"], lanes=1)
+        thread = run(relay)
+        wait_until(
+            lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
+        )
+        relay.stop()
+        thread.join(30)
+    assert {one.headers["txmsg-id"] for one in QueueMessage.objects.all()} == {
+        str(one.message_id) for one in OutboxMessage.objects.all()
+    }
+    assert not OutboxMessage.objects.exclude(attempts=0).exists()
+
+
+def test_two_relays_send_each_row_once() -> None:
+    store(400)
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 20}):
+        relays = [Relay(["default"], ["default"]) for _ in range(2)]
+        threads = [run(relay) for relay in relays]
+        wait_until(
+            lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
+        )
+        for relay, thread in zip(relays, threads, strict=True):
+            relay.stop()
+            thread.join(30)
+    assert len(queued()) == 400
+    assert len(set(queued())) == 400
+    assert sum(relay.counts["dispatched"] for relay in relays) == 400
+
+
+def test_a_commit_elsewhere_is_seen_by_an_idle_relay() -> None:
+    relay = Relay(["default"], ["default"], lanes=1)
+    thread = run(relay)
+    store()
+    wait_until(lambda: queued() == [b"0"])
+    relay.stop()
+    thread.join(30)
+
+
+def test_once_ends_when_nothing_is_due_and_raises_when_the_broker_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store(3)
+    store(1, delay=dt.timedelta(hours=1))
+    Relay(["default"], ["default"]).run(once=True)
+    assert len(queued()) == 3
+
+    def down(*_: Any, **__: Any) -> Any:
+        raise BrokerUnavailable("connection refused")
+
+    monkeypatch.setattr(DatabaseSession, "send", down)
+    store(1)
+    with pytest.raises(BrokerUnavailable):
+        Relay(["default"], ["default"]).run(once=True)
+
+
+def test_rows_of_several_databases_and_brokers() -> None:
+    with transaction.atomic(using="other"):
+        send_message("tests.q", "there", using="other", broker="apart")
+    store()
+    Relay(["default", "other"], ["default", "apart"]).run(once=True)
+    assert queued() == [b"0"]
+    assert QueueMessage.objects.using("other").filter(queue="tests.q").count() == 1
+
+
+def test_the_broker_is_asked_with_no_transaction_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, states = DatabaseSession.send, []
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        states.append(connection.in_atomic_block)
+        return real(session, batch, **options)
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+    store(2)
+    ship()
+    assert states == [False]

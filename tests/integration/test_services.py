@@ -1,0 +1,151 @@
+"""The real servers themselves: killed and restarted, they keep data and port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+
+from django_txmsg import jms
+from tests import conftest, services
+from tests.faults import wait_until
+from tests.services.stomp_server import ALLOWED, LIMITED_USER, StompServer
+
+
+@pytest.fixture(params=["activemq", "rabbitmq"])
+def stomp_server(request: pytest.FixtureRequest) -> StompServer:
+    return request.getfixturevalue(request.param)
+
+
+@contextlib.contextmanager
+def session(url: str) -> Iterator[jms.Session]:
+    with (
+        jms.ConnectionFactory(url).create_connection() as connection,
+        connection.create_session(transacted=False) as opened,
+    ):
+        yield opened
+
+
+def test_a_killed_postgresql_comes_back_with_what_was_committed(
+    postgres: services.PostgreSQL,
+) -> None:
+    url = postgres.create_database("killed")
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE TABLE kept AS SELECT 42 AS number")
+
+    postgres.kill()
+    assert not postgres.running
+    with pytest.raises(psycopg.OperationalError):
+        psycopg.connect(url, connect_timeout=5)
+    postgres.start()
+
+    with psycopg.connect(url) as connection:
+        assert connection.execute("SELECT number FROM kept").fetchall() == [(42,)]
+        assert connection.execute("SHOW fsync").fetchone() == ("on",)
+
+
+def test_a_killed_broker_comes_back_with_what_it_gave_a_receipt_for(
+    stomp_server: StompServer, destination: str
+) -> None:
+    with session(stomp_server.url()) as opened:
+        opened.create_producer(destination).send(jms.Message(body="kept"))
+
+    stomp_server.kill()
+    assert not stomp_server.running
+    with pytest.raises(jms.ConnectionFailedError):
+        jms.ConnectionFactory(stomp_server.url()).create_connection()
+    stomp_server.start()
+
+    with session(stomp_server.url()) as opened:
+        received = opened.create_consumer(destination).receive(timeout=30)
+        assert received is not None
+        assert received.body == "kept"
+        opened.acknowledge(received, wait=True)
+
+
+def test_a_broker_speaks_tls_under_the_authority_of_the_run(
+    stomp_server: StompServer, destination: str
+) -> None:
+    with session(stomp_server.url(tls=True)) as opened:
+        opened.create_producer(destination).send(jms.Message(body="secret"))
+        received = opened.create_consumer(destination).receive(timeout=30)
+        assert received is not None
+        opened.acknowledge(received, wait=True)
+
+
+def test_a_broker_wants_the_password(stomp_server: StompServer) -> None:
+    factory = jms.ConnectionFactory(stomp_server.url(password="wrong"))
+
+    with pytest.raises(jms.MessagingError):
+        factory.create_connection()
+
+
+def test_the_limited_user_may_send_to_allowed_names_alone(
+    stomp_server: StompServer, destination: str
+) -> None:
+    with session(stomp_server.url(user=LIMITED_USER)) as opened:
+        opened.create_producer(ALLOWED + destination).send(jms.Message(body="fine"))
+        with pytest.raises(jms.MessagingError):
+            opened.create_producer(destination).send(jms.Message(body="refused"))
+
+
+ORPHAN = """
+import threading
+from tests.services import PostgreSQL
+server = PostgreSQL()
+server.start()
+print(server.process.pid, server.directory, flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.usefixtures("postgres")  # skips, or fails, where it is not installed
+def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid, directory = parent.stdout.readline().split()
+    assert psutil.pid_exists(int(pid))
+
+    os.killpg(parent.pid, signal.SIGKILL)
+    parent.wait(30)
+
+    wait_until(lambda: not psutil.pid_exists(int(pid)), message="PostgreSQL's end")
+    wait_until(lambda: not Path(directory).exists(), message="its directory's end")
+
+
+class NotInstalled(services.Server):
+    """A server whose program no machine has."""
+
+    name = "nosuchserver"
+    debian_packages = "nosuchserver-common"
+
+    @classmethod
+    def programs(cls) -> dict[str, Path | None]:
+        return {"nosuchserver": None}
+
+
+@pytest.mark.parametrize(
+    ("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)]
+)
+def test_a_missing_server_skips_at_home_and_fails_in_ci(
+    monkeypatch: pytest.MonkeyPatch, ci: str, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+
+    with pytest.raises(outcome, match="apt-get install nosuchserver-common"):
+        conftest.ask_for(NotInstalled)

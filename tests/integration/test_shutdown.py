@@ -1,0 +1,114 @@
+"""Stopping: what is in hand is finished, what is not begun is not touched."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from django_txmsg.message import Message
+from django_txmsg.models import InboxMessage
+from django_txmsg.models.queue import QueueMessage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, thread_of
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name="done", message_id=str(message.id))
+
+
+@pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc"])
+def test_a_stop_finishes_the_message_in_hand_and_burns_no_attempt(
+    transaction: str,
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def handler(message: Message) -> None:
+        inside.set()
+        assert go_on.wait(30)
+        effect(message)
+
+    with declared(handler, transaction=transaction) as stage:
+        for _ in range(10):
+            put(stage.destination)
+        stop = threading.Event()
+        thread = thread_of(stage, stop)
+        thread.start()
+        assert inside.wait(30)
+        stop.set()
+        go_on.set()
+        thread.join(30)
+        assert Effect.objects.count() == 1
+        waiting = QueueMessage.objects.filter(queue=stage.destination)
+        assert waiting.count() == 9
+        assert not waiting.filter(lease_token__isnull=False).exists()
+        assert not InboxMessage.objects.filter(processed_at=None).exists()
+        with running(stage):
+            wait_until(lambda: Effect.objects.count() == 10)
+            wait_until(lambda: not waiting.exists())
+    assert not InboxMessage.objects.exclude(attempts=1).exists()
+
+
+def test_a_message_received_after_the_stop_is_not_processed() -> None:
+    with declared(effect) as stage:
+        stop = threading.Event()
+        thread = thread_of(stage, stop)
+        session = thread._open()
+        real = session.receive
+
+        def receive(timeout: float) -> object:
+            delivery = real(timeout)
+            stop.set()
+            return delivery
+
+        session.receive = receive  # type: ignore[method-assign,assignment]
+        put(stage.destination)
+        thread._step()
+        assert QueueMessage.objects.filter(queue=stage.destination).count() == 1
+    assert not Effect.objects.exists()
+    assert not InboxMessage.objects.exists()
+
+
+def test_fast_starts_and_stops_lose_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with declared(effect) as stage:
+        for n in range(8):
+            for _ in range(5):
+                put(stage.destination)
+            with running(stage, concurrency=2):
+                wait_until(lambda n=n: Effect.objects.count() > n)
+        with running(stage):
+            wait_until(lambda: Effect.objects.count() == 40)
+            wait_until(lambda: not QueueMessage.objects.exists())
+    assert not InboxMessage.objects.exclude(attempts=1).exists()
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+def test_a_paused_stage_gives_back_what_it_holds() -> None:
+    with declared(effect) as stage, running(stage) as (thread,):
+        thread.paused.set()
+        wait_until(lambda: thread._session is None)
+        put(stage.destination)
+        thread.paused.clear()
+        wait_until(Effect.objects.exists)
+
+
+def test_a_stuck_handler_is_named_with_its_stack() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def waits_for_ever(message: Message) -> None:
+        inside.set()
+        go_on.wait(30)
+
+    with declared(waits_for_ever) as stage, running(stage) as (thread,):
+        put(stage.destination)
+        assert inside.wait(30)
+        stack = thread.stuck(0.0)
+        assert stack is not None
+        assert "waits_for_ever" in stack
+        assert thread.stuck(600.0) is None
+        go_on.set()

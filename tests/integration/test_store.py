@@ -1,0 +1,185 @@
+"""send_message(): what is stored, what is refused; it leaves by the commit only."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import uuid
+from typing import Any
+
+import pytest
+from django.db import connection, transaction
+
+from django_txmsg.errors import DuplicateMessage, InvalidMessage, TransactionRequired
+from django_txmsg.models import OutboxMessage
+from django_txmsg.outbox import send_message, send_messages
+from tests.app.models import Order
+from tests.running import committing, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def test_outside_a_transaction_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(TransactionRequired, match=r"atomic\(using='default'\)"):
+        send_message("orders", 1)
+    with transaction.atomic(using="other"), pytest.raises(TransactionRequired):
+        send_message("orders", 1)
+    assert not OutboxMessage.objects.exists()
+
+
+def test_the_message_commits_or_rolls_back_with_the_data() -> None:
+    with transaction.atomic():
+        Order.objects.create(number="1")
+        send_message("orders", 1)
+        transaction.set_rollback(True)
+    assert not Order.objects.exists()
+    assert not OutboxMessage.objects.exists()
+    with transaction.atomic():
+        Order.objects.create(number="1")
+        send_message("orders", 1)
+    assert Order.objects.count() == OutboxMessage.objects.count() == 1
+
+
+def test_on_another_alias() -> None:
+    with transaction.atomic(using="other"):
+        sent = send_message("orders", 1, using="other")
+    assert OutboxMessage.objects.using("other").get().message_id == sent.id
+    assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "stored", "content_type"),
+    [
+        ({"a": [1, None, "ü"]}, '{"a":[1,null,"ü"]}'.encode(), "application/json"),
+        (None, b"null", "application/json"),
+        ("text", b'"text"', "application/json"),
+        (decimal.Decimal("1.10"), b'"1.10"', "application/json"),
+        (
+            dt.datetime(2024, 2, 29, 12, tzinfo=dt.timezone.utc),
+            b'"2024-02-29T12:00:00+00:00"',
+            "application/json",
+        ),
+        (
+            uuid.UUID(int=1),
+            b'"00000000-0000-0000-0000-000000000001"',
+            "application/json",
+        ),
+        (b"\x00\xff", b"\x00\xff", "application/octet-stream"),
+    ],
+)
+def test_bodies(body: Any, stored: bytes, content_type: str) -> None:
+    with transaction.atomic():
+        send_message("orders", body)
+    row = OutboxMessage.objects.get()
+    assert (bytes(row.body), row.content_type) == (stored, content_type)
+
+
+def test_due_and_expiry_are_counted_by_the_databases_clock() -> None:
+    hour, day = dt.timedelta(hours=1), dt.timedelta(days=1)
+    with transaction.atomic():
+        send_message("orders", 1, delay=hour, expires=day, key="k")
+    row = OutboxMessage.objects.get()
+    assert row.expires_at is not None
+    assert abs(row.due_at - row.created_at - hour) < dt.timedelta(seconds=1)
+    assert abs(row.expires_at - row.created_at - day) < dt.timedelta(seconds=1)
+    assert row.key == "k"
+
+
+def test_the_second_store_of_an_id_is_refused_and_the_transaction_goes_on() -> None:
+    message_id = uuid.uuid4()
+    with transaction.atomic():
+        send_message("orders", 1, message_id=message_id)
+        with pytest.raises(DuplicateMessage, match=str(message_id)):
+            send_message("orders", 2, message_id=message_id)
+        Order.objects.create(number="1")
+    with transaction.atomic(), pytest.raises(DuplicateMessage, match=str(message_id)):
+        send_message("orders", 3, message_id=message_id)
+    assert bytes(OutboxMessage.objects.get().body) == b"1"
+    assert Order.objects.exists()
+
+
+def test_of_many_with_one_duplicate_none_is_stored() -> None:
+    message_id = uuid.uuid4()
+    with transaction.atomic():
+        send_message("orders", 0, message_id=message_id)
+        with pytest.raises(DuplicateMessage, match=str(message_id)):
+            send_messages(
+                {"destination": "orders", "body": n, "message_id": one}
+                for n, one in enumerate([uuid.uuid4(), message_id, uuid.uuid4()])
+            )
+    assert OutboxMessage.objects.count() == 1
+
+
+def test_a_thousand_are_a_few_inserts(
+    django_assert_max_num_queries: Any,
+) -> None:
+    most = 2 if connection.vendor == "postgresql" else 60
+    with transaction.atomic(), django_assert_max_num_queries(most):
+        sent = send_messages({"destination": "orders", "body": n} for n in range(1000))
+    rows = OutboxMessage.objects.order_by("id")
+    assert [one.message_id for one in rows] == [one.id for one in sent]
+    assert [int(bytes(one.body)) for one in rows] == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"body": object()}, "object"),
+        ({"body": float("nan")}, "body"),
+        ({"body": {"a": "\ud800"}}, "body"),
+        ({"headers": {"a": "nul\x00"}}, "control character"),
+        ({"headers": {"txmsg-id": "x"}}, "txmsg-id"),
+        ({"headers": {"a": 1}}, "str"),
+        ({"headers": {"a": "x" * 9000}}, "bytes"),
+        ({"destination": "/queue/orders"}, "destination"),
+        ({"destination": ""}, "destination"),
+        ({"key": ""}, "key"),
+        ({"key": 7}, "key"),
+        ({"delay": 5}, "delay"),
+        ({"expires": dt.timedelta(seconds=-1)}, "expires"),
+        ({"message_id": "not a uuid"}, "message_id"),
+        ({"body": b"x" * 101}, "MAX_MESSAGE_BYTES"),
+        ({"broker": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_the_call(
+    arguments: dict[str, Any], words: str
+) -> None:
+    arguments = {"destination": "orders", "body": 1, **arguments}
+    with (
+        txmsg(MAX_MESSAGE_BYTES=100),
+        transaction.atomic(),
+        pytest.raises(InvalidMessage, match=words),
+    ):
+        send_message(arguments.pop("destination"), arguments.pop("body"), **arguments)
+    assert not OutboxMessage.objects.exists()
+
+
+def test_one_bad_message_of_many_stores_none() -> None:
+    with transaction.atomic(), pytest.raises(InvalidMessage):
+        send_messages([{"destination": "orders", "body": n} for n in (1, object())])
+    with transaction.atomic(), pytest.raises(InvalidMessage, match="destination"):
+        send_messages([{"body": 1}])
+    assert not OutboxMessage.objects.exists()
+
+
+def test_without_a_transaction_when_that_is_allowed() -> None:
+    """Many are still all or none: no relay may see a part of what is refused."""
+    twice = uuid.uuid4()
+    with txmsg(REQUIRE_ATOMIC=False):
+        send_message("orders", 1)
+        assert OutboxMessage.objects.count() == 1
+        blocks: list[bool] = []
+
+        def watch(execute: Any, sql: str, *rest: Any) -> Any:
+            if sql.startswith("INSERT"):
+                blocks.append(connection.in_atomic_block)
+            return execute(sql, *rest)
+
+        with connection.execute_wrapper(watch), pytest.raises(DuplicateMessage):
+            send_messages(
+                {"destination": "orders", "body": n, "message_id": twice}
+                for n in range(2)
+            )
+    assert OutboxMessage.objects.count() == 1
+    assert blocks == [True]

@@ -1,0 +1,273 @@
+"""The three ways to draw a stage's transaction, step by step, and the initiations."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+
+from django_txmsg import signals
+from django_txmsg.brokers.base import Delivery
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.errors import BrokerUnavailable, DispatchUnknown, InvalidMessage
+from django_txmsg.message import Message
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message
+from tests.app.models import Effect, Order
+from tests.running import committing, declared, send, ship, step, txmsg
+
+pytestmark = committing
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    """The broker's transaction is none of the database's: its tables are elsewhere."""
+    with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
+        yield
+
+
+def waiting(queue: str) -> int:
+    return QueueMessage.objects.using("other").filter(queue=queue).count()
+
+
+class Steps:
+    """What happened, in order: the package's own steps are recorded as they pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[str] = []
+        for name in ("receive", "enlist", "ping", "commit", "ack", "rollback"):
+            self._record(monkeypatch, DatabaseSession, name)
+        for name in ("_commit", "_rollback"):
+            self._record(monkeypatch, type(connections["default"]), name, f"db{name}")
+
+    def _record(
+        self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, word: str = ""
+    ) -> None:
+        real = getattr(owner, name)
+
+        def recorded(this: Any, *given: Any, **named: Any) -> Any:
+            if owner is DatabaseSession or this.alias == "default":
+                self.seen.append(word or name)
+            return real(this, *given, **named)
+
+        monkeypatch.setattr(owner, name, recorded)
+
+    def __call__(self, what: str) -> None:
+        self.seen.append(what)
+
+
+@pytest.mark.parametrize(
+    ("mode", "order"),
+    [
+        ("outbox", ["receive", "handler", "db_commit", "ack"]),
+        (
+            "best_effort_1pc",
+            ["receive", "handler", "enlist", "ping", "db_commit", "commit"],
+        ),
+        ("broker_only", ["receive", "handler", "enlist", "commit"]),
+    ],
+)
+def test_the_order_of_the_steps(
+    mode: Any, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handler(message: Message) -> None:
+        steps("handler")
+        if mode != "broker_only":
+            Effect.objects.create(name="done", message_id=str(message.id))
+        send_message("tests.next", None)
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        steps = Steps(monkeypatch)
+        step(stage)
+        monkeypatch.undo()
+        assert waiting(stage.destination) == 0
+    assert steps.seen == order
+    if mode == "outbox":
+        assert waiting("tests.next") == 0
+        ship()
+    assert waiting("tests.next") == 1
+
+
+@pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc", "broker_only"])
+def test_a_raising_handler_sends_nothing_and_leaves_nothing(mode: Any) -> None:
+    def handler(message: Message) -> None:
+        send_message("tests.next", None)
+        if mode != "broker_only":
+            Effect.objects.create(name="done", message_id=str(message.id))
+        raise ValueError
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage, times=4)
+        ship()
+        assert waiting(stage.destination) == 0
+    assert waiting("tests.next") == 0
+    assert not Effect.objects.exists()
+    assert DeadLetter.objects.count() == 1
+
+
+def test_a_broker_that_died_before_the_database_commit_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dead(session: DatabaseSession) -> None:
+        raise BrokerUnavailable("gone")
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name="done", message_id=str(message.id))
+
+    with declared(handler, transaction="best_effort_1pc") as stage:
+        send(stage.destination)
+        monkeypatch.setattr(DatabaseSession, "ping", dead)
+        with pytest.raises(BrokerUnavailable):
+            step(stage)
+        monkeypatch.undo()
+        assert not Effect.objects.exists()
+        step(stage)
+        assert waiting(stage.destination) == 0
+    assert Effect.objects.count() == 1
+    assert not Attempt.objects.exists()
+
+
+class LostCommit:
+    """The broker's commit, lost once on its way: what best effort cannot exclude."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = DatabaseSession.commit
+
+        def commit(session: DatabaseSession, acks: list[Delivery]) -> None:
+            monkeypatch.setattr(DatabaseSession, "commit", real)
+            session.rollback()
+            raise DispatchUnknown("the connection ended")
+
+        monkeypatch.setattr(DatabaseSession, "commit", commit)
+
+
+def client_decides_ids(message: Message) -> None:
+    """A handler that is not idempotent: its business key comes from the client."""
+    Order.objects.create(number="from the client")
+    send_message("tests.next", "ordered")
+
+
+def test_the_hazard_of_1pc_with_ids_from_the_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Documented: the second run meets the first one's row, and what the stage should
+    have sent is never sent."""
+    with declared(client_decides_ids, transaction="best_effort_1pc") as stage:
+        send(stage.destination)
+        LostCommit(monkeypatch)
+        with pytest.raises(BrokerUnavailable):
+            step(stage)
+        step(stage, times=4)
+        assert waiting(stage.destination) == 0
+    assert Order.objects.count() == 1
+    assert waiting("tests.next") == 0
+    letter = DeadLetter.objects.get()
+    assert "IntegrityError" in letter.exception
+    assert letter.attempts == 3
+
+
+def test_the_same_stage_under_outbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, one effect downstream, no dead letter; the lost step is the ack here."""
+
+    def lost(session: DatabaseSession, deliveries: list[Delivery]) -> None:
+        raise BrokerUnavailable("the connection ended")
+
+    got: list[Message] = []
+    with (
+        declared(client_decides_ids) as stage,
+        declared(got.append, "tests.next") as downstream,
+    ):
+        send(stage.destination)
+        monkeypatch.setattr(DatabaseSession, "ack", lost)
+        with pytest.raises(BrokerUnavailable):
+            step(stage)
+        monkeypatch.undo()
+        step(stage)
+        assert waiting(stage.destination) == 0
+        ship()
+        step(downstream, times=2)
+    assert Order.objects.count() == 1
+    assert [one.body for one in got] == ["ordered"]
+    assert not DeadLetter.objects.exists()
+    assert InboxMessage.objects.get(stage=stage.name).deliveries == 2
+
+
+@pytest.mark.parametrize("employed", [True, False])
+def test_the_dangerous_window_is_measured_and_told(
+    employed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[dict[str, Any]] = []
+
+    def listen(**facts: Any) -> None:
+        told.append(facts)
+
+    def handler(message: Message) -> None:
+        if employed:
+            Effect.objects.create(name="done", message_id=str(message.id))
+
+    signals.dangerous_window.connect(listen)
+    try:
+        with declared(handler, transaction="best_effort_1pc") as stage:
+            send(stage.destination)
+            LostCommit(monkeypatch)
+            with pytest.raises(BrokerUnavailable):
+                step(stage)
+            step(stage)
+    finally:
+        signals.dangerous_window.disconnect(listen)
+    assert [(one["failed"], one["employed"]) for one in told] == [
+        (True, employed),
+        (False, employed),
+    ]
+    assert all(one["seconds"] >= 0 for one in told)
+    (record,) = [one for one in caplog.records if "broker's commit failed" in one.msg]
+    assert record.levelno == (logging.ERROR if employed else logging.WARNING)
+
+
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_a_delay_inside_the_brokers_transaction_is_refused(mode: Any) -> None:
+    refused: list[str] = []
+
+    def handler(message: Message) -> None:
+        with pytest.raises(InvalidMessage) as caught:
+            send_message("tests.next", None, delay=dt.timedelta(seconds=5))
+        refused.append(str(caught.value))
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage)
+    assert "delay" in refused[0]
+
+
+def test_an_initiation_inside_an_atomic_that_rolls_back() -> None:
+    with transaction.atomic():
+        send_message("tests.next", None)
+        transaction.set_rollback(True)
+    assert not OutboxMessage.objects.exists()
+    with transaction.atomic():
+        send_message("tests.next", None)
+    ship()
+    assert waiting("tests.next") == 1
+
+
+def test_another_alias_commits_on_its_own() -> None:
+    """What the docs say: only the stage's alias is in the stage's transaction."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.using("other").create(name="other", message_id=str(message.id))
+        Effect.objects.create(name="own", message_id=str(message.id))
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    with declared(handler) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+    assert Effect.objects.count() == 1
+    assert Effect.objects.using("other").count() == 2

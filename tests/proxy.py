@@ -1,0 +1,213 @@
+"""A TCP proxy that does to a connection what networks do: cut, hang, delay, lose.
+
+It stands between a client and a real server, so both see the fault on a real socket.
+`REQUESTS` is the way from the client to the server, `ANSWERS` the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from types import TracebackType
+
+from .services import free_port
+
+REQUESTS = "requests"
+ANSWERS = "answers"
+BOTH = (REQUESTS, ANSWERS)
+
+
+#: Seconds after which a thread that moves bytes looks whether its link was cut.
+BEAT = 0.1
+
+
+class _Link:
+    """One client's connection and the one the proxy made for it."""
+
+    def __init__(self, client: socket.socket, server: socket.socket) -> None:
+        self.client = client
+        self.server = server
+        self.cut = False
+        self.reset = False
+        self.open_ways = 2
+
+    def close(self) -> None:
+        """Close both ends: with a reset as after a crash, or in good order."""
+        for end in (self.client, self.server):
+            if self.reset:
+                end.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
+            end.close()
+
+    def receive(self, source: socket.socket) -> bytes:
+        """Return the next bytes; none at the end of the stream or of the link."""
+        while not self.cut:
+            with contextlib.suppress(TimeoutError):
+                return source.recv(65536)
+        return b""
+
+    def send(self, sink: socket.socket, piece: bytes) -> None:
+        """Send all of it, unless the link is cut before."""
+        while piece and not self.cut:
+            with contextlib.suppress(TimeoutError):
+                piece = piece[sink.send(piece) :]
+
+
+class Proxy:
+    """Listens on `port` of `host` and forwards to `target_port` of loopback."""
+
+    def __init__(self, target_port: int, *, host: str = "127.0.0.1") -> None:
+        self.host = host
+        self.port = free_port()
+        self.target_port = target_port
+        #: How many connections were accepted so far.
+        self.accepted = 0
+        #: How many bytes were forwarded, per way.
+        self.forwarded = dict.fromkeys(BOTH, 0)
+        self._hung: set[str] = set()
+        self._lost: set[str] = set()
+        self._budget: dict[str, int] = {}
+        self._delay = 0.0
+        self._links: set[_Link] = set()
+        self._changed = threading.Condition()
+        self._listener: socket.socket | None = None
+
+    def __enter__(self) -> Proxy:
+        self.accept()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.refuse()
+        self.cut()
+
+    @property
+    def connections(self) -> int:
+        """How many connections are open now."""
+        with self._changed:
+            return len(self._links)
+
+    def accept(self) -> None:
+        """Listen (again), on the same port."""
+        if self._listener is not None:
+            return
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self._listener = socket.create_server((self.host, self.port), family=family)
+        threading.Thread(target=self._serve, args=[self._listener], daemon=True).start()
+
+    def refuse(self) -> None:
+        """Refuse new connections as a stopped server does; open ones stay."""
+        if self._listener is None:
+            return
+        listener, self._listener = self._listener, None
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        listener.close()
+
+    def cut(self, *, reset: bool = True) -> None:
+        """Break every open connection; new ones are welcome."""
+        with self._changed:
+            cut = self._mark_cut(reset=reset)
+            self._changed.wait_for(lambda: not cut & self._links, timeout=10)
+
+    def cut_after(self, count: int, way: str = REQUESTS) -> None:
+        """Cut everything when `count` more bytes have gone this way, once."""
+        with self._changed:
+            self._budget[way] = count
+
+    def hang(self, *ways: str) -> None:
+        """Forward nothing from now on, as behind a dead router: nobody is told."""
+        with self._changed:
+            self._hung.update(ways or BOTH)
+
+    def lose(self, *ways: str) -> None:
+        """Swallow what comes this way, such as the receipts of what was stored."""
+        with self._changed:
+            self._lost.update(ways or BOTH)
+
+    def delay(self, seconds: float) -> None:
+        """Hold every piece back that long, both ways."""
+        with self._changed:
+            self._delay = seconds
+
+    def resume(self) -> None:
+        """Forward again what hung, and forget every other fault."""
+        with self._changed:
+            self._hung.clear()
+            self._lost.clear()
+            self._budget.clear()
+            self._delay = 0.0
+            self._changed.notify_all()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            try:
+                server = socket.create_connection(("127.0.0.1", self.target_port), 10)
+            except OSError:
+                client.close()
+                continue
+            client.settimeout(BEAT)
+            server.settimeout(BEAT)
+            link = _Link(client, server)
+            with self._changed:
+                self.accepted += 1
+                self._links.add(link)
+            for way, source, sink in (
+                (REQUESTS, client, server),
+                (ANSWERS, server, client),
+            ):
+                threading.Thread(
+                    target=self._pump, args=[link, way, source, sink], daemon=True
+                ).start()
+
+    def _pump(
+        self, link: _Link, way: str, source: socket.socket, sink: socket.socket
+    ) -> None:
+        with contextlib.suppress(OSError):
+            while piece := link.receive(source):
+                link.send(sink, self._through(link, way, piece))
+                with self._changed:
+                    if self._budget.get(way) == 0:
+                        del self._budget[way]
+                        self._mark_cut(reset=False)
+            if not link.cut:
+                sink.shutdown(socket.SHUT_WR)
+        with self._changed:
+            link.open_ways -= 1
+            if link.open_ways == 0:
+                link.close()
+                self._links.discard(link)
+                self._changed.notify_all()
+
+    def _mark_cut(self, *, reset: bool) -> set[_Link]:
+        """Tell every link to end; whoever moves its bytes closes it."""
+        links = set(self._links)
+        for link in links:
+            link.cut, link.reset = True, reset
+        self._changed.notify_all()
+        return links
+
+    def _through(self, link: _Link, way: str, piece: bytes) -> bytes:
+        """Apply the faults to a piece and return what is left of it."""
+        with self._changed:
+            self._changed.wait_for(lambda: link.cut or way not in self._hung)
+            if self._delay:
+                self._changed.wait_for(lambda: link.cut, timeout=self._delay)
+            if link.cut or way in self._lost:
+                return b""
+            if way in self._budget:
+                piece = piece[: self._budget[way]]
+                self._budget[way] -= len(piece)
+            self.forwarded[way] += len(piece)
+        return piece

@@ -1,0 +1,114 @@
+"""A STOMP client without manners: writes any frame, reads whatever comes back.
+
+For what no decent client would do, and to look at a broker without ours in between.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections import deque
+from types import TracebackType
+
+from django_txmsg.testing.frames import Decoder, Frame, encode
+
+
+class RawClient:
+    """One connection; every wait has a deadline."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        version: str = "1.2",
+        connect: bool = True,
+        timeout: float = 30.0,
+        tls: ssl.SSLContext | None = None,
+        **headers: str,
+    ) -> None:
+        """Connect and, unless told not to, log in; a header's "_" stands for "-"."""
+        self.version = version
+        self.timeout = timeout
+        self.sock = socket.create_connection(address, timeout)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self.sock = tls.wrap_socket(self.sock, server_hostname="localhost")
+        self.decoder = Decoder(version)
+        self.arrived: deque[Frame] = deque()
+        self.closed_by_peer = False
+        self.connected = Frame("")
+        if connect:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            self.send("CONNECT", {"accept-version": version, "host": "/", **named})
+            self.connected = self.expect("CONNECTED")
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.sock.close()
+
+    def send(
+        self,
+        command: str,
+        headers: dict[str, str] | None = None,
+        body: bytes = b"",
+        **more: str,
+    ) -> None:
+        """Write a frame; keyword arguments are headers, "_" standing for "-"."""
+        named = {name.replace("_", "-"): value for name, value in more.items()}
+        frame = Frame(command, {**(headers or {}), **named}, body)
+        self.write(encode(frame, self.version))
+
+    def write(self, data: bytes) -> None:
+        """Write bytes."""
+        self.sock.sendall(data)
+
+    def next(self, timeout: float | None = None) -> Frame | None:
+        """Return the next frame; None when none comes in time or ever will."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while not self.arrived:
+            left = deadline - time.monotonic()
+            if left <= 0 or self.closed_by_peer:
+                return None
+            self.sock.settimeout(left)
+            try:
+                data = self.sock.recv(65_536)
+            except TimeoutError:
+                return None
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                self.closed_by_peer = True
+            self.arrived.extend(self.decoder.feed(data))
+        return self.arrived.popleft()
+
+    def expect(self, command: str, timeout: float | None = None) -> Frame:
+        """Return the next frame, which must be of this command."""
+        frame = self.next(timeout)
+        assert frame is not None, f"no {command} came"
+        assert frame.command == command, f"expected {command}, got {frame}"
+        return frame
+
+    def expect_receipt(self, receipt: str, timeout: float | None = None) -> None:
+        """Take the next frame, which must be the RECEIPT of this id."""
+        assert self.expect("RECEIPT", timeout)["receipt-id"] == receipt
+
+    def expect_end(self, timeout: float | None = None) -> None:
+        """Insist that the broker closes the connection and says nothing more."""
+        frame = self.next(timeout)
+        assert frame is None, f"expected the end, got {frame}"
+        assert self.closed_by_peer, "the connection is still open"
+
+    def drain(self, quiet: float = 0.5) -> list[Frame]:
+        """Return all frames until none comes for so many seconds."""
+        found = []
+        while (frame := self.next(quiet)) is not None:
+            found.append(frame)
+        return found

@@ -1,0 +1,169 @@
+"""Stages declared and run inside the test's own process.
+
+`step()` takes one arrival through the very code a consumer's thread runs, and
+`running()` starts such threads. Whole processes are `faults.ManageProcess`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from django.test import override_settings
+
+from django_txmsg import conf, stages
+from django_txmsg.activity import Activity
+from django_txmsg.breaker import Breaker
+from django_txmsg.brokers import get_broker
+from django_txmsg.brokers.base import Outgoing
+from django_txmsg.message import Message
+from django_txmsg.outbox import send_message
+from django_txmsg.relay import Lane
+from django_txmsg.stage_thread import StageThread, Throttle, wake_for_parked
+
+#: Tests that commit. With the two applications alone, emptying the tables is quick.
+committing = pytest.mark.django_db(
+    transaction=True,
+    databases=["default", "other"],
+    available_apps=["django_txmsg", "tests.app"],
+)
+
+Handler = Callable[[Message], Any]
+_numbers = itertools.count()
+
+#: Impatient, so that a test waits for nothing; nothing leaves by itself.
+IMPATIENT: dict[str, Any] = {
+    "SERVICE": "tests",
+    "BROKERS": {
+        "default": {"URL": "database://?poll=0.01"},
+        "apart": {"URL": "database://other?poll=0.01"},
+    },
+    "DISPATCH_ON_COMMIT": "off",
+    "RELAY": {"POLL_INTERVAL": 0.05, "BREAKER_MAX_PAUSE": 1.0},
+    "CONSUME": {"POLL_INTERVAL": 0.02},
+    "REDELIVERY": {"INITIAL_DELAY": 0.0, "MAX_DELAY": 0.0, "MAX_REDELIVERIES": 2},
+}
+
+
+def txmsg(**more: Any) -> override_settings:
+    """Return settings like IMPATIENT, with `more` in place of its keys."""
+    return override_settings(TXMSG={**IMPATIENT, **more})
+
+
+@contextmanager
+def declared(
+    handler: Handler, destination: str = "", **options: Any
+) -> Iterator[stages.Stage]:
+    """Declare a stage for the duration of the block."""
+    destination = destination or f"tests.stage{next(_numbers)}"
+    name = options.setdefault("name", destination)
+    stages.stage(destination, **options)(handler)
+    try:
+        yield stages.find([name])[0]
+    finally:
+        stages.unregister(name)
+
+
+def thread_of(
+    stage: stages.Stage, stop: threading.Event | None = None, **more: Any
+) -> StageThread:
+    """Return one thread of a stage, not started."""
+    consume = conf.get().CONSUME
+    return StageThread(
+        stage,
+        worker="test:1:abc",
+        stop=stop or threading.Event(),
+        breaker=more.pop("breaker", None) or Breaker(stage.broker, 1.0),
+        throttle=more.pop("throttle", None)
+        or Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE),
+        activity=Activity(),
+        **more,
+    )
+
+
+def step(stage: stages.Stage, times: int = 1, *, parked: bool = True) -> None:
+    """Let the stage take `times` arrivals (or batches, or parked messages)."""
+    thread = thread_of(stage)
+    try:
+        for _ in range(times):
+            if parked:
+                wake_for_parked([thread])
+            thread._step()
+    finally:
+        thread._close()
+
+
+@contextmanager
+def running(
+    stage: stages.Stage, concurrency: int = 1, **more: Any
+) -> Iterator[list[StageThread]]:
+    """Run threads of a stage for the duration of the block."""
+    stop = threading.Event()
+    breaker = Breaker(stage.broker, 1.0)
+    consume = conf.get().CONSUME
+    throttle = more.pop("throttle", None) or Throttle(
+        consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE
+    )
+    threads = [
+        thread_of(
+            stage, stop, breaker=breaker, throttle=throttle, number=number, **more
+        )
+        for number in range(concurrency)
+    ]
+    # What the consumer's own thread does for them.
+    waker = threading.Thread(target=_wake, args=(threads, stop), daemon=True)
+    for thread in [*threads, waker]:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        stop.set()
+        for thread in [*threads, waker]:
+            thread.join(30)
+
+
+def _wake(threads: list[StageThread], stop: threading.Event) -> None:
+    while not stop.wait(0.02):
+        wake_for_parked(threads)
+    connections.close_all()
+
+
+def send(destination: str, body: object = None, **arguments: Any) -> Message:
+    """Store a message and have it dispatched."""
+    with transaction.atomic(using=arguments.get("using")):
+        message = send_message(destination, body, **arguments)
+    ship(arguments.get("using") or "default", arguments.get("broker", "default"))
+    return message
+
+
+def ship(using: str = "default", broker: str = "default") -> int:
+    """Dispatch everything that is due, as a relay would."""
+    lane = Lane(using, broker)
+    try:
+        return sum(iter(lane.dispatch, 0))
+    finally:
+        lane.close()
+
+
+def put(
+    destination: str,
+    body: bytes = b"null",
+    headers: dict[str, str] | None = None,
+    *,
+    message_id: uuid.UUID | None = None,
+    broker: str = "default",
+) -> uuid.UUID:
+    """Hand a delivery straight to the broker: a copy, or a foreign message."""
+    message_id = message_id or uuid.uuid4()
+    if headers is None:
+        headers = {"txmsg-id": str(message_id), "content-type": "application/json"}
+    with get_broker(broker).open() as session:
+        (outcome,) = session.send([Outgoing(destination, headers, body)])
+        assert outcome is None
+    return message_id

@@ -1,0 +1,45 @@
+"""Real servers for the tests and the benchmarks, on free ports of this machine.
+
+Each server lives in a temporary directory of its own, is ended by its own process id,
+and can be killed and restarted with its data and its port. No installed service is
+touched. `tests/conftest.py` makes fixtures of them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from .activemq import ActiveMQ
+from .postgresql import PostgreSQL
+from .rabbitmq import RabbitMQ
+from .server import Server, ServerFailedError, free_port
+
+S = TypeVar("S", bound=Server)
+
+_shared: dict[type[Server], Server] = {}
+
+__all__ = [
+    "ActiveMQ",
+    "PostgreSQL",
+    "RabbitMQ",
+    "Server",
+    "ServerFailedError",
+    "free_port",
+    "running_servers",
+    "shared",
+]
+
+
+def shared(kind: type[S]) -> S:
+    """Return this process's one server of a kind, running."""
+    server = _shared.get(kind)
+    if server is None:
+        server = _shared[kind] = kind()
+    assert isinstance(server, kind)
+    server.start()
+    return server
+
+
+def running_servers() -> list[Server]:
+    """Return the servers that `shared` has started so far."""
+    return list(_shared.values())

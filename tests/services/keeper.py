@@ -1,0 +1,101 @@
+"""Ends what a test process started, should that process die without a word.
+
+The keeper is a process of its own that holds the read end of a pipe. When the other
+end closes, for whatever reason (SIGKILL included), it ends every process group it was
+told of and removes every directory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+GRACE = 10.0
+
+
+class Keeper:
+    """The test process's end of the pipe; the keeper starts with the first word."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def watch(self, group: int, stop_signal: int) -> None:
+        """End this process group when we are gone."""
+        self._tell(f"watch {group} {stop_signal}")
+
+    def forget(self, group: int) -> None:
+        """The group has ended: its id may soon be somebody else's."""
+        self._tell(f"forget {group} 0")
+
+    def remove(self, directory: Path) -> None:
+        """Remove this directory when we are gone."""
+        self._tell(f"remove 0 {directory}")
+
+    def _tell(self, line: str) -> None:
+        if self._process is None:
+            # A session of its own: Ctrl-C and a dying terminal do not reach it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", __file__],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+            atexit.register(self._close)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{line}\n".encode())
+        self._process.stdin.flush()
+
+    def _close(self) -> None:
+        """Let the keeper do what is left to do, and wait for it."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+KEEPER = Keeper()
+
+
+def keep(lines: list[str]) -> None:
+    """Act on what the test process said before it went."""
+    groups: dict[int, int] = {}
+    directories: list[str] = []
+    for line in lines:
+        verb, group, rest = line.rstrip("\n").split(" ", 2)
+        if verb == "watch":
+            groups[int(group)] = int(rest)
+        elif verb == "forget":
+            groups.pop(int(group), None)
+        else:
+            directories.append(rest)
+    for group, stop_signal in groups.items():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, stop_signal)
+    pause = threading.Event()
+    for _ in range(int(GRACE / 0.1)):
+        if not any(_alive(group) for group in groups):
+            break
+        pause.wait(0.1)
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    keep(sys.stdin.readlines())

@@ -1,0 +1,132 @@
+"""RabbitMQ with its STOMP plugin, as a node of the tests' own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from .server import free_port
+from .stomp_server import ALLOWED, LIMITED_USER, PASSWORD, USER, StompServer
+
+# Debian's wrapper in sbin changes the user; the program behind it does not.
+PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
+
+CONFIGURATION = """\
+listeners.tcp.1 = 127.0.0.1:{amqp_port}
+stomp.listeners.tcp.1 = 127.0.0.1:{port}
+stomp.listeners.ssl.1 = 127.0.0.1:{tls_port}
+ssl_options.cacertfile = {authority}
+ssl_options.certfile = {certificate}
+ssl_options.keyfile = {key}
+ssl_options.verify = verify_peer
+ssl_options.fail_if_no_peer_cert = false
+load_definitions = {definitions}
+disk_free_limit.absolute = 50MB
+"""
+
+
+class RabbitMQ(StompServer):
+    """One RabbitMQ node with a port mapper (epmd) of its own."""
+
+    name = "rabbitmq"
+    debian_packages = "rabbitmq-server openssl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.amqp_port = free_port()
+        self.distribution_port = free_port()
+        self.epmd_port = free_port()
+        self._epmd: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def programs(cls) -> dict[str, Path | None]:
+        return {
+            "rabbitmq-server": PROGRAM if PROGRAM.exists() else None,
+            **{
+                name: Path(found) if (found := shutil.which(name)) else None
+                for name in ("epmd", "openssl")
+            },
+        }
+
+    def prepare(self) -> None:
+        (self.directory / "enabled_plugins").write_text("[rabbitmq_stomp].\n")
+        (self.directory / "definitions.json").write_text(json.dumps(_definitions()))
+        (self.directory / "rabbitmq.conf").write_text(
+            CONFIGURATION.format(
+                amqp_port=self.amqp_port,
+                port=self.port,
+                tls_port=self.tls_port,
+                authority=self.certificates.authority,
+                certificate=self.certificates.certificate,
+                key=self.certificates.key,
+                definitions=self.directory / "definitions.json",
+            )
+        )
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        if self._epmd is None:
+            # Our own port mapper: the node would start one that outlives it.
+            self._epmd = self.spawn(
+                ["epmd", "-address", "127.0.0.1", "-port", str(self.epmd_port)]
+            )
+        return self.spawn([str(PROGRAM)], env=self._environment())
+
+    def remove(self) -> None:
+        super().remove()
+        if self._epmd is not None:
+            self._epmd.send_signal(signal.SIGKILL)
+            self._epmd.wait(30)
+
+    def _environment(self) -> dict[str, str]:
+        here = self.directory
+        return {
+            "ERL_EPMD_PORT": str(self.epmd_port),
+            "HOME": str(here),
+            "RABBITMQ_CONFIG_FILE": str(here / "rabbitmq.conf"),
+            "RABBITMQ_CONF_ENV_FILE": str(here / "none"),
+            "RABBITMQ_DIST_PORT": str(self.distribution_port),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(here / "enabled_plugins"),
+            "RABBITMQ_LOG_BASE": str(here / "logs"),
+            "RABBITMQ_MNESIA_BASE": str(here / "mnesia"),
+            "RABBITMQ_NODENAME": f"txmsg{self.port}@localhost",
+            "RABBITMQ_NODE_PORT": str(self.amqp_port),
+            "RABBITMQ_PID_FILE": str(here / "pid"),
+            # Schedulers that spin while idle starve the rest of a small machine.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+                "+sbwt none +sbwtdcpu none +sbwtdio none"
+            ),
+        }
+
+
+def _definitions() -> dict[str, list[dict[str, str]]]:
+    """Return the users, and what each may touch, as RabbitMQ imports them."""
+    salt = b"salt"
+    digest = hashlib.sha256(salt + PASSWORD.encode()).digest()
+    allowed = f"^({ALLOWED.replace('.', '[.]')}.*|amq[.]default)$"
+    return {
+        "vhosts": [{"name": "/"}],
+        "users": [
+            {
+                "name": name,
+                "password_hash": base64.b64encode(salt + digest).decode(),
+                "hashing_algorithm": "rabbit_password_hashing_sha256",
+                "tags": "",
+            }
+            for name in (USER, LIMITED_USER)
+        ],
+        "permissions": [
+            {
+                "user": name,
+                "vhost": "/",
+                "configure": names,
+                "read": names,
+                "write": names,
+            }
+            for name, names in ((USER, ".*"), (LIMITED_USER, allowed))
+        ],
+    }

@@ -1,0 +1,192 @@
+"""A real server as a process: start, stop, kill, restart with its data."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+
+from .keeper import KEEPER
+
+
+class ServerFailedError(RuntimeError):
+    """A server did not start, or did not end."""
+
+
+class Server:
+    """One server in a directory of its own, on ports that stay its own."""
+
+    name: ClassVar[str]
+    #: What `missing()` says to install where a program is not there.
+    debian_packages: ClassVar[str]
+    #: The signal that means "finish and exit".
+    stop_signal: ClassVar[int] = signal.SIGTERM
+    #: Seconds to come up: a slow machine with two busy cores is normal.
+    deadline: ClassVar[float] = 90.0
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix=f"txmsg-{self.name}-"))
+        KEEPER.remove(self.directory)
+        atexit.register(self.remove)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def programs(cls) -> dict[str, Path | None]:
+        """Return each needed program with its place, None where it is missing."""
+        raise NotImplementedError
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Say what to install, or return None when everything is there."""
+        absent = [name for name, place in cls.programs().items() if place is None]
+        if not absent:
+            return None
+        return (
+            f"{cls.name} is not installed (no {', '.join(absent)}). "
+            f"Install it: apt-get install {cls.debian_packages}"
+        )
+
+    def prepare(self) -> None:
+        """Write configuration and data directory, once."""
+        raise NotImplementedError
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """Start the process by way of `spawn`."""
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Tell whether the server does its work, not only whether it listens."""
+        raise NotImplementedError
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start the server and wait until it works."""
+        if self.running:
+            return
+        absent = self.missing()
+        if absent:
+            raise ServerFailedError(absent)
+        if not (self.directory / "prepared").exists():
+            self.prepare()
+            (self.directory / "prepared").touch()
+        self.process = self.launch()
+        end = time.monotonic() + self.deadline
+        pause = threading.Event()
+        while not self.ready():
+            if self.process.poll() is not None:
+                raise ServerFailedError(
+                    f"{self.name} ended with {self.process.returncode}:\n{self.log()}"
+                )
+            if time.monotonic() > end:
+                self.kill()
+                raise ServerFailedError(
+                    f"{self.name} not ready in {self.deadline:.0f} s:\n{self.log()}"
+                )
+            pause.wait(0.1)
+
+    def stop(self) -> None:
+        """End the server in its own orderly way."""
+        if self.process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(self.stop_signal)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise ServerFailedError(
+                f"{self.name} did not stop in 60 s and was killed:\n{self.log()}"
+            ) from None
+        self._settle()
+
+    def kill(self) -> None:
+        """SIGKILL, the server and every process it started: a power cut."""
+        if self.process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            leader = psutil.Process(self.process.pid)
+            family = [leader, *leader.children(recursive=True)]
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            psutil.wait_procs(family, timeout=30)
+        self.process.wait(30)
+        self._settle()
+
+    def restart(self) -> None:
+        """Stop and start again, with the same data on the same port."""
+        self.stop()
+        self.start()
+
+    def remove(self) -> None:
+        """End the server and delete its directory."""
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def log(self, lines: int = 40) -> str:
+        """Return the end of what the server wrote."""
+        with contextlib.suppress(FileNotFoundError):
+            text = (self.directory / "log").read_text(errors="replace")
+            return "\n".join(text.splitlines()[-lines:])
+        return ""
+
+    def spawn(
+        self,
+        command: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        user: str | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in a group of its own, watched by the keeper."""
+        with (self.directory / "log").open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env={**os.environ, **(env or {})},
+                user=user,
+                group=user,
+                extra_groups=[] if user else None,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        KEEPER.watch(process.pid, self.stop_signal)
+        return process
+
+    def _settle(self) -> None:
+        """Sweep what the leader left of its group, and let the keeper forget it."""
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        KEEPER.forget(self.process.pid)
+        self.process = None
+
+
+def free_port() -> int:
+    """Return a port nobody listens on, below those the kernel hands to clients.
+
+    A client that retries a dead port of the kernel's range can meet its own outgoing
+    connection there, and a restarted server can find its port taken.
+    """
+    while True:
+        port = random.randint(15000, 31999)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

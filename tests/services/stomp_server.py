@@ -1,0 +1,67 @@
+"""What the two STOMP brokers have in common: users, TLS, and the first handshake."""
+
+from __future__ import annotations
+
+import socket
+from functools import cached_property
+from pathlib import Path
+from urllib.parse import urlencode
+
+from .certificates import Certificates
+from .server import Server, free_port
+
+USER = "txmsg"
+PASSWORD = "txmsg-secret"
+#: This user may only use destinations whose name begins with `ALLOWED`: the broker
+#: refuses every other message of a batch, and takes the rest.
+LIMITED_USER = "limited"
+ALLOWED = "allowed."
+
+
+class StompServer(Server):
+    """A broker that speaks STOMP on one port and STOMP over TLS on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = free_port()
+        self.tls_port = free_port()
+
+    @cached_property
+    def certificates(self) -> Certificates:
+        """The authority a client has to trust, and the server's certificate."""
+        return Certificates(self.directory / "tls")
+
+    @property
+    def ca(self) -> Path:
+        """The file for `?ca=`."""
+        return self.certificates.authority
+
+    def url(
+        self,
+        *,
+        tls: bool = False,
+        port: int | None = None,
+        user: str = USER,
+        password: str = PASSWORD,
+        **options: str,
+    ) -> str:
+        """Return the broker's URL, or that of a proxy before it on `port`."""
+        scheme, own = ("stomp+ssl", self.tls_port) if tls else ("stomp", self.port)
+        if tls:
+            options.setdefault("ca", str(self.ca))
+        query = f"?{urlencode(options)}" if options else ""
+        where = f"127.0.0.1:{port or own}"
+        return f"{scheme}://{user}:{password}@{where}{query}"
+
+    def ready(self) -> bool:
+        frame = (
+            "CONNECT\naccept-version:1.2\nhost:/\n"
+            f"login:{USER}\npasscode:{PASSWORD}\n\n\0"
+        )
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
+                connection.settimeout(5)
+                connection.sendall(frame.encode())
+                return connection.recv(9) == b"CONNECTED"
+        except OSError:
+            return False

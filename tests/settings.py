@@ -1,0 +1,117 @@
+"""Settings of the test suite and of the processes it starts.
+
+SQLite in files by default, or the PostgreSQL server that `TXMSG_TEST_DATABASE_URL`
+names. A database has the same name in the test process and in the processes it
+spawns, so that a worker killed by a test worked on the rows the test looks at.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import environ
+
+
+def state_directory() -> Path:
+    """Return the run's directory; the process that makes it also removes it."""
+    inherited = os.environ.get("TXMSG_TEST_DIR")
+    if inherited:
+        return Path(inherited)
+    made = Path(tempfile.mkdtemp(prefix="txmsg-tests-"))
+    os.environ["TXMSG_TEST_DIR"] = str(made)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(made, ignore_errors=True)
+
+    atexit.register(remove)
+    return made
+
+
+def sqlite(name: str) -> dict[str, object]:
+    """Return an SQLite file's settings, fit for several writing processes."""
+    path = str(STATE_DIR / f"{name}.sqlite3")
+    return {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": path,
+        "OPTIONS": {"timeout": 20, "transaction_mode": "IMMEDIATE"},
+        "TEST": {"NAME": path},
+    }
+
+
+def server(url: str) -> dict[str, object]:
+    """Return the settings of a database on the server of `url`.
+
+    The name gets the prefix `test_`, because the suite creates and drops it.
+    """
+    config: dict[str, object] = environ.Env.db_url_config(url)
+    config["NAME"] = f"test_{config['NAME']}"
+    config["TEST"] = {"NAME": config["NAME"]}
+    return config
+
+
+STATE_DIR = state_directory()
+DATABASE_URL = os.environ.get("TXMSG_TEST_DATABASE_URL", "")
+
+DATABASES = {
+    "default": server(DATABASE_URL) if DATABASE_URL else sqlite("default"),
+    "other": sqlite("other"),
+}
+
+SECRET_KEY = "for tests only"
+ALLOWED_HOSTS = ["*"]
+USE_TZ = True
+ROOT_URLCONF = "tests.urls"
+STATIC_URL = "static/"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "django_txmsg",
+    "tests.app",
+]
+
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    }
+]
+
+# Cheap passwords: the suite logs in often and guards nothing.
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+TXMSG = {
+    "SERVICE": "tests",
+    "BROKERS": {
+        "default": {"URL": os.environ.get("TXMSG_TEST_BROKER_URL", "database://")},
+    },
+    # What a test says for a process it starts (`tests.faults.ManageProcess`).
+    **json.loads(os.environ.get("TXMSG_TEST_SETTINGS") or "{}"),
+}

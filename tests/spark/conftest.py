@@ -1,0 +1,139 @@
+"""One Spark session for the run, and fresh databases of the message log."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services import PostgreSQL
+
+pytest.importorskip("pyspark", reason="the pipeline needs django_txmsg[spark]")
+
+from django_txmsg.spark.spec import LakeSpec, SourceSpec
+
+from .log import Log
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: The JVM compiles for minutes of work, not for days: halves the time of the suite.
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A Spark job on two slow cores takes its time."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(300))
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """The one session."""
+    from django_txmsg.spark import register
+    from django_txmsg.spark.session import build
+
+    warehouse = tmp_path_factory.mktemp("warehouse")
+    session = build(
+        "tests",
+        {
+            "spark.master": "local[2]",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.ui.enabled": "false",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.sql.warehouse.dir": str(warehouse),
+            "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+            "spark.ui.showConsoleProgress": "false",
+        },
+    )
+    register(session)
+    yield session
+    session.stop()
+
+
+def migrate(url: str) -> None:
+    """Make the tables in the database `test_<name>` of a URL."""
+    subprocess.run(
+        [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
+        cwd=ROOT,
+        check=True,
+        env=os.environ | {"TXMSG_TEST_DATABASE_URL": url},
+    )
+
+
+@pytest.fixture(scope="session")
+def postgres_template(postgres: PostgreSQL) -> str:
+    """A database with the tables, to copy."""
+    name = f"template_{uuid.uuid4().hex[:8]}"
+    postgres.create_database(f"test_{name}")
+    migrate(postgres.url(name))
+    return f"test_{name}"
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the tables, to copy."""
+    directory = tmp_path_factory.mktemp("sqlite")
+    subprocess.run(
+        [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
+        cwd=ROOT,
+        check=True,
+        env={
+            **{k: v for k, v in os.environ.items() if k != "TXMSG_TEST_DATABASE_URL"},
+            "TXMSG_TEST_DIR": str(directory),
+        },
+    )
+    return directory / "default.sqlite3"
+
+
+@pytest.fixture
+def make_log(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., Log]]:
+    """Make an empty message log: of a service, on a kind of database."""
+    made: list[Log] = []
+
+    def make(vendor: str, service: str = "shop") -> Log:
+        if vendor == "sqlite":
+            path = tmp_path / f"{service}.sqlite3"
+            shutil.copy(request.getfixturevalue("sqlite_template"), path)
+            log = Log(SourceSpec(service, f"sqlite:///{path}"))
+        else:
+            server: PostgreSQL = request.getfixturevalue("postgres")
+            template = request.getfixturevalue("postgres_template")
+            name = f"log_{uuid.uuid4().hex[:12]}"
+            with Log(SourceSpec("", server.url("postgres"))).connected() as connection:
+                connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+            log = Log(SourceSpec(service, server.url(name)))
+        made.append(log)
+        return log
+
+    yield make
+    for log in made:
+        log.drop()
+
+
+@pytest.fixture(params=["postgresql", "sqlite"])
+def log(request: pytest.FixtureRequest, make_log: Callable[..., Log]) -> Log:
+    """An empty message log, on each kind of database."""
+    return make_log(request.param)
+
+
+@pytest.fixture
+def pg_log(make_log: Callable[..., Log]) -> Log:
+    """An empty message log on PostgreSQL."""
+    return make_log("postgresql")
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> LakeSpec:
+    """A place for a lake."""
+    return LakeSpec(f"file://{tmp_path}/lake")

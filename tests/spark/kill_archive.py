@@ -1,0 +1,75 @@
+"""A program that archives several logs at once and dies by SIGKILL, JVM and all.
+
+Each archive stands still at a step of its own; when all have got there, the whole
+process group is killed. Its only argument is a JSON list of
+`{url, service, lake, step, nth}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from django_txmsg.spark.jobs.archive import Archiver
+from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.session import build
+from django_txmsg.spark.spec import LakeSpec, SourceSpec
+from tests.spark.archives import SMALL
+from tests.spark.conftest import JAVA_OPTIONS
+
+
+def main(plan: list[dict[str, Any]]) -> None:
+    """Bring every archive to its step, then die."""
+    spark = build(
+        "kill",
+        {"spark.master": "local[2]", "spark.driver.extraJavaOptions": JAVA_OPTIONS},
+    )
+    arrived = threading.Semaphore(0)
+
+    def run(one: dict[str, Any]) -> None:
+        source = SourceSpec(one["service"], one["url"])
+        left = one.get("nth", 1)
+
+        def on_step(step: str) -> None:
+            nonlocal left
+            if step == one["step"]:
+                left -= 1
+                if left == 0:
+                    arrived.release()
+                    threading.Event().wait()
+
+        def change(step: str) -> None:
+            if one["step"] in ("abandoning", "withdrawn") and step == "committed":
+                requeue(source)
+            on_step(step)
+
+        Archiver(
+            spark, source, LakeSpec(one["lake"]), OUTBOX, SMALL, on_step=change
+        ).run()
+        raise SystemExit(f"{one['step']} never came")
+
+    for one in plan:
+        threading.Thread(target=run, args=(one,), daemon=True).start()
+    for _ in plan:
+        if not arrived.acquire(timeout=240):
+            sys.exit("not every archive has reached its step")
+    os.killpg(0, signal.SIGKILL)
+
+
+def requeue(source: SourceSpec) -> None:
+    """Make a row of the first batch live again, as an operator might."""
+    from django_txmsg.spark.connection import connect_plain
+
+    connection = connect_plain(source)
+    connection.execute(
+        "UPDATE django_txmsg_outboxmessage SET dispatched_at = NULL WHERE id = 7"
+    )
+    connection.close()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,361 @@
+"""`archive`: what it takes, what it leaves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+
+from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
+from django_txmsg.spark.jobs.archive import ArchiveOptions
+from django_txmsg.spark.lake import Lake, filesystem
+from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
+from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
+from django_txmsg.spark.spec import LakeSpec
+from tests.spark.archives import (
+    SMALL,
+    archive,
+    assert_moved_once,
+    delta_rows,
+    hashes_in,
+    path_of,
+)
+from tests.spark.log import LONG_AGO, Log
+
+NOW = datetime.now(timezone.utc)
+
+
+def test_settled_rows_move_to_the_lake_once_and_all_others_stay(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(250, every=900.0)
+    buried = uuid.uuid4()
+    log.send(
+        [
+            {"dispatched_at": None},
+            {"created_at": NOW},
+            {"message_id": buried, "dead_at": LONG_AGO},
+            {"dead_at": LONG_AGO},
+        ]
+    )
+    log.bury([{"message_id": buried, "stage": ""}])
+    before = hashes_in(log)
+
+    result = archive(spark, log, lake)
+
+    assert (result.rows, result.batches, result.refused) == (251, 3, [])
+    # 251: pending. 252: young. 253: dead, and its dead letter is open.
+    assert_moved_once(before, log, lake, {*range(1, 251), 254})
+    rows = delta_rows(lake)
+    assert set(rows["service"].to_pylist()) == {"shop"}
+    assert {row["outcome"] for row in rows.to_pylist()} == {"dispatched", "dead"}
+    assert rows.num_rows == 251
+    assert all(
+        row["created_at"].date() == row["day"]
+        for row in rows.select(["created_at", "day"]).to_pylist()
+    )
+    states = log.rows("SELECT state, rows FROM django_txmsg_archivebatch ORDER BY id")
+    assert [tuple(row) for row in states] == [
+        ("purged", 100), ("purged", 100), ("purged", 51),
+    ]  # fmt: skip
+
+
+def test_the_other_tables_move_as_well(spark, log: Log, lake: LakeSpec) -> None:
+    late = {"last_received_at": NOW}
+    log.receive([{"message_id": uuid.uuid4()}, {"message_id": uuid.uuid4(), **late}])
+    log.bury(
+        [
+            {"message_id": uuid.uuid4()},
+            {"message_id": uuid.uuid4(), "resolution": "discarded",
+             "resolved_at": LONG_AGO},
+        ]
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_attempt",
+        [{"message_id": uuid.uuid4(), "stage": "s", "number": 1, "worker": "w",
+          "failed_at": LONG_AGO, "duration": 0.25, "exception": "e", "traceback": "t",
+          "fingerprint": "f"}],
+    )  # fmt: skip
+
+    moved = {
+        table.name: archive(spark, log, lake, table=table).rows
+        for table in (INBOX, DEAD_LETTERS, ATTEMPTS)
+    }
+
+    # A redelivery came lately: that inbox row still guards. An open letter stays open.
+    assert moved == {"inbox": 1, "dead_letters": 1, "attempts": 1}
+    assert log.count("django_txmsg_inboxmessage") == 1
+    assert log.count("django_txmsg_deadletter") == 1
+    assert delta_rows(lake, ATTEMPTS)["duration"].to_pylist() == [0.25]
+
+
+def test_a_row_changed_on_the_way_is_refused_named_and_stays(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(250)
+    before = hashes_in(log)
+    requeued = "UPDATE django_txmsg_outboxmessage SET dispatched_at = NULL WHERE id = 7"
+
+    def requeue(step: str) -> None:
+        if step == "written":
+            log.execute(requeued)
+
+    result = archive(spark, log, lake, on_step=requeue)
+
+    assert len(result.refused) == 1
+    assert "1 rows differ: id 7." in result.refused[0]
+    before[7] = hashes_in(log)[7]
+    assert_moved_once(before, log, lake, set(range(1, 251)) - {7})
+
+
+def test_a_body_changed_behind_our_back_is_never_deleted(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(50)
+    changed = b"changed by hand"
+
+    def tamper(step: str) -> None:
+        if step == "committed" and log.count():
+            log.execute(
+                "UPDATE django_txmsg_outboxmessage SET body = %s WHERE id = 3", changed
+            )
+
+    result = archive(spark, log, lake, on_step=tamper)
+
+    # Refused at first; then archived anew, as it is now. (On PostgreSQL by the next
+    # run: the change is younger than this one.)
+    assert "id 3" in result.refused[0]
+    archive(spark, log, lake)
+    rows = {row["id"]: row["body"] for row in delta_rows(lake).to_pylist()}
+    assert len(rows) == delta_rows(lake).num_rows == 50
+    assert rows[3] == changed
+
+
+def test_two_archives_of_a_table_exclude_each_other(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(10)
+    refusals = []
+
+    def intrude(step: str) -> None:
+        if step == "planned":
+            with pytest.raises(EnvironmentFault, match="Another run is archiving"):
+                archive(spark, log, lake)
+            refusals.append(step)
+
+    assert archive(spark, log, lake, on_step=intrude).rows == 10
+    assert refusals
+
+
+@pytest.mark.parametrize("step", ["written", "committing"])
+def test_an_archiver_that_has_lost_its_lock_changes_nothing(
+    spark, pg_log: Log, lake: LakeSpec, step: str
+) -> None:
+    pg_log.send_many(150)
+    before = hashes_in(pg_log)
+    done = []
+
+    def lose_the_lock(reached: str) -> None:
+        if reached == step and not done:
+            # What a network fault does to a session lock, without our knowing.
+            pg_log.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks"
+                " WHERE locktype = 'advisory' AND granted AND database ="
+                " (SELECT oid FROM pg_database WHERE datname = current_database())"
+            )
+            done.append(archive(spark, pg_log, lake).rows)
+
+    with pytest.raises(EnvironmentFault):
+        archive(spark, pg_log, lake, on_step=lose_the_lock)
+
+    assert done == [150]
+    assert_moved_once(before, pg_log, lake, set(before))
+
+
+def test_bodies_stay_out_of_the_lake_where_they_must(
+    spark, log: Log, tmp_path: Path
+) -> None:
+    log.send_many(5)
+
+    result = archive(spark, log, LakeSpec(f"{tmp_path}/lake", keep_bodies=False))
+
+    assert result.rows == 5
+    rows = delta_rows(LakeSpec(f"{tmp_path}/lake"))
+    assert rows["body"].to_pylist() == [None] * 5
+
+
+def test_two_services_share_a_lake(
+    spark, make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    for service in ("shop", "pay/é ment"):
+        log = make_log("sqlite", service.replace("/", "-"))
+        log.send_many(3)
+        archive(spark, log, lake)
+
+    table = Lake(lake).table("outbox", OUTBOX.lake_struct())
+    counts = table.read(spark).groupBy("service").count().collect()
+
+    assert {row["service"]: row["count"] for row in counts} == {
+        "shop": 3,
+        "pay-é ment": 3,
+    }
+    assert table.read(spark, services=["shop"]).count() == 3
+    assert table.read(spark, since=LONG_AGO.date() + timedelta(days=1)).count() == 0
+
+
+def test_a_column_that_a_later_version_adds_is_null_in_older_rows(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(2)
+    older = OUTBOX.lake_struct()
+    older.fields = [f for f in older.fields if f.name != "correlation_id"]
+    older.names.remove("correlation_id")
+    Lake(lake, create=True).table("outbox", older).ensure()
+    assert "correlation_id" not in {
+        f.name for f in DeltaTable(path_of(lake)).schema().fields
+    }
+
+    archive(spark, log, lake)
+
+    table = Lake(lake).table("outbox", OUTBOX.lake_struct())
+    assert {row.correlation_id for row in table.read(spark).collect()} == {""}
+    assert delta_rows(lake).num_rows == 2
+
+
+def test_a_place_that_is_no_lake_of_ours_is_left_alone(
+    spark, log: Log, tmp_path: Path
+) -> None:
+    log.send_many(2)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "holiday.jpg").touch()
+
+    with pytest.raises(EnvironmentFault, match="not a lake of django_txmsg"):
+        archive(spark, log, LakeSpec(f"{tmp_path}/data"))
+
+    assert log.count() == 2
+
+
+def test_a_newer_lake_is_left_alone(spark, log: Log, lake: LakeSpec) -> None:
+    log.send_many(2)
+    place = Lake(lake, create=True)
+    Path(place.root, "_txmsg.json").write_text(json.dumps({"version": 99}))
+
+    with pytest.raises(EnvironmentFault, match="version 99"):
+        archive(spark, log, lake)
+
+    assert log.count() == 2
+
+
+def test_a_database_restored_from_a_backup_is_not_archived_over(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(250)
+    archive(spark, log, lake)
+    log.execute("DELETE FROM django_txmsg_archivebatch")
+    log.send_many(2)
+
+    with pytest.raises(EnvironmentFault, match="restored from a backup"):
+        archive(spark, log, lake)
+
+    assert log.count() == 2
+
+
+def test_a_batch_on_its_way_into_one_lake_does_not_go_to_another(
+    spark, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log.send_many(10)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(step: str) -> None:
+        if step == "committed":
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        archive(spark, log, lake, on_step=stop)
+    with pytest.raises(EnvironmentFault, match="finish it there"):
+        archive(spark, log, LakeSpec(f"{tmp_path}/other"))
+
+    assert archive(spark, log, lake).rows == 10
+
+
+def test_an_unreachable_database_is_told_without_its_password(
+    spark, lake: LakeSpec, pg_log: Log
+) -> None:
+    from django_txmsg.spark.spec import SourceSpec
+
+    pg_log.spec = SourceSpec("shop", "postgresql://u:secret@127.0.0.1:1/x")
+    log = pg_log
+
+    with pytest.raises(EnvironmentFault, match=r"u@127.0.0.1:1/x cannot be") as caught:
+        archive(spark, log, lake)
+
+    assert "secret" not in str(caught.value)
+    pg_log.spec = SourceSpec("shop", "sqlite:////nowhere")
+
+
+def test_rows_of_many_days_need_few_open_files(tmp_path: Path) -> None:
+    files, root = filesystem(f"{tmp_path}")
+    days = DayFiles(files, root, "shop", "at", "x")
+    schema = pa.schema([("id", pa.int64()), ("at", pa.timestamp("us", tz="UTC"))])
+    at = [LONG_AGO + timedelta(days=number % 150) for number in range(900)]
+
+    for start in range(0, 900, 300):
+        ids = list(range(start, start + 300))
+        days.write(pa.RecordBatch.from_arrays(
+            [pa.array(ids), pa.array(at[start : start + 300], schema.field("at").type)],
+            schema=schema,
+        ))  # fmt: skip
+    written = days.close()
+
+    assert sum(one.rows for one in written) == 900
+    assert len({one.path for one in written}) == len(written) >= 150
+
+
+def test_a_file_that_lost_rows_is_not_proven(tmp_path: Path) -> None:
+    files, root = filesystem(f"{tmp_path}")
+    days = DayFiles(files, root, "shop", "failed_at", "x")
+    schema = pa.schema([one.arrow for one in ATTEMPTS.columns])
+    row = {"id": 1, "message_id": str(uuid.uuid4()), "stage": "s", "number": 1,
+           "worker": "", "failed_at": LONG_AGO, "duration": None, "exception": "",
+           "traceback": "", "fingerprint": ""}  # fmt: skip
+    days.write(pa.RecordBatch.from_pylist([row], schema=schema))
+    [written] = days.close()
+    assert prove(files, root, [written], ATTEMPTS.columns).rows == 1
+
+    claimed = LakeFile(**{**written.__dict__, "rows": 2})
+    with pytest.raises(VerificationRefused, match="holds 1 rows"):
+        prove(files, root, [claimed], ATTEMPTS.columns)
+
+
+def test_a_transaction_still_open_is_waited_for(
+    spark, pg_log: Log, lake: LakeSpec
+) -> None:
+    pg_log.send_many(10)
+    options = ArchiveOptions(timedelta(0), batch_rows=100, vacuum=False)
+
+    with pg_log.connected() as other, other.transaction():
+        other.execute("UPDATE django_txmsg_outboxmessage SET attempts = 1 WHERE id = 4")
+        other.execute(
+            "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,"
+            " destination, key, correlation_id, headers, content_type, body, attempts,"
+            " last_error, dispatched_at) VALUES (gen_random_uuid(), '', '', '', '', '',"
+            " '{}', '', '', 0, '', now())"
+        )
+    with pg_log.connected() as other, other.transaction():
+        # Nothing to do with our rows, but open: its rows may yet come.
+        other.execute("SELECT pg_current_xact_id()")
+        pg_log.send_many(5)
+        first = archive(spark, pg_log, lake, options=options)
+
+    second = archive(spark, pg_log, lake, options=options)
+
+    assert (first.rows, second.rows, first.refused) == (11, 5, [])
+    assert SMALL.vacuum is False

@@ -1,0 +1,87 @@
+"""`manage.py pipeline`: settings become a specification, and runs show in the admin."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import Client, override_settings
+
+from django_txmsg.models import ArchiveBatch, PipelineRun
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_dry_run_reads_the_settings_and_leaves_a_record(
+    tmp_path: Path, capsys
+) -> None:
+    txmsg = {"SERVICE": "shop", "LAKE": f"file://{tmp_path}/lake"}
+    with override_settings(TXMSG=txmsg):
+        call_command("pipeline", "archive", "--dry-run", "--json")
+
+    facts = json.loads(capsys.readouterr().out)
+    # Dead letters are kept for ever unless the settings say otherwise.
+    assert facts["counts"] == {"outbox": 0, "inbox": 0, "attempts": 0}
+    run = PipelineRun.objects.get()
+    assert (run.job, run.service, run.state) == ("archive", "shop", "clean")
+    assert run.finished_at >= run.started_at
+    assert str(run.id) == facts["run"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_job_for_a_cluster_is_printed_without_the_password(tmp_path: Path) -> None:
+    out = StringIO()
+    with override_settings(
+        TXMSG={"SERVICE": "shop", "LAKE": f"file://{tmp_path}/lake"}
+    ):
+        call_command("pipeline", "--print-submit", "archive", stdout=out)
+
+    printed = out.getvalue()
+    assert "spark-submit" in printed
+    assert '"service": "shop"' in printed
+    assert "txmsg-secret" not in printed
+    assert PipelineRun.objects.count() == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_missing_lake_is_told_with_its_exit_code() -> None:
+    with (
+        override_settings(TXMSG={"SERVICE": "shop"}),
+        pytest.raises(SystemExit) as ended,
+    ):
+        call_command("pipeline", "archive")
+
+    assert ended.value.code == 2
+    assert PipelineRun.objects.get().state == "failed"
+
+
+def test_an_unknown_database_is_told() -> None:
+    with pytest.raises(CommandError, match="no database 'nowhere'"):
+        call_command("pipeline", "--database", "nowhere", "archive")
+
+
+@pytest.mark.django_db
+def test_runs_and_batches_are_shown_and_cannot_be_changed(
+    admin_client: Client,
+) -> None:
+    run = PipelineRun.objects.create(
+        id="6f0d4a3e-5b0b-5d5c-9a58-3d8e5a1f7c42", job="archive", service="shop",
+        state="refused", rows=1200, error="<b>id 7</b>", counts={"outbox": 1200},
+    )  # fmt: skip
+    ArchiveBatch.objects.create(
+        source="outbox", lake="/lake", first_id=1, last_id=9, token="t",
+        cutoff="2026-03-01T00:00Z", state="purged", rows=9,
+    )  # fmt: skip
+
+    listing = admin_client.get("/admin/django_txmsg/pipelinerun/").content.decode()
+    page = admin_client.get(f"/admin/django_txmsg/pipelinerun/{run.pk}/change/")
+    batches = admin_client.get("/admin/django_txmsg/archivebatch/").content.decode()
+
+    assert "verification refused" in listing
+    assert "&lt;b&gt;id 7" in page.content.decode()
+    assert "in the lake only" in batches
+    assert admin_client.get("/admin/django_txmsg/pipelinerun/add/").status_code == 403
+    deleted = admin_client.post(f"/admin/django_txmsg/pipelinerun/{run.pk}/delete/")
+    assert deleted.status_code == 403

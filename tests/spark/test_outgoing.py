@@ -1,0 +1,192 @@
+"""Messages stored from data: each once, whatever is repeated, killed or fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from django_txmsg.spark import cli
+from django_txmsg.spark.errors import EnvironmentFault, UsageError
+from django_txmsg.spark.jobs.running import run_job
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.staging import STAGED, Staging
+from tests.faults import wait_until
+from tests.spark.archives import archive
+from tests.spark.conftest import ROOT
+from tests.spark.log import Log
+
+COLUMNS = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in STAGED.fields)
+
+
+def message(number: int, **more: Any) -> dict[str, Any]:
+    row = {
+        "message_id": str(uuid.UUID(int=number)), "broker": "default",
+        "destination": "d", "key": "", "correlation_id": "", "headers": '{"a":"\\"ü"}',
+        "content_type": "application/json", "body": b'{"x": "\\u00e9, \\"quoted\\""}',
+        "position": None, "dead_letter": None,
+    }  # fmt: skip
+    return row | more
+
+
+def run(spec: JobSpec, *words: str) -> dict[str, Any]:
+    parser = ArgumentParser()
+    cli.add_jobs(parser)
+    given = parser.parse_args(words)
+    return run_job(cli.complete(spec, given), given).facts
+
+
+def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
+    rows = [message(n) for n in range(50)]
+    frame = spark.createDataFrame(rows, COLUMNS).repartition(4)
+    write = lambda run: (  # noqa: E731
+        frame.write.format("txmsg").mode("append")
+        .options(url=log.spec.url, run=run).save()
+    )  # fmt: skip
+
+    write("one")
+    write("one")
+
+    stored = log.rows(
+        "SELECT body, headers, replay_id, dispatched_at FROM django_txmsg_outboxmessage"
+    )
+    assert len(stored) == 50
+    for body, headers, replay_id, dispatched_at in stored:
+        assert bytes(body) == rows[0]["body"]
+        assert (
+            json.loads(headers) if isinstance(headers, str) else headers == {"a": '"ü'}
+        )
+        assert (replay_id, dispatched_at) == ("one", None)
+    assert log.count("django_txmsg_stagedmessage") == 0
+    write("two")
+    assert log.count() == 100
+
+
+def test_a_task_that_fails_after_its_rows_are_staged_stores_none_twice(
+    spark, log: Log
+) -> None:
+    staging = Staging(log.spec, "r")
+    schema = pa.schema(
+        [(f.name, {"binary": pa.binary(), "timestamp": pa.timestamp("us", tz="UTC"),
+                   "bigint": pa.int64()}.get(f.dataType.simpleString(), pa.string()))
+         for f in STAGED.fields]
+    )  # fmt: skip
+    batch = pa.RecordBatch.from_pylist([message(n) for n in range(10)], schema=schema)
+    # Two attempts at one task have staged; only one of them is announced.
+    staging.stage("0-1", [batch])
+    rows = staging.stage("0-2", [batch])
+
+    merged = staging.merge([("0-2", rows)])
+
+    assert (merged.staged, merged.stored) == (10, 10)
+    assert log.count() == 10
+    assert log.count("django_txmsg_stagedmessage") == 0
+
+
+def test_a_merge_with_less_than_was_announced_stores_nothing(spark, log: Log) -> None:
+    with pytest.raises(EnvironmentFault, match="5 messages were announced and 0"):
+        Staging(log.spec, "r").merge([("0-0", 5)])
+
+    assert log.count() == 0
+
+
+def test_send_makes_each_row_of_a_dataset_one_message(
+    spark, log: Log, tmp_path: Path
+) -> None:
+    source = tmp_path / "people.csv"
+    source.write_text("id,name\n" + "".join(f"{n},n{n}\n" for n in range(30)))
+    spec = JobSpec(services=(log.spec,))
+    words = ["send", "--from", str(source), "--destination", "mail.send",
+             "--template", '{"to": "{name}", "id": "{id}"}', "--id", "id"]  # fmt: skip
+
+    dry = run(spec, *words, "--dry-run")
+    assert (dry["chosen"], dry["destinations"], log.count()) == (
+        30,
+        {"mail.send": 30},
+        0,
+    )
+    first, second = run(spec, *words), run(spec, *words)
+
+    assert (first["rows"], second["rows"], second["counts"]["known"]) == (30, 0, 30)
+    bodies = {json.loads(bytes(row[0]))["to"] for row in log.rows(
+        "SELECT body FROM django_txmsg_outboxmessage")}  # fmt: skip
+    assert bodies == {f"n{n}" for n in range(30)}
+
+    source.write_text("id,name\n1,a\n1,b\n")
+    with pytest.raises(UsageError, match="stand in several rows"):
+        run(spec, *words, "--name", "other")
+
+
+def test_replayed_copies_have_ids_of_their_own_the_same_ones_each_time(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(20, key="k")
+    archive(spark, log, lake)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    words = ["replay", "--where", "id <= 10", "--as", "copy"]
+
+    first, second = run(spec, *words), run(spec, *words)
+
+    assert (first["rows"], second["rows"]) == (10, 0)
+    assert log.count() == 10
+    assert run(spec, *words, "--name", "once-more")["rows"] == 10
+    assert run(spec, *words, "--limit", "3", "--dry-run")["chosen"] == 3
+
+
+def test_a_filter_that_does_not_parse_is_told(spark, log: Log, lake: LakeSpec) -> None:
+    log.send_many(1)
+    archive(spark, log, lake)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+
+    for wrong in ("destination =", "no_such_column = 1"):
+        with pytest.raises(UsageError, match="does not parse"):
+            run(spec, "replay", "--where", wrong)
+    failed = log.rows("SELECT state FROM django_txmsg_pipelinerun")
+    assert [row[0] for row in failed] == ["failed", "failed"]
+
+
+@pytest.mark.parametrize("moment", ["staged", "merging"])
+def test_replay_killed_and_run_again_stores_each_message_once(
+    spark, pg_log: Log, lake: LakeSpec, tmp_path: Path, moment: str
+) -> None:
+    pg_log.send_many(3000)
+    archive(spark, pg_log, lake)
+    spec = JobSpec(services=(pg_log.spec,), lake=lake)
+    (tmp_path / "job.json").write_text(spec.to_json())
+    # Whoever holds this lock keeps the merge from storing.
+    table = {
+        "staged": "django_txmsg_stagedmessage",
+        "merging": "django_txmsg_outboxmessage",
+    }
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+
+    with pg_log.connected() as holder, holder.transaction():
+        mode = "SHARE ROW EXCLUSIVE" if moment == "merging" else "EXCLUSIVE"
+        holder.execute(f"LOCK TABLE {table[moment]} IN {mode} MODE")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "django_txmsg.spark", "replay", "--where", "true",
+             "--spec", str(tmp_path / "job.json"), "--name", "r"],
+            cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(lambda: pg_log.value(waiting), deadline=200)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    assert pg_log.count() == 0
+    assert run(spec, "replay", "--where", "true", "--name", "r")["rows"] == 3000
+    assert run(spec, "replay", "--where", "true", "--name", "r")["rows"] == 0
+    ids = pg_log.value(
+        "SELECT count(DISTINCT message_id) FROM django_txmsg_outboxmessage"
+    )
+    assert (pg_log.count(), ids) == (3000, 3000)
+    assert pg_log.count("django_txmsg_stagedmessage") == 0

@@ -1,0 +1,155 @@
+"""`format("txmsg")`: rows as they are, filters pushed, one state of the database."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+
+import pytest
+
+from django_txmsg.spark.schemas import TABLES
+from django_txmsg.spark.source.snapshot import snapshot
+from tests.spark.log import LONG_AGO, Log
+
+
+def options(log: Log, **more: str) -> dict[str, str]:
+    return {"service": log.spec.service, "url": log.spec.url, **more}
+
+
+def test_a_row_arrives_with_every_column_as_it_was_stored(spark, log: Log) -> None:
+    message_id, session_id = uuid.uuid4(), uuid.uuid4()
+    at = dt.datetime(2026, 3, 1, 12, 0, 0, 120_000, tzinfo=dt.timezone.utc)
+    log.send(
+        [{"message_id": message_id, "session_id": session_id, "created_at": at,
+          "body": b"\x00\xff", "headers": {"a": "ü"}, "key": "k", "dispatched_at": at}]
+    )  # fmt: skip
+
+    frame = spark.read.format("txmsg").options(**options(log)).load()
+    row = frame.selectExpr("*", "unix_micros(created_at) AS micros").collect()[0]
+
+    assert frame.schema == TABLES["outbox"].struct()
+    assert (row.service, row.message_id) == ("shop", str(message_id))
+    assert (row.session_id, row.body) == (str(session_id), b"\x00\xff")
+    assert row.micros == at.timestamp() * 1_000_000
+    assert row.expires_at is None
+
+
+@pytest.mark.parametrize("table", list(TABLES))
+def test_every_table_reads_also_when_it_is_empty(spark, log: Log, table: str) -> None:
+    frame = spark.read.format("txmsg").options(**options(log, table=table)).load()
+
+    assert frame.count() == 0
+
+
+def test_partitions_within_a_snapshot_see_one_state(spark, log: Log) -> None:
+    log.send_many(500)
+
+    with snapshot(log.spec) as within:
+        frame = spark.read.format("txmsg").options(**within, partitions="5").load()
+        log.send_many(100)
+        log.execute("DELETE FROM django_txmsg_outboxmessage WHERE id <= 50")
+
+        assert frame.rdd.getNumPartitions() == 5
+        assert frame.count() == 500
+    assert spark.read.format("txmsg").options(**options(log)).load().count() == 550
+
+
+def test_filters_choose_what_spark_would_choose(spark, log: Log) -> None:
+    log.send_many(40, every=0.25)
+    log.send([{"destination": "it's", "dispatched_at": None, "key": "%"}])
+    chosen = spark.read.format("txmsg").options(**options(log)).load()
+    unpushed = (
+        spark.read.format("txmsg").options(**options(log, pushdown="false")).load()
+    )
+    at = (LONG_AGO + dt.timedelta(seconds=3)).isoformat()
+    later = (LONG_AGO + dt.timedelta(seconds=5)).isoformat()
+    one_id = chosen.collect()[3].message_id
+    for condition in (
+        f"created_at >= timestamp'{at}'",
+        f"created_at > timestamp'{at}' AND created_at <= timestamp'{later}'",
+        f"created_at = timestamp'{at}'",
+        "destination = 'it\\'s'",
+        "dispatched_at IS NULL",
+        "dispatched_at IS NOT NULL AND id > 20",
+        f"message_id = '{one_id}'",
+        f"message_id IN ('{one_id}', 'no uuid')",
+        "key = '%' OR id < 3",
+        "destination > 'a'",
+    ):
+        filtered = {row.id for row in chosen.where(condition).select("id").collect()}
+        expected = unpushed.where(condition).select("id").collect()
+        assert filtered == {row.id for row in expected}, condition
+        assert 0 < len(filtered) < 42, condition
+
+
+def test_a_filter_runs_in_the_database(spark, pg_log: Log) -> None:
+    pg_log.send_many(10)
+    frame = spark.read.format("txmsg").options(**options(pg_log)).load()
+
+    plan = (
+        frame.where("id > 5")
+        ._jdf.queryExecution()
+        .explainString(
+            spark._jvm.org.apache.spark.sql.execution.ExplainMode.fromString("simple")
+        )
+    )
+
+    # Nothing is left to filter above the scan.
+    assert (
+        "Filter (" not in plan.split("BatchScan")[0]
+        or "id" not in plan.split("BatchScan")[0]
+    )
+
+
+def test_since_and_until_bound_the_clock(spark, log: Log) -> None:
+    log.send_many(10)
+    since = (LONG_AGO + dt.timedelta(seconds=2)).isoformat()
+    until = (LONG_AGO + dt.timedelta(seconds=5)).isoformat()
+
+    frame = spark.read.format("txmsg").options(**options(log, since=since, until=until))
+
+    assert [row.id for row in frame.load().collect()] == [3, 4, 5]
+
+
+def test_columns_that_are_not_asked_for_are_not_read(spark, log: Log) -> None:
+    log.send_many(3)
+
+    frame = spark.read.format("txmsg").options(**options(log)).schema("id long").load()
+
+    assert [row.asDict() for row in frame.collect()] == [
+        {"id": 1},
+        {"id": 2},
+        {"id": 3},
+    ]
+
+
+def test_a_password_shows_nowhere(spark, pg_log: Log, monkeypatch, capfd) -> None:
+    address, _, rest = pg_log.spec.url.partition("://")[2].rpartition("@")
+    user, _, password = address.partition(":")
+    monkeypatch.setenv("SHOP_PASSWORD", password)
+    frame = spark.read.format("txmsg").options(
+        url=f"postgresql://{user}@{rest}", passwordEnv="SHOP_PASSWORD"
+    )
+    pg_log.send_many(1)
+
+    try:
+        loaded = frame.load()
+        explained = loaded._jdf.queryExecution().toString()
+    except Exception as error:
+        explained = str(error)
+
+    assert password not in explained + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"table": "nowhere"}, "There is no table 'nowhere'"),
+        ({"url": "mysql://x/y"}, "reads postgresql:// and sqlite://"),
+    ],
+)
+def test_wrong_options_are_told(spark, make_log, wrong, says) -> None:
+    log = make_log("sqlite")
+
+    with pytest.raises(Exception, match=says):
+        spark.read.format("txmsg").options(**(options(log) | wrong)).load().count()

@@ -1,0 +1,95 @@
+"""`sweep`: what failed attempts left goes, small files join, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from django_txmsg.spark import cli
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs.running import run_job
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.spark.archives import (
+    archive,
+    assert_moved_once,
+    delta_rows,
+    hashes_in,
+    path_of,
+)
+from tests.spark.log import Log
+
+
+def sweep(log: Log, lake: LakeSpec, *words: str) -> dict[str, Any]:
+    parser = ArgumentParser()
+    cli.add_jobs(parser)
+    given = parser.parse_args(["sweep", *words])
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    return run_job(spec, given).facts["counts"]["outbox"]
+
+
+def test_orphans_go_small_files_join_and_the_rows_stay(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(250)
+    before = hashes_in(log)
+    archive(spark, log, lake)
+    [day] = path_of(lake).glob("service=*/day=*")
+    old, young = day / "old-attempt.parquet", day / "young-attempt.parquet"
+    for orphan in (old, young):
+        orphan.write_bytes(b"half a file")
+    two_days_ago = time.time() - 2 * 86_400
+    os.utime(old, (two_days_ago, two_days_ago))
+    files = {path.name for path in day.iterdir()}
+
+    told = sweep(log, lake, "--dry-run")
+    assert (told["orphans"], {path.name for path in day.iterdir()}) == (1, files)
+    done = sweep(log, lake)
+
+    assert (done["orphans"], done["compacted"]) == (1, 3)
+    assert not old.exists()
+    # It may yet be named: whoever writes it may be slow.
+    assert young.exists()
+    assert_moved_once(before, log, lake, set(before))
+    # What compaction replaced stays for readers that have begun, and goes in the end.
+    assert len(list(day.glob("*.parquet"))) == 3 + 1 + 1
+    assert sweep(log, lake, "--replaced-older-than", "0s")["replaced"] == 3
+    assert len(list(day.glob("*.parquet"))) == 2
+    assert_moved_once(before, log, lake, set(before))
+
+
+def test_days_past_the_lakes_own_retention_are_dropped(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(30, every=86_400.0)
+    archive(spark, log, lake)
+    days = len(set(delta_rows(lake)["day"].to_pylist()))
+    assert days == 30
+
+    age = f"{(time.time() - 1_774_000_000) / 86_400:.0f}d"
+    dropped = sweep(log, lake, "--keep", age)["dropped_days"]
+
+    assert 0 < dropped < 30
+    assert len(set(delta_rows(lake)["day"].to_pylist())) == 30 - dropped
+
+
+def test_a_sweep_waits_for_unfinished_batches(
+    spark, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log.send_many(10)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(step: str) -> None:
+        if step == "committed":
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        archive(spark, log, lake, on_step=stop)
+    with pytest.raises(EnvironmentFault, match="run `archive` before `sweep`"):
+        sweep(log, lake)

@@ -1,0 +1,442 @@
+"""The transforms on small frames, with what must come out written down."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
+
+from django_txmsg import wire
+from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.staging import STAGED
+from django_txmsg.spark.transforms import activity, deadletters, latency, outgoing
+from django_txmsg.spark.transforms.reconcile import (
+    EXPECTED,
+    RECEIVED,
+    SENT,
+    SUMMARY,
+    VERDICT,
+    observed,
+    reconcile,
+    summarise,
+)
+
+UTC = dt.timezone.utc
+T0 = dt.datetime(2026, 3, 1, 12, tzinfo=UTC)
+HORIZON = T0 + dt.timedelta(hours=10)
+LATE = dt.timedelta(hours=1)
+
+
+def at(minutes: float) -> dt.datetime:
+    return T0 + dt.timedelta(minutes=minutes)
+
+
+def sent(spark: Any, *rows: tuple[Any, ...]) -> Any:
+    return spark.createDataFrame(list(rows), SENT)
+
+
+def received(spark: Any, *rows: tuple[Any, ...]) -> Any:
+    return spark.createDataFrame(list(rows), RECEIVED)
+
+
+def expected(spark: Any, *rows: tuple[Any, ...]) -> Any:
+    return spark.createDataFrame(list(rows), EXPECTED)
+
+
+def test_each_verdict_has_its_case(spark) -> None:
+    young = HORIZON + dt.timedelta(minutes=1)
+    q, topic = "q", "topic:t"
+    messages = sent(
+        spark,
+        ("a", "ok", q, at(0), at(1), None),
+        ("a", "lost", q, at(0), at(1), None),
+        ("a", "waiting", q, at(0), None, None),
+        ("a", "young", q, young, young, None),
+        ("a", "twice", q, at(0), at(1), None),
+        ("a", "again", q, at(0), at(1), None),
+        ("a", "late", q, at(0), at(1), None),
+        ("a", "dead-there", q, at(0), at(1), None),
+        ("a", "dead-here", q, at(0), None, at(2)),
+        ("a", "parked", q, at(0), at(1), None),
+        ("a", "fan", topic, at(0), at(1), None),
+        ("a", "before", topic, at(-60), at(-59), None),
+        ("a", "nobody", "topic:silent", at(0), at(1), None),
+    )
+    row = lambda m, **k: (  # noqa: E731 - a table of rows
+        "b", k.get("stage", "s"), m, k.get("d", q), at(0), k.get("r", at(2)),
+        k.get("p", at(3)), k.get("x"), k.get("n", 1),
+    )  # fmt: skip
+    receipts = received(
+        spark,
+        row("ok"),
+        row("twice"), row("twice", r=at(90), p=at(91)),
+        row("again", n=3),
+        row("late", p=at(70)),
+        row("dead-there", p=None, x=at(5)),
+        row("parked", p=None),
+        row("fan", d=topic, stage="one"),
+        row("stranger"),
+    )  # fmt: skip
+    listeners = expected(spark, (topic, "b/one", at(-1)), (topic, "b/two", at(-1)))
+
+    verdicts = reconcile(
+        messages, receipts, listeners, horizon=HORIZON, late_after=LATE
+    )
+
+    assertSchemaEqual(verdicts.schema, VERDICT, ignoreNullable=True)
+    assertDataFrameEqual(
+        verdicts.select("message_id", "consumer", "verdict"),
+        spark.createDataFrame(
+            [
+                ("ok", "b/s", "ok"),
+                ("lost", None, "never_received"),
+                ("waiting", None, "in_flight"),
+                ("young", None, "in_flight"),
+                ("twice", "b/s", "processed_twice"),
+                ("again", "b/s", "redelivered_deduplicated"),
+                ("late", "b/s", "late"),
+                ("dead-there", "b/s", "dead"),
+                ("dead-here", None, "dead"),
+                ("parked", "b/s", "in_flight"),
+                ("fan", "b/one", "ok"),
+                ("fan", "b/two", "never_received"),
+                ("stranger", "b/s", "unknown_sender"),
+            ],
+            "message_id string, consumer string, verdict string",
+        ),
+    )
+
+
+def test_a_summary_counts_verdicts_by_day_and_destination(spark) -> None:
+    messages = sent(
+        spark,
+        ("a", "1", "q", at(0), at(1), None),
+        ("a", "2", "q", at(5), at(6), None),
+        ("a", "3", "q", at(-24 * 60), at(1), None),
+    )
+    verdicts = reconcile(
+        messages, received(spark), expected(spark), horizon=HORIZON, late_after=LATE
+    )
+
+    summary = summarise(verdicts)
+
+    assertSchemaEqual(summary.schema, SUMMARY, ignoreNullable=True)
+    assertDataFrameEqual(
+        summary,
+        spark.createDataFrame(
+            [
+                (T0.date(), "q", "never_received", 2, at(0), at(5)),
+                (at(-24 * 60).date(), "q", "never_received", 1, at(-1440), at(-1440)),
+            ],
+            SUMMARY,
+        ),
+    )
+
+
+def test_listeners_are_expected_from_their_first_message_on(spark) -> None:
+    rows = received(
+        spark,
+        ("b", "s", "1", "topic:t", at(3), at(4), at(5), None, 1),
+        ("b", "s", "2", "topic:t", at(1), at(9), at(9), None, 1),
+        ("b", "s", "3", "queue", at(0), at(9), at(9), None, 1),
+    )
+
+    assertDataFrameEqual(
+        observed(rows), spark.createDataFrame([("topic:t", "b/s", at(1))], EXPECTED)
+    )
+
+
+# -- A plain model of reconciliation, and random logs ------------------------------
+
+MINUTES = st.integers(-30, 660)
+SENDS = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["q", "topic:t"]), MINUTES,
+              st.sampled_from(["left", "waits", "dead"])),
+    max_size=8,
+)  # fmt: skip
+RECEIPTS = st.lists(
+    st.tuples(st.integers(0, 7), st.sampled_from(["q", "topic:t"]),
+              st.sampled_from(["one", "two"]), MINUTES, st.integers(1, 3),
+              st.sampled_from(["done", "slow", "dead", "open"])),
+    max_size=10,
+)  # fmt: skip
+LISTENERS = st.dictionaries(st.sampled_from(["b/one", "b/two"]), MINUTES, max_size=2)
+
+
+def model(
+    sends: list[Any], receipts: list[Any], listeners: dict[str, int]
+) -> list[tuple[str, str, str | None, str]]:
+    """Reconciliation as one would explain it, with dictionaries and loops."""
+    messages: dict[tuple[str, str], list[Any]] = {}
+    for number, destination, minute, fate in sends:
+        messages.setdefault((str(number), destination), []).append((minute, fate))
+    pairs: dict[tuple[str, str, str], list[Any]] = {}
+    for number, destination, stage, minute, deliveries, fate in receipts:
+        key = (str(number), destination, f"b/{stage}")
+        pairs.setdefault(key, []).append((minute, deliveries, fate))
+    found = []
+    seen = set()
+
+    def judge(message: str, destination: str, consumer: str | None) -> None:
+        rows = pairs.get((message, destination, consumer or ""), [])
+        stored = messages.get((message, destination))
+        sent_at = min(m for m, _ in stored) if stored else min(m for m, *_ in rows)
+        young = at(sent_at) >= HORIZON
+        done = [
+            m + (120 if f == "slow" else 1) for m, _, f in rows if f in ("done", "slow")
+        ]
+        died = any(f == "dead" for *_, f in rows)
+        if stored and all(f == "dead" for _, f in stored):
+            died = True
+        if len(done) > 1:
+            verdict = "processed_twice"
+        elif not stored:
+            verdict = "in_flight" if young else "unknown_sender"
+        elif done and min(done) - sent_at > 60:
+            verdict = "late"
+        elif done and sum(n for _, n, _ in rows) > 1:
+            verdict = "redelivered_deduplicated"
+        elif done:
+            verdict = "ok"
+        elif died:
+            verdict = "dead"
+        elif rows or young or not any(f == "left" for _, f in stored):
+            verdict = "in_flight"
+        else:
+            verdict = "never_received"
+        found.append((message, destination, consumer, verdict))
+
+    for (message, destination), rows in messages.items():
+        at_all = [c for m, d, c in pairs if (m, d) == (message, destination)]
+        first = min(minute for minute, _ in rows)
+        if destination == "q":
+            wanted: list[str | None] = list(at_all) or [None]
+        else:
+            due = [c for c, since in listeners.items() if first >= since]
+            # One that was not listening yet, and has it all the same, has no claim.
+            wanted = list(due)
+            if not due and all(f == "dead" for _, f in rows):
+                wanted = [None]
+        for consumer in wanted:
+            seen.add((message, destination, consumer))
+            judge(message, destination, consumer)
+    for message, destination, consumer in pairs:
+        if (message, destination, consumer) not in seen:
+            stored = messages.pop((message, destination), None)
+            judge(message, destination, consumer)
+            if stored:
+                messages[message, destination] = stored
+    return sorted(found, key=str)
+
+
+@settings(
+    max_examples=8,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(cases=st.lists(st.tuples(SENDS, RECEIPTS, LISTENERS), min_size=8, max_size=8))
+def test_random_logs_are_judged_as_by_the_plain_model(spark, cases) -> None:
+    # Many logs in one frame, kept apart by their names: a Spark job costs a second.
+    sends, receipts, listeners, want = [], [], [], []
+    for case, (some_sends, some_receipts, some_listeners) in enumerate(cases):
+
+        def name(text: str, case: int = case) -> str:
+            return f"{text}#{case}"
+
+        for number, destination, minute, fate in some_sends:
+            left = at(minute + 1) if fate == "left" else None
+            dead = at(minute + 1) if fate == "dead" else None
+            to = (name(str(number)), name(destination))
+            sends.append(("a", *to, at(minute), left, dead))
+        for number, destination, stage, minute, deliveries, fate in some_receipts:
+            ends = {"done": at(minute + 1), "slow": at(minute + 120)}
+            done = ends.get(fate)
+            dead = at(minute + 1) if fate == "dead" else None
+            receipts.append(("b", stage, name(str(number)), name(destination),
+                             at(minute), at(minute), done, dead,
+                             deliveries))  # fmt: skip
+        listeners += [
+            (name("topic:t"), consumer, at(since))
+            for consumer, since in some_listeners.items()
+        ]
+        want += [
+            (name(m), name(d), c, v)
+            for m, d, c, v in model(some_sends, some_receipts, some_listeners)
+        ]
+
+    verdicts = reconcile(
+        sent(spark, *sends), received(spark, *receipts), expected(spark, *listeners),
+        horizon=HORIZON, late_after=LATE,
+    )  # fmt: skip
+
+    rows = verdicts.select("message_id", "destination", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows), key=str) == sorted(want, key=str)
+
+
+# -- Latency, activity, dead letters -------------------------------------------------
+
+INBOX = (
+    "service string, stage string, destination string, created_at timestamp,"
+    " first_received_at timestamp, started_at timestamp, processed_at timestamp,"
+    " dead_at timestamp, deliveries int, attempts int"
+)
+
+
+def inbox_row(seconds: float, minute: float = 0, **more: Any) -> tuple[Any, ...]:
+    start = at(minute)
+    done = start + dt.timedelta(seconds=seconds)
+    row = {"service": "b", "stage": "s", "destination": "q", "created_at": start,
+           "first_received_at": start, "started_at": start, "processed_at": done,
+           "dead_at": None, "deliveries": 1, "attempts": 1}  # fmt: skip
+    return tuple((row | more).values())
+
+
+def test_sketches_merge_to_percentiles_and_keep_negative_times(spark) -> None:
+    rows = [inbox_row(float(n), minute=70.0 * (n % 2)) for n in range(1, 101)]
+    rows.append(inbox_row(-5.0))
+
+    sketches = latency.stage_latencies(spark.createDataFrame(rows, INBOX))
+    merged = latency.percentiles(sketches.where("measure = 'critical'"), "stage")
+
+    assertSchemaEqual(sketches.schema, latency.LATENCY, ignoreNullable=True)
+    # Two hours, and the one before in which the wrong clock has it processed.
+    assert sketches.where("measure = 'critical'").count() == 3
+    [row] = merged.collect()
+    assert (row.messages, row.negative, row.longest) == (101, 1, 100.0)
+    assert row.p50 == pytest.approx(50, abs=2)
+    assert row.p95 == pytest.approx(95, abs=2)
+
+
+def test_activity_counts_by_hour(spark) -> None:
+    outbox = spark.createDataFrame(
+        [
+            ("a", "q", at(0), at(1), None),
+            ("a", "q", at(10), at(90), None),
+            ("a", "q", at(20), None, at(30)),
+            ("a", "r", at(130), None, None),
+        ],
+        "service string, destination string, created_at timestamp,"
+        " dispatched_at timestamp, dead_at timestamp",
+    )
+    inbox = spark.createDataFrame(
+        [
+            inbox_row(60.0),
+            inbox_row(60.0, deliveries=3, attempts=2),
+            inbox_row(0, processed_at=None, dead_at=at(65), attempts=7),
+        ],
+        INBOX,
+    )
+
+    assertDataFrameEqual(
+        activity.throughput(outbox, inbox),
+        spark.createDataFrame(
+            [(at(0), 3, 1, 2, 0), (at(60), 0, 1, 0, 1), (at(120), 1, 0, 0, 0)],
+            activity.THROUGHPUT,
+        ),
+    )
+    assertDataFrameEqual(
+        activity.backlog(outbox),
+        spark.createDataFrame(
+            [(at(0), 1), (at(60), 0), (at(120), 1)], activity.BACKLOG
+        ),
+    )
+    assertDataFrameEqual(
+        activity.redeliveries(inbox),
+        spark.createDataFrame([("b", "s", 3, 2, 5, 10, 1)], activity.REDELIVERIES),
+    )
+    assertDataFrameEqual(
+        activity.senders(outbox),
+        spark.createDataFrame([("a", "q", 3, 1), ("a", "r", 1, 0)], activity.SENDERS),
+    )
+
+
+def test_dead_letters_of_one_cause_are_one_group(spark) -> None:
+    letters = spark.createDataFrame(
+        [
+            ("b", "s", "r", "KeyError: order 17", "", "open", at(0)),
+            ("b", "s", "r", f"KeyError: order {uuid.uuid4()}", "", "open", at(10)),
+            ("b", "s", "r", "KeyError: order 0xff", "", "discarded", at(20)),
+            ("b", "s", "r", "ValueError: x", "stored", "open", at(5)),
+            ("b", "s", "r", "ValueError: y", "stored", "open", at(6)),
+        ],
+        "service string, stage string, reason string, exception string,"
+        " fingerprint string, resolution string, created_at timestamp",
+    )
+
+    groups = deadletters.groups(letters, buckets=2)
+
+    assertSchemaEqual(groups.schema, deadletters.GROUPS, ignoreNullable=True)
+    found = {
+        row.letters: (row.open, list(row.growth), row.group) for row in groups.collect()
+    }
+    assert found[3][:2] == (2, [1, 2])
+    assert found[3][2].startswith("s1-")
+    assert found[2] == (2, [2, 0], "stored")
+
+
+# -- Outgoing ------------------------------------------------------------------------
+
+
+def test_derived_ids_are_the_version_5_uuids_of_the_standard_library(spark) -> None:
+    names = ["", "x", "ünïcödé", "replay/run/6f0d4a3e", "a" * 500]
+    frame = spark.createDataFrame([(one,) for one in names], "name string")
+
+    rows = frame.select("name", outgoing.derived_uuid(frame.name).alias("id")).collect()
+
+    assert {row.name: row.id for row in rows} == {
+        one: str(uuid.uuid5(wire.NAMESPACE, one)) for one in names
+    }
+
+
+def test_a_dataset_becomes_messages_of_its_template(spark) -> None:
+    rows = spark.createDataFrame(
+        [(1, "Ann", 2.5, None), (2, "Bob", 3.0, "x")],
+        "id int, name string, amount double, note string",
+    )
+
+    staged = outgoing.from_dataset(
+        rows, run="r", destination="mail.{name}", key="{id}", identity="id",
+        headers={"for": "{name}!"},
+        template={"id": "{id}", "hello": "Dear {name},", "sum": "{amount}",
+                  "note": "{note}", "fixed": [1, 2], "deep": {"x": None}},
+    )  # fmt: skip
+
+    assertSchemaEqual(staged.schema, STAGED, ignoreNullable=True)
+    first = staged.orderBy("key").collect()[0]
+    assert (first.destination, first.key) == ("mail.Ann", "1")
+    assert first.headers == '{"for":"Ann!"}'
+    assert json.loads(bytes(first.body)) == {
+        "id": 1, "hello": "Dear Ann,", "sum": 2.5, "note": None, "fixed": [1, 2],
+        "deep": {"x": None},
+    }  # fmt: skip
+    again = outgoing.from_dataset(
+        rows, run="r", destination="d", template={}, identity="id"
+    )
+    assert {r.message_id for r in again.collect()} == {
+        r.message_id for r in staged.collect()
+    }
+
+
+def test_equal_rows_without_an_identity_are_messages_of_their_own(spark) -> None:
+    rows = spark.createDataFrame([(1,), (1,), (2,)], "n int")
+    make = lambda: outgoing.from_dataset(  # noqa: E731
+        rows, run="r", destination="d", template={"n": "{n}"}
+    )
+
+    first = {row.message_id for row in make().collect()}
+
+    assert len(first) == 3
+    assert {row.message_id for row in make().collect()} == first
+
+
+def test_an_unknown_column_is_named(spark) -> None:
+    rows = spark.createDataFrame([(1,)], "n int")
+
+    with pytest.raises(UsageError, match="no column 'm'; it has n"):
+        outgoing.from_dataset(rows, run="r", destination="d", template={"x": "{m}"})

@@ -1,0 +1,130 @@
+"""Messages, bodies and destinations before any broker is involved."""
+
+from __future__ import annotations
+
+import os
+import random
+import uuid
+from typing import Any
+
+import pytest
+
+from django_txmsg import jms
+from django_txmsg.jms import destination as destinations
+from django_txmsg.jms.delivery import new_id
+from django_txmsg.jms.dialects import ACTIVEMQ, ARTEMIS, RABBITMQ, recognize
+from django_txmsg.jms.message import encode_body
+
+
+@pytest.mark.parametrize(
+    ("body", "raw", "kind"),
+    [
+        ("tëxt", "tëxt".encode(), "text/plain;charset=utf-8"),
+        (b"\0b", b"\0b", "application/octet-stream"),
+        (bytearray(b"b"), b"b", "application/octet-stream"),
+        ({"a": [1, None]}, b'{"a":[1,null]}', "application/json"),
+        (7, b"7", "application/json"),
+        (None, b"", None),
+    ],
+)
+def test_a_body_is_text_bytes_or_json(body: Any, raw: bytes, kind: str | None) -> None:
+    assert encode_body(body) == (raw, kind)
+
+
+@pytest.mark.parametrize("body", [object(), {1, 2}, float("nan"), "\ud800"])
+def test_any_other_body_is_a_format_error(body: Any) -> None:
+    with pytest.raises(jms.MessageFormatError):
+        encode_body(body)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("orders.place", jms.Queue("orders.place")),
+        ("/queue/orders.place", jms.Queue("orders.place")),
+        ("topic:orders.placed", jms.Topic("orders.placed")),
+        ("/topic/orders.placed", jms.Topic("orders.placed")),
+    ],
+)
+def test_a_destination_is_a_name(text: str, found: jms.Destination) -> None:
+    assert destinations.parse(text) == destinations.parse(found)
+    assert destinations.parse(str(found)) == destinations.parse(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "topic:", "a\nb", " a", "/queue/", "/exchange/x"]
+)
+def test_a_malformed_destination_is_refused(name: str) -> None:
+    with pytest.raises(jms.InvalidDestinationError):
+        destinations.parse(name)
+
+
+@pytest.mark.parametrize("name", ["a,b", "a?x=1", "a.*", "a.>"])
+def test_activemq_refuses_names_it_would_read_otherwise(name: str) -> None:
+    with pytest.raises(jms.InvalidDestinationError):
+        ACTIVEMQ.address(jms.Queue(name))
+
+
+def test_rabbitmq_refuses_a_slash_and_escapes_what_it_decodes() -> None:
+    with pytest.raises(jms.InvalidDestinationError):
+        RABBITMQ.address(jms.Queue("a/b"))
+
+    assert RABBITMQ.address(jms.Queue("50% ü")) == "/queue/50%25%20%C3%BC"
+
+
+def test_artemis_is_asked_for_a_queue_by_name() -> None:
+    assert ARTEMIS.send_headers(jms.Queue("a")) == {
+        "destination": "a",
+        "destination-type": "ANYCAST",
+    }
+
+
+@pytest.mark.parametrize(
+    ("server", "dialect"),
+    [
+        ("ActiveMQ/5.17.2", ACTIVEMQ),
+        ("ActiveMQ-Artemis/2.31.2 ActiveMQ Artemis Messaging Engine", ARTEMIS),
+        ("RabbitMQ/3.10.8", RABBITMQ),
+        ("", ACTIVEMQ),
+    ],
+)
+def test_the_server_header_tells_the_dialect(server: str, dialect: object) -> None:
+    assert recognize(server) is dialect
+
+
+def test_a_message_can_be_read_and_changed_before_it_is_sent() -> None:
+    message = jms.Message({"a": 1}, {"h": "v"})
+
+    message.body = "other"
+    message.headers["h"] = "w"
+
+    assert (message.body, message.headers) == ("other", {"h": "w"})
+    assert (message.message_id, message.destination, message.timestamp) == (None,) * 3
+    assert repr(message) == "<Message not sent>"
+
+
+def test_message_ids_are_version_4_and_differ_whatever_the_application_seeds() -> None:
+    random.seed(1)
+    first = [new_id() for _ in range(1000)]
+    random.seed(1)
+    second = [new_id() for _ in range(1000)]
+
+    assert len({*first, *second}) == 2000
+    assert {uuid.UUID(one).version for one in first} == {4}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_makes_message_ids_of_its_own() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover - coverage does not follow the child
+        os.write(writer, new_id().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    theirs = os.read(reader, 100).decode()
+    os.close(reader)
+    os.close(writer)
+
+    assert uuid.UUID(theirs).version == 4
+    assert theirs != new_id()

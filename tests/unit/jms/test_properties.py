@@ -1,0 +1,197 @@
+"""Whatever happens, in whatever order: exactly one callback per accepted send.
+
+Hypothesis chooses an interleaving of sends, receipts, errors, timeouts, loss and
+close; the scripted broker and the real client play it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from django_txmsg import jms
+from django_txmsg.jms.ledger import Entry, Ledger, State
+from django_txmsg.testing import ScriptedBroker
+
+from .conftest import DESTINATION, Listener
+
+STEPS = st.sampled_from(
+    ["send", "send", "send", "sync", "short", "submit", "release", "shuffle", "cut",
+     "stall", "resume", "garbage", "spoil"]
+)  # fmt: skip
+FATES = st.sampled_from(["ok", "hold", "hold", "drop", "twice", "reject", "cut"])
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck), deadline=None)
+@given(
+    profile=st.sampled_from(["classic", "rabbitmq"]),
+    window=st.sampled_from([1, 3, 256]),
+    fates=st.lists(FATES, min_size=1, max_size=12),
+    steps=st.lists(STEPS, min_size=1, max_size=25),
+    end=st.sampled_from(["producer", "session", "connection", "lose"]),
+)
+def test_exactly_one_callback_per_accepted_send_in_order(
+    profile: str, window: int, fates: list[str], steps: list[str], end: str
+) -> None:
+    with ScriptedBroker(profile) as broker:
+        for number, fate in enumerate(fates, start=1):
+            rule = broker.on("SEND", nth=number)
+            {
+                "ok": lambda: None,
+                "hold": rule.hold_receipt,
+                "drop": rule.drop_receipt,
+                "twice": rule.duplicate_receipt,
+                "reject": lambda rule=rule: rule.reject("no", closes=False),
+                "cut": rule.cut,
+            }[fate]()
+        connection = jms.ConnectionFactory(
+            broker.url, max_in_flight=window, send_timeout=0.3, close_timeout=0.5,
+            give_up_after_timeouts=0,
+        ).create_connection()  # fmt: skip
+        session = connection.create_session()
+        producer, listener = session.create_producer(DESTINATION), Listener()
+        accepted: list[int] = []
+        futures: list[jms.CompletionFuture] = []
+
+        for number, step in zip(itertools.count(), steps, strict=False):
+            play(step, number, broker, producer, listener, accepted, futures)
+        broker.resume()
+        closing = threading.Thread(
+            target={
+                "producer": producer.close,
+                "session": session.close,
+                "connection": connection.close,
+                "lose": lambda: connection.link.lose("lost"),
+            }[end]
+        )
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive(), "close hangs"
+        listener.wait_for(len(accepted))
+        for future in futures:
+            future.exception(30)
+        connection.close()
+
+    assert listener.bodies == accepted
+    assert session.window.in_flight == session.window.parked == 0
+    assert producer.outstanding == session.callbacks.outstanding == 0
+    assert connection.link.ledger.open == {}
+
+
+def play(
+    step: str,
+    number: int,
+    broker: ScriptedBroker,
+    producer: jms.MessageProducer,
+    listener: Listener,
+    accepted: list[int],
+    futures: list[jms.CompletionFuture],
+) -> None:
+    message = jms.Message(number)
+    try:
+        if step in ("send", "short"):
+            timeout = 0.05 if step == "short" else None
+            producer.send_async(message, listener, timeout=timeout)
+            accepted.append(number)
+        elif step == "sync":
+            producer.send(message, timeout=0.1)
+        elif step == "submit":
+            futures.append(producer.submit(message, timeout=0.1))
+        elif step == "release":
+            broker.release()
+        elif step == "shuffle":
+            with broker.changed:
+                broker.release(order=list(reversed(range(len(broker.script.held)))))
+        elif step == "garbage":
+            broker.write(b"RECEIPT\nreceipt-id:1-99999\n\n\x00\n\n")
+        elif step == "spoil":
+            broker.write(b"ERROR\nmessage:for nobody\nreceipt-id:0-1\n\n\x00")
+        else:
+            {"cut": broker.cut, "stall": broker.stall, "resume": broker.resume}[step]()
+    except jms.MessagingError:
+        pass  # refused in the call: then no callback may come
+
+
+class Counted(Entry):
+    """A ledger entry that counts how often it is told."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, number: int, deadline: float, owner: object) -> None:
+        super().__init__(f"entry {number}", deadline, owner)
+        self.told = 0
+
+    def settled(self) -> None:
+        self.told += 1
+
+
+@given(
+    events=st.lists(
+        st.tuples(
+            st.sampled_from(["open", "loose", "receipt", "error", "bare", "expire",
+                             "lose"]),
+            st.integers(0, 7),
+            st.booleans(),
+        ),
+        max_size=60,
+    )
+)  # fmt: skip
+def test_an_entry_is_settled_at_most_once_by_any_events_and_never_lost(
+    events: list[tuple[str, int, bool]],
+) -> None:
+    ledger = Ledger(1, lambda: "the broker")
+    entries: list[Counted] = []
+
+    for now, (event, which, flag) in enumerate(events):
+        receipt = entries[which % len(entries)].receipt if entries else b"1-0"
+        if event == "open":
+            entry = Counted(len(entries), now + which, None)
+            entry.receipt = ledger.new_receipt()
+            ledger.reserve(entry)
+            entries.append(entry)
+        elif event == "loose":
+            ledger.note_loose(None)
+        elif event == "receipt":
+            ledger.receipt(receipt)
+        elif event == "error":
+            ledger.error(receipt.decode(), "no", names_receipts=flag)
+        elif event == "bare":
+            ledger.error("", "no", names_receipts=flag)
+        elif event == "expire":
+            ledger.expire(now)
+        else:
+            ledger.lose("lost", "")
+
+    for entry in entries:
+        is_open = entry.receipt in ledger.open
+        assert entry.told == (0 if is_open else 1)
+        assert (entry.state >= State.ACKED) is not is_open
+    ledger.lose("the end", "")
+    assert all(entry.told == 1 for entry in entries)
+
+
+def test_a_receipt_is_no_word_on_earlier_sends() -> None:
+    ledger = Ledger(1, lambda: "the broker")
+    entries = [Counted(n, 100, None) for n in range(3)]
+    for entry in entries:
+        entry.receipt = ledger.new_receipt()
+        ledger.reserve(entry)
+
+    ledger.receipt(entries[2].receipt)
+
+    assert [entry.state for entry in entries] == [
+        State.QUEUED, State.QUEUED, State.ACKED,
+    ]  # fmt: skip
+
+
+def test_the_watchdog_would_show_every_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    import faulthandler
+    import sys
+
+    faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+
+    assert "test_properties.py" in capfd.readouterr().err

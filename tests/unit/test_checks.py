@@ -1,0 +1,327 @@
+"""Each system check finds what it is there for, and nothing where all is well."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.checks import CheckMessage
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+from django.db import connections
+from django.test import override_settings
+
+from django_txmsg import RedeliveryPolicy, stages
+from django_txmsg.checks import check, check_deployment
+from tests.running import declared
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "checks.md"
+ACTIVEMQ = "stomp://user:long-secret@127.0.0.1:61613?dialect=activemq"
+RABBITMQ = "stomp://user:long-secret@127.0.0.1:61613?dialect=rabbitmq"
+
+
+def txmsg(**settings: Any) -> override_settings:
+    return override_settings(TXMSG={"SERVICE": "tests", **settings})
+
+
+def broker(url: str) -> override_settings:
+    return txmsg(BROKERS={"default": {"URL": url}})
+
+
+def only(found: list[CheckMessage]) -> CheckMessage:
+    (one,) = found
+    return one
+
+
+@contextmanager
+def stage(**options: Any) -> Iterator[None]:
+    with declared(lambda message: None, options.pop("to", ""), **options):
+        yield
+
+
+def not_a_definition(stage: stages.Stage) -> None:
+    raise LookupError("no tenant")
+
+
+def postgresql_only(stage: stages.Stage) -> stages.TransactionDefinition:
+    return stages.TransactionDefinition(using="other")
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    with stage(), txmsg():
+        assert check() == []
+
+
+def test_manage_check_prints_an_unknown_key_with_the_nearest_one() -> None:
+    with txmsg(RELAY={"BATCHSIZE": 5}), pytest.raises(SystemCheckError) as raised:
+        call_command("check", stdout=io.StringIO())
+
+    assert "txmsg.E001" in str(raised.value)
+    assert 'TXMSG["RELAY"]["BATCHSIZE"] is not a setting' in str(raised.value)
+    assert 'Did you mean "BATCH_SIZE"?' in str(raised.value)
+
+
+def test_every_problem_of_the_settings_is_told_at_once() -> None:
+    with txmsg(RELAY={"LEASE": "60"}, DISPATCH_ON_COMMIT="later", SERVICE=None):
+        found = check()
+
+    assert [one.id for one in found] == ["txmsg.E001"] * 3
+    assert all(one.hint for one in found)
+
+
+def test_broken_settings_do_not_break_the_deployment_checks() -> None:
+    with txmsg(RELAY={"LEASE": "60"}):
+        assert check_deployment() == []
+
+
+def test_naive_instants_are_an_error() -> None:
+    with override_settings(USE_TZ=False):
+        assert only(check()).id == "txmsg.E002"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("amqp://localhost", "known: database, stomp, stomp+ssl"),
+        ("database://nowhere", "no database 'nowhere'"),
+        ("database://?lease=soon", "lease=soon"),
+        ("stomp://localhost:port", "is no host and port"),
+        ("stomp://localhost?hartbeat=3", "Did you mean 'heartbeat'?"),
+        ("stomp+ssl://localhost?ca=/no/such/file", "No such file"),
+    ],
+)
+def test_a_broker_url_that_cannot_be_used_is_an_error(url: str, said: str) -> None:
+    with broker(url):
+        found = only(check())
+
+    assert found.id == "txmsg.E003"
+    assert said in found.msg
+
+
+WITHOUT_STOMP = """
+import sys
+sys.modules["stomp"] = None
+import django
+django.setup()
+from django_txmsg.brokers import get_broker
+from django_txmsg.checks import check
+from django_txmsg.errors import ConfigurationError
+for found in check():
+    print(found.id, found.hint)
+try:
+    get_broker()
+except ConfigurationError as error:
+    print(error)
+"""
+
+
+def test_a_missing_extra_is_told_with_the_command_that_installs_it() -> None:
+    environment = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "TXMSG_TEST_BROKER_URL": ACTIVEMQ,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_STOMP],
+        cwd=DOCS.parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+
+    checked, raised = done.stdout.splitlines()
+    assert checked == 'txmsg.E004 Run: pip install "django_txmsg[stomp]"', done.stderr
+    assert raised.endswith('Run: pip install "django_txmsg[stomp]"')
+
+
+@pytest.mark.parametrize("name", ["TRANSACTION_DEFINITION", "MASK"])
+@pytest.mark.parametrize(
+    "path", ["no.such.module", "tests.settings.DATABASES", "nothing"]
+)
+def test_a_dotted_path_that_leads_nowhere_is_an_error(name: str, path: str) -> None:
+    with txmsg(**{name: path}):
+        found = only(check())
+
+    assert found.id == "txmsg.E005"
+    assert repr(path) in found.msg
+
+
+def test_a_transaction_definition_that_fails_is_an_error() -> None:
+    with (
+        stage(name="tests.failing"),
+        txmsg(TRANSACTION_DEFINITION="tests.unit.test_checks.not_a_definition"),
+    ):
+        found = only(check())
+
+    assert found.id == "txmsg.E005"
+    assert "'tests.failing': LookupError: no tenant" in found.msg
+
+
+def test_a_stage_on_a_database_nobody_knows_is_an_error() -> None:
+    with stage(name="tests.lost", using="archive"), txmsg():
+        found = only(check())
+
+    assert found.id == "txmsg.E006"
+    assert "stage 'tests.lost' uses the database 'archive'" in found.msg
+
+
+def test_requests_on_a_database_nobody_knows_are_an_error() -> None:
+    with txmsg(HTTP={"USING": "archive"}):
+        assert only(check()).id == "txmsg.E006"
+
+
+def test_a_database_of_another_vendor_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections["other"], "vendor", "mysql")
+    path = "tests.unit.test_checks.postgresql_only"
+
+    with stage(), txmsg(TRANSACTION_DEFINITION=path):
+        found = only(check())
+
+    assert found.id == "txmsg.E007"
+    assert "'other', which is mysql" in found.msg
+
+
+def test_an_sqlite_without_returning_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    features = connections["other"].features
+    monkeypatch.setattr(features, "can_return_columns_from_insert", False)
+
+    with stage(using="other"), txmsg():
+        assert only(check()).id == "txmsg.E007"
+
+
+def test_a_stage_at_a_broker_nobody_knows_is_an_error() -> None:
+    with stage(broker="backup"), txmsg():
+        found = only(check())
+
+    assert found.id == "txmsg.E008"
+    assert found.hint == "Known here: default."
+
+
+@pytest.mark.parametrize(("url", "ids"), [(RABBITMQ, ["txmsg.E009"]), (ACTIVEMQ, [])])
+def test_broker_redelivery_needs_a_broker_that_can(url: str, ids: list[str]) -> None:
+    with stage(redelivery=RedeliveryPolicy(mode="broker")), broker(url):
+        assert [one.id for one in check()] == ids
+
+
+@pytest.mark.parametrize(
+    ("url", "ids"),
+    [(ACTIVEMQ, ["txmsg.W001"]), (RABBITMQ, []), ("database://", [])],
+)
+def test_a_topic_in_many_threads_is_a_warning_on_activemq(
+    url: str, ids: list[str]
+) -> None:
+    with stage(to="topic:tests.placed", concurrency=4), broker(url):
+        assert [one.id for one in check()] == ids
+
+
+def test_an_isolation_level_on_sqlite_is_a_warning() -> None:
+    with stage(using="other", isolation="serializable"), txmsg():
+        found = only(check())
+
+    assert found.id == "txmsg.W002"
+
+
+@pytest.mark.parametrize(
+    ("kept", "ids"),
+    [
+        ({"OUTBOX": 7, "INBOX": 6}, ["txmsg.W003"]),
+        ({"OUTBOX": None, "INBOX": 365}, ["txmsg.W003"]),
+        ({"OUTBOX": None, "INBOX": None}, []),
+        ({"OUTBOX": 7, "INBOX": 7}, []),
+    ],
+)
+def test_an_inbox_that_forgets_before_the_outbox_is_a_warning(
+    kept: dict[str, Any], ids: list[str]
+) -> None:
+    with txmsg(RETENTION=kept):
+        assert [one.id for one in check()] == ids
+
+
+def test_an_inbox_that_forgets_before_the_last_attempt_is_a_warning() -> None:
+    patient = RedeliveryPolicy(
+        max_redeliveries=20, initial_delay=86_400, max_delay=86_400
+    )
+
+    with stage(redelivery=patient), txmsg():
+        found = only(check())
+
+    assert found.id == "txmsg.W004"
+    assert "up to 23.0 days" in found.msg
+
+
+@pytest.mark.parametrize(
+    ("url", "ids"),
+    [
+        ("stomp://shop:long-secret@mq.example:61613", ["txmsg.W101"]),
+        ("stomp://shop:long-secret@localhost,10.0.0.7", ["txmsg.W101"]),
+        ("stomp://shop:long-secret@localhost", []),
+        ("stomp://shop:long-secret@[::1]:61613,127.0.0.1", []),
+        ("stomp+ssl://shop:long-secret@mq.example", []),
+        ("stomp+ssl://guest:guest@mq.example", ["txmsg.W102"]),
+        ("stomp+ssl://shop:shop@mq.example", ["txmsg.W102"]),
+        ("stomp+ssl://admin@mq.example", ["txmsg.W102"]),
+        ("database://", []),
+    ],
+)
+def test_plain_text_and_guessed_passwords_are_warnings_of_a_deployment(
+    url: str, ids: list[str]
+) -> None:
+    with broker(url):
+        found = check_deployment()
+        everyday = check()
+
+    assert [one.id for one in found] == ids
+    assert everyday == []
+    assert not any("long-secret" in str(one) for one in found)
+
+
+def test_a_service_without_a_name_is_a_warning_of_a_deployment() -> None:
+    with override_settings(TXMSG={}):
+        assert only(check_deployment()).id == "txmsg.W103"
+
+
+def test_sqlite_without_a_lock_at_the_begin_is_a_warning_of_a_deployment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(
+        connections["other"].settings_dict["OPTIONS"], "transaction_mode"
+    )
+
+    with txmsg():
+        found = only(check_deployment())
+
+    assert found.id == "txmsg.W104"
+    assert "'other'" in found.msg
+
+
+def test_the_deployment_checks_run_under_deploy_only() -> None:
+    written = io.StringIO()
+    with override_settings(TXMSG={}):
+        call_command("check", "--tag", "txmsg", stdout=written, stderr=written)
+        assert "W103" not in written.getvalue()
+        call_command(
+            "check", "--tag", "txmsg", "--deploy", stdout=written, stderr=written
+        )
+
+    assert "txmsg.W103" in written.getvalue()
+
+
+def test_every_check_is_documented() -> None:
+    package = DOCS.parents[2] / "django_txmsg" / "checks"
+    source = "".join(path.read_text() for path in package.glob("*.py"))
+    ids = {part[:10] for part in source.split('"') if part.startswith("txmsg.")}
+    page = DOCS.read_text()
+
+    assert len(ids) > 15
+    assert ids == {row.split("`")[1] for row in page.splitlines() if row[:3] == "| `"}

@@ -1,0 +1,83 @@
+"""TXMSG: what is not known or not of its type is named, with a way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.test import override_settings
+
+from django_txmsg import conf
+from django_txmsg.errors import ConfigurationError
+
+
+def test_defaults_are_the_contract() -> None:
+    with override_settings(TXMSG={}):
+        settings = conf.get()
+
+    assert settings.BROKERS == {"default": {"URL": "database://"}}
+    assert settings.REQUIRE_ATOMIC is True
+    assert settings.DISPATCH_ON_COMMIT == "thread"
+    relay = settings.RELAY
+    assert (relay.BATCH_SIZE, relay.POLL_INTERVAL, relay.LEASE) == (500, 1.0, 60)
+    again = settings.REDELIVERY
+    assert (again.MAX_REDELIVERIES, again.INITIAL_DELAY) == (6, 1.0)
+    assert (again.BACKOFF, again.MAX_DELAY, again.JITTER) == (2.0, 300.0, 0.15)
+    assert again.MODE == "non_blocking"
+    http = settings.HTTP
+    assert http.CONTROL_MESSAGE == "before_commit"
+    assert (http.ON_CONTROL_FAILURE, http.MAX_COMMIT_DURATION) == ("commit", 15.0)
+    kept = settings.RETENTION
+    assert (kept.OUTBOX, kept.INBOX, kept.DEAD_LETTERS) == (7, 14, None)
+    assert settings.LAKE is None
+
+
+@pytest.mark.parametrize(
+    ("txmsg", "path", "words"),
+    [
+        ({"SERVCE": "x"}, 'TXMSG["SERVCE"]', 'Did you mean "SERVICE"?'),
+        (
+            {"RELAY": {"BATCHSIZE": 1}},
+            'TXMSG["RELAY"]["BATCHSIZE"]',
+            'Did you mean "BATCH_SIZE"?',
+        ),
+        ({"RELAY": {"BATCH_SIZE": "5"}}, 'TXMSG["RELAY"]["BATCH_SIZE"]', "an integer"),
+        ({"RELAY": {"BATCH_SIZE": 0}}, 'TXMSG["RELAY"]["BATCH_SIZE"]', "than zero"),
+        ({"RELAY": 5}, 'TXMSG["RELAY"]', "must be a dict"),
+        ({"DISPATCH_ON_COMMIT": "soon"}, 'TXMSG["DISPATCH_ON_COMMIT"]', '"thread"'),
+        ({"REQUIRE_ATOMIC": 1}, 'TXMSG["REQUIRE_ATOMIC"]', "a bool"),
+        ({"RETENTION": {"INBOX": "x"}}, 'TXMSG["RETENTION"]["INBOX"]', "or None"),
+        ({"BROKERS": {}}, 'TXMSG["BROKERS"]', "default"),
+        (
+            {"BROKERS": {"default": {"URl": "database://"}}},
+            'TXMSG["BROKERS"]["default"]',
+            "URL",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_with_a_way_out(
+    txmsg: dict[str, Any], path: str, words: str
+) -> None:
+    with override_settings(TXMSG=txmsg):
+        [problem] = conf.problems()
+        with pytest.raises(ConfigurationError, match="TXMSG"):
+            conf.get()
+
+    assert problem.path == path
+    assert words in f"{problem.message} {problem.hint}"
+
+
+def test_a_long_value_is_not_repeated_it_may_be_a_secret() -> None:
+    secret = "stomp://user:a-long-password@host:61613"
+    with override_settings(TXMSG={"RELAY": {"LEASE": secret}}):
+        [problem] = conf.problems()
+
+    assert "password" not in problem.message
+
+
+def test_override_settings_takes_effect_and_ends() -> None:
+    before = conf.get().SERVICE
+    with override_settings(TXMSG={"SERVICE": "elsewhere"}):
+        assert conf.get().SERVICE == "elsewhere"
+
+    assert before == conf.get().SERVICE

@@ -1,0 +1,87 @@
+"""The envelope: immutable, discreet, and only what every broker can carry."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from django_txmsg.errors import InvalidMessage
+from django_txmsg.message import Message, check_destination, check_headers, check_key
+
+MESSAGE = Message(
+    id=uuid.UUID(int=1), destination="orders", body={"card": "4711"}, headers={"a": "b"}
+)
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MESSAGE.body = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        MESSAGE.headers["a"] = "c"  # type: ignore[index]
+
+
+def test_its_repr_tells_no_secrets() -> None:
+    assert "4711" not in repr(MESSAGE)
+    assert str(MESSAGE.id) in repr(MESSAGE)
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
+)
+def test_it_can_be_copied_and_pickled(again: object) -> None:
+    assert again(MESSAGE) == MESSAGE  # type: ignore[operator]
+
+
+def test_an_attempt_is_another_envelope_of_the_same() -> None:
+    second = MESSAGE.attempted(2)
+    assert (second.delivery_attempt, MESSAGE.delivery_attempt) == (2, 0)
+    assert second.id == MESSAGE.id
+
+
+@given(st.dictionaries(st.text(), st.text()))
+def test_headers_are_taken_as_they_are_or_refused(headers: dict[str, str]) -> None:
+    try:
+        taken = check_headers(headers)
+    except InvalidMessage:
+        return
+    assert taken == headers
+    for name, value in taken.items():
+        assert "\x00" not in name + value
+        assert name.strip() == name != ""
+        assert not name.lower().startswith("txmsg-")
+
+
+@given(st.text())
+def test_destinations_have_names_that_every_broker_knows(name: str) -> None:
+    try:
+        check_destination(name)
+    except InvalidMessage:
+        return
+    plain = name.removeprefix("topic:")
+    assert plain
+    assert all(one.isascii() and (one.isalnum() or one in "._-") for one in plain)
+
+
+@pytest.mark.parametrize("good", ["orders", "orders.place", "topic:orders-placed_1"])
+def test_good_destinations(good: str) -> None:
+    assert check_destination(good) == good
+
+
+@pytest.mark.parametrize("bad", ["", "a b", "/q/a", "a\n", "topic:", "x" * 256, None])
+def test_bad_destinations(bad: object) -> None:
+    with pytest.raises(InvalidMessage, match="destination"):
+        check_destination(bad)
+
+
+def test_keys() -> None:
+    assert check_key(None) == ""
+    assert check_key("customer 7 / ü") == "customer 7 / ü"
+    for bad in ("", 7, "x" * 256, "\x00"):
+        with pytest.raises(InvalidMessage):
+            check_key(bad)

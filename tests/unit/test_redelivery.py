@@ -1,0 +1,81 @@
+"""decide(): pure, so it is tried with everything."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from django_txmsg.errors import DecodeError, Redeliver, Refuse
+from django_txmsg.redelivery import Dead, RedeliverAfter, RedeliveryPolicy, decide
+
+policies = st.builds(
+    RedeliveryPolicy,
+    max_redeliveries=st.integers(0, 20),
+    initial_delay=st.floats(0, 1000),
+    backoff=st.floats(1, 10),
+    max_delay=st.floats(0, 10_000),
+    jitter=st.floats(0, 1),
+)
+
+
+@given(policies, st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_delays_keep_within_the_ceiling_and_its_jitter(
+    policy: RedeliveryPolicy, attempt: int, dice: float
+) -> None:
+    delay = policy.delay(attempt, lambda: dice)
+    assert 0 <= delay <= policy.max_delay * (1 + policy.jitter)
+
+
+@given(policies)
+def test_delays_never_shrink_until_the_ceiling(policy: RedeliveryPolicy) -> None:
+    delays = [policy.delay(attempt, lambda: 0.5) for attempt in range(1, 30)]
+    assert delays == sorted(delays)
+
+
+@given(policies, st.integers(1, 40))
+def test_the_last_attempt_is_the_maximum(policy: RedeliveryPolicy, at: int) -> None:
+    decision = decide(policy, at, ValueError())
+    assert isinstance(decision, Dead) == (at >= policy.max_redeliveries + 1)
+
+
+def test_the_defaults_are_activemqs() -> None:
+    policy = RedeliveryPolicy(jitter=0.0)
+    assert policy.max_attempts == 7
+    delays = [policy.delay(attempt) for attempt in range(1, 11)]
+    assert delays == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (Refuse("no"), Dead("refused")),
+        (KeyError("k"), Dead("refused")),
+        (DecodeError("malformed", "no JSON"), Dead("malformed")),
+        (Redeliver(after=7.5), RedeliverAfter(7.5)),
+        (ValueError(), RedeliverAfter(1.0)),
+    ],
+)
+def test_what_each_error_means(error: Exception, expected: object) -> None:
+    policy = RedeliveryPolicy(refuse_on=(LookupError,), jitter=0.0)
+    assert decide(policy, 1, error) == expected
+
+
+def test_a_handlers_own_word_ends_with_the_maximum_too() -> None:
+    policy = RedeliveryPolicy(max_redeliveries=1)
+    assert decide(policy, 2, Redeliver(after=1.0)) == Dead("attempts_exhausted")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_redeliveries": -1},
+        {"initial_delay": -0.1},
+        {"backoff": 0.5},
+        {"jitter": 1.1},
+        {"mode": "sometimes"},
+    ],
+)
+def test_a_policy_that_makes_no_sense(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RedeliveryPolicy(**wrong)  # type: ignore[arg-type]

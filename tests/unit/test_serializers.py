@@ -1,0 +1,67 @@
+"""Bodies to bytes and back; whatever cannot is an error of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import decimal
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from django_txmsg import serializers
+from django_txmsg.errors import DecodeError, InvalidMessage
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), inner)
+    ),
+)
+
+
+@given(JSON | st.binary())
+def test_there_and_back(body: object) -> None:
+    assert serializers.decode(*serializers.encode(body)) == body
+
+
+@given(st.binary(), st.sampled_from(["application/json", "text/plain", "a/b"]))
+def test_any_bytes_are_decoded_or_refused_by_name(data: bytes, kind: str) -> None:
+    with contextlib.suppress(DecodeError):
+        serializers.decode(data, kind)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (decimal.Decimal("1.10"), "1.10"),
+        (uuid.UUID(int=7), "00000000-0000-0000-0000-000000000007"),
+        (dt.date(2024, 2, 29), "2024-02-29"),
+        (dt.time(1, 2, 3), "01:02:03"),
+        (dt.timedelta(days=1, seconds=2), "P1DT2S"),
+    ],
+)
+def test_what_json_has_no_word_for_travels_as_text(value: object, text: str) -> None:
+    assert serializers.decode(*serializers.encode({"v": value})) == {"v": text}
+
+
+@pytest.mark.parametrize(
+    "bad", [object(), {1, 2}, float("nan"), float("inf"), {"a": "\ud800"}, {(1,): 2}]
+)
+def test_what_cannot_travel(bad: object) -> None:
+    with pytest.raises(InvalidMessage):
+        serializers.encode(bad)
+
+
+def test_a_body_that_contains_itself() -> None:
+    loop: list[object] = []
+    loop.append(loop)
+    with pytest.raises(InvalidMessage):
+        serializers.encode(loop)

@@ -1,0 +1,58 @@
+"""Ids and instants as they stand on the wire: stable for ever."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+import uuid
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from django_txmsg import wire
+from django_txmsg.outbox import new_id
+
+
+def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
+    """Changing them would let a message through an inbox twice."""
+    cause = uuid.UUID(int=1)
+    assert wire.derived_id(cause, "orders", 0) == uuid.uuid5(
+        uuid.UUID("6f0d4a3e-5b0b-5d5c-9a58-3d8e5a1f7c42"), f"{cause}/orders/0"
+    )
+
+
+@given(st.uuids(), st.text(), st.integers(0))
+def test_derived_ids_differ_by_cause_stage_and_ordinal(
+    cause: uuid.UUID, stage: str, ordinal: int
+) -> None:
+    one = wire.derived_id(cause, stage, ordinal)
+    assert one == wire.derived_id(cause, stage, ordinal)
+    assert one != wire.derived_id(cause, stage, ordinal + 1)
+    assert one != wire.derived_id(cause, stage + "x", ordinal)
+
+
+@given(st.datetimes(timezones=st.timezones(), allow_imaginary=False))
+def test_instants_there_and_back(instant: dt.datetime) -> None:
+    try:
+        text = wire.format_instant(instant)
+    except OverflowError:
+        return  # outside of what UTC can say
+    assert wire.parse_instant(text) == instant.astimezone(dt.timezone.utc)
+
+
+@pytest.mark.parametrize("bad", ["", "yesterday", "2024-02-29T12:00:00", "2023-02-29"])
+def test_an_instant_needs_a_date_a_time_and_a_zone(bad: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - Python's own words
+        wire.parse_instant(bad)
+
+
+def test_new_ids_are_uuid7_and_grow_with_time() -> None:
+    first = new_id()
+    before = time.time_ns() // 1_000_000
+    while time.time_ns() // 1_000_000 <= before:
+        pass
+    second = new_id()
+    assert (second.version, second.variant) == (7, uuid.RFC_4122)
+    assert first < second
+    assert abs((second.int >> 80) / 1000 - time.time()) < 60

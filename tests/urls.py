@@ -1,0 +1,11 @@
+"""URLs of the test suite: the admin, and what load balancers and scrapers ask."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.urls import include, path
+
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("txmsg/", include("django_txmsg.urls")),
+]
