@@ -1,0 +1,160 @@
+"""How fast stages run, beside a bare Django loop that does the same three inserts.
+
+python -m benchmarks.consume [--messages 3000] [--rounds 3] [--broker activemq]
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+import uuid
+from typing import Any
+
+from . import stand
+
+DESTINATION = "bench.consume"
+BODY = {"order": "A-1", "text": "x" * 260}
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="contenders with this in their name")
+    parser.add_argument(
+        "--broker", default="activemq", choices=["activemq", "rabbitmq"]
+    )
+    parser.add_argument("--peer", action="store_true")
+    options = parser.parse_args()
+    from tests import services
+
+    kinds = {"activemq": services.ActiveMQ, "rabbitmq": services.RabbitMQ}
+    broker = services.shared(kinds[options.broker])
+    stand.django(
+        stand.postgresql(),
+        {
+            "SERVICE": "bench",
+            "BROKERS": {"default": {"URL": broker.url()}},
+            # What leaves afterwards is the relay's work, and has its own benchmark.
+            "DISPATCH_ON_COMMIT": "off",
+        },
+    )
+    count = options.messages
+    contenders = {
+        "a bare loop: three inserts and a commit": lambda: loop(count),
+        "outbox, concurrency 1": lambda: consume(count, concurrency=1),
+        "outbox, concurrency 4": lambda: consume(count, concurrency=4),
+        "outbox, batch=50, concurrency 1": lambda: consume(count, batch=50),
+        "best_effort_1pc, concurrency 1": lambda: consume(
+            count, transaction="best_effort_1pc"
+        ),
+    }
+    if options.peer:
+        contenders["django-outbox-pattern 3.2.1"] = lambda: stand.peer(
+            "consume", broker.url(), min(count, 500)
+        )
+    base = next(iter(contenders))
+    chosen = {
+        name: run
+        for name, run in contenders.items()
+        if name == base or options.only in name
+    }
+    figures = stand.turns(chosen, options.rounds)
+    stand.table(f"consume from {options.broker}", figures, base)
+
+
+def handler(message: Any) -> None:
+    """One business insert, one outgoing message."""
+    from django_txmsg import send_message
+    from tests.app.models import Effect
+
+    Effect.objects.create(name="placed", message_id=message.id)
+    send_message("bench.next", BODY)
+
+
+def loop(count: int) -> float:
+    """Return the rate of the bare loop."""
+    from django.db import transaction
+
+    from django_txmsg.models import InboxMessage, OutboxMessage
+    from tests.app.models import Effect
+
+    clean()
+    began = time.perf_counter()
+    for _ in range(count):
+        message_id = uuid.uuid4()
+        with transaction.atomic():
+            InboxMessage.objects.create(
+                stage="bench", message_id=message_id, destination=DESTINATION
+            )
+            Effect.objects.create(name="placed", message_id=message_id)
+            OutboxMessage.objects.create(
+                message_id=uuid.uuid4(),
+                destination="bench.next",
+                content_type="application/json",
+                body=b"x" * 300,
+            )
+    return count / (time.perf_counter() - began)
+
+
+def consume(count: int, concurrency: int = 1, **stage: Any) -> float:
+    """Return the rate at which `count` waiting messages are consumed."""
+    from django_txmsg import wire
+    from django_txmsg.brokers import get_broker
+    from django_txmsg.brokers.base import Outgoing
+    from django_txmsg.consumer import Consumer
+    from django_txmsg.stages import Stage
+
+    clean()
+    destination = f"{DESTINATION}.{uuid.uuid4().hex[:8]}"
+    with get_broker().open() as session:
+        for start in range(0, count, 500):
+            session.send(
+                [
+                    Outgoing(
+                        destination,
+                        {
+                            wire.MESSAGE_ID: str(uuid.uuid4()),
+                            wire.CONTENT_TYPE: wire.JSON,
+                        },
+                        b'{"n": %d, "text": "%s"}' % (number, b"x" * 270),
+                    )
+                    for number in range(start, min(start + 500, count))
+                ]
+            )
+    declared = Stage(
+        name=destination,
+        destination=destination,
+        handler=handler,
+        concurrency=concurrency,
+        **stage,
+    )
+    consumer = Consumer([declared])
+    thread = threading.Thread(target=consumer.run)
+    thread.start()
+    while consumer.handled < count * 0.05:
+        time.sleep(0.001)
+    first, began = consumer.handled, time.perf_counter()
+    while consumer.handled < count:
+        time.sleep(0.001)
+    rate = (count - first) / (time.perf_counter() - began)
+    consumer.stop()
+    thread.join()
+    return rate
+
+
+def clean() -> None:
+    """Empty the tables, so that every run meets the same database."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "TRUNCATE django_txmsg_inboxmessage, django_txmsg_outboxmessage, app_effect"
+        )
+        cursor.execute("CHECKPOINT")
+
+
+if __name__ == "__main__":
+    main()

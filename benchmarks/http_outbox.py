@@ -1,0 +1,164 @@
+"""What the HTTP outbox costs a request: one row and two messages, in three ways.
+
+    python -m benchmarks.http_outbox [--seconds 6] [--rounds 5]
+
+gunicorn, PostgreSQL and ActiveMQ run on this machine, as does the client that loads
+them. "sustained" counts the messages' way to the broker in: the request rate at which
+the outbox does not grow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from . import stand
+
+CLIENTS = 8
+KINDS = {
+    "no middleware, no messages": "bare",
+    "OutboxMiddleware, two messages": "outbox",
+    "ATOMIC_REQUESTS, two stomp.py sends": "direct",
+}
+_numbers = itertools.count()
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    from tests import services
+
+    broker = services.shared(services.ActiveMQ).url()
+    database = stand.postgresql()
+    stand.django(database, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
+    rates: dict[str, list[float]] = {name: [] for name in KINDS}
+    sustained: dict[str, list[float]] = {name: [] for name in KINDS}
+    middle: dict[str, list[float]] = {name: [] for name in KINDS}
+    for kind in KINDS.values():
+        # The broker's compiler has seen all of it before anything counts.
+        with serving(kind, database, broker) as port:
+            load(port, 3.0)
+            wait_for_dispatch()
+    for number in range(options.rounds):
+        for name, kind in KINDS.items():
+            clean()
+            with serving(kind, database, broker) as port:
+                load(port, 1.5)
+                began = time.perf_counter()
+                count, latencies = load(port, options.seconds)
+                took = time.perf_counter() - began
+                rates[name].append(count / took)
+                middle[name].append(sorted(latencies)[len(latencies) // 2] * 1000)
+                wait_for_dispatch()
+                sustained[name].append(count / (time.perf_counter() - began))
+            print(f"  round {number + 1}: {name}: {rates[name][-1]:,.0f}/s",
+                  file=sys.stderr, flush=True)  # fmt: skip
+    against = next(iter(KINDS))
+    stand.table("HTTP requests", rates, against, "requests/s")
+    stand.table("HTTP requests, sustained", sustained, against, "requests/s")
+    stand.table("HTTP requests, median latency", middle, against, "ms")
+
+
+@contextmanager
+def serving(kind: str, database: str, broker: str) -> Iterator[int]:
+    """Run gunicorn with two workers of four threads for one contender."""
+    from tests.services import free_port
+
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-m", "gunicorn", "--workers", "2", "--threads", "4"],
+            *["--bind", f"127.0.0.1:{port}", "--keep-alive", "60"],
+            *["--log-level", "warning", "--no-control-socket"],
+            "benchmarks._http_app:application",
+        ],
+        cwd=Path(__file__).resolve().parents[1],
+        env={
+            **os.environ,
+            "TXMSG_BENCH_KIND": kind,
+            "TXMSG_BENCH_BROKER": broker,
+            "TXMSG_BENCH_DATABASE": database,
+        },
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                http.client.HTTPConnection("127.0.0.1", port).request("GET", "/")
+                break
+            except OSError:
+                if time.monotonic() > until or process.poll() is not None:
+                    raise
+                time.sleep(0.1)
+        yield port
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def load(port: int, seconds: float) -> tuple[int, list[float]]:
+    """Send requests for so long from all clients; return how many, and their times."""
+    latencies: list[float] = []
+    errors: list[str] = []
+    until = time.perf_counter() + seconds
+
+    def client() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        while (began := time.perf_counter()) < until:
+            connection.request("POST", f"/place?number={next(_numbers)}")
+            response = connection.getresponse()
+            response.read()
+            if response.status != 201:
+                errors.append(f"{response.status} {response.reason}")
+                return
+            latencies.append(time.perf_counter() - began)
+
+    threads = [threading.Thread(target=client) for _ in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise SystemExit(f"The view failed: {errors[:3]}")
+    return len(latencies), latencies
+
+
+def wait_for_dispatch() -> None:
+    """Wait until the outbox has nothing left to send."""
+    from django_txmsg.models import OutboxMessage
+
+    until = time.monotonic() + 60
+    while OutboxMessage.objects.filter(dispatched_at=None).exists():
+        if time.monotonic() > until:
+            raise SystemExit("Messages were not dispatched within 60 s.")
+        time.sleep(0.02)
+
+
+def clean() -> None:
+    """Empty the tables."""
+    from django.db import connection
+
+    from django_txmsg.models import OutboxMessage
+    from tests.app.models import Order
+
+    with connection.cursor() as cursor:
+        for model in (OutboxMessage, Order):
+            cursor.execute(f"TRUNCATE {model._meta.db_table} CASCADE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The relay on tables that have grown, and under an old snapshot that stays open.
+
+    python -m benchmarks.relay_big_table grown  [--dispatched 2000000]
+    python -m benchmarks.relay_big_table pinned [--messages 200000]
+
+The embedded broker stands in for a real one that never slows down: a session that
+answers every batch with a receipt at once, so that the database's part is all there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from . import stand
+
+
+def main() -> None:
+    """Measure and print what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=["grown", "pinned"])
+    parser.add_argument("--dispatched", type=int, default=2_000_000)
+    parser.add_argument("--pending", type=int, default=500_000)
+    parser.add_argument("--messages", type=int, default=200_000)
+    options = parser.parse_args()
+    database = stand.postgresql()
+    stand.django(database, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
+    if options.case == "grown":
+        grown(options.dispatched, options.pending)
+    else:
+        pinned(database, options.messages)
+
+
+def lane() -> Any:
+    """Return a lane whose broker takes everything at once."""
+    from django_txmsg.brokers.base import Outgoing
+    from django_txmsg.relay import Lane
+
+    class Instant:
+        def send(self, batch: Sequence[Outgoing], *, isolate: bool = False) -> Any:
+            return [None] * len(batch)
+
+        def close(self) -> None: ...
+
+    made = Lane("default", "default")
+    made._session = Instant()  # type: ignore[assignment]  # all of Session it needs
+    return made
+
+
+def fill(count: int, *, dispatched: bool) -> None:
+    """Insert rows as a long life would have left them."""
+    from django.db import connection
+
+    when = "now() - interval '1 day'" if dispatched else "NULL"
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"""
+            INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,
+                destination, key, correlation_id, headers, content_type, body,
+                attempts, last_error, created_at, due_at, dispatched_at)
+            SELECT gen_random_uuid(), '', 'default', 'bench.big', '', '', '{{}}',
+                'application/octet-stream', convert_to(repeat('x', 300), 'UTF8'), 0, '',
+                now(), clock_timestamp(), {when}
+            FROM generate_series(1, %s)
+            """,
+            [count],
+        )
+
+
+def vacuum() -> None:
+    """Bring the statistics up to date, as autovacuum would have."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE django_txmsg_outboxmessage")
+        cursor.execute("CHECKPOINT")
+
+
+def rate(count: int, working: Any) -> float:
+    """Return the rate of the next `count` messages."""
+    began, done = time.perf_counter(), 0
+    while done < count:
+        claimed = working.dispatch()
+        assert claimed, "the outbox ran dry"
+        done += claimed
+    return done / (time.perf_counter() - began)
+
+
+def memory() -> float:
+    """Return this process's resident megabytes."""
+    import psutil
+
+    return float(psutil.Process().memory_info().rss / 1e6)
+
+
+def grown(dispatched: int, pending: int) -> None:
+    """Compare an almost empty table with one full of history and backlog."""
+    from django.db import connection
+
+    fill(20_000, dispatched=False)
+    vacuum()
+    small = rate(20_000, lane())
+    with connection.cursor() as cursor:
+        cursor.execute("TRUNCATE django_txmsg_outboxmessage")
+    fill(dispatched, dispatched=True)
+    fill(pending, dispatched=False)
+    vacuum()
+    working = lane()
+    rate(1000, working)
+    before = memory()
+    large = rate(20_000, working)
+    rest = rate(min(100_000, pending // 2), working)
+    print(f"\nempty table: {small:,.0f} messages/s")
+    print(
+        f"{dispatched:,} dispatched and {pending:,} pending: {large:,.0f} messages/s,"
+    )
+    print(f"ratio {large / small:.2f}; the next 100,000: {rest:,.0f} messages/s")
+    print(f"memory {before:.0f} MB before, {memory():.0f} MB after")
+
+
+def pinned(database: str, count: int) -> None:
+    """Relay under an old snapshot, and compare the end with the beginning."""
+    import psycopg
+
+    fill(count, dispatched=False)
+    vacuum()
+    holder = psycopg.connect(database)
+    holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    holder.execute("SELECT count(*) FROM django_txmsg_outboxmessage")
+    working = lane()
+    rate(1000, working)
+    first = rate(20_000, working)
+    middle = rate(count - 42_000, working)
+    last = rate(20_000, working)
+    print(f"\n{count:,} messages under one old snapshot")
+    print(f"first 20,000: {first:,.0f}/s   middle: {middle:,.0f}/s")
+    print(f"last 20,000: {last:,.0f}/s   ratio {last / first:.2f}")
+    holder.close()
+
+
+if __name__ == "__main__":
+    main()

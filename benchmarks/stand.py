@@ -1,0 +1,119 @@
+"""What every benchmark stands on: real servers, a Django project, a table of ratios.
+
+Absolute figures are this machine's of this hour; a competitor runs in the same run,
+turn by turn, and only the ratio of the medians is worth quoting.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def postgresql(name: str = "bench") -> str:
+    """Start a PostgreSQL of our own and return the URL of an empty database."""
+    from tests import services
+
+    return services.shared(services.PostgreSQL).create_database(name)
+
+
+def django(database_url: str, txmsg: Mapping[str, Any]) -> None:
+    """Set up Django in this process on an empty database, and migrate it."""
+    import environ
+    from django.conf import settings
+    from django.core.management import call_command
+
+    os.environ.setdefault("TXMSG_TEST_DIR", tempfile.mkdtemp(prefix="txmsg-bench-"))
+    settings.configure(
+        DATABASES={"default": environ.Env.db_url_config(database_url)},
+        INSTALLED_APPS=[
+            "django.contrib.contenttypes",
+            "django.contrib.auth",
+            "django_txmsg",
+            "tests.app",
+        ],
+        DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
+        SECRET_KEY="bench",
+        USE_TZ=True,
+        # As a service would that writes its log to a file, not to this terminal.
+        LOGGING={
+            "version": 1,
+            "disable_existing_loggers": False,
+            "loggers": {"django_txmsg": {"level": "CRITICAL"}},
+        },
+        TXMSG=dict(txmsg),
+    )
+    import django as framework
+
+    framework.setup()
+    call_command("migrate", verbosity=0)
+
+
+def peer(mode: str, broker_url: str, count: int) -> float:
+    """Return django-outbox-pattern 3.2.1's rate, in an environment of its own that is
+    made on demand."""
+    home = Path(tempfile.gettempdir()) / "txmsg-bench-peer"
+    python = home / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "-q",
+             "django-outbox-pattern==3.2.1", "psycopg[binary]"],
+            check=True,
+        )  # fmt: skip
+    environment = {
+        **os.environ,
+        "PEER_DATABASE": postgresql("peer"),
+        "PEER_BROKER": broker_url,
+        "PEER_COUNT": str(count),
+    }
+    result = subprocess.run(
+        [str(python), str(Path(__file__).with_name("peer_side.py")), mode],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return float(result.stdout.split()[-1])
+
+
+def turns(
+    contenders: Mapping[str, Callable[[], float]], rounds: int
+) -> dict[str, list[float]]:
+    """Run the contenders turn by turn and return each one's figures."""
+    figures: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        for name, run in contenders.items():
+            figures[name].append(run())
+            print(
+                f"  round {number + 1}: {name}: {figures[name][-1]:,.0f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return figures
+
+
+def table(
+    title: str,
+    figures: Mapping[str, Sequence[float]],
+    against: str,
+    unit: str = "messages/s",
+) -> None:
+    """Print medians, spread, and each median's ratio to the one of `against`."""
+    base = statistics.median(figures[against])
+    print(f"\n{title} ({unit}; median of {len(figures[against])} runs)")
+    print(f"{'':48} {'median':>10} {'min':>10} {'max':>10} {'ratio':>7}")
+    for name, values in figures.items():
+        median = statistics.median(values)
+        print(
+            f"{name:48} {median:10,.1f} {min(values):10,.1f} {max(values):10,.1f}"
+            f" {median / base:7.2f}"
+        )
