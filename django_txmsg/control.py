@@ -7,7 +7,6 @@ dispatches them. If the session never committed, the control message ends quietl
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import threading
 import time
@@ -19,26 +18,18 @@ from typing import Any
 
 from django.db import InterfaceError, OperationalError, connections
 from django.utils import timezone
-from django.utils.connection import ConnectionDoesNotExist
 
-from . import conf, oracle, outbox, signals, wire
-from .brokers.base import Delivery, Outgoing
+from . import conf, oracle, outbox, signals
+from .brokers.base import Delivery
 from .channel import control_channel
+from .control_message import ControlMessage
 from .errors import BrokerError, CommitTimedOut
-from .models import OutboxMessage, SessionRecord
-from .models.fields import now_sql, read_instant
-from .models.outbox import PENDING
+from .models import SessionRecord
 from .models.sessions import SessionStatus
 from .oracle import Verdict
+from .pending import Pending
 
 log = logging.getLogger("django_txmsg.control")
-
-SESSION = "txmsg-session"
-USING = "txmsg-using"
-ORACLE = "txmsg-oracle"
-TRANSACTION = "txmsg-transaction"
-MAX_COMMIT_DURATION = "txmsg-max-commit-duration"
-COMMIT_DELAY_INCREMENT = "txmsg-commit-delay-increment"
 
 #: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
 #: in progress: what a slow commit adds to a message's way at most.
@@ -56,69 +47,6 @@ class LookAgain(Exception):
     def __init__(self, after: float) -> None:
         super().__init__(f"look again in {after:.3f} s")
         self.after = after
-
-
-@dataclass(frozen=True, slots=True)
-class ControlMessage:
-    """Whom to look for, where, and how to learn whether it has committed.
-
-    `oracle` is "transaction" (ask the database for `transaction`), "delay" (wait), or
-    "arrival" (the control message itself was committed with the session).
-    """
-
-    id: str
-    session_id: uuid.UUID
-    using: str
-    oracle: str
-    transaction: str = ""
-    max_commit_duration: float = 15.0
-    commit_delay_increment: float = 0.5
-    sent_at: dt.datetime | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, delivery: Delivery) -> ControlMessage:
-        """Raises ValueError when the delivery is no control message."""
-        headers = delivery.headers
-        using = headers.get(USING, "")
-        try:
-            connections[using]
-        except ConnectionDoesNotExist:
-            raise ValueError(f"there is no database {using!r}") from None
-        try:
-            sent_at = wire.parse_instant(headers.get(wire.CREATED, ""))
-        except ValueError:
-            sent_at = None
-        return cls(
-            id=headers.get(wire.MESSAGE_ID) or delivery.broker_message_id,
-            session_id=uuid.UUID(headers.get(SESSION, "")),
-            using=using,
-            oracle=headers.get(ORACLE, ""),
-            transaction=headers.get(TRANSACTION, ""),
-            max_commit_duration=float(headers.get(MAX_COMMIT_DURATION, 15.0)),
-            commit_delay_increment=float(headers.get(COMMIT_DELAY_INCREMENT, 0.5)),
-            sent_at=sent_at,
-            headers=dict(headers),
-        )
-
-    def outgoing(self) -> Outgoing:
-        """The message as it goes on the wire: durable, without a body."""
-        service = conf.get().SERVICE
-        headers = {
-            **self.headers,
-            wire.CONTENT_TYPE: wire.BYTES,
-            wire.MESSAGE_ID: self.id,
-            wire.SERVICE: service,
-            wire.CREATED: wire.format_instant(timezone.now()),
-            SESSION: str(self.session_id),
-            USING: self.using,
-            ORACLE: self.oracle,
-            MAX_COMMIT_DURATION: f"{self.max_commit_duration:g}",
-            COMMIT_DELAY_INCREMENT: f"{self.commit_delay_increment:g}",
-        }
-        if self.transaction:
-            headers[TRANSACTION] = self.transaction
-        return Outgoing(wire.control_destination(service), headers, b"")
 
 
 def announce(
@@ -265,7 +193,7 @@ def _look(
     if verdict is Verdict.ABORTED:
         return "rolled_back"
     # Only now: the rows of a transaction are not seen before its end is.
-    pending = Pending.of(control)
+    pending = Pending.of(control.using, control.session_id)
     if verdict is Verdict.COMMITTED or pending.count:
         return _ship(control, look, pending, dispatch)
     return _wait_or_give_up(control, look)
@@ -281,7 +209,7 @@ def _ship(
         return "already_dispatched"
     if pending.wait <= 0:
         dispatch(control.using, control.session_id)
-        pending = Pending.of(control)
+        pending = Pending.of(control.using, control.session_id)
         if not pending.count:
             return "dispatched"
     if pending.leased:
@@ -306,7 +234,7 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
     record = sessions.filter(pk=control.session_id).first()
     if record is not None and record.status == SessionStatus.COMMITTED:
         # Committed between the two queries, or dispatched before we came.
-        if Pending.of(control).count:
+        if Pending.of(control.using, control.session_id).count:
             raise LookAgain(0.0)
         return "already_dispatched"
     left = control.max_commit_duration - look.waited
@@ -323,49 +251,6 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
         control.max_commit_duration,
     )
     return "given_up"
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """What has not left of a session: how many messages, whether somebody holds one,
-    and in how many seconds the first of them can be claimed."""
-
-    count: int = 0
-    leased: bool = False
-    wait: float = 0.0
-
-    @classmethod
-    def of(cls, control: ControlMessage) -> Pending:
-        """Ask the outbox."""
-        rows = list(
-            OutboxMessage.objects.using(control.using)
-            .filter(PENDING, session_id=control.session_id)
-            .values_list("due_at", "lease_until")[:1000]
-        )
-        if not rows:
-            return cls()
-        now = _database_now(control.using)
-        waits = [
-            max((due - now).total_seconds(), (lease - now).total_seconds())
-            if lease is not None
-            else (due - now).total_seconds()
-            for due, lease in rows
-        ]
-        return cls(
-            count=len(rows),
-            leased=any(lease is not None and lease > now for _, lease in rows),
-            wait=max(0.0, min(waits)),
-        )
-
-
-def _database_now(using: str) -> dt.datetime:
-    connection = connections[using]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {now_sql(connection)}".replace("%%", "%"))
-        (value,) = cursor.fetchone()
-    now: dt.datetime | None = read_instant(value)
-    assert now is not None
-    return now
 
 
 def _remember(control: ControlMessage) -> Look:

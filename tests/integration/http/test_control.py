@@ -14,7 +14,14 @@ from django.db import connections, transaction
 from django.test import override_settings
 from django.utils import timezone
 
-from django_txmsg import control, outbox_session, send_message, signals, wire
+from django_txmsg import (
+    control,
+    control_message,
+    outbox_session,
+    send_message,
+    signals,
+    wire,
+)
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.brokers.database import DatabaseSession
@@ -425,12 +432,12 @@ def _forge(session_id: uuid.UUID, **facts: object) -> None:
     headers = {
         wire.MESSAGE_ID: str(uuid.uuid4()),
         wire.CREATED: wire.format_instant(timezone.now()),
-        control.SESSION: str(session_id),
-        control.USING: "default",
-        control.ORACLE: facts.pop("kind", "delay"),
-        control.TRANSACTION: facts.pop("transaction", ""),
-        control.MAX_COMMIT_DURATION: str(facts.pop("limit", 15)),
-        control.COMMIT_DELAY_INCREMENT: str(facts.pop("step", 0.5)),
+        control_message.SESSION: str(session_id),
+        control_message.USING: "default",
+        control_message.ORACLE: facts.pop("kind", "delay"),
+        control_message.TRANSACTION: facts.pop("transaction", ""),
+        control_message.MAX_COMMIT_DURATION: str(facts.pop("limit", 15)),
+        control_message.COMMIT_DELAY_INCREMENT: str(facts.pop("step", 0.5)),
         **facts,
     }
     headers = {name: value for name, value in headers.items() if value is not None}
