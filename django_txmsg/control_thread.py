@@ -23,7 +23,7 @@ from .brokers.base import Delivery, Session
 from .errors import BrokerUnavailable
 from .models import OutboxMessage
 from .models.outbox import PENDING
-from .relay import Lane
+from .relay import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.control_thread")
 
@@ -103,7 +103,9 @@ class ControlThread(threading.Thread):
         down: BrokerUnavailable | None = None
         for broker in set(pending.values_list("broker", flat=True)):
             if (using, broker) not in self._lanes:
-                self._lanes[using, broker] = Lane(using, broker)
+                self._lanes[using, broker] = Lane(
+                    using, broker, longest_lease=AFTER_COMMIT_LEASE
+                )
             lane = self._lanes[using, broker]
             try:
                 while lane.dispatch(session_id=session_id):

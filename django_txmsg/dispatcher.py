@@ -19,7 +19,7 @@ from django.db import connections
 from . import conf, signals
 from .breaker import Breaker
 from .errors import BrokerUnavailable
-from .relay import Lane
+from .relay import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
 
@@ -60,7 +60,7 @@ class Dispatcher:
         self._thread.join(timeout)
 
     def _run(self) -> None:
-        lane = Lane(self.using, self.broker)
+        lane = Lane(self.using, self.broker, longest_lease=AFTER_COMMIT_LEASE)
         limit = conf.get().RELAY.BATCH_SIZE
         stopping = False
         began = 0.0
@@ -119,7 +119,7 @@ if hasattr(os, "register_at_fork"):
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
     """Dispatch rows in this thread. An outage is logged and costs the caller nothing
     but its connection's time-out."""
-    lane = Lane(using, broker)
+    lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):
             pass

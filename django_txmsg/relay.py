@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import math
 import threading
 import time
 import uuid
@@ -32,6 +33,10 @@ log = logging.getLogger("django_txmsg.relay")
 #: What a lost or restarting database raises; another try is what it takes.
 _DATABASE_ERRORS = (OperationalError, InterfaceError)
 
+#: Longest lease, in seconds, of a lane that dispatches what was just committed. Web
+#: processes are killed more often than relays, and what one held waits for its end.
+AFTER_COMMIT_LEASE = 15.0
+
 
 class Lane:
     """One broker session and one database connection that relay together.
@@ -43,12 +48,17 @@ class Lane:
     SWEEP_SHARE = 0.05
 
     def __init__(
-        self, using: str, broker: str, *, batch_size: int | None = None
+        self,
+        using: str,
+        broker: str,
+        *,
+        batch_size: int | None = None,
+        longest_lease: float = math.inf,
     ) -> None:
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
-        self._lease = settings.LEASE
+        self._lease = min(settings.LEASE, longest_lease)
         self._session: Session | None = None
         self._isolate = False
         self._floor: dt.datetime | None = None
@@ -237,9 +247,11 @@ class Lane:
             self._count("lease_lost", count)
             log.warning(
                 "the lease of %d messages ended before they were settled; they are "
-                "sent again, and inboxes drop the copies. Raise "
-                'TXMSG["RELAY"]["LEASE"] if this recurs',
+                "sent again, and inboxes drop the copies. If this recurs, look why "
+                "the broker takes more than %g s for a batch, or raise "
+                'TXMSG["RELAY"]["LEASE"]',
                 count,
+                self._lease,
             )
             signals.lease_lost.send_robust(
                 sender=None, count=count, broker=self.broker_alias

@@ -6,14 +6,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from django.db import connections, transaction
+from django.db.models import DurationField, ExpressionWrapper, F
+from django.db.models.functions import Now
 
 from django_txmsg import dispatcher
+from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.outbox import send_message
+from django_txmsg.relay import AFTER_COMMIT_LEASE
 from tests.faults import wait_until
 from tests.running import committing, ship, txmsg
 
@@ -53,6 +58,33 @@ def test_inline_before_the_commit_returns() -> None:
             assert not QueueMessage.objects.exists()
         assert QueueMessage.objects.count() == 1
     assert not pending()
+
+
+@pytest.mark.parametrize("mode", ["inline", "thread"])
+def test_what_a_killed_process_held_is_soon_free(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay may hold rows for a minute, this process for a quarter of that."""
+    seen: list[float] = []
+    send_really = DatabaseSession.send
+
+    def send_and_look(session: Any, batch: Any, **options: Any) -> Any:
+        (row,) = OutboxMessage.objects.annotate(
+            left=ExpressionWrapper(F("lease_until") - Now(), DurationField())
+        )
+        seen.append(row.left.total_seconds())
+        return send_really(session, batch, **options)
+
+    monkeypatch.setattr(DatabaseSession, "send", send_and_look)
+    with txmsg(DISPATCH_ON_COMMIT=mode, RELAY={"LEASE": 60}):
+        send()
+        wait_until(lambda: not pending())
+    assert 0 < seen[0] <= AFTER_COMMIT_LEASE
+    with txmsg(DISPATCH_ON_COMMIT="off", RELAY={"LEASE": 60}):
+        OutboxMessage.objects.all().delete()
+        send()
+        assert ship() == 1
+    assert 30 < seen[1] <= 60
 
 
 def test_off_leaves_it_to_the_relay() -> None:
