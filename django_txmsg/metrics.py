@@ -27,6 +27,9 @@ BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800,
 )  # fmt: skip
 
+#: How often a control message's receiver looked at its session.
+LOOKS = (1, 2, 3, 5, 10, 20, 50, 100)
+
 _installed: dict[str, Any] = {}
 
 
@@ -44,9 +47,14 @@ def install(registry: Any = None) -> None:
     def counter(name: str, text: str, labels: tuple[str, ...]) -> Any:
         return client.Counter(f"txmsg_{name}", text, labels, **options)
 
-    def histogram(name: str, text: str, labels: tuple[str, ...]) -> Any:
+    def histogram(
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        buckets: tuple[float, ...] = BUCKETS,
+    ) -> Any:
         return client.Histogram(
-            f"txmsg_{name}", text, labels, buckets=BUCKETS, **options
+            f"txmsg_{name}", text, labels, buckets=buckets, **options
         )
 
     _installed.update(
@@ -62,6 +70,21 @@ def install(registry: Any = None) -> None:
         ),
         window_failed=counter(
             "dangerous_window_failed", "Broker commits that failed.", ("stage",)
+        ),
+        session=histogram(
+            "session_seconds", "From a session's begin to its end.", ("outcome",)
+        ),
+        control_sent=histogram(
+            "control_message_send_seconds", "Until its receipt.", ("outcome",)
+        ),
+        control_transit=histogram(
+            "control_message_transit_seconds", "From its sending to its arrival.", ()
+        ),
+        control_looks=histogram(
+            "control_message_attempts",
+            "Looks at the session until the control message was settled.",
+            ("outcome",),
+            LOOKS,
         ),
     )
     for signal, receiver in _RECEIVERS.items():
@@ -205,6 +228,22 @@ def _window(*, stage: str, seconds: float, failed: bool, **_: Any) -> None:
         _installed["window_failed"].labels(stage).inc()
 
 
+def _session(*, outcome: str, duration: float, **_: Any) -> None:
+    _installed["session"].labels(outcome).observe(duration)
+
+
+def _control_sent(*, outcome: str, duration: float, **_: Any) -> None:
+    _installed["control_sent"].labels(outcome).observe(duration)
+
+
+def _control_handled(
+    *, outcome: str, attempts: int, transit_time: float | None, **_: Any
+) -> None:
+    _installed["control_looks"].labels(outcome).observe(attempts)
+    if transit_time is not None:
+        _installed["control_transit"].observe(transit_time)
+
+
 _RECEIVERS: dict[Any, Callable[..., None]] = {
     signals.message_processed: _processed,
     signals.message_redelivered: _redelivered,
@@ -213,4 +252,7 @@ _RECEIVERS: dict[Any, Callable[..., None]] = {
     signals.lease_lost: _lease_lost,
     signals.outcome_unknown: _unknown,
     signals.dangerous_window: _window,
+    signals.session_ended: _session,
+    signals.control_message_sent: _control_sent,
+    signals.control_message_handled: _control_handled,
 }

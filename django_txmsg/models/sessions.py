@@ -7,6 +7,7 @@ only the first of them be true.
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 from typing import Any
 
@@ -51,6 +52,11 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                 return self._insert(session_id, SessionStatus.TOMBSTONE)
             finally:
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
+
+    def given_up(self, since: dt.timedelta) -> int:
+        """Count the tombstones written in the time just past."""
+        recent = self.filter(created_at__gte=Now() - since)
+        return recent.filter(status=SessionStatus.TOMBSTONE).count()
 
     def _insert(self, session_id: uuid.UUID, status: SessionStatus) -> bool:
         connection = connections[self.db]

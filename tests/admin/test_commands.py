@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import uuid
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 
-from django_txmsg.models import BulkOperation, OutboxMessage
+from django_txmsg.models import BulkOperation, OutboxMessage, SessionRecord
 from tests import factories
 
 pytestmark = pytest.mark.django_db
@@ -186,3 +187,14 @@ def test_status_in_words() -> None:
 
     assert "dead letters:                  1, oldest 2 h" in text
     assert "stage payments.charge: paused by somebody" in text
+
+
+def test_status_counts_the_sessions_of_a_day_that_were_given_up() -> None:
+    old, recent = uuid.uuid4(), uuid.uuid4()
+    for session_id in (old, recent):
+        assert SessionRecord.objects.give_up(session_id)
+    assert SessionRecord.objects.commit(uuid.uuid4())
+    SessionRecord.objects.filter(pk=old).update(created_at=factories.ago(hours=25))
+
+    assert as_json("message_status")["sessions_given_up"] == 1
+    assert "sessions given up in 24 h:     1" in run("message_status")

@@ -123,6 +123,43 @@ def test_metrics_count_what_the_process_does(registry: CollectorRegistry) -> Non
     assert value("dangerous_window_failed_total", stage="orders.place") == 1
 
 
+def test_metrics_count_sessions_and_control_messages(
+    registry: CollectorRegistry,
+) -> None:
+    facts: dict[str, Any] = {
+        "sender": None,
+        "session_id": uuid.uuid4(),
+        "using": "default",
+    }
+    for outcome, duration in (("committed", 0.02), ("failed", 0.7)):
+        signals.session_ended.send_robust(
+            outcome=outcome, duration=duration, stored=2, **facts
+        )
+    signals.control_message_sent.send_robust(
+        outcome="sent", duration=0.003, error=None, **facts
+    )
+    for attempts, transit_time in ((1, 0.02), (4, None)):
+        signals.control_message_handled.send_robust(
+            outcome="dispatched",
+            attempts=attempts,
+            transit_time=transit_time,
+            headers={},
+            **facts,
+        )
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"txmsg_{name}", labels)
+
+    assert value("session_seconds_count", outcome="committed") == 1
+    assert value("session_seconds_sum", outcome="failed") == 0.7
+    assert value("control_message_send_seconds_count", outcome="sent") == 1
+    assert value("control_message_attempts_count", outcome="dispatched") == 2
+    assert value("control_message_attempts_sum", outcome="dispatched") == 5
+    assert value("control_message_attempts_bucket", outcome="dispatched", le="3.0") == 1
+    # Without a time of sending that can be read, nothing is said of the transit.
+    assert value("control_message_transit_seconds_count") == 1
+
+
 def test_a_scrape_reads_the_database(db: None, client: Client) -> None:
     factories.OutboxMessageFactory(created_at=factories.ago(minutes=10))
     factories.OutboxMessageFactory(destination='odd "name"\n')

@@ -12,7 +12,7 @@ from django.core.management.base import BaseCommand
 from django.db import router
 
 from ... import status
-from ...models import OutboxMessage
+from ...models import OutboxMessage, SessionRecord
 from ...status import Place, Status, Waiting
 
 
@@ -28,14 +28,17 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         using = options["database"] or router.db_for_read(OutboxMessage)
         picture = status.read(using)
+        sessions = SessionRecord.objects.db_manager(using)
+        given_up = sessions.given_up(dt.timedelta(days=1))
         if options["json"]:
-            self.stdout.write(json.dumps(facts(picture), indent=2))
+            told = facts(picture) | {"sessions_given_up": given_up}
+            self.stdout.write(json.dumps(told, indent=2))
         else:
-            self._print(picture)
+            self._print(picture, given_up)
         if picture.overdue:
             sys.exit(1)
 
-    def _print(self, picture: Status) -> None:
+    def _print(self, picture: Status, given_up: int) -> None:
         line = self.stdout.write
         now = picture.now
         for title, waiting in (
@@ -53,6 +56,8 @@ class Command(BaseCommand):
             for name, place in sorted(places.items()):
                 if place.waiting.count or place.dead or place.paused_at:
                     line(f"  {title} {name}: {_place(place, now)}")
+        if given_up:
+            line(f"{'sessions given up in 24 h:':<31}{given_up}")
         silent = picture.silent_workers
         line(
             f"{'workers:':<31}{len(picture.workers)}"
