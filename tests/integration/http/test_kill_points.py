@@ -19,7 +19,7 @@ from django.db import connection
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, SessionRecord
 from tests.app.models import Effect, Order
 from tests.faults import ManageProcess, wait_until
-from tests.services import ActiveMQ
+from tests.services.stomp_server import StompServer
 
 from .server import SETTINGS, WebServer
 
@@ -38,9 +38,9 @@ BROKERS = (
 def txmsg(request: pytest.FixtureRequest, destination: str) -> dict[str, Any]:
     """Settings of the processes: both kinds of broker, and a short lease."""
     url = "database://?poll=0.02&lease=5"
-    if request.param == "activemq":
-        activemq: ActiveMQ = request.getfixturevalue("activemq")
-        url = activemq.url()
+    if request.param != "embedded":
+        server: StompServer = request.getfixturevalue(request.param)
+        url = server.url()
     return {
         # The broker outlives the test: a service of its own has its own destination.
         "SERVICE": destination,
@@ -127,6 +127,23 @@ def test_killed_after_the_commit(serve, consume, hook) -> None:
         # They were sent twice, under the same ids, and the inbox dropped the copies.
         wait_until(lambda: set(seen.values_list("deliveries", flat=True)) == {2})
     assert effects("1") == ["1:pay", "1:ship"]
+
+
+@pytest.mark.parametrize("txmsg", ["rabbitmq"], indirect=True)
+def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
+    """No relay, and nothing is dispatched after a commit: control messages do it all,
+    for who is killed after the commit, whose commit fails, and who lives."""
+    web = serve("after_the_commit", txmsg={"DISPATCH_ON_COMMIT": "off"})
+    web.post_and_die("order?number=killed")
+    consume()
+    wait_until(lambda: has_arrived("killed"))
+    assert_done_once("killed")
+
+    assert web.post("order?number=lost&then=bad_commit").status_code == 500
+    assert web.post("order?number=1").status_code == 201
+    wait_until(lambda: has_arrived("1"))
+    assert_done_once("1")
+    assert effects("lost") == []
 
 
 @pytest.mark.parametrize("hook", ["before_the_control_message", "before_the_commit"])
