@@ -89,6 +89,11 @@ def work_off(using: str, stop: threading.Event) -> int:
     return worked
 
 
+def running(using: str) -> bool:
+    """Return whether an operation has work left, be it that its rate says not yet."""
+    return BulkOperation.objects.using(using).filter(state=BulkState.RUNNING).exists()
+
+
 def finish(
     operation: BulkOperation,
     *,

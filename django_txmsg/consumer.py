@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 from django.db import DatabaseError, InterfaceError, connections, router
 
-from . import bulk, conf, periods, status
+from . import bulk, conf, periods, status, wire
 from .activity import Activity
 from .breaker import Breaker
+from .brokers import get_broker
 from .control_thread import ControlThread
 from .errors import BrokerUnavailable
 from .intake import IntakeThread
@@ -53,7 +54,7 @@ class Consumer:
             self._stage_thread(stage, throttle, number)
             for stage in stages
             for throttle in [self._throttle()]
-            for number in range(concurrency or stage.concurrency)
+            for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
         self._others: list[threading.Thread] = []
         self._reported: set[int] = set()
@@ -73,7 +74,8 @@ class Consumer:
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Work until stopped; `once`: until nothing has come for a while.
+        """Work until stopped; `once`: until nothing has come for a while, and no bulk
+        operation is running.
 
         Raises BrokerUnavailable with `once` when a stage's broker is down.
         """
@@ -115,14 +117,20 @@ class Consumer:
                 return
 
     def _all_done(self) -> bool:
-        """Return whether every stage has asked its broker and nobody has had work for
-        a while. Raises BrokerUnavailable when one cannot be asked."""
+        """Return whether every stage has asked its broker, nobody has had work for a
+        while, and no bulk operation is left. Raises BrokerUnavailable when one cannot be asked."""
         for alias in {thread.stage.broker for thread in self.threads}:
             error = self._breakers[alias].error
             if error is not None:
                 raise BrokerUnavailable(f"broker {alias!r} cannot be used: {error}")
         asked = all(thread.dry or thread.paused.is_set() for thread in self.threads)
-        return asked and not self.in_flight and self._activity.idle > IDLE
+        return (
+            asked
+            and not self.in_flight
+            and self._activity.idle > IDLE
+            # Who starts nothing but `--once` would never see one end.
+            and not bulk.running(self._using)
+        )
 
     def _obey(self) -> None:
         """Hold the stages that an operator has paused."""
@@ -156,7 +164,8 @@ class Consumer:
         kept_at = time.monotonic()
         while not self._stop.is_set():
             try:
-                bulk.work_off(self._using, self._stop)
+                if bulk.work_off(self._using, self._stop):
+                    self._activity.note()
                 if time.monotonic() - kept_at > PERIOD.total_seconds():
                     kept_at = time.monotonic()
                     # Counted now, nobody has to wait for the chart later.
@@ -183,3 +192,13 @@ class Consumer:
             activity=self._activity,
             number=number,
         )
+
+
+def _threads(stage: Stage, wanted: int) -> int:
+    """Return in how many threads the stage can be consumed, at most `wanted`: a broker
+    that keeps a topic's subscription for one connection refuses all the others."""
+    topic = stage.destination.startswith(wire.TOPIC_PREFIX)
+    if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
+        log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)
+        return 1
+    return wanted

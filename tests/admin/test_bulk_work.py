@@ -66,6 +66,24 @@ def test_a_killed_consumer_loses_and_doubles_nothing(
     each_once(1000)
 
 
+@pytest.mark.django_db(transaction=True)
+def test_once_ends_with_the_operation_and_leaves_a_paused_one(
+    manage: Callable[..., ManageProcess],
+) -> None:
+    factories.DeadLetterFactory.create_batch(90)
+    # Longer than the idle time after which there would be no more to wait for.
+    slow = bulk.start("discard", {}, rate=30)
+    paused = bulk.start("redeliver", {})
+    assert BulkOperation.objects.pause(paused.pk)
+
+    manage("consume", "--once").succeed()
+
+    slow.refresh_from_db()
+    paused.refresh_from_db()
+    assert (slow.state, slow.done) == ("done", 90)
+    assert (paused.state, paused.done) == ("paused", 0)
+
+
 @pytest.mark.postgresql
 @pytest.mark.django_db(transaction=True)
 def test_two_workers_share_an_operation_and_double_nothing(settings: Any) -> None:
