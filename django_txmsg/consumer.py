@@ -118,7 +118,10 @@ class Consumer:
 
     def _all_done(self) -> bool:
         """Return whether every stage has asked its broker, nobody has had work for a
-        while, and no bulk operation is left. Raises BrokerUnavailable when one cannot be asked."""
+        while, and no bulk operation is left.
+
+        Raises BrokerUnavailable when a broker cannot be asked.
+        """
         for alias in {thread.stage.broker for thread in self.threads}:
             error = self._breakers[alias].error
             if error is not None:
