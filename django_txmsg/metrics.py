@@ -116,9 +116,11 @@ class Collector:
         for name, place in picture.destinations.items():
             gauges.waiting("outbox", "destination", name, place.waiting, now)
             gauges.set("outbox_dead", "destination", name, place.dead)
+            gauges.set("outbox_muted", "destination", name, place.muted)
         for name, place in picture.stages.items():
             gauges.waiting("redelivery", "stage", name, place.waiting, now)
             gauges.set("stage_dead", "stage", name, place.dead)
+            gauges.set("stage_muted", "stage", name, place.muted)
             gauges.set("stage_paused", "stage", name, int(place.paused_at is not None))
         for name, waiting in picture.queues.items():
             gauges.waiting("queue", "destination", name, waiting, now)
@@ -153,11 +155,13 @@ _TEXTS = {
     "outbox_waiting": "Messages pending in the outbox, counted up to a cap.",
     "outbox_overdue": "Pending messages due for more than two minutes.",
     "outbox_oldest_due_age_seconds": "How long the oldest has been due.",
-    "outbox_dead": "Open dead letters that never left.",
+    "outbox_dead": "Open dead letters that never left, without muted errors.",
+    "outbox_muted": "Open dead letters that never left, of muted errors.",
     "redelivery_waiting": "Messages waiting for another attempt.",
     "redelivery_overdue": "Such messages due for more than two minutes.",
     "redelivery_oldest_due_age_seconds": "How long the oldest has been due.",
-    "stage_dead": "Open dead letters of the stage.",
+    "stage_dead": "Open dead letters of the stage, without muted errors.",
+    "stage_muted": "Open dead letters of the stage, of muted errors.",
     "stage_paused": "1 while an operator holds the stage.",
     "queue_waiting": "Messages in a queue of the embedded broker.",
     "queue_overdue": "Such messages available for more than two minutes.",

@@ -60,6 +60,7 @@ class Place:
     waiting: Waiting = field(default_factory=Waiting)
     dead: int = 0
     oldest_dead: dt.datetime | None = None
+    muted: int = 0
     last: dt.datetime | None = None
     processing: float | None = None
     critical: float | None = None
@@ -95,16 +96,19 @@ class Status:
 
     @property
     def dead(self) -> int:
-        """All open dead letters."""
-        return sum(place.dead for place in self.stages.values()) + sum(
-            place.dead for place in self.destinations.values()
-        )
+        """All open dead letters whose error nobody has muted."""
+        return sum(place.dead for place in self._places)
+
+    @property
+    def muted(self) -> int:
+        """All open dead letters of muted errors."""
+        return sum(place.muted for place in self._places)
 
     @property
     def oldest_dead(self) -> dt.datetime | None:
-        """Since when there have been open dead letters."""
-        places = [*self.stages.values(), *self.destinations.values()]
-        return min((p.oldest_dead for p in places if p.oldest_dead), default=None)
+        """Since when there have been open dead letters that are not muted."""
+        found = (place.oldest_dead for place in self._places if place.oldest_dead)
+        return min(found, default=None)
 
     @property
     def overdue(self) -> int:
@@ -138,6 +142,10 @@ class Status:
         """Whether nobody needs to do anything."""
         return not (self.overdue or self.dead or self.silent_workers or self.paused)
 
+    @property
+    def _places(self) -> list[Place]:
+        return [*self.stages.values(), *self.destinations.values()]
+
 
 def total(parts: Iterable[Waiting]) -> Waiting:
     """Return the sum of several places."""
@@ -167,13 +175,14 @@ def read(using: str = "default") -> Status:
     for name, last, processing, critical in _last_processed(using):
         place = _place(status.stages, name)
         place.last, place.processing, place.critical = last, processing, critical
-    for stage, destination, count, oldest in open_dead_letters(using):
+    for stage, destination, dead, oldest, muted in open_dead_letters(using):
         places, name = (
             (status.stages, stage) if stage else (status.destinations, destination)
         )
         place = _place(places, name)
-        place.dead += count
-        place.oldest_dead = min(filter(None, (place.oldest_dead, oldest)))
+        place.dead += dead
+        place.muted += muted
+        place.oldest_dead = min(filter(None, (place.oldest_dead, oldest)), default=None)
     for state in StageState.objects.using(using).filter(paused_at__isnull=False):
         place = _place(status.stages, state.stage)
         place.paused_at, place.paused_by = state.paused_at, state.paused_by
@@ -225,17 +234,22 @@ def queue_waiting(using: str) -> dict[str, Waiting]:
 
 def open_dead_letters(
     using: str,
-) -> list[tuple[str, str, int, dt.datetime]]:
-    """Return stage, destination, number and oldest of the open dead letters."""
+) -> list[tuple[str, str, int, dt.datetime | None, int]]:
+    """Return stage, destination, number and oldest of the open dead letters, and the
+    number of the muted ones, who are not in the other two."""
     with connections[using].cursor() as cursor:
         cursor.execute(
-            "SELECT stage, destination, COUNT(*), MIN(created_at)"
-            " FROM django_txmsg_deadletter WHERE resolution = 'open'"
-            " GROUP BY stage, destination"
+            "SELECT stage, destination,"
+            " COUNT(*) FILTER (WHERE note.id IS NULL),"
+            " MIN(created_at) FILTER (WHERE note.id IS NULL), COUNT(note.id)"
+            " FROM django_txmsg_deadletter letter"
+            " LEFT JOIN django_txmsg_failurenote note"
+            " ON note.fingerprint = letter.fingerprint AND note.muted"
+            " WHERE resolution = 'open' GROUP BY stage, destination"
         )
         return [
-            (stage, destination, count, _instant(oldest))
-            for stage, destination, count, oldest in cursor.fetchall()
+            (stage, destination, dead, read_instant(oldest), muted)
+            for stage, destination, dead, oldest, muted in cursor.fetchall()
         ]
 
 

@@ -35,6 +35,7 @@ TONES = {
     "open": "bad",
     "failed again": "bad",
     "discarded": "quiet",
+    "muted": "quiet",
     "cancelled": "quiet",
     "unknown here": "quiet",
 }

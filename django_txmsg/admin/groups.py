@@ -12,6 +12,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.shortcuts import render
 from django.urls import reverse
 
+from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.dead_letters import Resolution
 from .base import audit
@@ -40,6 +41,7 @@ class GroupPages:
             "groups": groups[:MOST_GROUPS],
             "more": max(0, len(groups) - MOST_GROUPS),
             "total": sum(group["count"] for group in groups),
+            "muted": sum(group["count"] for group in groups if group["muted"]),
             "may": {
                 "redeliver": self._admin.has_redeliver_permission(request),
                 "discard": self._admin.has_discard_permission(request),
@@ -48,25 +50,32 @@ class GroupPages:
         return render(request, "admin/django_txmsg/groups.html", context)
 
     def note(self, request: HttpRequest) -> HttpResponse:
-        """Keep what an operator found out about an error."""
+        """Keep what an operator found out about an error, and whether it is muted."""
         if not self._admin.has_redeliver_permission(request):
             raise PermissionDenied
-        fingerprint = request.POST.get("fingerprint", "")[:64]
-        notes = FailureNote.objects.using(router.db_for_write(FailureNote))
-        note, _ = notes.update_or_create(
-            fingerprint=fingerprint,
-            defaults={
-                "note": request.POST.get("note", "").strip()[:2000],
-                "noted_by": request.user.get_username()[:255],
-            },
-        )
-        audit(request, note, f"Noted on failures {fingerprint}: {note.note}")
-        messages.success(request, "The note is kept.")
+        notes = FailureNote.objects.db_manager(router.db_for_write(FailureNote))
+        try:
+            note = notes.keep(
+                request.POST.get("fingerprint", ""),
+                note=request.POST.get("note", ""),
+                muted=request.POST.get("muted") == "1",
+                by=request.user.get_username(),
+            )
+        except TxmsgError as error:
+            messages.error(request, str(error))
+        else:
+            muted = "Muted" if note.muted else "Noted on"
+            audit(request, note, f"{muted} failures {note.fingerprint}: {note.note}")
+            messages.success(
+                request,
+                "The error is muted." if note.muted else "The note is kept.",
+            )
         return HttpResponseRedirect(reverse("admin:django_txmsg_deadletter_changelist"))
 
 
 def grouped(using: str) -> list[dict[str, Any]]:
-    """Return the open dead letters by fingerprint, with an example and the note."""
+    """Return the open dead letters by fingerprint, with an example and the note; most
+    first, but for muted ones, which come last."""
     open_letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     groups: dict[str, dict[str, Any]] = {}
     rows: Any = open_letters.values("fingerprint", "stage", "destination").annotate(
@@ -85,19 +94,17 @@ def grouped(using: str) -> list[dict[str, Any]]:
         group["deaths"] = max(group["deaths"], row["deaths"])
         place = row["stage"] or f"relay to {row['destination']}"
         group["places"][place] = group["places"].get(place, 0) + row["count"]
-    ordered = sorted(groups.values(), key=lambda one: -one["count"])
+    # Written by hand, so there are few.
+    notes = {note.fingerprint: note for note in FailureNote.objects.using(using).all()}
+    for fingerprint, group in groups.items():
+        note = group["note"] = notes.get(fingerprint)
+        group["muted"] = note is not None and note.muted
+    ordered = sorted(groups.values(), key=lambda one: (one["muted"], -one["count"]))
     examples = DeadLetter.objects.using(using).in_bulk(
         [group["example"] for group in ordered[:MOST_GROUPS]]
     )
-    notes = {
-        note.fingerprint: note
-        for note in FailureNote.objects.using(using).filter(
-            fingerprint__in=[group["fingerprint"] for group in ordered[:MOST_GROUPS]]
-        )
-    }
     for group in ordered[:MOST_GROUPS]:
         letter = examples.get(group["example"])
         group["letter"] = letter
         group["error"] = (letter.exception or letter.reason) if letter else ""
-        group["note"] = notes.get(group["fingerprint"])
     return ordered

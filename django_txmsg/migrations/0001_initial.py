@@ -17,6 +17,7 @@ class Migration(migrations.Migration):
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 ("fingerprint", models.CharField(max_length=64, unique=True)),
                 ("note", models.TextField(blank=True, default="")),
+                ("muted", models.BooleanField(default=False)),
                 ("noted_by", models.CharField(blank=True, default="", max_length=255)),
                 (
                     "noted_at",

@@ -1,9 +1,50 @@
-"""An operator's note on all dead letters of one fingerprint."""
+"""What operators found out about an error, for all dead letters of its fingerprint.
+
+A muted error is known and waited out: its dead letters stay where they are and can be
+redelivered as ever, but the overview and the alarms do not count them.
+"""
 
 from __future__ import annotations
 
-from django.db import models
+from django.db import models, router, transaction
 from django.db.models.functions import Now
+
+from ..errors import TxmsgError
+
+
+class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The one way in which notes change."""
+
+    def keep(
+        self,
+        fingerprint: str,
+        *,
+        by: str,
+        note: str | None = None,
+        muted: bool | None = None,
+    ) -> FailureNote:
+        """Keep a note, and whether its error is muted. What is None stays as it was.
+
+        Raises TxmsgError for a muted error without a note that says why.
+        """
+        using = self._db or router.db_for_write(self.model)
+        notes = self.using(using)
+        with transaction.atomic(using=using):
+            notes.get_or_create(fingerprint=fingerprint[:64])
+            row: FailureNote = notes.select_for_update().get(
+                fingerprint=fingerprint[:64]
+            )
+            if note is not None:
+                row.note = note.strip()[:2000]
+            if muted is not None:
+                row.muted = muted
+            if row.muted and not row.note:
+                raise TxmsgError("Say in the note why this error is muted.")
+            row.noted_by = by[:255]
+            row.noted_at = Now()
+            row.save(using=using)
+        row.refresh_from_db(using=using)
+        return row
 
 
 class FailureNote(models.Model):
@@ -12,8 +53,11 @@ class FailureNote(models.Model):
     id = models.BigAutoField(primary_key=True)
     fingerprint = models.CharField(max_length=64, unique=True)
     note = models.TextField(default="", blank=True)
+    muted = models.BooleanField(default=False)
     noted_by = models.CharField(max_length=255, default="", blank=True)
     noted_at = models.DateTimeField(db_default=Now())
+
+    objects = FailureNoteManager()
 
     def __str__(self) -> str:
         return self.note.partition("\n")[0] or self.fingerprint

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 
-from django_txmsg.models import BulkOperation, OutboxMessage, SessionRecord
+from django_txmsg.models import BulkOperation, FailureNote, OutboxMessage, SessionRecord
 from tests import factories
 
 pytestmark = pytest.mark.django_db
@@ -104,6 +104,24 @@ def test_a_dry_run_says_how_many_and_does_nothing() -> None:
     assert not BulkOperation.objects.exists()
 
 
+def test_an_error_is_noted_on_muted_and_unmuted() -> None:
+    letter = factories.DeadLetterFactory()
+    chosen = ("--fingerprint", letter.fingerprint)
+
+    run("dead_letters", "note", *chosen, "--text", "Ticket 7.")
+    assert "(muted): Ticket 7." in run("dead_letters", "mute", *chosen)
+    assert "(muted)" in run("dead_letters", "groups")
+    assert "1 muted" in run("message_status")
+    facts = as_json("message_status")
+    assert (facts["dead"]["count"], facts["dead"]["muted"]) == (0, 1)
+    assert facts["well"] is True
+
+    run("dead_letters", "unmute", *chosen)
+    (group,) = as_json("dead_letters", "groups")
+    assert (group["note"], group["muted"]) == ("Ticket 7.", False)
+    assert FailureNote.objects.get().noted_by.startswith("command: ")
+
+
 def test_skipped_ones_are_reported_and_force_takes_them() -> None:
     letter = factories.DeadLetterFactory()
     factories.InboxMessageFactory(message_id=letter.message_id)
@@ -135,6 +153,9 @@ def test_messages_older_than_the_inbox_are_warned_about() -> None:
         (["redeliver", "--all", "--older-than", "soon"], "30m, 12h or 7d"),
         (["redeliver", "--all", "--rate", "0"], "greater than zero"),
         (["show"], "Which one"),
+        (["note", "--text", "x"], "Which error"),
+        (["note", "--fingerprint", "x"], "What is to be noted"),
+        (["mute", "--fingerprint", "x"], "why this error is muted"),
     ],
 )
 def test_what_is_not_clear_is_not_done(arguments: list[str], word: str) -> None:

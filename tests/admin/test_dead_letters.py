@@ -9,6 +9,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
 
+from django_txmsg import status
 from django_txmsg.models import FailureNote
 from tests import factories
 
@@ -185,3 +186,47 @@ def test_the_number_of_queries_is_fixed(
         factories.DeadLetterFactory.create_batch(3, fingerprint=f"{number:016}")
     with django_assert_num_queries(queries):
         operator.get(url)
+
+
+def test_a_muted_error_is_off_the_overview_and_the_alarms(
+    operator: Client, viewer: Client
+) -> None:
+    muted = {"fingerprint": "a" * 16, "muted": "1"}
+    factories.DeadLetterFactory.create_batch(3, fingerprint="a" * 16)
+    factories.DeadLetterFactory(fingerprint="b" * 16, stage="mail.send")
+
+    operator.post(f"{URL}note/", {**muted, "note": " "})
+    assert not FailureNote.objects.exists()
+    operator.post(f"{URL}note/", {**muted, "note": "Until the gateway is back"})
+
+    groups = operator.get(URL).context["groups"]
+    assert [(one["count"], one["muted"]) for one in groups] == [(1, False), (3, True)]
+    picture = status.read()
+    assert (picture.dead, picture.muted) == (1, 3)
+    assert (picture.stages["orders.place"].dead, picture.well) == (0, False)
+    page = viewer.get("/admin/django_txmsg/").content.decode()
+    assert "3 more muted" in page
+    assert 'txmsg_stage_dead{stage="orders.place"} 0.0' in scrape(viewer)
+    assert 'txmsg_stage_muted{stage="orders.place"} 3.0' in scrape(viewer)
+
+    operator.post(
+        f"{URL}confirm/", {"kind": "discard", "fingerprint": "b" * 16}, follow=True
+    )
+    assert status.read().well
+    assert "All is well." in viewer.get("/admin/django_txmsg/").content.decode()
+    # Muted or not, they can be redelivered, and the next one that dies is muted too.
+    factories.DeadLetterFactory(fingerprint="a" * 16)
+    assert status.read().muted == 4
+
+    operator.post(f"{URL}note/", {"fingerprint": "a" * 16, "note": "It is back"})
+    picture = status.read()
+    assert (picture.dead, picture.muted) == (4, 0)
+    assert [one.change_message for one in LogEntry.objects.order_by("pk")][::2] == [
+        f"Muted failures {'a' * 16}: Until the gateway is back",
+        f"Noted on failures {'a' * 16}: It is back",
+    ]
+
+
+def scrape(client: Client) -> str:
+    """Return what Prometheus gets."""
+    return client.get("/txmsg/metrics/").content.decode()

@@ -1,4 +1,4 @@
-"""`manage.py dead_letters`: lists, shows, redelivers, discards and restores them.
+"""`manage.py dead_letters`: lists, shows, redelivers, discards and notes on them.
 
 What the admin does, through the same functions, for the terminal and for scripts.
 """
@@ -21,10 +21,11 @@ from django.utils import timezone
 
 from ... import bulk, conf, masking, selection
 from ...errors import TxmsgError
-from ...models import BulkOperation, DeadLetter
+from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk import BulkKind, BulkState
 
 _CHANGING = ("redeliver", "discard", "restore")
+_NOTING = ("note", "mute", "unmute")
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
@@ -35,8 +36,9 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "action", choices=["list", "groups", "show", *_CHANGING], metavar="ACTION",
-            help="list, groups, show, redeliver, discard or restore",
+            "action",
+            choices=["list", "groups", "show", *_CHANGING, *_NOTING], metavar="ACTION",
+            help="list, groups, show, redeliver, discard, restore, note, mute, unmute",
         )  # fmt: skip
         parser.add_argument(
             "ids", nargs="*", metavar="ID", help="of a dead letter or of a message"
@@ -46,6 +48,7 @@ class Command(BaseCommand):
         parser.add_argument("--destination")
         parser.add_argument("--fingerprint", help="of the error")
         parser.add_argument("--reason", help="why it was buried")
+        parser.add_argument("--text", help="of note and mute: what is known")
         parser.add_argument(
             "--older-than", metavar="AGE", help="buried so long ago: 30m, 12h, 7d"
         )
@@ -78,6 +81,8 @@ class Command(BaseCommand):
                     raise CommandError("Which one? Give its id or its message's id.")
                 for letter in selection.filtered(filters, using=using).order_by("pk"):
                     self._show(letter, options)
+            elif action in _NOTING:
+                self._note(action, using, options)
             else:
                 if not filters and not options["all"]:
                     raise CommandError(
@@ -157,8 +162,12 @@ class Command(BaseCommand):
             .filter(pk__in=[group["example"] for group in groups])
             .values_list("pk", "exception")
         )
+        notes = FailureNote.objects.using(letters.db).in_bulk(field_name="fingerprint")
         for group in groups:
             group["exception"] = errors.get(group.pop("example"), "")
+            note = notes.get(group["fingerprint"])
+            group["note"] = note.note if note else ""
+            group["muted"] = note is not None and note.muted
         if options["json"]:
             self._print(groups)
             return
@@ -167,6 +176,7 @@ class Command(BaseCommand):
                 f"{group['count']:>8}  {group['fingerprint']}  "
                 f"{group['first']:%Y-%m-%d %H:%M} to {group['last']:%Y-%m-%d %H:%M}  "
                 f"{group['exception'].partition(chr(10))[0][:80]}"
+                f"{' (muted)' if group['muted'] else ''}"
             )
 
     def _show(self, letter: DeadLetter, options: dict[str, Any]) -> None:
@@ -184,6 +194,20 @@ class Command(BaseCommand):
         for name, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
             self.stdout.write(f"{name}: {text}")
+
+    def _note(self, action: str, using: str, options: dict[str, Any]) -> None:
+        if not options["fingerprint"]:
+            raise CommandError(f"Which error to {action}? Give its --fingerprint.")
+        if action == "note" and options["text"] is None:
+            raise CommandError("What is to be noted? Give it as --text.")
+        note = FailureNote.objects.db_manager(using).keep(
+            options["fingerprint"],
+            note=options["text"],
+            muted=None if action == "note" else action == "mute",
+            by=f"command: {_user()}",
+        )
+        muted = " (muted)" if note.muted else ""
+        self.stdout.write(f"Noted on {note.fingerprint}{muted}: {note.note}")
 
     def _change(
         self, action: str, filters: dict[str, Any], using: str, options: dict[str, Any]

@@ -48,7 +48,8 @@ class Command(BaseCommand):
         ):
             line(f"{title + ':':<31}{_waiting(waiting, now)}")
         oldest = f", oldest {_age(picture.oldest_dead, now)}" if picture.dead else ""
-        line(f"{'dead letters:':<31}{picture.dead}{oldest}")
+        muted = f", and {picture.muted} muted" if picture.muted else ""
+        line(f"{'dead letters:':<31}{picture.dead}{oldest}{muted}")
         for title, places in (
             ("destination", picture.destinations),
             ("stage", picture.stages),
@@ -87,6 +88,7 @@ def facts(picture: Status) -> dict[str, Any]:
     def place(one: Place) -> dict[str, Any]:
         return waiting(one.waiting) | {
             "dead": one.dead,
+            "muted": one.muted,
             "oldest_dead_age": _seconds(one.oldest_dead, now),
             "last_age": _seconds(one.last, now),
         }
@@ -101,6 +103,7 @@ def facts(picture: Status) -> dict[str, Any]:
         "dead": {
             "count": picture.dead,
             "oldest_age": _seconds(picture.oldest_dead, now),
+            "muted": picture.muted,
         },
         "destinations": {n: place(p) for n, p in picture.destinations.items()},
         "stages": {
