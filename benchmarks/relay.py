@@ -53,17 +53,29 @@ def main() -> None:
     count = options.messages
     contenders = {
         "bare producer, the same batches": lambda: bare(broker.url(), count),
-        "relay, one process": lambda: relay(broker, count, 1),
-        "relay, two processes": lambda: relay(broker, count, 2, database),
+        "relay": lambda: relay(broker, count),
     }
     if options.peer:
         contenders["django-outbox-pattern 3.2.1"] = lambda: stand.peer(
             "relay", broker.url(), count
         )
+    # A broker that has just started is at its slowest for whoever comes first.
+    for _ in range(2):
+        bare(broker.url(), count)
     figures = stand.turns(contenders, options.rounds)
     stand.table(f"relay to {options.broker}", figures, next(iter(contenders)))
     if options.peer:
         stand.table("beside the nearest peer", figures, "django-outbox-pattern 3.2.1")
+    many = 4 * count
+    figures = stand.turns(
+        {
+            "one process": lambda: processes(broker, many, 1, database),
+            "two processes": lambda: processes(broker, many, 2, database),
+            "bare, two processes": lambda: bare_processes(broker.url(), many),
+        },
+        options.rounds,
+    )
+    stand.table(f"{many:,} messages, by processes", figures, "one process")
 
 
 def store(count: int) -> str:
@@ -86,70 +98,103 @@ def store(count: int) -> str:
     return destination
 
 
-def relay(broker: Any, count: int, processes: int, database: str = "") -> float:
+def relay(broker: Any, count: int) -> float:
     """Return the rate at which the outbox is emptied."""
+    from django_txmsg.relay import Relay
+
     destination = store(count)
     began = time.perf_counter()
-    if processes == 1:
-        from django_txmsg.relay import Relay
-
-        Relay(["default"], ["default"]).run(once=True)
-        seconds = time.perf_counter() - began
-    else:
-        seconds = _in_processes(broker, processes, database)
+    Relay(["default"], ["default"]).run(once=True)
+    seconds = time.perf_counter() - began
     drain(broker.url(), destination, count)
     return count / seconds
 
 
-def _in_processes(broker: Any, processes: int, database: str) -> float:
-    """Start relays that wait for a word, give it, and time them to the last row."""
-    code = (
-        "import sys; from benchmarks import stand;"
-        f"stand.django({database!r}, {{'SERVICE': 'bench', 'BROKERS': {{'default':"
-        f" {{'URL': {broker.url()!r}}}}}, 'RELAY': {{'BATCH_SIZE': {BATCH},"
-        f" 'LANES': {LANES}}}}}); from django_txmsg.relay import Relay;"
-        "print('ready', flush=True); sys.stdin.readline();"
-        "Relay(['default'], ['default']).run(once=True)"
+def processes(broker: Any, count: int, number: int, database: str) -> float:
+    """Return the rate of so many relays side by side, which have started already."""
+    destination = store(count)
+    url = broker.url()
+    seconds = together(
+        number,
+        "from benchmarks import stand;"
+        f"stand.django({database!r}, {{'SERVICE': 'bench', 'DISPATCH_ON_COMMIT': 'off',"
+        f" 'BROKERS': {{'default': {{'URL': {url!r}}}}},"
+        f" 'RELAY': {{'BATCH_SIZE': {BATCH}, 'LANES': {LANES}}}}});"
+        "from django_txmsg.relay import Relay;"
+        "work = lambda: Relay(['default'], ['default']).run(once=True)",
     )
+    drain(url, destination, count)
+    return count / seconds
+
+
+def bare_processes(url: str, count: int) -> float:
+    """Return the rate of two bare producers side by side: what the broker takes."""
+    destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
+    seconds = together(
+        2,
+        "from benchmarks import relay;"
+        f"work = lambda: relay.produce({url!r}, {destination!r}, {count // 2})",
+    )
+    drain(url, destination, count)
+    return count / seconds
+
+
+def together(number: int, code: str) -> float:
+    """Start processes that define `work()`, let them go at once, and return the seconds
+    until the last one's work has ended."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [
+                sys.executable,
+                "-c",
+                f"import sys, time; {code}; print('ready', flush=True);"
+                "sys.stdin.readline(); work(); print(time.time(), flush=True)",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for _ in range(processes)
+        for _ in range(number)
     ]
     for one in running:
         assert one.stdout is not None
-        one.stdout.readline()
-    began = time.perf_counter()
+        assert one.stdout.readline() == "ready\n"
+    began = time.time()
     for one in running:
         assert one.stdin is not None
         one.stdin.write("go\n")
         one.stdin.flush()
-    for one in running:
-        one.wait()
-    return time.perf_counter() - began
+    ended = [float(one.communicate()[0]) for one in running]
+    assert not any(one.returncode for one in running)
+    return max(ended) - began
 
 
 def bare(url: str, count: int) -> float:
     """Return the rate of a producer without a database."""
+    destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
+    began = time.perf_counter()
+    produce(url, destination, count)
+    seconds = time.perf_counter() - began
+    drain(url, destination, count)
+    return count / seconds
+
+
+def produce(url: str, destination: str, count: int) -> None:
+    """Send messages from memory over as many connections as the relay has lanes."""
     from django_txmsg import jms
 
-    destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
     headers = {
         "content-type": "application/octet-stream",
         "txmsg-service": "bench",
         "txmsg-created": "2026-01-01T00:00:00.000000+00:00",
     }
 
-    def produce(share: int) -> None:
+    def share() -> None:
         with (
             jms.ConnectionFactory(url).create_connection() as connection,
             connection.create_session() as session,
         ):
-            for _ in range(0, share, BATCH):
+            for _ in range(0, count // LANES, BATCH):
                 outcomes = session.send_batch(
                     [
                         (
@@ -163,17 +208,11 @@ def bare(url: str, count: int) -> float:
                 )
                 assert not any(outcomes)
 
-    threads = [
-        threading.Thread(target=produce, args=(count // LANES,)) for _ in range(LANES)
-    ]
-    began = time.perf_counter()
+    threads = [threading.Thread(target=share) for _ in range(LANES)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - began
-    drain(url, destination, count)
-    return count / seconds
 
 
 def drain(url: str, destination: str, count: int) -> None:
