@@ -43,6 +43,16 @@ def test_defaults_are_the_contract() -> None:
         ),
         ({"RELAY": {"BATCH_SIZE": "5"}}, 'TXMSG["RELAY"]["BATCH_SIZE"]', "an integer"),
         ({"RELAY": {"BATCH_SIZE": 0}}, 'TXMSG["RELAY"]["BATCH_SIZE"]', "than zero"),
+        (
+            {"HTTP": {"COMMIT_DELAY_INCREMENT": 0}},
+            'TXMSG["HTTP"]["COMMIT_DELAY_INCREMENT"]',
+            "than zero",
+        ),
+        (
+            {"HTTP": {"MAX_COMMIT_DURATION": -1}},
+            'TXMSG["HTTP"]["MAX_COMMIT_DURATION"]',
+            "than zero",
+        ),
         ({"RELAY": 5}, 'TXMSG["RELAY"]', "must be a dict"),
         ({"DISPATCH_ON_COMMIT": "soon"}, 'TXMSG["DISPATCH_ON_COMMIT"]', '"thread"'),
         ({"REQUIRE_ATOMIC": 1}, 'TXMSG["REQUIRE_ATOMIC"]', "a bool"),

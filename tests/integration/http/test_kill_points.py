@@ -6,6 +6,7 @@ Whatever was committed arrives and has its effects once; whatever was not, never
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,12 +68,22 @@ def serve(txmsg: dict[str, Any], tmp_path: Path) -> Iterator[Callable[..., WebSe
 
 
 @pytest.fixture
-def consume(manage: Start, txmsg: dict[str, Any]) -> Callable[[], ManageProcess]:
+def consume(
+    manage: Start, txmsg: dict[str, Any], tmp_path: Path
+) -> Callable[..., ManageProcess]:
     """Start a consumer of the orders' messages and of the control destination."""
 
-    def start() -> ManageProcess:
-        env = {"DJANGO_SETTINGS_MODULE": SETTINGS}
-        process = manage("consume", f"{txmsg['SERVICE']}.orders", txmsg=txmsg, env=env)
+    def start(hook: str | None = None) -> ManageProcess:
+        process = manage(
+            "consume",
+            f"{txmsg['SERVICE']}.orders",
+            txmsg=txmsg,
+            hook=f"tests.integration.http.kills.{hook}" if hook else None,
+            env={
+                "DJANGO_SETTINGS_MODULE": SETTINGS,
+                "TXMSG_TEST_ONCE": str(tmp_path / "once-consumer"),
+            },
+        )
         process.wait_for_line("Consuming")
         return process
 
@@ -144,6 +155,21 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
     wait_until(lambda: has_arrived("1"))
     assert_done_once("1")
     assert effects("lost") == []
+
+
+@pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
+def test_the_receiver_is_killed_in_mid_dispatch(serve, consume, txmsg) -> None:
+    """Its control message goes to another one, who waits for its lease to end."""
+    web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
+    killed = consume("before_the_send")
+    assert web.post("order?number=1").status_code == 201
+    assert killed.wait() == -signal.SIGKILL
+    assert Effect.objects.count() == 0
+
+    consume()
+
+    wait_until(lambda: has_arrived("1"))
+    assert_done_once("1")
 
 
 @pytest.mark.parametrize("hook", ["before_the_control_message", "before_the_commit"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.admin.models import LogEntry
-from django.db import connection, connections
+from django.db import OperationalError, connection, connections
 from django.test import AsyncClient, Client
 from django.test.utils import CaptureQueriesContext
 
@@ -162,6 +162,24 @@ def test_a_commit_that_fails_is_a_500_and_changes_nothing(client, heard) -> None
     assert [one["outcome"] for one in heard["ended"]] == ["failed"]
     # The next request on this connection is not affected.
     assert client.post("/order?number=2").status_code == 201
+
+
+def test_without_a_database_it_is_a_500_and_the_next_one_is_served(
+    client, heard, monkeypatch
+) -> None:
+    connection.close()
+    with monkeypatch.context() as outage:
+
+        def refuse(*_: object) -> None:
+            raise OperationalError("connection refused")
+
+        outage.setattr(connection, "get_new_connection", refuse)
+        assert client.post("/order?number=1").status_code == 500
+
+    assert nothing_happened()
+    assert current_scope() is None
+    assert client.post("/order?number=2").status_code == 201
+    assert [one["outcome"] for one in heard["ended"]] == ["committed"]
 
 
 def test_a_hook_that_raises_after_the_commit_is_no_failure(client, caplog) -> None:
