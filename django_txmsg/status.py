@@ -253,24 +253,24 @@ def open_dead_letters(
         ]
 
 
-def recent_destinations(using: str) -> list[str]:
-    """Return the destinations among the newest messages stored."""
+def recent_destinations(using: str) -> dict[str, int]:
+    """Return the destinations of the newest RECENT messages stored, with how many."""
     return _recent(using, "destination", "django_txmsg_outboxmessage")
 
 
-def recent_stages(using: str) -> list[str]:
-    """Return the stages among the newest messages received."""
+def recent_stages(using: str) -> dict[str, int]:
+    """Return the stages of the newest RECENT messages received, with how many."""
     return _recent(using, "stage", "django_txmsg_inboxmessage")
 
 
-def _recent(using: str, column: str, table: str) -> list[str]:
+def _recent(using: str, column: str, table: str) -> dict[str, int]:
     with connections[using].cursor() as cursor:
         cursor.execute(
-            f"SELECT DISTINCT {column} FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
-            f" ORDER BY id DESC LIMIT %s) AS newest ORDER BY {column}",
+            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
+            f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
             [RECENT],
         )
-        return [name for (name,) in cursor.fetchall()]
+        return dict(cursor.fetchall())
 
 
 def _waiting(using: str, rows: str) -> dict[str, Waiting]:

@@ -17,6 +17,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.functional import cached_property
 
+from .. import status
 from . import display
 
 #: The most rows that a list counts; more are "5,000+".
@@ -142,6 +143,13 @@ class CountingFilter(admin.SimpleListFilter):
     def has_output(self) -> bool:
         """Show the filter even where there is one choice: its count is worth it."""
         return bool(self.lookup_choices)
+
+
+def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
+    """Return choices counted among the newest rows: "12+" where there are more."""
+    more = "+" if sum(counts.values()) >= status.RECENT else ""
+    for name, number in sorted(counts.items()):
+        yield name, f"{name} ({number:,}{more})", None
 
 
 def count(rows: QuerySet[Any]) -> int:

@@ -58,6 +58,11 @@ def capped(count: int | None, cap: int = CAP) -> str:
     return f"{cap:,}+" if count > cap else f"{count:,}"
 
 
+def exact(count: int) -> str:
+    """Return a count that nobody has cut short."""
+    return f"{count:,}"
+
+
 def duration(seconds: float | dt.timedelta | None) -> str:
     """Return a length of time in its two largest units: "4 ms", "2 min 5 s"."""
     if seconds is None:

@@ -15,7 +15,7 @@ from .. import status
 from ..models import InboxMessage
 from ..stages import all_stages
 from . import display
-from .base import CountingFilter, MessageAdmin, count, find
+from .base import CountingFilter, MessageAdmin, among_newest, count, find
 from .outbox import StoredFilter
 
 
@@ -60,11 +60,10 @@ class StageFilter(CountingFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Return the stages."""
+        """Count each stage among the newest."""
         using = model_admin.get_queryset(request).db
-        names = {declared.name for declared in all_stages()}
-        for name in sorted(names | set(status.recent_stages(using))):
-            yield name, name, None
+        counts = dict.fromkeys((declared.name for declared in all_stages()), 0)
+        return among_newest(counts | status.recent_stages(using))
 
     def queryset(
         self, request: HttpRequest, queryset: QuerySet[InboxMessage]

@@ -18,7 +18,7 @@ from .. import conf, status
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from . import display, message
-from .base import CountingFilter, MessageAdmin, count, find
+from .base import CountingFilter, MessageAdmin, among_newest, count, find
 
 
 class StateFilter(CountingFilter):
@@ -55,7 +55,7 @@ class StateFilter(CountingFilter):
 
 
 class DestinationFilter(CountingFilter):
-    """Where messages go, as far as the newest and the pending ones tell."""
+    """Where messages go, as far as the newest ones tell."""
 
     title = "destination"
     parameter_name = "destination"
@@ -63,10 +63,9 @@ class DestinationFilter(CountingFilter):
     def counted(
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
-        """Return the destinations with their number of pending messages."""
+        """Count each destination among the newest."""
         using = model_admin.get_queryset(request).db
-        for name in status.recent_destinations(using):
-            yield name, name, None
+        return among_newest(status.recent_destinations(using))
 
     def queryset(
         self, request: HttpRequest, queryset: QuerySet[OutboxMessage]

@@ -27,6 +27,16 @@ def test_progress_is_shown(operator: Client) -> None:
     assert 'data-txmsg-live="on"' in page
 
 
+def test_large_numbers_are_told_to_the_last_one(operator: Client) -> None:
+    operation = bulk.start("discard", {})
+    operation.total, operation.done = 200_000, 60_001
+    operation.save(update_fields=["total", "done"])
+
+    page = operator.get(f"{URL}{operation.pk}/change/").content.decode()
+
+    assert "<b>60,001</b> of 200,000 messages, 30 %" in page
+
+
 def test_an_ended_operation_is_not_watched_any_more(operator: Client) -> None:
     factories.DeadLetterFactory()
     operation = bulk.finish(bulk.start("discard", {}))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from django.test import Client
 
+from django_txmsg import status
 from django_txmsg.admin import base
 from tests import factories
 
@@ -51,6 +52,9 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
     factories.OutboxMessageFactory()
 
     both = {str(old.message_id), str(new.message_id)}
+    page = viewer.get(OUTBOX).content.decode()
+    assert "mail.send (2)" in page
+    assert "orders.place (1)" in page
     assert set(found(viewer, OUTBOX, destination="mail.send")) == both
     assert found(viewer, OUTBOX, destination="mail.send", age="24h") == [
         str(new.message_id)
@@ -104,6 +108,17 @@ def test_silent_workers_are_marked(viewer: Client) -> None:
     assert ">alive<" in page
     assert ">silent<" in page
     assert "orders.place" in page
+
+
+def test_filters_count_the_newest_and_say_so(
+    viewer: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factories.OutboxMessageFactory.create_batch(8)
+    factories.InboxMessageFactory.create_batch(2)
+    monkeypatch.setattr(status, "RECENT", 5)
+
+    assert "orders.place (5+)" in viewer.get(OUTBOX).content.decode()
+    assert "orders.place (2)" in viewer.get(INBOX).content.decode()
 
 
 def test_pages_are_counted_up_to_the_cap(

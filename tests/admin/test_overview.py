@@ -44,6 +44,15 @@ def test_what_is_wrong_is_said_first_with_a_link(viewer: Client) -> None:
     assert "Stage payments.charge is paused." in page
 
 
+def test_overdue_leads_to_where_they_are(viewer: Client) -> None:
+    tile = 'class="txmsg-tile txmsg-bad" href="/admin/django_txmsg/{}/?state=overdue"'
+    factories.InboxMessageFactory(parked=True, due_at=factories.ago(minutes=5))
+    assert tile.format("inboxmessage") in viewer.get(URL).content.decode()
+
+    factories.OutboxMessageFactory(created_at=factories.ago(minutes=14))
+    assert tile.format("outboxmessage") in viewer.get(URL).content.decode()
+
+
 def test_destinations_stages_queues_and_workers_have_their_rows(viewer: Client) -> None:
     shop.open_shop(orders=3)
     factories.OutboxMessageFactory(destination="mail.newsletter", attempts=2)
