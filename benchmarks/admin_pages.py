@@ -104,7 +104,7 @@ def pages() -> dict[str, str]:
         "outbox, one destination": f"{outbox}?destination=place.7",
         "outbox, a rare destination": f"{outbox}?destination=rare.place",
         "outbox, last hour": f"{outbox}?age=1h",
-        "outbox, a late page": f"{outbox}?p={min(95, stored // 100)}",
+        "outbox, a late page": f"{outbox}?p={min(19, stored // 100)}",
         "outbox, search by message id": f"{outbox}?q={middle.message_id}",
         "outbox, search by flow": f"{outbox}?q=flow-4711",
         "outbox, search by key": f"{outbox}?q=customer-4710",

@@ -105,8 +105,16 @@ class Status:
         return sum(place.muted for place in self._places)
 
     @property
+    def dead_capped(self) -> bool:
+        """Whether there are more open dead letters, muted or not, than were counted."""
+        return self.dead + self.muted > CAP
+
+    @property
     def oldest_dead(self) -> dt.datetime | None:
-        """Since when there have been open dead letters that are not muted."""
+        """Since when there have been open dead letters that are not muted; None where
+        there are more of them than were counted."""
+        if self.dead_capped:
+            return None
         found = (place.oldest_dead for place in self._places if place.oldest_dead)
         return min(found, default=None)
 
@@ -235,17 +243,20 @@ def queue_waiting(using: str) -> dict[str, Waiting]:
 def open_dead_letters(
     using: str,
 ) -> list[tuple[str, str, int, dt.datetime | None, int]]:
-    """Return stage, destination, number and oldest of the open dead letters, and the
-    number of the muted ones, who are not in the other two."""
+    """Return stage, destination, number and oldest of the newest open dead letters,
+    and the number of the muted ones, who are not in the other two."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, destination,"
             " COUNT(*) FILTER (WHERE note.id IS NULL),"
             " MIN(created_at) FILTER (WHERE note.id IS NULL), COUNT(note.id)"
-            " FROM django_txmsg_deadletter letter"
+            " FROM (SELECT stage, destination, fingerprint, created_at"
+            " FROM django_txmsg_deadletter WHERE resolution = 'open'"
+            " ORDER BY id DESC LIMIT %s) AS newest"
             " LEFT JOIN django_txmsg_failurenote note"
-            " ON note.fingerprint = letter.fingerprint AND note.muted"
-            " WHERE resolution = 'open' GROUP BY stage, destination"
+            " ON note.fingerprint = newest.fingerprint AND note.muted"
+            " GROUP BY stage, destination",
+            [CAP + 1],
         )
         return [
             (stage, destination, dead, read_instant(oldest), muted)

@@ -21,10 +21,13 @@ from .. import selection
 from ..models import DeadLetter
 from ..models.dead_letters import Resolution
 from . import display
-from .base import CAP, CountingFilter, MessageAdmin, MessageList, count
+from .base import CountingFilter, MessageAdmin, MessageList, count
 from .confirm import ConfirmPages
 from .copy import CopyPages
 from .groups import GroupPages
+
+#: The open dead letters that the filters count.
+NEWEST = 5_000
 
 
 class DeadFilter(CountingFilter):
@@ -271,10 +274,10 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, s
             " SELECT stage, destination, fingerprint FROM django_txmsg_deadletter"
             " WHERE resolution = 'open' ORDER BY id DESC LIMIT %s"
             ") AS newest GROUP BY stage, destination, fingerprint",
-            [CAP + 1],
+            [NEWEST + 1],
         )
         rows = cursor.fetchall()
-    more = "+" if sum(row[-1] for row in rows) > CAP else ""
+    more = "+" if sum(row[-1] for row in rows) > NEWEST else ""
     kept = {}
     for position, name in enumerate(("stage", "destination", "fingerprint")):
         counts: Counter[str] = Counter()

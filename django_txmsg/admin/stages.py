@@ -55,6 +55,7 @@ class StageAdmin(ReadOnlyAdmin):
         context = {
             **self.page_context(request, "Stages"),
             "now": picture.now,
+            "dead_capped": picture.dead_capped,
             "rows": [
                 (
                     place,

@@ -338,7 +338,13 @@ class Migration(migrations.Migration):
                     ),
                     models.Index(
                         condition=models.Q(("resolution", "open")),
-                        fields=["id"],
+                        fields=[
+                            "id",
+                            "stage",
+                            "destination",
+                            "fingerprint",
+                            "created_at",
+                        ],
                         name="txmsg_dead_open",
                     ),
                     models.Index(

@@ -120,8 +120,11 @@ class DeadLetter(models.Model):
         ]
         indexes = [
             models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
+            # The newest are counted by place from this index alone.
             models.Index(
-                fields=["id"], condition=Q(resolution="open"), name="txmsg_dead_open"
+                fields=["id", "stage", "destination", "fingerprint", "created_at"],
+                condition=Q(resolution="open"),
+                name="txmsg_dead_open",
             ),
             models.Index(
                 fields=["resolution", "id"],

@@ -114,6 +114,15 @@ def test_counts_stop_at_the_cap(
     assert waiting.count == 6
     assert waiting.capped
 
+    factories.DeadLetterFactory.create_batch(4)
+    factories.DeadLetterFactory.create_batch(3, stage="mail.send")
+    picture = status.read()
+    assert (picture.dead, picture.dead_capped, picture.oldest_dead) == (6, True, None)
+    # The newest ones.
+    assert picture.stages["mail.send"].dead == 3
+    page = viewer.get(URL).content.decode()
+    assert "3+</a>" in page
+
 
 def test_sections_need_the_right_to_see_their_rows(
     somebody: Callable[..., Client],

@@ -47,9 +47,12 @@ class Command(BaseCommand):
             ("waiting for redelivery", picture.parked),
         ):
             line(f"{title + ':':<31}{_waiting(waiting, now)}")
-        oldest = f", oldest {_age(picture.oldest_dead, now)}" if picture.dead else ""
-        muted = f", and {picture.muted} muted" if picture.muted else ""
-        line(f"{'dead letters:':<31}{picture.dead}{oldest}{muted}")
+        dead = f"{picture.dead}{'+' if picture.dead_capped else ''}"
+        if picture.oldest_dead:
+            dead += f", oldest {_age(picture.oldest_dead, now)}"
+        if picture.muted:
+            dead += f", and {picture.muted} muted"
+        line(f"{'dead letters:':<31}{dead}")
         for title, places in (
             ("destination", picture.destinations),
             ("stage", picture.stages),
@@ -102,6 +105,7 @@ def facts(picture: Status) -> dict[str, Any]:
         "redelivering": waiting(picture.parked),
         "dead": {
             "count": picture.dead,
+            "more": picture.dead_capped,
             "oldest_age": _seconds(picture.oldest_dead, now),
             "muted": picture.muted,
         },
