@@ -1,4 +1,4 @@
-"""Hop 6's reading: what a delivery's raw headers and bytes mean.
+"""Hop 6's reading: an arrival, what its raw headers and bytes mean, and its outcome.
 
 Everything a foreign or broken sender may get wrong ends here, as a DecodeError with a
 reason code; the bytes stay as they came.
@@ -9,15 +9,20 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import logging
+import threading
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from django.utils import timezone
 
 from . import serializers, signals, wire
-from .brokers.base import Delivery
+from .brokers.base import Delivery, Session
 from .errors import BrokerError, DecodeError
 from .message import Message
-from .models.inbox import Seen
+from .models.parked import Parked
+from .models.seen import Seen
+from .redelivery import Dead, RedeliverAfter
 from .stages import Stage
 
 log = logging.getLogger("django_txmsg.arrival")
@@ -29,8 +34,54 @@ MAX_HEADERS = 1000
 #: What brokers add to a delivery and what must not travel on with a copy of it.
 _OF_THE_DELIVERY = frozenset(
     {"ack", "destination", "id", "message-id", "receipt", "redelivered", "subscription",
-     "transaction", "content-length", "persistent", wire.FAILED_ATTEMPT}
+     "transaction", "content-length", "persistent"}
 )  # fmt: skip
+#: What they add to a copy that has waited in them, by the beginnings of the names.
+_OF_THE_WAIT = ("x-dead-letter-", "x-death", "x-first-death-", "x-last-death-",
+                "expiration", "scheduledjobid", "amq_scheduled_")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The stage's transaction is committed."""
+
+    acknowledged: bool = False
+    """Whether the broker's own transaction has settled the delivery already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Nothing was to be done but to drop this copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
+
+
+Outcome = Processed | Duplicate | RedeliverAfter | Dead | Interrupted
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A delivery in the hands of one worker thread, for one stage.
+
+    `parked` is set when it comes from the inbox's parking place and not from the
+    broker; `token` is the lease it is held under then.
+    """
+
+    stage: Stage
+    delivery: Delivery
+    session: Session
+    worker: str
+    stop: threading.Event
+    parked: Parked | None = None
+    token: uuid.UUID | None = None
+
+    @property
+    def using(self) -> str:
+        """The database alias of the stage's transaction, and of its inbox."""
+        return self.stage.definition.using
 
 
 def read(delivery: Delivery, stage: Stage) -> Message:
@@ -57,7 +108,7 @@ def read(delivery: Delivery, stage: Stage) -> Message:
         body=serializers.decode(delivery.body, content_type),
         headers={
             name: value
-            for name, value in headers.items()
+            for name, value in _without_the_wait(headers).items()
             if name not in wire.RESERVED_HEADERS and name != wire.CORRELATION_ID
         },
         key=headers.get(wire.KEY),
@@ -89,12 +140,23 @@ def kept_headers(delivery: Delivery) -> dict[str, str]:
     """
     kept = {
         name: value
-        for name, value in delivery.headers.items()
+        for name, value in _without_the_wait(delivery.headers).items()
         if name.lower() not in _OF_THE_DELIVERY
     }
     if wire.MESSAGE_ID not in kept and delivery.broker_message_id:
         kept["txmsg-broker-id"] = delivery.broker_message_id
     return kept
+
+
+def _without_the_wait(headers: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the headers that a copy had before a stage handed it back."""
+    if wire.FAILED_ATTEMPT not in headers:
+        return headers
+    return {
+        name: value
+        for name, value in headers.items()
+        if name != wire.FAILED_ATTEMPT and not name.lower().startswith(_OF_THE_WAIT)
+    }
 
 
 def from_parked(

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from django.db import connections, transaction
 
 from . import arrival as arrivals
-from . import inbox, outbox, tracing
+from . import inbox, outbox, side_track, tracing
+from .arrival import Arrival, Duplicate, Outcome, Processed
 from .demarcation import Demarcation, guarded
 from .errors import DecodeError
-from .inbox import HANDLER_ERRORS, Arrival, Outcome, Processed
+from .inbox import HANDLER_ERRORS
 from .message import Message
 from .models import InboxMessage
-from .models.inbox import Seen
+from .models.seen import Seen
 
 Work = tuple[Arrival, Message, Seen]
 
@@ -82,7 +83,7 @@ def _together(
                     _run_one(item, using, failures, durations)
             rows.finish(list(durations))
     except HANDLER_ERRORS as error:
-        if inbox.is_outage(error, using):
+        if side_track.is_outage(error, using):
             raise
         # The commit failed for all: run each in a transaction of its own, so that the
         # one at fault is found.
@@ -93,9 +94,9 @@ def _together(
             outcomes[id(arrival)] = Processed()
             inbox.announce_processed(stage, message, durations[seen.id], True)
         elif seen.id not in locked:
-            outcomes[id(arrival)] = inbox.Duplicate()
+            outcomes[id(arrival)] = Duplicate()
     for (arrival, message, seen), reason, duration in failures:
-        outcome, again = inbox.failed(arrival, message, seen, reason, duration)
+        outcome, again = side_track.failed(arrival, message, seen, reason, duration)
         if outcome is None:
             assert again is not None
             _go_alone(using, [(arrival, again)], alone)  # blocking redelivery

@@ -213,6 +213,7 @@ def user_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 _BROKERS_OWN = (
     "txmsg-",
+    "x-dead-letter",
     "x-death",
     "x-first-death",
     "x-last-death",

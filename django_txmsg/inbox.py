@@ -7,19 +7,14 @@ Whatever is killed between two of these steps, the next arrival goes on from the
 
 from __future__ import annotations
 
-import threading
 import time
-import uuid
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-from django.db import InterfaceError, OperationalError, connections, transaction
 from django.utils import timezone
 
 from . import arrival as arrivals
-from . import conf, dead_letters, outbox, signals, tracing, wire
-from .brokers.base import Delivery, Outgoing, Session
+from . import conf, outbox, signals, tracing, wire
+from .arrival import Arrival, Duplicate, Outcome, Processed
+from .brokers.base import Outgoing
 from .demarcation import Demarcation, guarded
 from .errors import (
     BrokerError,
@@ -30,10 +25,10 @@ from .errors import (
 )
 from .failure import Failure
 from .message import Message
-from .models import Attempt, InboxMessage, OutboxMessage
-from .models.inbox import Parked, Seen
+from .models import InboxMessage, OutboxMessage
 from .models.outbox import PENDING, NewMessage
-from .redelivery import Dead, RedeliverAfter, decide
+from .models.seen import Seen
+from .side_track import bury, failed
 from .stages import Stage
 
 #: Seconds in a handler from which on a row marked before it is marked again after it,
@@ -41,49 +36,6 @@ from .stages import Stage
 MARK_AGAIN_AFTER = 0.02
 #: What a handler may raise that is its failure. Everything else ends the worker.
 HANDLER_ERRORS = (Exception, SystemExit)
-
-
-@dataclass(frozen=True, slots=True)
-class Processed:
-    """The stage's transaction is committed."""
-
-    acknowledged: bool = False
-    """Whether the broker's own transaction has settled the delivery already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """Nothing was to be done but to drop this copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
-
-
-Outcome = Processed | Duplicate | RedeliverAfter | Dead | Interrupted
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A delivery in the hands of one worker thread, for one stage.
-
-    `parked` is set when it comes from the inbox's parking place and not from the
-    broker; `token` is the lease it is held under then.
-    """
-
-    stage: Stage
-    delivery: Delivery
-    session: Session
-    worker: str
-    stop: threading.Event
-    parked: Parked | None = None
-    token: uuid.UUID | None = None
-
-    @property
-    def using(self) -> str:
-        """The database alias of the stage's transaction, and of its inbox."""
-        return self.stage.definition.using
 
 
 class LostRace(Exception):
@@ -125,6 +77,8 @@ def process(arrival: Arrival) -> Outcome:
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:
                 return outcome
+            # Read again: the handler may have changed what it was given.
+            message = arrivals.read(arrival.delivery, stage)
 
 
 def _record(arrival: Arrival, message: Message) -> Seen | None:
@@ -224,93 +178,6 @@ def _commit_broker(arrival: Arrival, employed: bool) -> None:
         raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
 
 
-def failed(
-    arrival: Arrival,
-    message: Message,
-    seen: Seen | None,
-    error: BaseException,
-    duration: float,
-) -> tuple[Outcome | None, Seen | None]:
-    """Decide about a failed attempt and make the decision durable.
-
-    Returns the outcome, or None when the stage is to run again at once (blocking).
-    """
-    stage = arrival.stage
-    if stage.transaction != "outbox":
-        arrival.session.rollback()
-    discard_broken(arrival.using)
-    inbox = InboxMessage.objects.db_manager(arrival.using)
-    if seen is None:
-        seen = inbox.record(stage.name, [message], idempotent=True)[message.id]
-    decision = decide(stage.policy, seen.attempt, error)
-    failure = Failure.of(error)
-    note = partial(_note_attempt, arrival, seen, failure, duration)
-    if isinstance(decision, Dead):
-        return bury(arrival, seen, decision.reason, failure, note), seen
-    signals.announce(
-        signals.message_redelivered,
-        id=message.id,
-        destination=message.destination,
-        stage=stage.name,
-        attempt=seen.attempt,
-        delay=decision.delay,
-        error=failure.exception.partition("\n")[0],
-    )
-    mode = stage.policy.mode
-    if mode == "blocking":
-        note()
-        if arrival.stop.wait(decision.delay):
-            return Interrupted(), seen
-        return None, arrivals.started_again(seen, inbox.start_again(seen.id))
-    if mode == "broker" and arrival.parked is None:
-        note()
-        _hand_back(arrival, seen, decision.delay)
-        return decision, seen
-    with transaction.atomic(using=arrival.using):
-        note()
-        inbox.park(
-            seen.id,
-            delay=decision.delay,
-            headers=arrivals.kept_headers(arrival.delivery),
-            body=arrival.delivery.body,
-            error=failure.exception,
-        )
-    return decision, seen
-
-
-def bury(
-    arrival: Arrival,
-    seen: Seen | None,
-    reason: str,
-    failure: Failure,
-    note: Any = None,
-) -> Dead:
-    """Make the message a dead letter, whole, in one transaction with its inbox row."""
-    delivery, stage = arrival.delivery, arrival.stage
-    discard_broken(arrival.using)
-    with transaction.atomic(using=arrival.using):
-        if note is not None:
-            note()
-        if seen is not None:
-            InboxMessage.objects.db_manager(arrival.using).mark_dead(
-                seen.id, failure.exception
-            )
-        attempts = min(seen.attempt, stage.policy.max_attempts) if seen else 0
-        dead_letters.bury(
-            using=arrival.using,
-            message_id=arrivals.identity(delivery, stage.broker),
-            stage=stage.name,
-            broker=stage.broker,
-            destination=delivery.destination,
-            headers=arrivals.kept_headers(delivery),
-            body=delivery.body,
-            reason=reason,
-            failure=failure,
-            attempts=attempts,
-        )
-    return Dead(reason)
-
-
 def stage_scope(arrival: Arrival, message: Message) -> outbox.Scope:
     """Return what the messages that the stage sends for `message` belong to."""
     stage = arrival.stage
@@ -354,48 +221,6 @@ def announce_processed(
         critical_time=arrivals.critical_time(message),
         db="used" if employed else "unused",
         employed=employed,
-    )
-
-
-def discard_broken(using: str) -> None:
-    """Close a connection that died, so that the next query opens another."""
-    connection = connections[using]
-    if connection.connection is None or connection.in_atomic_block:
-        return
-    if connection.errors_occurred and not connection.is_usable():
-        connection.close()
-
-
-def is_outage(error: BaseException, using: str) -> bool:
-    """Return whether it was the database or the broker that failed, not the message:
-    a deadlock or a lock's time-out leaves the connection usable."""
-    if isinstance(error, OperationalError | InterfaceError):
-        return not connections[using].is_usable()
-    return isinstance(error, BrokerUnavailable)
-
-
-def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:
-    """Give the broker a delayed copy, with proof; the delivery is acknowledged next."""
-    headers = arrivals.kept_headers(arrival.delivery)
-    headers[wire.FAILED_ATTEMPT] = str(seen.attempt)
-    copy = Outgoing(arrival.delivery.destination, headers, arrival.delivery.body, delay)
-    for error in arrival.session.send_delayed([copy]):
-        if error is not None:
-            raise BrokerUnavailable(str(error)) from error
-
-
-def _note_attempt(
-    arrival: Arrival, seen: Seen, failure: Failure, duration: float
-) -> None:
-    Attempt.objects.using(arrival.using).create(
-        message_id=seen.message_id,
-        stage=arrival.stage.name,
-        number=seen.attempt,
-        worker=arrival.worker,
-        duration=duration,
-        exception=failure.exception,
-        traceback=failure.traceback,
-        fingerprint=failure.fingerprint,
     )
 
 

@@ -28,13 +28,13 @@ from . import arrival as arrivals
 from . import batch as batches
 from . import conf, inbox
 from .activity import Activity
+from .arrival import Arrival, Interrupted, Outcome, Processed
 from .breaker import Breaker
 from .brokers import get_broker
 from .brokers.base import Delivery, Session
 from .errors import BrokerUnavailable
-from .inbox import Arrival, Interrupted, Outcome, Processed
 from .models import InboxMessage
-from .models.inbox import Parked
+from .models.parked import Parked
 from .redelivery import Dead, RedeliverAfter
 from .stages import Stage
 
@@ -156,6 +156,8 @@ class StageThread(threading.Thread):
 
     def _step(self) -> None:
         session = self._open()
+        if session is None:
+            return
         # Parked messages get what is left of the time, and a share of it when nothing
         # is left: poison must not hold up the others, nor they it for ever.
         first = None if self._since_parked >= PARKED_SHARE else session.receive(0)
@@ -252,16 +254,24 @@ class StageThread(threading.Thread):
         self._activity.note()
         self.handled += 1
 
-    def _open(self) -> Session:
+    def _open(self) -> Session | None:
+        """Return the session, a new one if need be, or None while the broker is down:
+        of all that wait for it only one knocks."""
         if self._session is None:
             stage = self.stage
             topic = stage.destination.startswith("topic:")
             subscriber = f"{self._settings.SERVICE}.{stage.name}" if topic else None
             prefetch = max(self._settings.CONSUME.PREFETCH, 2 * stage.batch)
             with self._breaker.connecting:
-                session = get_broker(stage.broker).open(
-                    transacted=stage.transaction != "outbox", subscriber=subscriber
-                )
+                if self._breaker.remaining:
+                    return None
+                try:
+                    session = get_broker(stage.broker).open(
+                        transacted=stage.transaction != "outbox", subscriber=subscriber
+                    )
+                except BrokerUnavailable as error:
+                    self._breaker.failed(error)
+                    return None
             try:
                 session.subscribe(
                     stage.destination,

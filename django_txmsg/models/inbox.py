@@ -6,27 +6,17 @@ the whole message until its next attempt, and the broker has nothing of it any m
 
 from __future__ import annotations
 
-import datetime as dt
-import json
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import (
-    XidField,
-    ids_sql,
-    later_sql,
-    later_value,
-    now_sql,
-    read_instant,
-    read_uuid,
-    skip_locked_sql,
-)
+from .fields import XidField, ids_sql, now_sql
+from .parked import ParkedManager
+from .seen import SEEN_COLUMNS, Seen, read_seen
 
 if TYPE_CHECKING:
     from ..message import Message
@@ -40,36 +30,7 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the inbox knew of a message once its arrival was recorded."""
-
-    id: int
-    message_id: uuid.UUID
-    attempt: int
-    deliveries: int
-    processed: bool
-    dead: bool
-    parked: bool
-    now: dt.datetime
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to do for this arrival but to drop it."""
-        return self.processed or self.dead or self.parked
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """A parked message whose time has come, held by one worker under a lease."""
-
-    seen: Seen
-    destination: str
-    headers: dict[str, str]
-    body: bytes
-
-
-class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class InboxManager(ParkedManager):
     """The transitions of received messages, each in a single statement."""
 
     def record(
@@ -112,13 +73,13 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                 attempts = CASE WHEN {again} THEN 1 WHEN {runs} THEN i.attempts + 1
                                 ELSE i.attempts END,
                 started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
-            RETURNING {_SEEN_COLUMNS.format(now=now)}
+            RETURNING {SEEN_COLUMNS.format(now=now)}
         """  # noqa: S608 - constants only
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
             sql = f"{_NO_WAIT} {sql}, (SELECT count(*) FROM no_wait)"  # noqa: S608 - constants only
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
-            seen = [_seen(row[:8]) for row in cursor.fetchall()]
+            seen = [read_seen(row[:8]) for row in cursor.fetchall()]
         return {one.message_id: one for one in seen}
 
     def start_again(self, pk: int) -> int:
@@ -191,87 +152,6 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                 f" WHERE {condition}",
                 parameters,
             )
-
-    def park(
-        self,
-        pk: int,
-        *,
-        delay: float,
-        headers: Mapping[str, str],
-        body: bytes,
-        error: str,
-    ) -> None:
-        """Keep the whole message here until it is due again in `delay` seconds."""
-        connection = connections[self.db]
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {_TABLE} SET due_at = {later_sql(connection)}, headers = %s,"  # noqa: S608 - constants only
-                " body = %s, last_error = %s, lease_until = NULL, lease_token = NULL"
-                " WHERE id = %s AND processed_at IS NULL AND dead_at IS NULL",
-                [
-                    later_value(connection, delay),
-                    _prepared("headers", dict(headers), connection),
-                    _prepared("body", body, connection),
-                    error,
-                    pk,
-                ],
-            )
-
-    def due_stages(self, stages: Sequence[str]) -> set[str]:
-        """Return which of the stages have parked messages that are due and free."""
-        connection = connections[self.db]
-        now = now_sql(connection)
-        one = f"""
-            SELECT %s AS stage WHERE EXISTS (
-                SELECT 1 FROM {_TABLE} WHERE stage = %s AND due_at <= {now}
-                AND (lease_until IS NULL OR lease_until < {now}))
-        """  # noqa: S608 - constants only
-        with connection.cursor() as cursor:
-            cursor.execute(
-                " UNION ALL ".join([one] * len(stages)),
-                [name for stage in stages for name in (stage, stage)],
-            )
-            return {stage for (stage,) in cursor.fetchall()}
-
-    def claim_parked(self, stage: str, token: uuid.UUID, lease: float) -> Parked | None:
-        """Take one due parked message of a stage, counting the attempt it is for."""
-        connection = connections[self.db]
-        now = now_sql(connection)
-        sql = f"""
-            UPDATE {_TABLE} SET lease_until = {later_sql(connection)},
-                lease_token = %s, attempts = attempts + 1, started_at = {now}
-            WHERE id IN (
-                SELECT id FROM {_TABLE}
-                WHERE stage = %s AND due_at <= {now}
-                  AND (lease_until IS NULL OR lease_until < {now})
-                ORDER BY due_at LIMIT 1 {skip_locked_sql(connection)})
-            RETURNING {_SEEN_COLUMNS.format(now=now)}, destination, headers, body
-        """  # noqa: S608 - constants only
-        with connection.cursor() as cursor:
-            cursor.execute(
-                sql,
-                [
-                    later_value(connection, lease),
-                    _prepared("lease_token", token, connection),
-                    stage,
-                ],
-            )
-            row = cursor.fetchone()
-        if row is None:
-            return None
-        *seen, destination, headers, body = row
-        return Parked(
-            seen=_seen(seen),
-            destination=destination,
-            headers=json.loads(headers) if isinstance(headers, str) else headers,
-            body=bytes(body),
-        )
-
-    def unpark(self, pk: int, token: uuid.UUID) -> None:
-        """Give a claimed parked message back unstarted."""
-        self.filter(pk=pk, lease_token=token).update(
-            lease_until=None, lease_token=None, attempts=models.F("attempts") - 1
-        )
 
     def mark_dead(self, pk: int, error: str) -> int:
         """Give a received message up. Its bytes are in the dead letter."""
@@ -377,10 +257,6 @@ class InboxMessage(models.Model):
 
 
 _TABLE = InboxMessage._meta.db_table
-# The instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
-_SEEN_COLUMNS = (
-    "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
-)
 _OPEN = "processed_at IS NULL AND dead_at IS NULL"
 _PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
@@ -396,17 +272,3 @@ _NO_WAIT = (
 def _prepared(name: str, value: Any, connection: Any) -> Any:
     field: Any = InboxMessage._meta.get_field(name)
     return field.get_db_prep_save(value, connection)
-
-
-def _seen(row: Sequence[Any]) -> Seen:
-    pk, message_id, attempts, deliveries, processed, dead, parked, now = row
-    return Seen(
-        id=pk,
-        message_id=read_uuid(message_id),
-        attempt=attempts,
-        deliveries=deliveries,
-        processed=processed is not None,
-        dead=dead is not None,
-        parked=parked is not None,
-        now=read_instant(now),
-    )

@@ -24,16 +24,16 @@ from django.utils import timezone
 
 from .. import arrival as arrivals
 from .. import batch, conf, serializers
+from ..arrival import Arrival, Duplicate, Outcome, Processed
 from ..broker_url import split_url
 from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
 from ..dispatcher import stop_dispatchers
 from ..errors import Redeliver, Refuse
-from ..inbox import Arrival, Duplicate, Outcome, Processed
 from ..message import Message
 from ..models import InboxMessage, OutboxMessage
-from ..models.inbox import Parked
 from ..models.outbox import PENDING
+from ..models.parked import Parked
 from ..models.queue import QueueMessage
 from ..redelivery import Dead, RedeliverAfter
 from ..relay import Lane

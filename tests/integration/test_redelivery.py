@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -101,6 +102,56 @@ def test_fails_for_good_after_exactly_the_maximum(transaction: Any, mode: Any) -
     assert [one.number for one in attempts] == [1, 2, 3]
     assert all("Script" in one.traceback or "__call__" in one.traceback
                for one in attempts)  # fmt: skip
+
+
+@how
+def test_what_a_handler_does_to_its_body_is_gone_at_the_next_attempt(mode: Any) -> None:
+    seen: list[Any] = []
+
+    def handler(message: Message) -> None:
+        seen.append(dict(message.body))
+        message.body["order"] = "spoilt"
+        raise ValueError
+
+    with declared(handler, redelivery=policy(mode=mode)) as stage:
+        send(stage.destination, {"order": 1})
+        step(stage, times=4)
+    assert seen == [{"order": 1}] * 3
+    assert bytes(DeadLetter.objects.get().body) == b'{"order":1}'
+
+
+@how
+def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
+    """Its identity is made of the broker's, which a copy does not share."""
+    script = Script(*[ValueError() for _ in range(9)])
+    with declared(script, redelivery=policy(mode=mode)) as stage:
+        put(stage.destination, b"1", {"content-type": "application/json"})
+        step(stage, times=5)
+        assert left_in_queue(stage.destination) == 0
+    assert script.attempts == [1, 2, 3]
+    assert DeadLetter.objects.get().attempts == 3
+
+
+@how
+def test_many_that_succeed_fail_once_or_always(mode: Any) -> None:
+    """Each is executed exactly as often as it must be; none starves."""
+    runs: Counter[int] = Counter()
+
+    def handler(message: Message) -> None:
+        runs[message.body] += 1
+        if message.body % 3 == 2 or message.body % 3 > runs[message.body] - 1:
+            raise MemoryError
+
+    count = 60
+    with declared(handler, redelivery=policy(mode=mode)) as stage:
+        for number in range(count):
+            put(stage.destination, str(number).encode())
+        with running(stage):
+            wait_until(lambda: DeadLetter.objects.count() == count // 3, deadline=60)
+            wait_until(lambda: left_in_queue(stage.destination) == 0)
+            wait_until(lambda: not InboxMessage.objects.filter(
+                processed_at=None, dead_at=None).exists())  # fmt: skip
+    assert runs == {number: number % 3 + 1 for number in range(count)}
 
 
 @modes

@@ -1,0 +1,122 @@
+"""The side track's waiting room: messages parked in the inbox table until they are due.
+
+A parked row holds the whole message: the broker has nothing of it any more.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections, models
+
+from .fields import later_sql, later_value, now_sql, skip_locked_sql
+from .seen import SEEN_COLUMNS, Seen, read_seen
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A parked message whose time has come, held by one worker under a lease."""
+
+    seen: Seen
+    destination: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of parked messages, each in a single statement."""
+
+    def park(
+        self,
+        pk: int,
+        *,
+        delay: float,
+        headers: Mapping[str, str],
+        body: bytes,
+        error: str,
+    ) -> None:
+        """Keep the whole message here until it is due again in `delay` seconds."""
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
+                " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
+                " lease_token = NULL"
+                " WHERE id = %s AND processed_at IS NULL AND dead_at IS NULL",
+                [
+                    later_value(connection, delay),
+                    self._prepared("headers", dict(headers), connection),
+                    self._prepared("body", body, connection),
+                    error,
+                    pk,
+                ],
+            )
+
+    def due_stages(self, stages: Sequence[str]) -> set[str]:
+        """Return which of the stages have parked messages that are due and free."""
+        connection = connections[self.db]
+        now = now_sql(connection)
+        one = f"""
+            SELECT %s AS stage WHERE EXISTS (
+                SELECT 1 FROM {self._table} WHERE stage = %s AND due_at <= {now}
+                AND (lease_until IS NULL OR lease_until < {now}))
+        """  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(
+                " UNION ALL ".join([one] * len(stages)),
+                [name for stage in stages for name in (stage, stage)],
+            )
+            return {stage for (stage,) in cursor.fetchall()}
+
+    def claim_parked(self, stage: str, token: uuid.UUID, lease: float) -> Parked | None:
+        """Take one due parked message of a stage, counting the attempt it is for."""
+        connection = connections[self.db]
+        now = now_sql(connection)
+        sql = f"""
+            UPDATE {self._table} SET lease_until = {later_sql(connection)},
+                lease_token = %s, attempts = attempts + 1, started_at = {now}
+            WHERE id IN (
+                SELECT id FROM {self._table}
+                WHERE stage = %s AND due_at <= {now}
+                  AND (lease_until IS NULL OR lease_until < {now})
+                ORDER BY due_at LIMIT 1 {skip_locked_sql(connection)})
+            RETURNING {SEEN_COLUMNS.format(now=now)}, destination, headers, body
+        """  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(
+                sql,
+                [
+                    later_value(connection, lease),
+                    self._prepared("lease_token", token, connection),
+                    stage,
+                ],
+            )
+            row = cursor.fetchone()
+        if row is None:
+            return None
+        *seen, destination, headers, body = row
+        return Parked(
+            seen=read_seen(seen),
+            destination=destination,
+            headers=json.loads(headers) if isinstance(headers, str) else headers,
+            body=bytes(body),
+        )
+
+    def unpark(self, pk: int, token: uuid.UUID) -> None:
+        """Give a claimed parked message back unstarted."""
+        self.filter(pk=pk, lease_token=token).update(
+            lease_until=None, lease_token=None, attempts=models.F("attempts") - 1
+        )
+
+    @property
+    def _table(self) -> str:
+        table: str = self.model._meta.db_table
+        return table
+
+    def _prepared(self, name: str, value: Any, connection: Any) -> Any:
+        field: Any = self.model._meta.get_field(name)
+        return field.get_db_prep_save(value, connection)
