@@ -62,8 +62,7 @@ class Session(abc.ABC):
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         """Hand over messages that the broker itself holds back for their `delay`, with
-        proof. For brokers that can; also in a transacted session, outside its
-        transaction."""
+        proof; also in a transacted session, outside its transaction."""
         return self.send(batch)
 
     @abc.abstractmethod
@@ -141,9 +140,9 @@ class Broker(abc.ABC):
         """
 
     @abc.abstractmethod
-    def can_delay(self) -> bool | None:
-        """Return whether the broker holds messages back by itself, as redelivery mode
-        "broker" needs; None when only a connection could tell."""
+    def shares_topics(self) -> bool | None:
+        """Return whether several sessions can share a topic's subscription; None when
+        only a connection could tell."""
 
     @abc.abstractmethod
     def check(self) -> list[str]:

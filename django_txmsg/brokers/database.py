@@ -65,7 +65,7 @@ class DatabaseBroker(Broker):
         poll = float(self._options.get("poll", 0.1))
         return DatabaseSession(self.using, lease, poll)
 
-    def can_delay(self) -> bool:
+    def shares_topics(self) -> bool:
         return True
 
     def check(self) -> list[str]:

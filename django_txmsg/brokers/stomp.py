@@ -41,9 +41,9 @@ class StompBroker(Broker):
         except jms.MessagingError as error:
             raise BrokerUnavailable(str(error)) from error
 
-    def can_delay(self) -> bool | None:
+    def shares_topics(self) -> bool | None:
         dialect = dict(parse_qsl(split_url(self._url).query)).get("dialect")
-        return None if dialect is None else dialect != "rabbitmq"
+        return None if dialect is None else dialect == "rabbitmq"
 
     def check(self) -> list[str]:
         try:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import parse_qs
 
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections, router
 from django.utils.connection import ConnectionDoesNotExist
 
-from .. import brokers, conf, stages
-from ..broker_url import split_url
+from .. import brokers, conf, stages, wire
 from ..models import OutboxMessage
 from ..redelivery import RedeliveryPolicy
 from ..stages import Stage
@@ -51,25 +49,20 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
             id="txmsg.E008",
         )
         return
-    broker = brokers.get_broker(stage.broker)
-    if stage.policy.mode == "broker" and broker.can_delay() is False:
+    if not stage.destination.startswith(wire.TOPIC_PREFIX):
+        return
+    if stage.policy.mode == "broker":
         yield Error(
-            f'Stage {stage.name!r} has redelivery mode "broker", and the broker '
-            f"{stage.broker!r} cannot hold messages back.",
-            hint='Use mode="non_blocking", which works on every broker.',
+            f"Stage {stage.name!r} consumes a topic and has redelivery mode "
+            f'"broker": its delayed copies would reach every other subscriber too.',
+            hint='Use mode="non_blocking".',
             id="txmsg.E009",
         )
-    parts = split_url(known[stage.broker]["URL"])
-    dialect = parse_qs(parts.query).get("dialect", [""])[0]
-    if (
-        stage.destination.startswith("topic:")
-        and stage.concurrency > 1
-        and parts.scheme.startswith("stomp")
-        and dialect != "rabbitmq"
-    ):
+    if stage.concurrency > 1 and not brokers.get_broker(stage.broker).shares_topics():
         yield Warning(
-            f"Stage {stage.name!r} consumes a topic in {stage.concurrency} threads, "
-            f"and ActiveMQ gives a durable subscription to one connection only.",
+            f"Stage {stage.name!r} consumes a topic and asks for {stage.concurrency} "
+            f"threads, and gets one: ActiveMQ gives a durable subscription to one "
+            f"connection only.",
             hint="Use concurrency=1 and one process, and hand on to a queue from "
             "there; or say dialect=rabbitmq in the URL if that is what it is.",
             id="txmsg.W001",

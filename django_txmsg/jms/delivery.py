@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
 from django_txmsg.jms import frames
-from django_txmsg.jms.errors import MessageFormatError
+from django_txmsg.jms.errors import MessageFormatError, UnsupportedOperationError
 from django_txmsg.jms.message import (
     ID_HEADER,
     RESERVED_HEADERS,
@@ -109,6 +109,7 @@ def encode_message(
     if content_type is not None:
         headers.setdefault("content-type", content_type)
     expiration = None
+    via = target
     if delivery is not DEFAULT:
         if delivery.priority != DEFAULT.priority:
             headers["priority"] = str(delivery.priority)
@@ -116,11 +117,16 @@ def encode_message(
             expiration = now + delivery.time_to_live
             left = delivery.time_to_live // _MILLISECOND
             headers |= dialect.expiry_headers(int(now.timestamp() * 1000), left)
-        if delivery.delay:
-            held = delivery.delay // _MILLISECOND
-            headers |= dialect.delay_headers(held, transacted=session.transacted)
+        if held := delivery.delay // _MILLISECOND:
+            via, held_by = dialect.delayed(target, held, transacted=session.transacted)
+            if delivery.time_to_live and dialect.time_to_live_header in held_by:
+                raise UnsupportedOperationError(
+                    f"{dialect.name} delays a message by letting it expire: it cannot "
+                    "have a time to live as well."
+                )
+            headers |= held_by
     head = b"%spersistent:%s\ncontent-length:%d\n%s" % (
-        session.address_lines(target),
+        session.address_lines(via),
         delivery.mode.value.encode(),
         len(body),
         frames.header_lines(headers.items()),

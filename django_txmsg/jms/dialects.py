@@ -18,6 +18,9 @@ from django_txmsg.jms.errors import (
     UnsupportedOperationError,
 )
 
+#: Milliseconds in which RabbitMQ can let a message expire.
+MAX_EXPIRATION = 2**32 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
@@ -34,8 +37,6 @@ class Dialect:
     expires_header: str | None = "expires"
     #: ... or with the milliseconds it has left.
     time_to_live_header: str | None = None
-    #: Header of SEND that delays the delivery, in milliseconds.
-    delay_header: str | None = "AMQ_SCHEDULED_DELAY"
     #: Headers of SEND that this broker reads as whole numbers.
     number_headers: frozenset[str] = frozenset(
         {
@@ -88,24 +89,21 @@ class Dialect:
             return {self.expires_header: str(now_ms + time_to_live_ms)}
         return {str(self.time_to_live_header): str(time_to_live_ms)}
 
-    def delay_headers(self, delay_ms: int, *, transacted: bool) -> dict[str, str]:
-        """Headers that delay a delivery.
+    def delayed(
+        self, destination: Destination, delay_ms: int, *, transacted: bool
+    ) -> tuple[Destination, dict[str, str]]:
+        """Return where to send what is to arrive so much later, with which headers.
 
-        Raises ``UnsupportedOperationError`` where the broker has no delays, or would
-        schedule one outside the transaction it was sent in and lose it in a crash.
+        Raises ``UnsupportedOperationError`` in a transaction: the broker would schedule
+        the message outside of it, and lose it in a crash.
         """
-        if self.delay_header is None:
-            raise UnsupportedOperationError(
-                f"{self.name} cannot delay a message. Let the outbox hold it "
-                "(send_message(..., delay=...))."
-            )
         if transacted:
             raise UnsupportedOperationError(
                 f"{self.name} schedules a delayed message after the commit, not with "
                 "it: a crash between the two loses it. Send it outside the "
                 "transaction, or let the outbox hold it."
             )
-        return {self.delay_header: str(delay_ms)}
+        return destination, {"AMQ_SCHEDULED_DELAY": str(delay_ms)}
 
     def subscribe_headers(
         self, destination: Destination, prefetch: int, subscription: str | None
@@ -175,7 +173,6 @@ class RabbitMQDialect(Dialect):
     number_headers: frozenset[str] = frozenset({"expiration", "priority"})
     expires_header: str | None = None
     time_to_live_header: str | None = "expiration"
-    delay_header: str | None = None
     commit_proves_sends: bool = False
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
@@ -185,6 +182,28 @@ class RabbitMQDialect(Dialect):
         Dialect.address(self, destination)
         kind = "topic" if destination.is_topic else "queue"
         return f"/{kind}/{quote(destination.name, safe='.:-_~')}"
+
+    def delayed(
+        self, destination: Destination, delay_ms: int, *, transacted: bool
+    ) -> tuple[Destination, dict[str, str]]:
+        """Let the message wait in a queue that nobody reads, until it expires there
+        and is dead-lettered to its destination.
+
+        A queue lets only its first message expire, so there is one for each power of
+        two of seconds: at worst a message waits twice as long, never for all longer
+        ones. The longest delay is 49 days.
+        """
+        if transacted:
+            raise UnsupportedOperationError(
+                f"{self.name} proves no send by its COMMIT. Send a delayed message "
+                "outside the transaction, or let the outbox hold it."
+            )
+        seconds = 1 << ((delay_ms - 1) // 1000).bit_length()
+        return Destination(f"{destination}.delay-{seconds}s"), {
+            "expiration": str(min(delay_ms, MAX_EXPIRATION)),
+            "x-dead-letter-exchange": "amq.topic" if destination.is_topic else "",
+            "x-dead-letter-routing-key": destination.name,
+        }
 
     def durable_headers(self, subscription: str) -> dict[str, str]:
         """Keep the subscription's queue when its consumer goes."""

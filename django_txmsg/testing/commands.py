@@ -72,7 +72,14 @@ def _send(talk: Conversation, frame: Frame) -> None:
 
 
 def _store(talk: Conversation, message: StoredMessage) -> None:
-    delay = message.headers.get(talk.profile.delay_header or "")
+    headers = message.headers
+    delay = headers.get(talk.profile.delay_header or "")
+    if talk.profile.expires_relative and "x-dead-letter-routing-key" in headers:
+        # What expires in its queue, whose arguments these are, goes on to another.
+        kind = "topic" if headers["x-dead-letter-exchange"] == "amq.topic" else "queue"
+        name = headers["x-dead-letter-routing-key"]
+        delay = headers["expiration"]
+        message = StoredMessage(f"/{kind}/{name}", headers, message.body)
     if delay is None:
         talk.broker.store_message(message)
     else:

@@ -1,11 +1,14 @@
-"""A topic consumed by several threads: what check W001 warns of, and where not."""
+"""A topic consumed by several threads: where the broker allows it, and where not."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
+from django_txmsg.consumer import Consumer
 from django_txmsg.models import InboxMessage
 from tests import services
 from tests.faults import wait_until
@@ -47,16 +50,44 @@ def test_rabbitmq_shares_a_topic_among_threads(
 
 
 def test_activemq_gives_a_topic_to_one_connection(
-    activemq: services.ActiveMQ, destination: str
+    activemq: services.ActiveMQ, destination: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """So the consumer has one thread for it: others would only be refused, and make
+    the broker look broken to all stages."""
     topic = f"topic:{destination}"
     broker = {"default": {"URL": activemq.url()}}
     with txmsg(BROKERS=broker), declared(lambda m: None, topic, concurrency=3) as stage:
         subscribed(stage)
         for number in range(20):
             send(topic, {"number": number})
-        with running(stage, concurrency=3) as threads:
-            wait_until(lambda: processed(stage) == 20, deadline=120)
-            opened = [thread for thread in threads if thread._session is not None]
+        consumer = Consumer([stage], concurrency=4)
+        assert len(consumer.threads) == 1
+        ends = threading.Thread(target=consumer.run)
+        ends.start()
+        try:
+            wait_until(lambda: processed(stage) == 20)
+        finally:
+            consumer.stop()
+            ends.join(30)
 
-    assert len(opened) == 1
+    assert InboxMessage.objects.filter(deliveries__gt=1).count() == 0
+    assert "one thread, not 4" in caplog.text
+    assert not [one for one in caplog.records if "cannot be used" in one.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("url", "to", "threads"),
+    [
+        ("stomp://localhost", "topic:news", 1),
+        ("stomp://localhost?dialect=artemis", "topic:news", 1),
+        ("stomp://localhost?dialect=rabbitmq", "topic:news", 3),
+        ("stomp://localhost", "news", 3),
+        ("database://", "topic:news", 3),
+    ],
+)
+def test_so_many_threads_as_the_broker_allows(url: str, to: str, threads: int) -> None:
+    with (
+        txmsg(BROKERS={"default": {"URL": url}}),
+        declared(lambda m: None, to, concurrency=3) as stage,
+    ):
+        assert len(Consumer([stage]).threads) == threads

@@ -208,9 +208,13 @@ def test_a_stage_at_a_broker_nobody_knows_is_an_error() -> None:
     assert found.hint == "Known here: default."
 
 
-@pytest.mark.parametrize(("url", "ids"), [(RABBITMQ, ["txmsg.E009"]), (ACTIVEMQ, [])])
-def test_broker_redelivery_needs_a_broker_that_can(url: str, ids: list[str]) -> None:
-    with stage(redelivery=RedeliveryPolicy(mode="broker")), broker(url):
+@pytest.mark.parametrize("url", [ACTIVEMQ, RABBITMQ, "database://"])
+@pytest.mark.parametrize(
+    ("to", "ids"), [("tests.placed", []), ("topic:tests.placed", ["txmsg.E009"])]
+)
+def test_broker_redelivery_is_for_queues(url: str, to: str, ids: list[str]) -> None:
+    """A copy sent to a topic would reach its other subscribers."""
+    with stage(to=to, redelivery=RedeliveryPolicy(mode="broker")), broker(url):
         assert [one.id for one in check()] == ids
 
 

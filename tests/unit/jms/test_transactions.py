@@ -342,17 +342,6 @@ def test_recover_is_for_sessions_without_transactions(
         connect(broker).create_session(transacted=True).recover()
 
 
-def test_a_delayed_send_in_a_transaction_is_refused_where_it_could_be_lost(
-    broker: ScriptedBroker, connect: Connect
-) -> None:
-    from datetime import timedelta
-
-    producer = connect(broker).create_session(transacted=True).create_producer("x")
-
-    with pytest.raises(jms.UnsupportedOperationError, match="after the commit"):
-        producer.send(jms.Message("x"), delivery=jms.Delivery(delay=timedelta(1)))
-
-
 def test_a_transaction_does_not_outgrow_memory_while_the_broker_reads_nothing(
     scripted: Scripted, connect: Connect
 ) -> None:

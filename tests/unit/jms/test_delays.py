@@ -1,0 +1,81 @@
+"""Delayed sends: by a scheduler, or by letting a message expire where nobody reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from django_txmsg import jms
+from django_txmsg.jms.destination import Destination
+from django_txmsg.jms.dialects import MAX_EXPIRATION, RABBITMQ
+from django_txmsg.testing import ScriptedBroker
+
+Scripted = Callable[..., ScriptedBroker]
+Connect = Callable[..., jms.Connection]
+
+SHORTLY = jms.Delivery(delay=timedelta(seconds=0.2))
+dialects = pytest.mark.parametrize("dialect", ["classic", "artemis", "rabbitmq"])
+
+
+@dialects
+@pytest.mark.parametrize("destination", ["orders.place", "topic:orders.placed"])
+def test_a_delayed_message_comes_later(
+    scripted: Scripted, connect: Connect, dialect: str, destination: str
+) -> None:
+    connection = connect(scripted(dialect))
+    consumer = connection.create_session().create_consumer(destination)
+    producer = connection.create_session().create_producer(destination)
+    began = time.monotonic()
+    producer.send(jms.Message("later"), delivery=SHORTLY)
+    producer.send(jms.Message("now"))
+
+    first, second = consumer.receive(30), consumer.receive(30)
+
+    assert first is not None
+    assert second is not None
+    assert (first.body, second.body) == ("now", "later")
+    assert time.monotonic() - began >= 0.2
+
+
+@dialects
+def test_a_delay_in_a_transaction_is_refused_for_it_could_be_lost(
+    scripted: Scripted, connect: Connect, dialect: str
+) -> None:
+    session = connect(scripted(dialect)).create_session(transacted=True)
+    with pytest.raises(jms.UnsupportedOperationError, match="outside the transaction"):
+        session.create_producer("x").send(jms.Message("x"), delivery=SHORTLY)
+
+
+def test_rabbitmq_cannot_delay_what_shall_expire(
+    scripted: Scripted, connect: Connect
+) -> None:
+    broker = scripted("rabbitmq")
+    producer = connect(broker).create_session().create_producer("x")
+    both = jms.Delivery(delay=timedelta(1), time_to_live=timedelta(2))
+    with pytest.raises(jms.UnsupportedOperationError, match="time to live"):
+        producer.send(jms.Message("x"), delivery=both)
+    assert not broker.received("SEND")
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "queue"),
+    [
+        (1, "x.delay-1s"),
+        (1_000, "x.delay-1s"),
+        (1_001, "x.delay-2s"),
+        (2_000, "x.delay-2s"),
+        (4_001, "x.delay-8s"),
+        (300_000, "x.delay-512s"),
+        (10**12, "x.delay-1073741824s"),
+    ],
+)
+def test_what_waits_for_long_holds_up_only_what_waits_nearly_as_long(
+    milliseconds: int, queue: str
+) -> None:
+    """One queue for each power of two: at its head is never twice somebody's delay."""
+    waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
+    assert str(waits) == queue
+    assert int(headers["expiration"]) == min(milliseconds, MAX_EXPIRATION)
