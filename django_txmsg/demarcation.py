@@ -8,6 +8,7 @@ the first query comes, it knows whether one came, and it sets the isolation leve
 from __future__ import annotations
 
 import logging
+import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -52,6 +53,19 @@ def guarded(using: str) -> Iterator[None]:
             f"transaction can only roll back. Let the error propagate, or put the "
             f"failing query into an atomic() and catch it outside of that."
         )
+
+
+def _said_something(connection: Any) -> bool:
+    """Return whether the server has said something unasked, as it does when it ends an
+    idle session. Costs no query."""
+    if connection.vendor != "postgresql":
+        return False
+    raw = connection.connection
+    if raw.closed:
+        return True
+    listener = select.poll()
+    listener.register(raw.fileno(), select.POLLIN)
+    return bool(listener.poll(0))
 
 
 #: What a connection knows of the atomic blocks around the present query.
@@ -138,7 +152,8 @@ class Demarcation:
         connection = self._connection
         if connection.in_atomic_block or connection.connection is None:
             return
-        if connection.errors_occurred and not connection.is_usable():
+        suspect = connection.errors_occurred or _said_something(connection)
+        if suspect and not connection.is_usable():
             connection.close()
 
     def _enter_lazily(self) -> None:
