@@ -14,23 +14,24 @@ from pathlib import Path
 
 import pytest
 
-from tests import services
 from tests.acceptance import crash_play, failure_table
 from tests.acceptance.crash_play import Manage, Play
 from tests.acceptance.failure_table import STEPS, Outcome
 from tests.running import committing
+from tests.services.stomp_server import StompServer
 
-#: What `make test` plays: each mode and each fault at least once.
+#: What `make test` plays: each mode, each fault and each broker at least once.
 SAMPLE = {
-    ("outbox", "database backend terminated"),
-    ("best_effort_1pc", "broker killed"),
-    ("broker_only", "kill -9 of the worker"),
-    ("best_effort_1pc", "connection to the broker cut"),
+    ("outbox", "database backend terminated", "activemq"),
+    ("best_effort_1pc", "broker killed", "activemq"),
+    ("broker_only", "kill -9 of the worker", "activemq"),
+    ("best_effort_1pc", "connection to the broker cut", "activemq"),
+    ("best_effort_1pc", "kill -9 of the worker", "rabbitmq"),
 }
 
 
 def play(
-    mode: str, fault: str, manage: Manage, directory: Path, broker: services.ActiveMQ
+    mode: str, fault: str, manage: Manage, directory: Path, broker: StompServer
 ) -> dict[str, Outcome]:
     """Let `fault` strike at every step of `mode`."""
     scene = Play(mode, broker.url(), manage, directory, uuid.uuid4().hex[:8])
@@ -52,18 +53,24 @@ def test_the_docs_show_what_is_expected_here() -> None:
 @pytest.mark.postgresql
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("mode", "fault"),
+    ("mode", "fault", "broker"),
     [
-        pytest.param(mode, fault, marks=() if one in SAMPLE else pytest.mark.soak)
+        pytest.param(*one, marks=() if one in SAMPLE else pytest.mark.soak)
         for mode in STEPS
         for fault in failure_table.FAULTS
-        for one in [(mode, fault)]
+        for broker in ("activemq", "rabbitmq")
+        for one in [(mode, fault, broker)]
     ],
 )
 def test_a_fault_at_every_step(
-    mode: str, fault: str, manage: Manage, tmp_path: Path, activemq: services.ActiveMQ
+    mode: str,
+    fault: str,
+    broker: str,
+    manage: Manage,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    seen = play(mode, fault, manage, tmp_path, activemq)
+    seen = play(mode, fault, manage, tmp_path, request.getfixturevalue(broker))
     expected = failure_table.EXPECTED[mode, fault]
     wrong = {
         step: outcome for step, outcome in seen.items() if outcome not in expected[step]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import uuid
 from pathlib import Path
 
-from tests import services
+import pytest
+
 from tests.acceptance.crash_play import Manage, Play, killed_worker
 from tests.acceptance.failure_table import Outcome
 from tests.running import committing
+from tests.services.stomp_server import StompServer
 
 pytestmark = committing
 
@@ -21,8 +23,10 @@ def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
     assert killed_worker(play) == dict.fromkeys(play.stages, ONCE)
 
 
-def test_on_activemq(
-    manage: Manage, tmp_path: Path, activemq: services.ActiveMQ
+@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+def test_on_a_server(
+    broker: str, manage: Manage, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    play = Play("outbox", activemq.url(), manage, tmp_path, uuid.uuid4().hex[:8])
+    server: StompServer = request.getfixturevalue(broker)
+    play = Play("outbox", server.url(), manage, tmp_path, uuid.uuid4().hex[:8])
     assert killed_worker(play) == dict.fromkeys(play.stages, ONCE)

@@ -13,11 +13,11 @@ from django.db import transaction
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import OutboxMessage
 from django_txmsg.outbox import send_messages
-from tests import services
 from tests.acceptance.crash_play import Manage
 from tests.acceptance.crash_points import RELAY_STEPS
 from tests.faults import wait_until
 from tests.running import IMPATIENT, committing, txmsg
+from tests.services.stomp_server import StompServer
 
 pytestmark = committing
 
@@ -92,10 +92,12 @@ def test_on_the_embedded_broker(manage: Manage, destination: str) -> None:
     play("database://?poll=0.01", manage, destination)
 
 
-def test_on_activemq(
-    manage: Manage, destination: str, activemq: services.ActiveMQ
+@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+def test_on_a_server(
+    broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:
-    play(activemq.url(), manage, destination)
+    server: StompServer = request.getfixturevalue(broker)
+    play(server.url(), manage, destination)
 
 
 @pytest.mark.parametrize("signal", ["terminate", "interrupt"])

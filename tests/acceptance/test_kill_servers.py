@@ -19,6 +19,7 @@ from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
 from tests.running import IMPATIENT, committing, txmsg
+from tests.services.stomp_server import StompServer
 
 pytestmark = [committing, pytest.mark.timeout(300)]
 
@@ -119,14 +120,19 @@ def through(stream: Stream, fault: Callable[[], None]) -> None:
     stream.finish()
 
 
+@pytest.mark.parametrize(
+    "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
+)
 def test_the_broker_is_killed(
-    manage: Manage, destination: str, activemq: services.ActiveMQ
+    broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:
-    def fault() -> None:
-        activemq.kill()
-        activemq.start()
+    server: StompServer = request.getfixturevalue(broker)
 
-    through(Stream(manage, activemq.url(), destination, 1), fault)
+    def fault() -> None:
+        server.kill()
+        server.start()
+
+    through(Stream(manage, server.url(), destination, 1), fault)
 
 
 @pytest.mark.postgresql

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 
 from django_txmsg import jms
 from django_txmsg.activity import Activity
@@ -12,36 +17,76 @@ from django_txmsg.models import DeadLetter
 from tests.faults import wait_until
 from tests.running import committing, txmsg
 from tests.services import ActiveMQ
+from tests.services.stomp_server import StompServer
 
 
-@committing
-def test_a_message_in_the_broker_s_dead_letter_queue_is_taken_in(
-    activemq: ActiveMQ, destination: str
-) -> None:
-    message_id = str(uuid.uuid4())
-    with (
-        jms.ConnectionFactory(activemq.url()).create_connection() as connection,
-        connection.create_session() as session,
-    ):
-        session.create_producer(f"DLQ.{destination}").send(
-            jms.Message(b"given up\x00", {"txmsg-id": message_id, "colour": "red"})
-        )
+@contextmanager
+def taking_in(server: StompServer, destination: str) -> Iterator[None]:
+    """Take in what lies there until there is a dead letter."""
     stop = threading.Event()
-    with txmsg(BROKERS={"default": {"URL": activemq.url()}}):
-        thread = IntakeThread("default", f"DLQ.{destination}", stop, Activity())
+    with txmsg(BROKERS={"default": {"URL": server.url()}}):
+        thread = IntakeThread("default", destination, stop, Activity())
         thread.start()
         try:
+            yield
             wait_until(DeadLetter.objects.exists)
         finally:
             stop.set()
             thread.join(30)
 
+
+@pytest.fixture(params=["activemq", "rabbitmq"])
+def server(request: pytest.FixtureRequest) -> StompServer:
+    """Each of the brokers in turn."""
+    found: StompServer = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture
+def session(server: StompServer) -> Iterator[jms.Session]:
+    """A foreign client's session with the broker."""
+    factory = jms.ConnectionFactory(server.url())
+    with factory.create_connection() as connection:
+        yield connection.create_session()
+
+
+@committing
+def test_a_message_in_the_broker_s_dead_letter_queue_is_taken_in(
+    server: StompServer, session: jms.Session, destination: str
+) -> None:
+    message_id = str(uuid.uuid4())
+    session.create_producer(f"DLQ.{destination}").send(
+        jms.Message(b"given up\x00", {"txmsg-id": message_id, "colour": "red"})
+    )
+    with taking_in(server, f"DLQ.{destination}"):
+        pass
+
     letter = DeadLetter.objects.get()
     assert (str(letter.message_id), letter.reason) == (message_id, "broker")
     assert bytes(letter.body) == b"given up\x00"
     assert letter.headers["colour"] == "red"
-    with (
-        jms.ConnectionFactory(activemq.url()).create_connection() as connection,
-        connection.create_session() as session,
-    ):
-        assert session.create_consumer(f"DLQ.{destination}").receive(0.5) is None
+    assert session.create_consumer(f"DLQ.{destination}").receive(0.5) is None
+
+
+@committing
+def test_a_message_that_expired_is_taken_in_with_the_broker_s_reason(
+    server: StompServer, session: jms.Session, destination: str
+) -> None:
+    dead = f"DLQ.{destination}"
+    session.create_consumer(dead).close()
+    # Arguments of the queue to RabbitMQ, nothing to ActiveMQ.
+    way = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": dead}
+    session.create_producer(destination).send(
+        jms.Message("too late", way),
+        delivery=jms.Delivery(time_to_live=dt.timedelta(milliseconds=1)),
+    )
+    if isinstance(server, ActiveMQ):
+        # It notices when somebody would read.
+        assert session.create_consumer(destination).receive(0.5) is None
+    with taking_in(server, dead):
+        pass
+
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.destination) == ("broker", destination)
+    assert "expired" in letter.exception.lower()
+    assert bytes(letter.body) == b"too late"

@@ -18,7 +18,7 @@ from django_txmsg import signals
 from django_txmsg.demarcation import Demarcation
 from django_txmsg.message import Message
 from django_txmsg.outbox import send_message
-from django_txmsg.stages import TransactionDefinition
+from django_txmsg.stages import Stage, TransactionDefinition
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until
@@ -188,6 +188,42 @@ def test_isolation_is_the_stages_and_nobody_elses() -> None:
             cursor.execute("SHOW transaction_isolation")
             levels.append(cursor.fetchone()[0])
     assert levels == ["repeatable read", "read committed"]
+
+
+def serializable(stage: Stage) -> TransactionDefinition | None:
+    """Say how stages are to be run that say nothing themselves."""
+    if stage.destination.startswith("tests.default"):
+        return None
+    return TransactionDefinition(using="default", isolation="serializable")
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize(
+    ("name", "own", "level"),
+    [
+        ("tests.hook", None, "serializable"),
+        ("tests.hook.own", "repeatable read", "repeatable read"),
+        ("tests.default", None, "read committed"),
+    ],
+)
+def test_a_function_of_the_project_defines_the_transactions_of_all_stages(
+    name: str, own: str | None, level: str
+) -> None:
+    levels: list[str] = []
+
+    def handler(message: Message) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            levels.append(cursor.fetchone()[0])
+
+    path = "tests.integration.test_lazy_connection.serializable"
+    with (
+        txmsg(TRANSACTION_DEFINITION=path),
+        declared(handler, name, isolation=own) as stage,
+    ):
+        put(stage.destination)
+        step(stage, parked=False)
+    assert levels == [level]
 
 
 @pytest.mark.parametrize("outer", [True, False])

@@ -1,0 +1,182 @@
+"""What stages promise, on the brokers that live in a server of their own."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from django_txmsg.brokers import get_broker
+from django_txmsg.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage
+from django_txmsg.outbox import send_message
+from tests.app.models import Effect, Order
+from tests.faults import Proxy, wait_until
+from tests.running import committing, declared, put, running, send, ship, txmsg
+from tests.services.stomp_server import StompServer
+
+pytestmark = committing
+
+
+@pytest.fixture(params=["activemq", "rabbitmq"])
+def server(request: pytest.FixtureRequest) -> StompServer:
+    """Each of the brokers in turn."""
+    found: StompServer = request.getfixturevalue(request.param)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def proxy(server: StompServer) -> Iterator[Proxy]:
+    """Make it the default broker, through a proxy."""
+    with (
+        Proxy(server.port) as between,
+        txmsg(BROKERS={"default": {"URL": server.url(port=between.port)}}),
+    ):
+        yield between
+
+
+def taken(destination: str) -> list[bytes]:
+    """Take what is waiting there."""
+    with get_broker().open() as session:
+        session.subscribe(destination, prefetch=10)
+        found = list(iter(lambda: session.receive(0.5), None))
+        session.ack(found)
+    return [one.body for one in found]
+
+
+def processed(stage: Any) -> int:
+    return InboxMessage.objects.filter(
+        stage=stage.name, processed_at__isnull=False
+    ).count()
+
+
+def test_of_copies_that_arrive_at_once_one_handler_runs(destination: str) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    runs: list[uuid.UUID] = []
+
+    def slow(message: Message) -> None:
+        runs.append(message.id)
+        inside.set()
+        assert go_on.wait(60)
+        Effect.objects.create(name="done", message_id=str(message.id))
+
+    consume = {"PREFETCH": 1, "POLL_INTERVAL": 0.02}
+    brokers = {"default": {"URL": get_broker()._url}}
+    with txmsg(BROKERS=brokers, CONSUME=consume), declared(slow, destination) as stage:
+        message_id = put(destination)
+        for _ in range(3):
+            put(destination, message_id=message_id)
+        with running(stage, concurrency=4):
+            assert inside.wait(60)
+            go_on.set()
+            rows = InboxMessage.objects.filter(deliveries=4, processed_at__isnull=False)
+            wait_until(rows.exists, deadline=60)
+    assert runs == [message_id]
+    assert Effect.objects.count() == 1
+    assert taken(destination) == []
+
+
+def test_as_many_handlers_at_once_as_the_stage_has_threads(destination: str) -> None:
+    meeting, met = threading.Barrier(6, timeout=60), []
+
+    def handler(message: Message) -> None:
+        met.append(meeting.wait())
+
+    consume = {"PREFETCH": 1, "POLL_INTERVAL": 0.02}
+    brokers = {"default": {"URL": get_broker()._url}}
+    with (
+        txmsg(BROKERS=brokers, CONSUME=consume),
+        # With SQLite's one writer, handlers in a transaction would never meet.
+        declared(handler, destination, transaction="broker_only") as stage,
+        running(stage, concurrency=6),
+    ):
+        for _ in range(12):
+            put(destination)
+        wait_until(lambda: len(met) == 12, deadline=90)
+    assert sorted(met) == sorted([*range(6)] * 2)
+
+
+def test_a_topic_reaches_every_stage_once(destination: str) -> None:
+    topic = f"topic:{destination}"
+    seen: list[str] = []
+    with (
+        declared(lambda m: seen.append("a"), topic, name=f"{destination}.a") as a,
+        declared(lambda m: seen.append("b"), topic, name=f"{destination}.b") as b,
+        running(a) as (one,),
+        running(b) as (two,),
+    ):
+        wait_until(lambda: one.dry and two.dry, message="both are subscribed")
+        for _ in range(10):
+            send(topic)
+        wait_until(lambda: processed(a) == processed(b) == 10)
+    assert sorted(seen) == ["a"] * 10 + ["b"] * 10
+
+
+class ClientDecidesIds:
+    """A handler whose business key comes from the client, so that it cannot run twice;
+    at its first commit the connection to the broker ends."""
+
+    def __init__(self, proxy: Proxy, target: str) -> None:
+        self.runs = 0
+        self._proxy, self._target = proxy, target
+
+    def __call__(self, message: Message) -> None:
+        self.runs += 1
+        if self.runs == 1:
+            transaction.on_commit(lambda: self._proxy.cut(reset=True))
+        Order.objects.create(number="from the client")
+        send_message(self._target, "ordered")
+
+
+def test_the_hazard_of_1pc_with_ids_from_the_client(
+    destination: str, proxy: Proxy
+) -> None:
+    """Documented: the second run meets the first one's row, and what the stage should
+    have sent is never sent."""
+    handler = ClientDecidesIds(proxy, f"{destination}.next")
+    with declared(handler, destination, transaction="best_effort_1pc") as stage:
+        put(destination)
+        with running(stage):
+            wait_until(DeadLetter.objects.exists, deadline=60)
+    assert handler.runs == 4
+    letter = DeadLetter.objects.get()
+    assert "IntegrityError" in letter.exception
+    assert letter.attempts == 3
+    assert Order.objects.count() == 1
+    assert taken(f"{destination}.next") == taken(destination) == []
+
+
+def test_the_same_stage_under_outbox(destination: str, proxy: Proxy) -> None:
+    """One row, one effect downstream, no dead letter."""
+    handler = ClientDecidesIds(proxy, f"{destination}.next")
+    with declared(handler, destination) as stage:
+        put(destination)
+        with running(stage):
+            again = InboxMessage.objects.filter(deliveries=2)
+            wait_until(again.exists, deadline=60)
+        ship()
+    assert handler.runs == Order.objects.count() == 1
+    assert taken(f"{destination}.next") == [b'"ordered"']
+    assert taken(destination) == []
+    assert not DeadLetter.objects.exists()
+
+
+def test_a_refused_password_hammers_nobody(
+    destination: str, proxy: Proxy, server: StompServer
+) -> None:
+    """However many threads: one login at a time, with growing pauses between."""
+    url = server.url(port=proxy.port, password="wrong")
+    with (
+        txmsg(BROKERS={"default": {"URL": url}}),
+        declared(lambda message: None, destination) as stage,
+    ):
+        began = time.monotonic()
+        with running(stage, concurrency=8):
+            wait_until(lambda: proxy.accepted >= 4, deadline=60)
+            # Pauses of 0.2, 0.4 and 0.8 seconds, give or take a quarter.
+            assert time.monotonic() - began > 0.75 * 1.4
