@@ -4,20 +4,24 @@
 
 JDBC takes part where Debian's `libpostgresql-jdbc-java` is installed. Start-up of the
 JVM is left out everywhere and printed; each way is warmed up once before it counts.
+With `--database URL` the log is filled there once, and found there by the next run;
+so is the lake for `reconcile` with `--lake DIRECTORY`.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,165 +29,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psycopg
 import pyarrow as pa
-import pyarrow.csv as csv
 import pyarrow.parquet as pq
-from pyarrow import fs
-from pyspark.sql import SparkSession
+import pyspark.sql.functions as sf
+from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks import stand
-from django_txmsg.spark.jobs.archive import (
-    MANIFEST,
-    ArchiveOptions,
-    Archiver,
-    BatchTask,
-)
+from benchmarks.pipeline_ways import Bench, fill
 from django_txmsg.spark.jobs.outgoing import ReplayOptions, run_replay
-from django_txmsg.spark.lakefile import DayFiles
+from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.lake import Lake
+from django_txmsg.spark.lakefile import LakeFile, directory_of
 from django_txmsg.spark.runs import Run
-from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
 from django_txmsg.spark.session import build
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 
 JAR = Path("/usr/share/java/postgresql.jar")
-WEEK = timedelta(days=7)
-DATES = ["created_at", "due_at", "expires_at", "dispatched_at", "dead_at"]
 
-
-def fill(url: str, rows: int) -> None:
-    """Store settled rows with bodies of 288 bytes, over four days."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute("TRUNCATE django_txmsg_outboxmessage RESTART IDENTITY")
-        connection.execute(
-            "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,"
-            " destination, key, correlation_id, headers, content_type, body,"
-            " created_at, due_at, attempts, last_error, dispatched_at)"
-            " SELECT gen_random_uuid(), '',"
-            " 'default', 'orders.place', '', '', jsonb_build_object('traceparent',"
-            " '00-' || md5(g::text) || '-00f067aa0ba902b7-01'), 'application/json',"
-            " convert_to(repeat(md5(g::text), 9), 'UTF8'), now() - interval '20 days' +"
-            " g * interval '4 days' / %s, now(), 0, '', now() - interval '15 days'"
-            " FROM generate_series(1, %s) g",
-            (rows, rows),
-        )
-        connection.execute("VACUUM (ANALYZE) django_txmsg_outboxmessage")
-        connection.execute("CHECKPOINT")
-
-
-class Bench:
-    """A filled database, a session, and the ways to compare."""
-
-    def __init__(self, spark: SparkSession, url: str, rows: int) -> None:
-        self.spark, self.url, self.rows = spark, url, rows
-        self.source = SourceSpec("bench", url)
-        self.directory = Path(tempfile.mkdtemp(prefix="txmsg-bench-lake-"))
-
-    def lake(self) -> LakeSpec:
-        """Return a fresh lake, and remove the one before."""
-        shutil.rmtree(self.directory)
-        self.directory.mkdir()
-        return LakeSpec(f"{self.directory}/lake")
-
-    def archiver(self, **options: Any) -> Archiver:
-        """Return an archive of the outbox into a fresh lake."""
-        return Archiver(
-            self.spark, self.source, self.lake(), OUTBOX,
-            ArchiveOptions(WEEK, vacuum=False, **options),
-        )  # fmt: skip
-
-    def write_step(self, cores: int = 0) -> float:
-        """Write all rows as `archive` does, by day, without proof, log or purge."""
-        archiver = self.archiver()
-        now, horizon = archiver.ledger.clock()
-        work, after = [], 0
-        while batch := archiver.ledger.plan(after, 100_000, now - WEEK, horizon):
-            batch = archiver.ledger.begin(batch)
-            work.append((batch, archiver.ledger.members(batch)))
-            after = batch.last_id
-        task = BatchTask(
-            archiver.ledger.database, archiver.lake_spec, OUTBOX, "bench", work, False
-        )
-        started = time.monotonic()
-        tasks = cores or len(work)
-        places = self.spark.range(0, len(work), 1, tasks)
-        rows = places.mapInArrow(task, MANIFEST).groupBy().sum("rows").collect()
-        spent = time.monotonic() - started
-        assert rows[0][0] == self.rows
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute("DELETE FROM django_txmsg_archivebatch")
-        archiver.ledger.close()
-        return spent
-
-    def copy_step(self) -> float:
-        """One process: COPY as CSV, parsed by Arrow, written by day."""
-        lake = self.lake()
-        names = [one.name for one in OUTBOX.columns]
-        types = {one.name: one.arrow.type for one in OUTBOX.columns}
-        # CSV has a body as hexadecimal text; to be fair it stays so.
-        types |= {"body": pa.string()}
-        asked = ", ".join(one.selected for one in OUTBOX.columns)
-        files, root = fs.FileSystem.from_uri(lake.uri)
-        started = time.monotonic()
-        days = DayFiles(files, f"{root}/outbox", "bench", "created_at", "copy")
-        with psycopg.connect(self.url) as connection, connection.cursor() as cursor:
-            sql = f"COPY (SELECT {asked} FROM {OUTBOX.relation}) TO STDOUT (FORMAT csv)"
-            with cursor.copy(sql) as copy:
-                parts: list[bytes] = []
-                size = 0
-
-                def flush() -> None:
-                    table = csv.read_csv(
-                        pa.BufferReader(b"".join(parts)),
-                        csv.ReadOptions(column_names=names),
-                        csv.ParseOptions(newlines_in_values=True),
-                        csv.ConvertOptions(
-                            column_types=types, strings_can_be_null=False,
-                            timestamp_parsers=["%Y-%m-%d %H:%M:%S%z", csv.ISO8601],
-                        ),
-                    )  # fmt: skip
-                    for batch in table.to_batches():
-                        days.write(batch)
-
-                for part in copy:
-                    parts.append(bytes(part))
-                    size += len(part)
-                    if size > 16 << 20:
-                        flush()
-                        parts, size = [], 0
-                if parts:
-                    flush()
-        days.close()
-        assert days.rows == self.rows
-        return time.monotonic() - started
-
-    def jdbc_step(self) -> float:
-        """`spark.read.jdbc` in as many partitions, written by day by Spark."""
-        target = f"{self.lake().uri}/jdbc"
-        asked = ", ".join(one.selected for one in OUTBOX.columns)
-        user, _, place = self.url.partition("://")[2].rpartition("@")
-        name, _, password = user.partition(":")
-        tasks = -(-self.rows // 100_000)
-        started = time.monotonic()
-        (
-            self.spark.read.format("jdbc").option("driver", "org.postgresql.Driver")
-            .option("url", f"jdbc:postgresql://{place}")
-            .option("user", name).option("password", password)
-            .option("dbtable", f"(SELECT {asked}, created_at::date AS day FROM"
-                               f" {OUTBOX.relation}) t")
-            .option("partitionColumn", "id").option("lowerBound", 1)
-            .option("upperBound", self.rows).option("numPartitions", tasks)
-            .option("fetchsize", 10_000).load()
-            .write.partitionBy("day").parquet(target)
-        )  # fmt: skip
-        spent = time.monotonic() - started
-        rows = sum(
-            pq.read_metadata(p).num_rows for p in Path(target).rglob("*.parquet")
-        )
-        assert rows == self.rows
-        return spent
-
-
-def median(values: list[float]) -> float:
-    return statistics.median(values)
+#: The lines of the table at the end: measure, ours, the other, ratio, goal.
+LINES: list[tuple[str, str, str, str, str]] = []
 
 
 def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
@@ -196,36 +60,49 @@ def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
             found[name].append(way())
     for name, values in found.items():
         print(f"  {name}: " + ", ".join(f"{one:.1f}" for one in values), flush=True)
-    return {name: median(values) for name, values in found.items()}
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def measure_write(bench: Bench, count: int) -> None:
-    """The write step against COPY in one process, and against JDBC."""
+    """The write step against COPY in one process, JDBC, and itself on one core."""
     ways: dict[str, Callable[[], float]] = {
         "archive": bench.write_step, "copy": bench.copy_step,
-        "archive, one core": lambda: bench.write_step(1),
+        "one core": lambda: bench.write_step(1),
     }  # fmt: skip
     if JAR.exists():
         ways["jdbc"] = bench.jdbc_step
     found = turns(ways, count)
-    for name in ways:
-        rate = bench.rows / found[name]
-        ratio = found[name] / found["archive"]
-        print(f"write step  {name:18} {rate:10,.0f} rows/s   archive is {ratio:.2f} x")
-    bench.write = found["archive"]  # type: ignore[attr-defined]
+    bench.write = found["archive"]
+    ours = f"{bench.rows / bench.write:,.0f} rows/s"
+    for name, measure, goal in (
+        ("copy", "archive, write step; COPY in one process", "1.5"),
+        ("jdbc", "archive, write step; spark.read.jdbc", "2"),
+        ("one core", "archive, write step; on one core", "1.3"),
+    ):
+        if name in found:
+            other = f"{bench.rows / found[name]:,.0f} rows/s"
+            ratio = f"{found[name] / bench.write:.2f} x"
+            LINES.append((measure, ours, other, ratio, f">= {goal} x"))
 
 
 def measure_archive(bench: Bench) -> None:
     """The whole of `archive`, and where its time goes."""
+    if not bench.write:
+        bench.write_step()
+        bench.write = bench.write_step()
     archiver = bench.archiver()
     started = time.monotonic()
     result = archiver.run()
     spent = time.monotonic() - started
     assert result.rows == bench.rows
-    steps = ", ".join(f"{k} {v:.1f}" for k, v in result.seconds.items())
-    print(f"archive     whole {spent:.1f} s, {bench.rows / spent:,.0f} rows/s: {steps}")
-    if hasattr(bench, "write"):
-        print(f"archive     whole is {spent / bench.write:.2f} x the write step")
+    steps = ", ".join(f"{k} {v:.1f} s" for k, v in result.seconds.items())
+    print(f"  where archive's time goes: {steps}")
+    LINES.append(
+        (
+            "archive, whole; its write step", f"{spent:.1f} s", f"{bench.write:.1f} s",
+            f"{spent / bench.write:.2f} x", "<= 4 x, < 40 s",
+        )
+    )  # fmt: skip
 
 
 def measure_replay(bench: Bench, count: int) -> None:
@@ -280,9 +157,11 @@ def measure_replay(bench: Bench, count: int) -> None:
         return time.monotonic() - started
 
     found = turns({"replay": ours, "copy and merge": plain}, count)
-    for name, spent in found.items():
-        ratio = spent / found["replay"]
-        print(f"replay      {name:18} {rows / spent:10,.0f} rows/s   {ratio:.2f} x")
+    rates = [f"{rows / spent:,.0f} rows/s" for spent in found.values()]
+    ratio = found["copy and merge"] / found["replay"]
+    LINES.append(
+        ("replay; COPY and merge in one process", *rates, f"{ratio:.2f} x", ">= 1 x")
+    )
 
 
 def measure_latency(bench: Bench) -> None:
@@ -320,67 +199,95 @@ def measure_latency(bench: Bench) -> None:
     thread.join()
     after = sends(idle, 1500)
     alone = p95(before + after)
-    print(
-        f"latency     p95 {p95(during):.2f} ms while archiving ({len(during)} sends),"
-        f" {alone:.2f} ms alone   {p95(during) / alone:.2f} x"
-    )
-
-
-def measure_reconcile(spark: SparkSession, rows: int) -> None:
-    """`reconcile` of two services with so many messages each, from the lake."""
-    import datetime as dt
-
-    import pyspark.sql.functions as sf
-
-    from django_txmsg.spark.transforms.reconcile import (
-        EXPECTED,
-        reconcile,
-        summarise,
+    LINES.append(
+        (
+            f"send_message p95 beside archive ({len(during)} sends); alone",
+            f"{p95(during):.2f} ms", f"{alone:.2f} ms", f"{p95(during) / alone:.2f} x",
+            "<= 1.5 x",
+        )
     )  # fmt: skip
 
-    directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
-    ids = spark.range(rows).select(
-        sf.col("id"), sf.md5(sf.col("id").cast("string")).alias("h")
+
+def measure_reconcile(spark: SparkSession, lake: LakeSpec, rows: int) -> None:
+    """`reconcile` of two services with so many messages each, all in the lake."""
+    if not Path(lake.uri).exists():
+        fill_lake(spark, lake, rows)
+    # Nothing is live: both have the one empty database.
+    directory = tempfile.mkdtemp(prefix="txmsg-bench-empty-")
+    subprocess.run(
+        [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
+        cwd=Path(__file__).resolve().parents[1],
+        env=os.environ | {"TXMSG_TEST_DIR": directory, "TXMSG_TEST_DATABASE_URL": ""},
+        check=True,
     )
-    message_id = sf.concat_ws("-", *[
-        sf.substring("h", a, n) for a, n in ((1, 8), (9, 4), (13, 4), (17, 4), (21, 12))
-    ])  # fmt: skip
+    url = f"sqlite:///{directory}/default.sqlite3"
+    services = [SourceSpec(name, url) for name in ("a", "b")]
+    spec = JobSpec(services=tuple(services), lake=lake)
+    started = time.monotonic()
+    options = ReconcileOptions(grace=dt.timedelta(0), keep=False)
+    found = run_reconcile(spark, spec, options, Run("reconcile", {}))
+    spent = time.monotonic() - started
+    lost = 2 * sum(1 for number in range(rows) if number % 1000 == 7)
+    assert found.counts == {"ok": 2 * rows - lost, "never_received": lost}
+    LINES.append(
+        (
+            f"reconcile, two services, {rows:,} messages each", f"{spent:.0f} s",
+            "", f"{2 * rows / spent:,.0f}/s", "driver has 2 GiB",
+        )
+    )  # fmt: skip
+
+
+def fill_lake(spark: SparkSession, lake: LakeSpec, rows: int) -> None:
+    """Make a lake in which each of two services has sent the other so many messages,
+    of which one in a thousand is lost."""
+    ids = spark.range(rows).withColumn("h", sf.md5(sf.col("id").cast("string")))
     sent_at = sf.timestamp_seconds(sf.lit(1_780_000_000) + sf.col("id") / 10)
     for service, other in (("a", "b"), ("b", "a")):
-        name = sf.concat(sf.lit(service), message_id)
-        ids.select(
-            sf.lit(service).alias("service"), name.alias("message_id"),
+        digits = sf.concat(sf.lit(service), sf.substring("h", 2, 31))
+        cuts = ((1, 8), (9, 4), (13, 4), (17, 4), (21, 12))
+        parts = [sf.substring(digits, start, size) for start, size in cuts]
+        messages = ids.select(
+            "id", sf.concat_ws("-", *parts).alias("message_id"),
             sf.lit(f"{other}.in").alias("destination"), sent_at.alias("created_at"),
-            sent_at.alias("dispatched_at"),
-            sf.lit(None).cast("timestamp").alias("dead_at"),
-        ).write.mode("append").parquet(f"{directory}/sent")  # fmt: skip
-        ids.where("id % 1000 <> 7").select(
-            sf.lit(other).alias("service"), sf.lit("s").alias("stage"),
-            name.alias("message_id"), sf.lit(f"{other}.in").alias("destination"),
-            sent_at.alias("created_at"), sent_at.alias("first_received_at"),
-            sent_at.alias("processed_at"),
-            sf.lit(None).cast("timestamp").alias("dead_at"),
-            sf.lit(1).alias("deliveries"),
-        ).write.mode("append").parquet(f"{directory}/received")  # fmt: skip
-    started = time.monotonic()
-    verdicts = reconcile(
-        spark.read.parquet(f"{directory}/sent"),
-        spark.read.parquet(f"{directory}/received"),
-        spark.createDataFrame([], EXPECTED),
-        horizon=dt.datetime.now(dt.timezone.utc) + dt.timedelta(days=3650),
-        late_after=dt.timedelta(hours=1),
-    )
-    counts: dict[str, int] = {}
-    for row in summarise(verdicts).groupBy("verdict").sum("messages").collect():
-        counts[row[0]] = row[1]
-    spent = time.monotonic() - started
-    assert counts["never_received"] == 2 * sum(1 for n in range(rows) if n % 1000 == 7)
-    total = 2 * rows
-    print(
-        f"reconcile   two services, {rows:,} messages each: {spent:.1f} s,"
-        f" {total / spent:,.0f} messages/s"
-    )
-    shutil.rmtree(directory)
+            sf.to_date(sent_at).alias("day"),
+        )  # fmt: skip
+        sent = messages.withColumn("dispatched_at", sf.col("created_at"))
+        _into_lake(lake, OUTBOX, service, sent)
+        got = messages.where("id % 1000 <> 7").withColumns(
+            {
+                "stage": sf.lit("s"), "deliveries": sf.lit(1),
+                "first_received_at": sf.col("created_at"),
+                "processed_at": sf.col("created_at"),
+            }
+        )  # fmt: skip
+        _into_lake(lake, INBOX, other, got)
+
+
+def _into_lake(lake: LakeSpec, table: Table, service: str, rows: DataFrame) -> None:
+    place = Lake(lake, create=True).table(table.name, table.lake_struct())
+    root = Path(place.root)
+    below = Path(directory_of(service, dt.date.min)).parent
+    rows.write.partitionBy("day").parquet(str(root / below))
+    files = [
+        LakeFile(
+            str(path.relative_to(root)), service,
+            dt.date.fromisoformat(path.parent.name.partition("=")[2]),
+            path.stat().st_size, pq.read_metadata(path).num_rows,
+            int(path.stat().st_mtime * 1000),
+        )
+        for path in (root / below).rglob("*.parquet")
+    ]  # fmt: skip
+    place.commit(place.ensure(), files, metadata={})
+
+
+def print_table() -> None:
+    """Print what was measured, beside what it was measured against."""
+    head = ("measure; against", "ours", "other", "ratio", "goal")
+    widths = [max(len(line[n]) for line in [head, *LINES]) for n in range(5)]
+    print()
+    for line in [head, *LINES]:
+        cells = [f"{one:{widths[n]}}" for n, one in enumerate(line)]
+        print("  ".join(cells).rstrip())
 
 
 def main() -> None:
@@ -390,6 +297,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--messages", type=int, default=5_000_000)
     parser.add_argument("--only", default="write,archive,replay,latency,reconcile")
+    parser.add_argument("--database", default="")
+    parser.add_argument("--lake", default="")
     given = parser.parse_args()
     wanted = given.only.split(",")
     settings = {"spark.master": "local[2]", "spark.driver.memory": "2g"}
@@ -400,7 +309,7 @@ def main() -> None:
     spark.range(10).count()
     print(f"start-up of Spark: {time.monotonic() - started:.1f} s, in no figure below")
     if set(wanted) - {"reconcile"}:
-        url = stand.postgresql()
+        url = given.database or stand.postgresql()
         stand.django(url, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
         bench = Bench(spark, url, given.rows)
         fill(url, given.rows)
@@ -415,8 +324,12 @@ def main() -> None:
             measure_latency(bench)
         shutil.rmtree(bench.directory, ignore_errors=True)
     if "reconcile" in wanted:
-        measure_reconcile(spark, given.messages)
+        directory = given.lake or f"{tempfile.mkdtemp(prefix='txmsg-bench-')}/lake"
+        measure_reconcile(spark, LakeSpec(directory), given.messages)
+        if not given.lake:
+            shutil.rmtree(Path(directory).parent)
     spark.stop()
+    print_table()
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ import datetime as dt
 import json
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import PipelineError, UsageError
+from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec
-
-JOBS = ("archive", "reconcile", "analyze", "replay", "send", "sweep")
 
 
 def duration(text: str) -> dt.timedelta:
@@ -172,11 +171,16 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
 
     try:
         outcome = run_job(complete(spec, given), given)
-    except PipelineError as error:
-        facts = {"job": given.job, "error": str(error), "exit_code": error.exit_code}
+    except Exception as error:
+        fault = error
+        if not isinstance(fault, PipelineError):
+            # Not ours. Python would end with 1, which means findings.
+            traceback.print_exc()
+            fault = EnvironmentFault(f"{type(error).__name__}: {error}")
+        facts = {"job": given.job, "error": str(fault), "exit_code": fault.exit_code}
         if given.json:
             _say(json.dumps(facts))
-        return _fail(given.job, error)
+        return _fail(given.job, fault)
     if given.json:
         _say(json.dumps(outcome.facts, default=str))
     else:

@@ -8,6 +8,7 @@ PipelineError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
@@ -33,3 +34,19 @@ class VerificationRefused(PipelineError):
     """Rows in the database are not what the lake has of them. None were deleted."""
 
     exit_code = 4
+
+
+def told_by_spark(error: Exception) -> PipelineError:
+    """Return what an error out of a Spark job means: an error of ours that a task has
+    raised, wherever it ran, or a fault of Spark's surroundings."""
+    text = str(error)
+    for kind in (VerificationRefused, EnvironmentFault, UsageError):
+        found = re.search(rf"\b{__name__}\.{kind.__name__}: (.+)", text)
+        if found:
+            return kind(found[1].strip())
+    # The last line of the first traceback says what happened; without one the first.
+    within = text.partition("Traceback (most recent call last)")[2]
+    lines = [line.strip(": ") for line in (within or text).splitlines()]
+    raised = [one for one in lines if re.match(r"[\w.]+(Error|Exception): ", one)]
+    said = (raised or list(filter(None, lines)) or [type(error).__name__])[0]
+    return EnvironmentFault(f"Spark gave up: {said}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from pyspark.sql import functions as sf
 from pyspark.sql import types as t
 
 from .errors import EnvironmentFault
-from .lakefile import LakeFile, directory_of
+from .lakefile import LakeFile
 from .schemas import LAKE_VERSION, arrow_schema
 from .spec import LakeSpec
 
@@ -70,22 +71,33 @@ class Lake:
                     f"django_txmsg knows {LAKE_VERSION}: upgrade it."
                 )
             return
-        listing = self.files.get_file_info(
+        entries = self.files.get_file_info(
             fs.FileSelector(self.root, allow_not_found=True)
         )
-        if listing:
+        others = [one for one in entries if not one.base_name.startswith(MARKER)]
+        if others and self.files.get_file_info(path).type == fs.FileType.NotFound:
             raise EnvironmentFault(
                 f"{self.spec.uri} is not a lake of django_txmsg: it has no {MARKER}, "
-                f"but {len(listing)} other entries. Name an empty place."
+                f"but {len(others)} other entries. Name an empty place."
             )
         if not create:
             raise EnvironmentFault(
                 f"There is no lake at {self.spec.uri} yet. `archive` makes it."
             )
+        # Others may be making it as well: nobody is to see half a marker.
         self.files.create_dir(self.root, recursive=True)
-        with self.files.open_output_stream(path) as stream:
+        whole = f"{path}.{uuid.uuid4().hex}"
+        with self.files.open_output_stream(whole) as stream:
             stream.write(json.dumps({"version": LAKE_VERSION}).encode())
-        sync(self.files, [path])
+        self.files.move(whole, path)
+        sync(self.files, self.root, [path])
+
+    def names(self) -> list[str]:
+        """Return the names of all tables that there are."""
+        entries = self.files.get_file_info(fs.FileSelector(self.root))
+        return sorted(
+            one.base_name for one in entries if one.type == fs.FileType.Directory
+        )
 
     def table(self, name: str, struct: t.StructType) -> LakeTable:
         """Return one of the lake's tables, which may not exist yet."""
@@ -145,6 +157,7 @@ class LakeTable:
                 storage_options=self.options,
                 raise_if_key_not_exists=False,
             )
+            self._sync_log([0])
         present = {field.name for field in delta.schema().fields}
         fresh = [field for field in wanted if field.name not in present]
         if fresh:
@@ -152,6 +165,7 @@ class LakeTable:
             delta.alter.add_columns(fields)
             delta = self.load()
             assert delta is not None
+            self._sync_log([delta.version()])
         return delta
 
     def commit(
@@ -169,7 +183,8 @@ class LakeTable:
         name since `delta` was loaded, this raises CommitFailedError.
         """
         files = list(files)
-        sync(self.lake.files, [f"{self.root}/{one.path}" for one in files])
+        before: int = delta.version()
+        sync(self.lake.files, self.lake.root, [f"{self.root}/{f.path}" for f in files])
         actions: list[Any] = [
             AddAction(
                 path=one.path,
@@ -205,12 +220,14 @@ class LakeTable:
         after = self.load()
         assert after is not None
         version: int = after.version()
-        self._sync_log(version)
+        # Among these is ours; others may have committed beside us.
+        self._sync_log(range(before + 1, version + 1))
         return version
 
-    def _sync_log(self, version: int) -> None:
+    def _sync_log(self, versions: Iterable[int]) -> None:
         log = f"{self.root}/_delta_log"
-        sync(self.lake.files, [f"{log}/{version:020}.json"])
+        paths = [f"{log}/{number:020}.json" for number in versions]
+        sync(self.lake.files, self.lake.root, paths)
 
     def last(self, delta: DeltaTable, app: str) -> int:
         """Return the version that `app` has last committed under, or 0."""
@@ -347,13 +364,19 @@ def filesystem(uri: str) -> tuple[fs.FileSystem, str]:
     return files, path.rstrip("/")
 
 
-def sync(files: fs.FileSystem, paths: Iterable[str]) -> None:
-    """Bring files and their directories to the disk, where that is ours to do."""
+def sync(files: fs.FileSystem, root: str, paths: Iterable[str]) -> None:
+    """Bring files, and the directories on their way from `root`, to the disk, where
+    that is ours to do."""
     if not isinstance(files, fs.LocalFileSystem):
         return
     paths = list(paths)
-    directories = {str(Path(path).parent) for path in paths}
-    for path in [*paths, *sorted(directories)]:
+    directories = {
+        str(directory)
+        for path in paths
+        for directory in Path(path).parents
+        if directory.is_relative_to(root)
+    }
+    for path in [*paths, *sorted(directories, reverse=True)]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -367,6 +390,5 @@ __all__ = [
     "LakeTable",
     "Named",
     "app_name",
-    "directory_of",
     "filesystem",
 ]

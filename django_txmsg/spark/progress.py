@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
+
+from py4j.protocol import Py4JError
+from pyspark.sql import SparkSession
 
 WIDTH = 24
 
 
 class Progress:
-    """Rows done of rows to do, with a rate; redrawn in place."""
+    """So many done of so many to do, with a rate; redrawn in place."""
 
-    def __init__(self, label: str, stream: TextIO | None) -> None:
-        self.label, self.stream = label, stream
+    def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
+        self.label, self.stream, self.unit = label, stream, unit
         self.total = self.done = 0
         self.started = time.monotonic()
         self.note = ""
@@ -24,18 +30,21 @@ class Progress:
         return cls("", None)
 
     @classmethod
-    def on_terminal(cls, label: str, *, quiet: bool = False) -> Progress:
+    def on_terminal(
+        cls, label: str, *, quiet: bool = False, unit: str = "rows"
+    ) -> Progress:
         """Return a bar on the error stream, if a person is looking at it."""
-        return cls(label, sys.stderr if sys.stderr.isatty() and not quiet else None)
+        seen = sys.stderr.isatty() and not quiet
+        return cls(label, sys.stderr if seen else None, unit)
 
     def start(self, total: int) -> None:
-        """Begin, with so many rows to do."""
+        """Begin, with so many to do."""
         self.total, self.started = total, time.monotonic()
         self._draw()
 
-    def advance(self, rows: int) -> None:
-        """Count rows that are done."""
-        self.done += rows
+    def advance(self, count: int) -> None:
+        """Count some that are done."""
+        self.done += count
         self._draw()
 
     def say(self, note: str) -> None:
@@ -43,11 +52,41 @@ class Progress:
         self.note = note
         self._draw()
 
+    @contextmanager
+    def following(self, spark: SparkSession) -> Iterator[None]:
+        """Show the tasks of Spark's running stages for the duration of the block."""
+        if self.stream is None:
+            yield
+            return
+        over = threading.Event()
+        watch = threading.Thread(target=self._follow, args=(spark, over), daemon=True)
+        watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watch.join()
+            self.stop()
+
     def stop(self) -> None:
         """Clear the line for what comes next."""
         if self.stream is not None:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
+
+    def _follow(self, spark: SparkSession, over: threading.Event) -> None:
+        tracker = spark.sparkContext.statusTracker()
+        while not over.wait(0.25):
+            try:
+                running = tracker.getActiveStageIds()
+                stages = [tracker.getStageInfo(number) for number in running]
+            except Py4JError:  # Spark is ending
+                return
+            self.total = sum(one.numTasks for one in stages if one)
+            self.done = sum(one.numCompletedTasks for one in stages if one)
+            spent = time.monotonic() - self.started
+            stage = f"stage {max(running)}, " if running else ""
+            self.say(f"{stage}{spent:.0f} s")
 
     def _draw(self) -> None:
         if self.stream is None:
@@ -55,8 +94,9 @@ class Progress:
         share = min(1.0, self.done / self.total) if self.total else 0.0
         bar = "█" * int(share * WIDTH)
         rate = self.done / max(0.001, time.monotonic() - self.started)
-        counts = f"{self.done:,} of {self.total:,} rows" if self.total else ""
-        speed = f"{rate:,.0f} rows/s" if self.done else ""
-        line = f"{self.label} {bar:░<{WIDTH}} {share:4.0%} {counts} {speed} {self.note}"
+        counts = f"{self.done:,} of {self.total:,} {self.unit}" if self.total else ""
+        speed = f"{rate:,.0f} rows/s" if self.done and self.unit == "rows" else ""
+        parts = [self.label, f"{bar:░<{WIDTH}}", f"{share:4.0%}", counts, speed]
+        line = " ".join(filter(None, [*parts, self.note]))
         self.stream.write(f"\r\x1b[K{line}")
         self.stream.flush()

@@ -19,6 +19,7 @@ from pyspark.sql import types as t
 
 from .connection import connect_plain
 from .errors import PipelineError, VerificationRefused
+from .lake import Lake
 from .results import Results
 from .source.sqlite import instant_text
 from .spec import JobSpec, LakeSpec, SourceSpec
@@ -108,9 +109,14 @@ def recorded(spec: JobSpec, job: str, options: dict[str, Any]) -> Iterator[Run]:
             run.error = str(error)
         raise
     finally:
-        _finish(source, run)
-        if spec.lake is not None and run.state in ("clean", "findings"):
-            _keep(run, spec.lake, source.service)
+        try:
+            _finish(source, run)
+            if spec.lake is not None:
+                _keep(run, spec.lake, source.service)
+        except Exception:
+            # The news is what went wrong first.
+            if not run.error:
+                raise
 
 
 def _insert(source: SourceSpec, run: Run, lake: str) -> None:
@@ -150,6 +156,13 @@ def _finish(source: SourceSpec, run: Run) -> None:
 
 
 def _keep(run: Run, lake: LakeSpec, service: str) -> None:
+    """Record the run in the lake as well; one that changes nothing, or has failed,
+    makes no lake of an empty place."""
+    if "dry_run" in run.options or run.state in ("failed", "refused"):
+        try:
+            Lake(lake)
+        except PipelineError:
+            return
     run.results(lake, service).save_rows(
         "runs",
         RUN,

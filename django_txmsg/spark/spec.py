@@ -74,7 +74,8 @@ class SourceSpec:
         if password is None:
             raise EnvironmentFault(
                 f"The password of service {self.service!r} is expected in the "
-                f"environment variable {self.password_env}, which is not set."
+                f"environment variable {self.password_env}, which was not set when "
+                "Spark was started."
             )
         return dataclasses.replace(self, password=password)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.services import PostgreSQL
+from tests.services.postgresql import PASSWORD
 
 pytest.importorskip("pyspark", reason="the pipeline needs django_txmsg[spark]")
 
@@ -41,6 +42,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     from django_txmsg.spark.session import build
 
     warehouse = tmp_path_factory.mktemp("warehouse")
+    # Spark's own processes know the environment that it was started in.
+    os.environ["TXMSG_TESTS_PASSWORD"] = PASSWORD
     session = build(
         "tests",
         {

@@ -22,6 +22,8 @@ class Flow:
     logs: dict[str, Log]
     planted: dict[str, set[str]] = field(default_factory=dict)
     orders: int = 0
+    late_rows: list[dict[str, Any]] = field(default_factory=list)
+    """What comes once more when the archive has its first inbox rows."""
 
 
 def run_flow(
@@ -112,7 +114,7 @@ def run_flow(
         early = [r for r in got[name] if not r.get("_live")]
         log.receive(early)
     logs["payments"].bury(buried)
-    flow.late_rows = [  # type: ignore[attr-defined]
+    flow.late_rows = [
         {k: v for k, v in r.items() if k != "_live"}
         for r in got["payments"]
         if r.get("_live")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -207,6 +209,46 @@ def test_two_services_share_a_lake(
     }
     assert table.read(spark, services=["shop"]).count() == 3
     assert table.read(spark, since=LONG_AGO.date() + timedelta(days=1)).count() == 0
+
+
+def test_services_archive_into_one_lake_at_the_same_time(
+    spark, make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    logs = [make_log("sqlite", f"service-{number}") for number in range(4)]
+    for log in logs:
+        log.send_many(250)
+    # All of them find no lake, and commit batch after batch side by side.
+    gate = threading.Barrier(len(logs))
+
+    def run(log: Log) -> int:
+        gate.wait(60)
+        return archive(spark, log, lake).rows
+
+    with ThreadPoolExecutor(len(logs)) as pool:
+        moved = list(pool.map(run, logs))
+
+    assert moved == [250] * len(logs)
+    rows = delta_rows(lake)
+    pairs = set(zip(rows["service"].to_pylist(), rows["id"].to_pylist(), strict=True))
+    assert (rows.num_rows, len(pairs)) == (1000, 1000)
+
+
+def test_a_row_that_settles_late_joins_its_day(spark, log: Log, lake: LakeSpec) -> None:
+    log.send_many(5)
+    log.send([{"dispatched_at": None}])
+    before = hashes_in(log)
+    assert archive(spark, log, lake).rows == 5
+
+    log.execute(
+        "UPDATE django_txmsg_outboxmessage SET dispatched_at = due_at WHERE id = 6"
+    )
+    before[6] = hashes_in(log)[6]
+    moved = archive(spark, log, lake)
+    # (On PostgreSQL the change is settled when no older transaction is open.)
+    assert moved.rows == 1
+
+    assert_moved_once(before, log, lake, set(before))
+    assert len(set(delta_rows(lake)["day"].to_pylist())) == 1
 
 
 def test_a_column_that_a_later_version_adds_is_null_in_older_rows(

@@ -1,131 +1,158 @@
-"""Three services, faults planted: the jobs find exactly those, and mend them."""
+"""The example project's three services: the jobs find what was planted, and mend it."""
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from django_txmsg.spark import cli
-from django_txmsg.spark.jobs.running import run_job
+from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.services import PostgreSQL
+from tests.spark import three_services
 from tests.spark.archives import delta_rows
-from tests.spark.flow import run_flow
-from tests.spark.log import Log
+from tests.spark.running import run
+from tests.spark.three_services import STAGES, ThreeServices
+
+#: Nothing is younger than that by the time it is judged.
+JUDGE = ("reconcile", "--grace", "0s", "--late-after", "2h")
 
 
-def run(spec: JobSpec, *words: str) -> tuple[int, dict[str, Any]]:
-    """Run a job as the command line does; return its exit code and its facts."""
-    parser = ArgumentParser()
-    cli.add_jobs(parser)
-    given = parser.parse_args(words)
-    outcome = run_job(cli.complete(spec, given), given)
-    return outcome.exit_code, outcome.facts
+@pytest.fixture
+def services(postgres: PostgreSQL) -> Iterator[ThreeServices]:
+    made = three_services.start(postgres)
+    yield made
+    three_services.drop(postgres, made)
 
 
+@pytest.mark.timeout(900)
 def test_the_jobs_find_exactly_what_was_planted_and_mend_it(
-    spark: object, make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+    spark: object, services: ThreeServices, lake: LakeSpec, tmp_path: Path
 ) -> None:
-    flow = run_flow(make_log, 10_000)
-    sources = [log.spec for log in flow.logs.values()]
-    spec = JobSpec(services=tuple(sources), lake=lake)
-    planted = {kind: len(ids) for kind, ids in flow.planted.items()}
+    play(services, lake, tmp_path, orders=110)
 
-    # Every service archives what is older than a day; the newest stay in the database.
-    moved = 0
-    for source in sources:
-        alone = JobSpec(services=(source,), lake=lake)
-        code, facts = run(alone, "archive", "--older-than", "3d", "--no-vacuum")
-        assert code == 0
-        moved += facts["rows"]
-    assert moved > 20_000
-    assert all(flow.logs[name].count() for name in ("shop", "payments"))
-    # Only now the redeliveries come, and the inbox remembers their messages no more.
-    flow.logs["payments"].receive(flow.late_rows)  # type: ignore[attr-defined]
 
-    code, facts = run(spec, "reconcile", "--late-after", "2h")
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_so_they_do_among_20_000_messages(
+    spark: object, services: ThreeServices, lake: LakeSpec, tmp_path: Path
+) -> None:
+    play(services, lake, tmp_path, orders=6_700)
 
-    ok = facts["counts"].pop("ok")
-    assert facts["counts"] == planted
-    assert code == 1
-    assert ok > 25_000
-    verdicts = delta_rows(lake, _Named("verdicts")).to_pylist()
-    found: dict[str, set[str]] = {}
-    for row in verdicts:
-        found.setdefault(row["verdict"], set()).add(row["message_id"])
-    for kind in ("never_received", "processed_twice", "late", "unknown_sender", "dead"):
-        assert found[kind] == flow.planted[kind], kind
+
+def play(services: ThreeServices, lake: LakeSpec, tmp_path: Path, orders: int) -> None:
+    services.run(orders)
+    everybody = JobSpec(services=tuple(services.sources), lake=lake)
+    alone = {s.service: JobSpec(services=(s,), lake=lake) for s in services.sources}
+    met = services.met
+
+    # All that is settled goes to the lake; only then some messages come once more, and
+    # the last orders have not left yet.
+    for service in STAGES:
+        facts = run(
+            alone[service], "archive", "--older-than", "0s", "--no-vacuum",
+            "--batch-rows", "1000",
+        )  # fmt: skip
+        assert facts["exit_code"] == 0
+        assert facts["counts"]["outbox"] > 0.8 * orders
+    services.come_again()
+    services.place(orders, orders + 3)
+
+    found = run(everybody, *JUDGE)
+    planted = {
+        "never_received": met["lost"] | met["lost on the second hop"],
+        "processed_twice": met["again after the archive"],
+        "dead": met["bank closed"] | met["fails"],
+        "late": met["late"],
+        "unknown_sender": met["unknown"],
+    }
+    counts = found["counts"]
+    ok = counts.pop("ok")
+    assert counts == {
+        **{verdict: len(ids) for verdict, ids in planted.items()},
+        "redelivered_deduplicated": len(met["doubled"]),
+        "in_flight": 3,
+    }
+    assert ok > 2.7 * orders
+    assert verdicts(lake) == planted
+    assert (found["exit_code"], found["unheard"]) == (1, [])
 
     report = tmp_path / "report.html"
-    code, facts = run(spec, "analyze", "--since", "30d", "--html", str(report))
-    assert code == 0
-    assert sum(group["letters"] for group in facts["groups"]) == planted["dead"]
-    assert len(facts["groups"]) == 2
-    page = report.read_text()
-    assert "orders.place" in page
-    assert "http://" not in page
-    assert "https://" not in page
+    seen = run(everybody, "analyze", "--since", "1d", "--html", str(report))
+    letters = {row["exception"].partition(":")[0]: row for row in seen["groups"]}
+    assert {name: row["open"] for name, row in letters.items()} == {
+        "django.db.utils.IntegrityError": len(met["bank closed"]),
+        "payments.stages.GatewayDown": len(met["fails"]),
+    }
+    assert "payments.charge" in report.read_text()
 
-    # The lost orders go out again, under their own ids, from where they are archived.
-    lost = sorted(flow.planted["never_received"])
-    shop, payments = sources[0], sources[1]
-    where = "message_id IN (" + ", ".join(f"'{one}'" for one in lost) + ")"
-    code, facts = run(
-        JobSpec(services=(shop,), lake=lake),
-        "replay",
-        "--where",
-        where,
-        "--rate",
-        "100",
-    )
-    stored = flow.logs["shop"].rows(
-        "SELECT message_id, due_at FROM django_txmsg_outboxmessage"
-        " WHERE replay_id <> '' ORDER BY due_at"
-    )
-    assert code == 0
-    assert {str(row[0]) for row in stored} <= set(lost)
-    assert len(stored) == facts["rows"] > 0
-    assert (stored[-1][1] - stored[0][1]).total_seconds() == pytest.approx(
-        (len(stored) - 1) / 100, abs=0.001
-    )
-    code, facts = run(
-        JobSpec(services=(shop,), lake=lake),
-        "replay",
-        "--where",
-        where,
-        "--rate",
-        "100",
-    )
-    assert (facts["rows"], facts["counts"]["known"]) == (0, len(stored))
+    # What was lost goes out again from the lake, and what the closed bank has killed
+    # from the dead letters. Asked for twice, each is stored once.
+    services.open_the_bank()
+    replays = [
+        ("shop", met["lost"], ("--where", chosen(met["lost"]))),
+        (
+            "payments",
+            met["lost on the second hop"],
+            ("--where", chosen(met["lost on the second hop"])),
+        ),
+        (
+            "payments",
+            met["bank closed"],
+            ("--from", "dead_letters", "--where", "exception LIKE '%bank_is_closed%'"),
+        ),
+    ]
+    for service, messages, words in replays:
+        first = run(alone[service], "replay", *words)
+        again = run(alone[service], "replay", *words)
+        assert (first["rows"], again["rows"]) == (len(messages), 0)
+    services.finish()
 
-    # So do the dead letters, from the database.
-    code, facts = run(
-        JobSpec(services=(payments,), lake=lake),
-        "replay", "--from", "dead_letters", "--where", "exception LIKE '%declined%'",
-    )  # fmt: skip
-    log = flow.logs["payments"]
-    assert facts["rows"] == log.value(
-        "SELECT count(*) FROM django_txmsg_deadletter WHERE resolution = 'redelivered'"
-    )
-    assert 0 < facts["rows"] < planted["dead"]
-    headers = log.value(
-        "SELECT headers FROM django_txmsg_outboxmessage WHERE replay_id <> '' LIMIT 1"
-    )
-    assert json.loads(headers) == {"own": "1"}
+    mended = run(everybody, *JUDGE)["counts"]
+    assert "never_received" not in mended
+    assert "in_flight" not in mended
+    assert mended["dead"] == len(met["fails"])
+    # Charged twice, these were shipped twice: no replay undoes that.
+    assert mended["processed_twice"] == 3 * len(met["again after the archive"])
+    assert_orders_came_through(services, orders + 3)
 
     # Every run has left a record, in the database and in the lake.
-    jobs = flow.logs["shop"].rows("SELECT job, state FROM django_txmsg_pipelinerun")
-    assert sorted(tuple(row) for row in jobs) == [
+    recorded = services.ask("shop", "SELECT job, state FROM django_txmsg_pipelinerun")
+    assert sorted(recorded) == [
         ("analyze", "clean"), ("archive", "clean"), ("reconcile", "findings"),
-        ("replay", "clean"), ("replay", "clean"),
+        ("reconcile", "findings"), ("replay", "clean"), ("replay", "clean"),
     ]  # fmt: skip
-    assert delta_rows(lake, _Named("runs")).num_rows == 8
+    assert rows_of(lake, "runs").num_rows == 3 + 2 + 1 + 6
 
 
-class _Named:
-    def __init__(self, name: str) -> None:
-        self.name = name
+def assert_orders_came_through(services: ThreeServices, orders: int) -> None:
+    """All orders are shipped but those whose payment fails, and each was charged once
+    but those whose message came again."""
+    open_orders = services.ask(
+        "shop", "SELECT number FROM orders_order WHERE status <> 'shipped'"
+    )
+    assert {row[0] for row in open_orders} == set(services.orders["fails"])
+    payments = dict(
+        services.ask(
+            "payments", 'SELECT "order", count(*) FROM payments_payment GROUP BY 1'
+        )
+    )
+    twice = {order for order, count in payments.items() if count > 1} - {"stranger"}
+    assert twice == set(services.orders["again after the archive"])
+    assert len(payments) == orders - len(services.orders["fails"]) + 1
+
+
+def chosen(messages: set[str]) -> str:
+    return f"message_id IN ({', '.join(repr(one) for one in sorted(messages))})"
+
+
+def verdicts(lake: LakeSpec) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for row in rows_of(lake, "verdicts").to_pylist():
+        found.setdefault(row["verdict"], set()).add(row["message_id"])
+    return found
+
+
+def rows_of(lake: LakeSpec, name: str) -> object:
+    return delta_rows(lake, Table(name, "", "", (), "", ("",)))

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import uuid
-from argparse import ArgumentParser
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from django_txmsg.spark import cli
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
-from django_txmsg.spark.jobs.running import run_job
+from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.staging import STAGED, Staging
 from tests.faults import wait_until
 from tests.spark.archives import archive
 from tests.spark.conftest import ROOT
 from tests.spark.log import Log
+from tests.spark.running import run
 
 COLUMNS = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in STAGED.fields)
 
@@ -36,13 +37,6 @@ def message(number: int, **more: Any) -> dict[str, Any]:
         "position": None, "dead_letter": None,
     }  # fmt: skip
     return row | more
-
-
-def run(spec: JobSpec, *words: str) -> dict[str, Any]:
-    parser = ArgumentParser()
-    cli.add_jobs(parser)
-    given = parser.parse_args(words)
-    return run_job(cli.complete(spec, given), given).facts
 
 
 def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
@@ -69,6 +63,40 @@ def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
     assert log.count("django_txmsg_stagedmessage") == 0
     write("two")
     assert log.count() == 100
+
+
+def test_an_id_a_destination_and_a_body_make_a_message(spark, log: Log) -> None:
+    one = str(uuid.uuid4())
+    frame = spark.createDataFrame(
+        [('{"n": 1}', "mail.send", one)],
+        "body string, destination string, message_id string",
+    )
+
+    frame.write.format("txmsg").mode("append").options(
+        url=log.spec.url, run="few"
+    ).save()
+
+    [row] = log.rows(
+        'SELECT destination, broker, "key", headers, content_type, body, attempts'
+        " FROM django_txmsg_outboxmessage"
+    )
+    destination, broker, key, headers, content_type, body, attempts = row
+    assert (destination, broker, key, attempts) == ("mail.send", "default", "", 0)
+    assert headers in ({}, "{}")
+    assert (content_type, bytes(body)) == ("application/json", b'{"n": 1}')
+
+
+def test_wrong_columns_are_told(spark, log: Log) -> None:
+    frame = spark.createDataFrame([("x", "y")], "body string, recipient string")
+
+    with pytest.raises(
+        Exception, match="Missing: destination, message_id; unknown: recipient"
+    ):
+        frame.write.format("txmsg").mode("append").options(
+            url=log.spec.url, run="wrong"
+        ).save()
+
+    assert log.count() == 0
 
 
 def test_a_task_that_fails_after_its_rows_are_staged_stores_none_twice(
@@ -154,39 +182,91 @@ def test_a_filter_that_does_not_parse_is_told(spark, log: Log, lake: LakeSpec) -
     assert [row[0] for row in failed] == ["failed", "failed"]
 
 
-@pytest.mark.parametrize("moment", ["staged", "merging"])
+def start_replay(directory: Path, spec: JobSpec) -> subprocess.Popen[bytes]:
+    (directory / "job.json").write_text(spec.to_json())
+    return subprocess.Popen(
+        [sys.executable, "-m", "django_txmsg.spark", "replay", "--where", "true",
+         "--spec", str(directory / "job.json"), "--name", "r"],
+        cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def assert_stored_once(log: Log, count: int) -> None:
+    ids = log.value("SELECT count(DISTINCT message_id) FROM django_txmsg_outboxmessage")
+    assert (log.count(), ids) == (count, count)
+    assert log.count("django_txmsg_stagedmessage") == 0
+
+
+#: The table whose lock stops a replay at a moment, and what is stored by then.
+MOMENTS = {
+    "staging": ("django_txmsg_stagedmessage", "EXCLUSIVE", 0),
+    "merging": ("django_txmsg_outboxmessage", "SHARE ROW EXCLUSIVE", 0),
+    "recording": ("django_txmsg_pipelinerun", "SHARE ROW EXCLUSIVE", 3000),
+}
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
 def test_replay_killed_and_run_again_stores_each_message_once(
     spark, pg_log: Log, lake: LakeSpec, tmp_path: Path, moment: str
 ) -> None:
     pg_log.send_many(3000)
     archive(spark, pg_log, lake)
     spec = JobSpec(services=(pg_log.spec,), lake=lake)
-    (tmp_path / "job.json").write_text(spec.to_json())
-    # Whoever holds this lock keeps the merge from storing.
-    table = {
-        "staged": "django_txmsg_stagedmessage",
-        "merging": "django_txmsg_outboxmessage",
-    }
-    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
-
-    with pg_log.connected() as holder, holder.transaction():
-        mode = "SHARE ROW EXCLUSIVE" if moment == "merging" else "EXCLUSIVE"
-        holder.execute(f"LOCK TABLE {table[moment]} IN {mode} MODE")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "django_txmsg.spark", "replay", "--where", "true",
-             "--spec", str(tmp_path / "job.json"), "--name", "r"],
-            cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        wait_until(lambda: pg_log.value(waiting), deadline=200)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-    assert pg_log.count() == 0
-    assert run(spec, "replay", "--where", "true", "--name", "r")["rows"] == 3000
-    assert run(spec, "replay", "--where", "true", "--name", "r")["rows"] == 0
-    ids = pg_log.value(
-        "SELECT count(DISTINCT message_id) FROM django_txmsg_outboxmessage"
+    table, mode, stored = MOMENTS[moment]
+    waiting = (
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND database ="
+        " (SELECT oid FROM pg_database WHERE datname = current_database())"
     )
-    assert (pg_log.count(), ids) == (3000, 3000)
-    assert pg_log.count("django_txmsg_stagedmessage") == 0
+
+    process = start_replay(tmp_path, spec)
+    try:
+        # Its record is the first thing it writes, and the last.
+        wait_until(lambda: pg_log.count("django_txmsg_pipelinerun"), deadline=200)
+        with pg_log.connected() as holder, holder.transaction():
+            holder.execute(f"LOCK TABLE {table} IN {mode} MODE")
+            wait_until(lambda: pg_log.value(waiting), deadline=200)
+            kill(process)
+    finally:
+        if process.poll() is None:
+            kill(process)
+
+    assert pg_log.count() == stored
+    again = run(spec, "replay", "--where", "true", "--name", "r")
+    assert again["rows"] == 3000 - stored
+    assert run(spec, "replay", "--where", "true", "--name", "r")["rows"] == 0
+    assert_stored_once(pg_log, 3000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_replay_killed_at_random_many_times_stores_each_message_once(
+    spark, pg_log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    pg_log.send_many(60_000)
+    archive(spark, pg_log, lake, options=ArchiveOptions(timedelta(days=1)))
+    spec = JobSpec(services=(pg_log.spec,), lake=lake)
+    dice = random.Random(20260321)
+    kills = 0
+    for _ in range(25):
+        process = start_replay(tmp_path, spec)
+        runs = pg_log.count("django_txmsg_pipelinerun")
+        wait_until(
+            lambda r=runs: pg_log.count("django_txmsg_pipelinerun") > r, deadline=120
+        )
+        try:
+            # From before Spark is up to after the end, now and then.
+            process.wait(timeout=dice.uniform(0, 25))
+        except subprocess.TimeoutExpired:
+            kill(process)
+            kills += 1
+        assert pg_log.count() in (0, 60_000)
+
+    run(spec, "replay", "--where", "true", "--name", "r")
+    assert kills >= 8
+    assert_stored_once(pg_log, 60_000)

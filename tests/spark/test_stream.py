@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pyspark.errors import StreamingQueryException
 
 from django_txmsg.spark.spec import SourceSpec
@@ -131,6 +133,41 @@ def test_a_cap_on_rows_never_splits_a_transaction(
     assert len(read) == len(set(read)) == 60
     batches = list((tmp_path / "checkpoint" / "commits").glob("[0-9]*"))
     assert len(batches) == 3
+
+
+def test_a_batch_that_was_begun_comes_again_as_it_was(
+    spark, log: Log, tmp_path: Path
+) -> None:
+    log.send_many(10)
+    assert follow(spark, log, tmp_path) == list(range(1, 11))
+    log.send_many(5)
+    follow(spark, log, tmp_path)
+    # What a kill leaves: the second batch's end is written down, its commit is not.
+    # Its files are forgotten as well, so that it has to be read once more.
+    commits = tmp_path / "checkpoint" / "commits"
+    newest = max(int(one.name) for one in commits.glob("[0-9]*"))
+    assert newest == 1
+    for place in (commits, tmp_path / "out" / "_spark_metadata"):
+        for path in (place / "1", place / ".1.crc"):
+            path.unlink()
+    log.send_many(3)
+
+    assert follow(spark, log, tmp_path) == list(range(1, 19))
+
+
+def test_a_checkpoint_of_another_cluster_is_refused(
+    spark, pg_log: Log, tmp_path: Path
+) -> None:
+    pg_log.send_many(2)
+    follow(spark, pg_log, tmp_path)
+    for offsets in (tmp_path / "checkpoint" / "offsets").glob("[0-9]*"):
+        text = offsets.read_text()
+        cluster = json.loads(text.splitlines()[-1])["cluster"]
+        offsets.write_text(text.replace(cluster, "1"))
+        (offsets.parent / f".{offsets.name}.crc").unlink()
+
+    with pytest.raises(StreamingQueryException, match="Start with a new checkpoint"):
+        follow(spark, pg_log, tmp_path)
 
 
 def test_changes_can_be_followed(spark, pg_log: Log, tmp_path: Path) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from django_txmsg.spark import cli
 from django_txmsg.spark.errors import EnvironmentFault
-from django_txmsg.spark.jobs.running import run_job
+from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import (
     archive,
@@ -22,14 +20,12 @@ from tests.spark.archives import (
     path_of,
 )
 from tests.spark.log import Log
+from tests.spark.running import run
 
 
 def sweep(log: Log, lake: LakeSpec, *words: str) -> dict[str, Any]:
-    parser = ArgumentParser()
-    cli.add_jobs(parser)
-    given = parser.parse_args(["sweep", *words])
     spec = JobSpec(services=(log.spec,), lake=lake)
-    return run_job(spec, given).facts["counts"]["outbox"]
+    return run(spec, "sweep", *words)["counts"]["outbox"]
 
 
 def test_orphans_go_small_files_join_and_the_rows_stay(
@@ -93,3 +89,19 @@ def test_a_sweep_waits_for_unfinished_batches(
         archive(spark, log, lake, on_step=stop)
     with pytest.raises(EnvironmentFault, match="run `archive` before `sweep`"):
         sweep(log, lake)
+
+
+def test_results_are_tidied_as_rows_are(spark, log: Log, lake: LakeSpec) -> None:
+    log.send_many(10)
+    archive(spark, log, lake)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    for _ in range(3):
+        run(spec, "reconcile", "--fail-on", "never")
+
+    swept = run(spec, "sweep")["counts"]
+
+    # The runs of three jobs, and of each their findings in at least one file.
+    assert swept["runs"]["compacted"] == 3
+    assert swept["verdicts"]["compacted"] >= 3
+    runs = Table("runs", "", "", (), "", ("",))
+    assert delta_rows(lake, runs)["job"].to_pylist().count("reconcile") == 3

@@ -6,15 +6,21 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyspark
 import pytest
 
 import django_txmsg
+from django_txmsg.spark.errors import (
+    EnvironmentFault,
+    VerificationRefused,
+    told_by_spark,
+)
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
+from tests.acceptance.shop import PROJECT, environment
 from tests.faults import wait_until
 from tests.services.server import free_port
 from tests.spark.archives import assert_moved_once, delta_rows, hashes_in
@@ -102,6 +108,41 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, make_log) -> None:
     assert log.count() == 3
 
 
+def test_what_fails_in_a_task_is_told_in_a_line_and_is_no_finding(
+    tmp_path: Path, make_log
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = tmp_path / "job.json"
+    spec.write_text(JobSpec(services=(log.spec,)).to_json())
+    log.execute("ALTER TABLE django_txmsg_inboxmessage RENAME COLUMN stage TO step")
+
+    done = run("reconcile", "--spec", str(spec), directory=tmp_path)
+
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "reconcile: Spark gave up: sqlite3.OperationalError: no such column: t.stage"
+    )
+    [state] = log.rows("SELECT state FROM django_txmsg_pipelinerun")
+    assert state[0] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "told"),
+    [
+        ("django_txmsg.spark.errors.VerificationRefused: Batch 7: 3 rows read, 2"
+         " written.\n\n\tat org.apache", VerificationRefused, "Batch 7: 3 rows read"),
+        ("An error occurred while calling o1.collect.\n: java.lang.OutOfMemoryError:"
+         " heap\n\tat x", EnvironmentFault, "java.lang.OutOfMemoryError: heap"),
+        ("", EnvironmentFault, "Spark gave up: Exception"),
+    ],
+)  # fmt: skip
+def test_an_error_out_of_spark_is_one_of_ours(raised, kind, told) -> None:
+    fault = told_by_spark(Exception(raised))
+
+    assert type(fault) is kind
+    assert told in str(fault)
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
     """A standalone cluster of the installed PySpark: a master and two workers."""
@@ -149,59 +190,86 @@ def cluster(tmp_path: Path) -> Iterator[str]:
             log.close()
 
 
+SETTINGS = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
+    "spark.executor.extraJavaOptions": JAVA_OPTIONS,
+    "spark.executor.memory": "512m",
+    "spark.sql.shuffle.partitions": "2",
+    "spark.ui.enabled": "false",
+    # What the user interface shows is what is written here.
+    "spark.eventLog.enabled": "true",
+    "spark.eventLog.compress": "false",
+}
+
+
 @pytest.mark.timeout(600)
-def test_a_real_cluster_archives_with_the_package_as_a_zip(
+def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     cluster: str, make_log: Callable[..., Log], tmp_path: Path
 ) -> None:
     log = make_log("postgresql")
     log.send_many(450, every=900.0)
     before = hashes_in(log)
     lake = LakeSpec(f"file://{tmp_path}/lake")
-    (tmp_path / "job.json").write_text(
-        JobSpec(services=(log.spec,), lake=lake).to_json()
-    )
-    archive = tmp_path / "django_txmsg.zip"
-    with zipfile.ZipFile(archive, "w") as packed:
-        for path in PACKAGE.rglob("*.py"):
-            packed.write(path, path.relative_to(PACKAGE.parent))
-    # Outside the checkout and without it on any path: what works is in the zip.
-    script = tmp_path / "submitted" / "pipeline.py"
-    script.parent.mkdir()
-    script.write_text((PACKAGE / "spark" / "__main__.py").read_text())
+    events = tmp_path / "events"
+    events.mkdir()
+    lines = [f"{name} {value}" for name, value in SETTINGS.items()]
+    lines.append(f"spark.eventLog.dir file://{events}")
+    (tmp_path / "spark-defaults.conf").write_text("\n".join(lines))
+    password = urlsplit(log.spec.url).password
+    assert password
+    printed = subprocess.run(
+        [sys.executable, str(PROJECT / "manage.py"), "pipeline", "--print-submit",
+         "archive", "--lake", lake.uri, "--table", "outbox", "--older-than", "1d",
+         "--batch-rows", "100", "--no-vacuum", "--json"],
+        env=environment(DATABASE_URL=log.spec.url), check=True, capture_output=True,
+        text=True,
+    ).stdout  # fmt: skip
+    assert password not in printed
 
-    def submit(*words: str) -> dict[str, object]:
-        home = Path(pyspark.__file__).parent
-        settings = {
-            "spark.driver.host": "127.0.0.1",
-            "spark.driver.extraJavaOptions": JAVA_OPTIONS,
-            "spark.executor.extraJavaOptions": JAVA_OPTIONS,
-            "spark.executor.memory": "512m",
-            "spark.sql.shuffle.partitions": "2",
-            "spark.ui.enabled": "false",
-        }
-        given = [f"--conf={name}={value}" for name, value in settings.items()]
+    def submit(script: str) -> dict[str, object]:
         done = subprocess.run(
-            [str(home / "bin" / "spark-submit"), "--master", cluster, *given,
-             "--py-files", str(archive), str(script), *words,
-             "--spec", str(tmp_path / "job.json"), "--json"],
+            ["bash", "-euc", script],
             cwd=tmp_path, capture_output=True, text=True,
-            env={k: v for k, v in os.environ.items()
-                 if k not in ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")}
-            | {"PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"},
+            env={
+                **{k: v for k, v in os.environ.items()
+                   if k not in ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")},
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "PYSPARK_PYTHON": sys.executable,
+                "SPARK_CONF_DIR": str(tmp_path),
+                "SPARK_LOCAL_IP": "127.0.0.1",
+                "SPARK_MASTER": cluster,
+                "TXMSG_PASSWORD_SHOP": password,
+            },
         )  # fmt: skip
         assert done.stdout, done.stderr[-4000:]
+        assert password not in done.stdout + done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
-    facts = submit(
-        "archive", "--table", "outbox", "--older-than", "1d", "--batch-rows", "100",
-        "--no-vacuum",
-    )  # fmt: skip
+    facts = submit(printed)
 
     assert (facts["state"], facts["rows"]) == ("clean", 450), facts
     assert_moved_once(before, log, lake, set(before))
     assert delta_rows(lake).num_rows == 450
     # Both workers have run tasks.
     assert all(list((tmp_path / name).glob("app-*")) for name in ("one", "two"))
-    reconciled = submit("reconcile", "--grace", "0s")
+
+    # The package is in the zip alone: outside the checkout, and on nobody's path. The
+    # address has its password inside this time.
+    script = tmp_path / "submitted" / "pipeline.py"
+    script.parent.mkdir()
+    script.write_text((PACKAGE / "spark" / "__main__.py").read_text())
+    (tmp_path / "other.json").write_text(
+        JobSpec(services=(log.spec,), lake=lake).to_json()
+    )
+    reconciled = submit(
+        'spark-submit --master "$SPARK_MASTER" --py-files django_txmsg.zip'
+        f" {script} reconcile --grace 0s --json --spec other.json"
+    )
     assert reconciled["counts"] == {"never_received": 450}
     assert reconciled["exit_code"] == 1
+
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    told = {path for path in written if password.encode() in path.read_bytes()}
+    assert told == {tmp_path / "other.json"}
+    assert len([path for path in written if events in path.parents]) >= 2

@@ -17,7 +17,16 @@ from ..report.page import Findings, render
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, Table
 from ..spec import JobSpec
-from ..transforms.activity import backlog, redeliveries, senders, throughput
+from ..transforms.activity import (
+    BACKLOG,
+    REDELIVERIES,
+    SENDERS,
+    THROUGHPUT,
+    backlog,
+    redeliveries,
+    senders,
+    throughput,
+)
 from ..transforms.deadletters import GROUPS, groups
 from ..transforms.latency import LATENCY, percentiles, stage_latencies
 from .reading import WholeLog
@@ -64,8 +73,15 @@ def run_analyze(
         _fill(found, sent, received, latencies, grouped)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            results.save("latency", LATENCY, latencies)
-            results.save("dead_letter_groups", GROUPS, grouped)
+            for name, struct, frame in (
+                ("latency", LATENCY, latencies),
+                ("dead_letter_groups", GROUPS, grouped),
+                ("throughput", THROUGHPUT, throughput(sent, received)),
+                ("backlog", BACKLOG, backlog(sent)),
+                ("redeliveries", REDELIVERIES, redeliveries(received)),
+                ("senders", SENDERS, senders(sent)),
+            ):
+                results.save(name, struct, frame)
         for one in (sent, received, letters, latencies):
             one.unpersist()
     if options.html:
@@ -113,7 +129,7 @@ def _fill(
             latencies.where("measure = 'processing'"), "receiver", "stage"
         ).collect()
     }
-    again = {(row.service, row.stage): row for row in redeliveries(received).collect()}
+    again = {(row.receiver, row.stage): row for row in redeliveries(received).collect()}
     stages = percentiles(critical, "receiver", "stage").orderBy(sf.desc("messages"))
     found.stages = [
         row.asDict()

@@ -10,6 +10,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import SparkSession
 from pyspark.storagelevel import StorageLevel
 
+from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
 from ..transforms.reconcile import (
@@ -20,11 +21,15 @@ from ..transforms.reconcile import (
     SENT,
     SUMMARY,
     VERDICT,
+    is_a_topic,
     observed,
     reconcile,
     summarise,
 )
 from .reading import WholeLog
+
+_Subscription = tuple[str, str, dt.datetime]
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,16 @@ class Reconciliation:
     destinations: dict[str, dict[str, int]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def unheard(self) -> list[str]:
+        """Destinations from which no service of this run has ever received."""
+        silent = {"never_received", "in_flight"}
+        return sorted(
+            name
+            for name, verdicts in self.destinations.items()
+            if "never_received" in verdicts and silent.issuperset(verdicts)
+        )
+
 
 def run_reconcile(
     spark: SparkSession, spec: JobSpec, options: ReconcileOptions, run: Run
@@ -63,12 +78,9 @@ def run_reconcile(
             received = received.where(
                 sf.coalesce("created_at", "first_received_at") >= since
             )
-        named = [
-            (one.destination, f"{one.service}/{one.stage}", dt.datetime(1970, 1, 2))
-            for one in spec.subscriptions
-        ]
+        declared, fresh = _declared(log)
         expected = observed(received).unionByName(
-            spark.createDataFrame(named, EXPECTED)
+            spark.createDataFrame(declared + fresh, EXPECTED)
         )
         expected = expected.groupBy("destination", "consumer").agg(
             sf.min("since").alias("since")
@@ -99,9 +111,43 @@ def run_reconcile(
             results = run.results(spec.lake, spec.service().service)
             results.save("verdicts", VERDICT, notable)
             results.save("reconciliation", SUMMARY, summary)
+            if fresh:
+                rows = [dict(zip(EXPECTED.fieldNames(), f, strict=True)) for f in fresh]
+                results.save_rows("subscriptions", EXPECTED, rows)
         verdicts.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)
     bad = {"lost": LOST, "findings": FINDINGS, "never": ()}[options.fail_on]
     run.findings = any(found.counts.get(kind) for kind in bad)
     return found
+
+
+def _declared(log: WholeLog) -> tuple[list[_Subscription], list[_Subscription]]:
+    """Return the topics' listeners that a run before has seen declared, and new ones.
+
+    What a service declares at first has always been so. What it declares later on is
+    expected to receive what is sent from now on.
+    """
+    known: list[_Subscription] = []
+    if log.lake is not None:
+        place = log.lake.table("subscriptions", result_struct(EXPECTED))
+        # As microseconds: a collected timestamp would be in this machine's time zone.
+        rows = place.read(log.spark).withColumn("since", sf.unix_micros("since"))
+        known = [
+            (
+                one.destination,
+                one.consumer,
+                _EPOCH + dt.timedelta(microseconds=one.since),
+            )
+            for one in rows.collect()
+        ]
+    pairs = {(destination, consumer) for destination, consumer, _ in known}
+    services = {consumer.partition("/")[0] for _, consumer in pairs}
+    now = max(one.taken for one in log.live)
+    fresh = [
+        (one.destination, consumer, now if one.service in services else _EPOCH)
+        for one in log.spec.subscriptions
+        if is_a_topic(one.destination)
+        and (one.destination, consumer := f"{one.service}/{one.stage}") not in pairs
+    ]
+    return known, fresh

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from ..errors import UsageError
+from ..errors import UsageError, told_by_spark
 from ..progress import Progress
 from ..runs import Run, recorded, run_by
 from ..schemas import TABLES
@@ -60,7 +63,10 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         if name not in _NOT_RECORDED and value not in (None, "", [], False)
     }
     with recorded(spec, given.job, options) as run:
-        outcome = _JOBS[given.job](spec, given, run)
+        try:
+            outcome = _JOBS[given.job](spec, given, run)
+        except (PySparkException, Py4JError) as error:
+            raise told_by_spark(error) from error
     outcome.exit_code = run.exit_code
     seconds = run.seconds
     outcome.lines.append(
@@ -124,6 +130,15 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     return outcome
 
 
+@contextmanager
+def _session(given: argparse.Namespace) -> Iterator[SparkSession]:
+    """Yield a session whose tasks are shown to whoever is looking."""
+    bar = Progress.on_terminal(given.job, quiet=given.json, unit="tasks")
+    bar.say("starting Spark")
+    with session(given.job, dict(given.conf)) as spark, bar.following(spark):
+        yield spark
+
+
 def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:
     if given.older_than is not None:
         age: dt.timedelta = given.older_than
@@ -142,7 +157,7 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         fail_on=given.fail_on,
         keep=not given.dry_run,
     )
-    with session("reconcile", dict(given.conf)) as spark:
+    with _session(given) as spark:
         found = run_reconcile(spark, spec, options, run)
     lines = [f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC."]
     for name, verdicts in sorted(found.destinations.items()):
@@ -154,9 +169,14 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
             f" from {one['sender'] or 'nobody known'} at {one['consumer'] or 'nobody'},"
             f" sent {one['sent_at']}"
         )
+    for name in found.unheard:
+        lines.append(
+            f"  None of these services has ever received from {name}. If another one "
+            "does, name it: --service NAME=URL."
+        )
     facts = {
         "horizon": found.horizon, "destinations": found.destinations,
-        "examples": found.examples,
+        "examples": found.examples, "unheard": found.unheard,
     }  # fmt: skip
     return Outcome(lines, facts)
 
@@ -169,7 +189,7 @@ def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         html="" if given.dry_run else given.html,
         keep=not given.dry_run,
     )
-    with session("analyze", dict(given.conf)) as spark:
+    with _session(given) as spark:
         found = run_analyze(spark, spec, options, run)
     lines = [
         f"  {row['receiver']}/{row['stage']}: {row['messages']:,} messages, 95 % "
@@ -225,7 +245,7 @@ def _send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 def _outgoing(
     work: Callable[[SparkSession], Any], given: argparse.Namespace
 ) -> Outcome:
-    with session(given.job, dict(given.conf)) as spark:
+    with _session(given) as spark:
         done = work(spark)
     facts: dict[str, Any] = {"name": done.name, "chosen": done.chosen}
     if done.merged is None:
@@ -259,7 +279,8 @@ def _sweep(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         dry_run=given.dry_run,
     )
     would = "would be " if given.dry_run else ""
-    swept = run_sweep(spec, options, run)
+    bar = Progress.on_terminal("sweep", quiet=given.json, unit="tables")
+    swept = run_sweep(spec, options, run, bar)
     return Outcome(
         [
             f"{name}: {one.orphans} orphaned and {one.replaced} replaced files "

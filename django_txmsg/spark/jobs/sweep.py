@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import datetime as dt
+from contextlib import closing
 from dataclasses import dataclass
 
+from pyspark.sql import types as t
+
 from ..errors import EnvironmentFault
-from ..lake import Lake, LakeTable
+from ..lake import CommitFailedError, Lake, LakeTable
 from ..ledger import Ledger
+from ..progress import Progress
 from ..runs import Run, run_by
-from ..schemas import TABLES, Table
+from ..schemas import TABLES
 from ..spec import JobSpec
 
 
@@ -36,35 +40,55 @@ class Swept:
     compacted: int = 0
 
 
-def run_sweep(spec: JobSpec, options: SweepOptions, run: Run) -> dict[str, Swept]:
-    """Sweep the service's part of each table of the lake."""
+def run_sweep(
+    spec: JobSpec, options: SweepOptions, run: Run, bar: Progress | None = None
+) -> dict[str, Swept]:
+    """Sweep the service's part of each table of the lake, results included."""
     lake_spec = spec.lake_spec()
     lake = Lake(lake_spec)
+    service = spec.service()
     swept: dict[str, Swept] = {}
-    for table in TABLES.values():
-        place = lake.table(table.name, table.lake_struct())
+    bar = bar or Progress.silent()
+    names = lake.names()
+    bar.start(len(names))
+    for name in names:
+        bar.say(name)
+        place = lake.table(name, t.StructType([]))
         if place.load() is None:
             continue
-        ledger = Ledger(spec.service(), table, lake_spec.uri, run_by())
         try:
-            with ledger.lock():
-                swept[table.name] = _sweep(
-                    place, table, spec.service().service, ledger, options
-                )
-        finally:
-            ledger.close()
+            if name in TABLES:
+                with (
+                    closing(
+                        Ledger(service, TABLES[name], lake_spec.uri, run_by())
+                    ) as ledger,
+                    ledger.lock(),
+                ):
+                    _insist_on_finished_batches(ledger, options)
+                    swept[name] = _sweep(place, service.service, options)
+            else:
+                swept[name] = _sweep(place, service.service, options)
+        except CommitFailedError as error:
+            raise EnvironmentFault(
+                f"{name} was changed by somebody else meanwhile ({error}). Run again."
+            ) from error
+        bar.advance(1)
+    bar.stop()
     run.counts = {name: one.__dict__ for name, one in swept.items()}
     run.rows = sum(one.orphans + one.replaced for one in swept.values())
     return swept
 
 
-def _sweep(
-    place: LakeTable,
-    table: Table,
-    service: str,
-    ledger: Ledger,
-    options: SweepOptions,
-) -> Swept:
+def _insist_on_finished_batches(ledger: Ledger, options: SweepOptions) -> None:
+    """A refused batch is withdrawn by its files' names: compact when none is left."""
+    if options.compact and not options.dry_run and ledger.unfinished():
+        raise EnvironmentFault(
+            f"Batches of {ledger.table.name} are unfinished: run `archive` before "
+            "`sweep`."
+        )
+
+
+def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
     done = Swept()
     delta = place.load()
     assert delta is not None
@@ -81,12 +105,7 @@ def _sweep(
             place.commit(
                 delta, (), replaced=old, metadata={"dropped_before": oldest.isoformat()}
             )
-    # A refused batch is withdrawn by its files' names: compact when none is left.
     if options.compact and not options.dry_run:
-        if ledger.unfinished():
-            raise EnvironmentFault(
-                f"Batches of {table.name} are unfinished: run `archive` before `sweep`."
-            )
         done.compacted = place.compact(service)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 920, 260
+#: Width and height of a chart on a desk and on a phone: each shows the one that fits.
+SIZES = {"desk": (920, 260), "phone": (400, 240)}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 14, 30
 
 
@@ -39,7 +40,7 @@ def duration(seconds: float) -> str:
     size = abs(seconds)
     if size < 0.0995:
         return f"{seconds * 1000:.3g} ms"
-    for limit, unit, name in ((119.5, 1, "s"), (7170, 60, "min"), (172_000, 3600, "h")):
+    for limit, unit, name in ((119.5, 1, "s"), (3599, 60, "min"), (172_000, 3600, "h")):
         if size < limit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 86400:.3g} d"
@@ -56,65 +57,112 @@ def over_time(
     values = [v for line in lines for v in line.values if v is not None]
     if not instants or not any(values):
         return '<p class="none">Nothing in this time.</p>'
-    show = duration if seconds else number
     axis = _log_axis(values) if seconds else _axis(max(values))
-    low, high = axis[0], axis[-1]
-
-    def x(index: int) -> float:
-        share = 0.5 if len(instants) == 1 else index / (len(instants) - 1)
-        return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        if seconds:
-            value, bottom, top = (math.log10(max(v, low)) for v in (value, low, high))
-        else:
-            bottom, top = low, high
-        share = (value - bottom) / ((top - bottom) or 1)
-        return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
-
-    parts = [_grid(y(tick), show(tick)) for tick in axis]
-    parts += _days(instants, x)
-    for line in lines:
-        for piece in _pieces(line.values):
-            points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in piece)
-            style = f"stroke:var(--{line.colour})"
-            if line.filled:
-                base = y(low)
-                ends = (f"{x(piece[end][0]):.1f},{base:.1f}" for end in (0, -1))
-                area = f" {points} ".join(ends)
-                parts.append(
-                    f'<polygon points="{area}" class="area" '
-                    f'style="fill:var(--{line.colour})"/>'
-                )
-            parts.append(f'<polyline points="{points}" class="line" style="{style}"/>')
-            if len(piece) == 1:
-                place, only = piece[0]
-                parts.append(
-                    f'<circle cx="{x(place):.1f}" cy="{y(only):.1f}" r="3" '
-                    f'style="fill:var(--{line.colour})"/>'
-                )
-    width = (WIDTH - _LEFT - _RIGHT) / max(1, len(instants) - 1)
-    for index, instant in enumerate(instants):
-        said = [f"{instant:%a %d %b %H:%M} UTC"]
-        said += [
-            f"{line.name}: {show(value)}"
-            for line in lines
-            if (value := line.values[index]) is not None
-        ]
-        parts.append(
-            f'<rect x="{x(index) - width / 2:.1f}" y="{_TOP}" width="{width:.1f}" '
-            f'height="{HEIGHT - _TOP - _BOTTOM}" class="hover"><title>'
-            f"{escape(chr(10).join(said))}</title></rect>"
-        )
     keys = "".join(
         f'<span class="key"><i style="background:var(--{line.colour})"></i>'
         f"{escape(line.name)}</span>"
         for line in lines
     )
-    return (
-        f'<div class="keys">{keys}</div><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    charts = "".join(
+        f'<svg class="{name}" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(label)}">'
+        f"{_Chart(instants, axis, width, height, seconds).draw(lines)}</svg>"
+        for name, (width, height) in SIZES.items()
     )
+    return f'<div class="keys">{keys}</div>{charts}'
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """A chart's instants, axis and size: where things are in it."""
+
+    instants: Sequence[dt.datetime]
+    axis: Sequence[float]
+    width: int
+    height: int
+    seconds: bool
+
+    def draw(self, lines: Sequence[Line]) -> str:
+        parts = [self._grid(tick) for tick in self.axis]
+        parts += self._days()
+        for line in lines:
+            for piece in _pieces(line.values):
+                parts += self._line(line, piece)
+        step = (self.width - _LEFT - _RIGHT) / max(1, len(self.instants) - 1)
+        for index, instant in enumerate(self.instants):
+            said = [f"{instant:%a %d %b %H:%M} UTC"]
+            said += [
+                f"{line.name}: {self._show(value)}"
+                for line in lines
+                if (value := line.values[index]) is not None
+            ]
+            parts.append(
+                f'<rect x="{self._x(index) - step / 2:.1f}" y="{_TOP}" '
+                f'width="{step:.1f}" height="{self.height - _TOP - _BOTTOM}" '
+                f'class="hover"><title>{escape(chr(10).join(said))}</title></rect>'
+            )
+        return "".join(parts)
+
+    def _show(self, value: float) -> str:
+        return duration(value) if self.seconds else number(value)
+
+    def _x(self, index: int) -> float:
+        count = len(self.instants)
+        share = 0.5 if count == 1 else index / (count - 1)
+        return _LEFT + share * (self.width - _LEFT - _RIGHT)
+
+    def _y(self, value: float) -> float:
+        low, high = self.axis[0], self.axis[-1]
+        if self.seconds:
+            value, low, high = (math.log10(max(v, low)) for v in (value, low, high))
+        share = (value - low) / ((high - low) or 1)
+        return self.height - _BOTTOM - share * (self.height - _TOP - _BOTTOM)
+
+    def _line(self, line: Line, piece: Sequence[tuple[int, float]]) -> list[str]:
+        points = " ".join(f"{self._x(i):.1f},{self._y(v):.1f}" for i, v in piece)
+        colour = f"var(--{line.colour})"
+        parts = [f'<polyline points="{points}" class="line" style="stroke:{colour}"/>']
+        if line.filled:
+            base = self._y(self.axis[0])
+            first, last = self._x(piece[0][0]), self._x(piece[-1][0])
+            area = f"{first:.1f},{base:.1f} {points} {last:.1f},{base:.1f}"
+            parts.append(
+                f'<polygon points="{area}" class="area" style="fill:{colour}"/>'
+            )
+        if len(piece) == 1:
+            place, only = piece[0]
+            parts.append(
+                f'<circle cx="{self._x(place):.1f}" cy="{self._y(only):.1f}" r="3" '
+                f'style="fill:{colour}"/>'
+            )
+        return parts
+
+    def _grid(self, tick: float) -> str:
+        y = self._y(tick)
+        return (
+            f'<line x1="{_LEFT}" x2="{self.width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+            f'class="grid"/><text x="{_LEFT - 8}" y="{y + 4:.1f}" class="tick" '
+            f'text-anchor="end">{self._show(tick)}</text>'
+        )
+
+    def _days(self) -> list[str]:
+        """Mark days, or hours where all is within two days."""
+        span = self.instants[-1] - self.instants[0]
+        room = self.width / 115  # marks that fit
+        every = max(1, math.ceil(span / dt.timedelta(hours=1) / room))
+        if span > dt.timedelta(days=2):
+            every = 24 * max(1, math.ceil(span / dt.timedelta(days=1) / room))
+        marks = []
+        for index, instant in enumerate(self.instants):
+            hours = int(instant.timestamp() // 3600)
+            if hours % every:
+                continue
+            text = f"{instant:%d %b}" if every >= 24 else f"{instant:%H:%M}"
+            marks.append(
+                f'<text x="{self._x(index):.1f}" y="{self.height - 8}" class="tick" '
+                f'text-anchor="middle">{text}</text>'
+            )
+        return marks
 
 
 def bars(rows: Sequence[tuple[str, float, str]], colour: str) -> str:
@@ -146,13 +194,14 @@ def spark(values: Sequence[float], label: str) -> str:
     )
 
 
-def spread(low: float, middle: float, high: float, longest: float) -> str:
-    """Return a bar over the 50th, 95th and 99th percentile, on a logarithmic axis."""
-    floor = 0.001
+def spread(low: float, middle: float, high: float, *, least: float, most: float) -> str:
+    """Return a bar over the 50th, 95th and 99th percentile, on a logarithmic axis from
+    `least` to `most`."""
 
     def place(value: float) -> float:
-        top = math.log10(max(longest, floor * 10) / floor)
-        return 100 * max(0.0, math.log10(max(value, floor) / floor)) / top
+        bottom = max(least, 1e-6)
+        share = math.log10(max(value, bottom) / bottom)
+        return 100 * share / math.log10(max(most / bottom, 10))
 
     a, b, c = place(low), place(middle), place(high)
     return (
@@ -169,8 +218,8 @@ def _axis(most: float) -> list[float]:
 
 
 _TIMES = (
-    *(1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0),
-    *(3600.0, 6 * 3600.0, 86_400.0, 10 * 86_400.0, 100 * 86_400.0, 1e9),
+    *(1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0),
+    *(6 * 3600.0, 86_400.0, 10 * 86_400.0, 100 * 86_400.0, 1000 * 86_400.0, 1e9),
 )
 
 
@@ -179,36 +228,8 @@ def _log_axis(values: Sequence[float]) -> list[float]:
     least = max(min((v for v in values if v > 0), default=0.001), _TIMES[0])
     most = max([*values, least])
     first = max(i for i, tick in enumerate(_TIMES) if tick <= least)
-    last = next(i for i, tick in enumerate(_TIMES) if tick >= most or i == 13)
+    last = next(i for i, tick in enumerate(_TIMES) if tick >= most or tick == 1e9)
     return list(_TIMES[first : max(last, first + 1) + 1])
-
-
-def _grid(y: float, text: str) -> str:
-    return (
-        f'<line x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
-        f'class="grid"/><text x="{_LEFT - 8}" y="{y + 4:.1f}" class="tick" '
-        f'text-anchor="end">{text}</text>'
-    )
-
-
-def _days(instants: Sequence[dt.datetime], x: object) -> list[str]:
-    """Mark days, or hours where all is within two days."""
-    span = instants[-1] - instants[0]
-    every = max(1, math.ceil(span / dt.timedelta(hours=1) / 8))
-    if span > dt.timedelta(days=2):
-        every = 24 * max(1, math.ceil(span / dt.timedelta(days=9)))
-    marks = []
-    for index, instant in enumerate(instants):
-        hours = int(instant.timestamp() // 3600)
-        if hours % every:
-            continue
-        text = f"{instant:%d %b}" if every >= 24 else f"{instant:%H:%M}"
-        assert callable(x)
-        marks.append(
-            f'<text x="{x(index):.1f}" y="{HEIGHT - 8}" class="tick" '
-            f'text-anchor="middle">{text}</text>'
-        )
-    return marks
 
 
 def _pieces(values: Sequence[float | None]) -> list[list[tuple[int, float]]]:

@@ -45,6 +45,7 @@ def render(found: Findings) -> str:
                     Line("stored", found.throughput.get("stored", ()), "blue", True),
                     Line("dispatched", found.throughput.get("dispatched", ()), "green"),
                     Line("processed", found.throughput.get("processed", ()), "orange"),
+                    *_buried(found),
                 ],
                 label="Messages per hour",
             ),
@@ -92,7 +93,8 @@ def render(found: Findings) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><header>"
         f'<div><h1>{title}</h1><p>{span}</p></div><button type="button" id="theme">'
-        f"Light / dark</button></header><main>{_tiles(found)}{''.join(sections)}</main>"
+        f"Light / dark</button></header><main>{_tiles(found)}{_told(found)}"
+        f"{''.join(sections)}</main>"
         f"<footer>django_txmsg analyze · times in UTC</footer>"
         f"<script>{SCRIPT}</script></body></html>\n"
     )
@@ -116,6 +118,55 @@ def _tiles(found: Findings) -> str:
     ) + "</div>"  # fmt: skip
 
 
+def _buried(found: Findings) -> list[Line]:
+    """A line of the hours in which messages were given up on, if there are any."""
+    buried = found.throughput.get("buried", ())
+    if not any(buried):
+        return []
+    return [Line("given up on", [one or None for one in buried], "red")]
+
+
+def _told(found: Findings) -> str:
+    """What a person should know who reads nothing else."""
+    said = []
+    waiting = [one or 0 for one in found.backlog]
+    if waiting and (most := max(waiting)) > 0:
+        hour = found.hours[waiting.index(most)]
+        said.append(
+            f"Most messages waited to be dispatched on {_at(hour)}: "
+            f"<b>{number(most)}</b>."
+        )
+    slow = [one or 0 for one in found.critical.get("p95", ())]
+    if slow and (longest := max(slow)) > 0:
+        hour = found.hours[slow.index(longest)]
+        said.append(
+            f"Slowest were those processed in the hour from {_at(hour)}: 95 % within "
+            f"<b>{duration(longest)}</b>, against {duration(found.totals['p95'])} over "
+            "all."
+        )
+    again = max(found.stages, key=lambda row: row["redelivered"], default=None)
+    if again and again["redelivered"]:
+        said.append(
+            f"Most messages that needed another try were those of "
+            f"{escape(again['stage'])}: <b>{number(again['redelivered'])}</b>."
+        )
+    open_groups = [row for row in found.groups if row["open"]]
+    if open_groups:
+        worst = max(open_groups, key=lambda row: row["open"])
+        error = worst["exception"].partition("\n")[0][:120] or worst["reason"]
+        said.append(
+            f"<b>{number(worst['open'])}</b> open dead letters have one cause: "
+            f"<q>{escape(error)}</q>."
+        )
+    if not said:
+        return ""
+    return f'<ul class="told">{"".join(f"<li>{one}</li>" for one in said)}</ul>'
+
+
+def _at(hour: dt.datetime) -> str:
+    return f"{hour:%a %d %b, %H:%M}"
+
+
 def _section(title: str, said: str, content: str) -> str:
     return f"<section><h2>{title}</h2><p>{said}</p>{content}</section>"
 
@@ -123,7 +174,10 @@ def _section(title: str, said: str, content: str) -> str:
 def _stages(found: Findings) -> str:
     if not found.stages:
         return '<p class="none">No stage has processed anything in this time.</p>'
-    longest = max(row["p99"] for row in found.stages)
+    ends = {
+        "least": min(max(row["p50"], 0.0) for row in found.stages),
+        "most": max(row["p99"] for row in found.stages),
+    }
     body = "".join(
         f'<tr><th scope="row">{escape(row["receiver"])}<br><small>'
         f"{escape(row['stage'])}</small></th>"
@@ -131,7 +185,7 @@ def _stages(found: Findings) -> str:
         f'<td class="n">{duration(row["p50"])}</td>'
         f'<td class="n">{duration(row["p95"])}</td>'
         f'<td class="n">{duration(row["p99"])}</td>'
-        f"<td>{spread(row['p50'], row['p95'], row['p99'], longest)}</td>"
+        f"<td>{spread(row['p50'], row['p95'], row['p99'], **ends)}</td>"
         f'<td class="n">{duration(row["handler_p95"])}</td></tr>'
         for row in found.stages
     )
@@ -187,7 +241,7 @@ def _groups(found: Findings) -> str:
 def _senders(found: Findings) -> str:
     rows = [
         (
-            f"{row['service']} → {row['destination']}",
+            f"{row['sender']} → {row['destination']}",
             row["messages"],
             number(row["messages"]),
         )

@@ -32,6 +32,9 @@ margin:18px 0}
 font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:13px}
 .tile.bad b{color:var(--red)}.tile.good b{color:var(--green)}
+.told{margin:0 0 18px;padding:0 0 0 20px;color:var(--soft)}
+.told b,.told q{color:var(--text);font-weight:600}.told li{margin:3px 0}
+.told q{overflow-wrap:anywhere}
 section{padding:18px 20px;margin:0 0 16px;overflow-x:auto}
 svg{width:100%;height:auto;display:block}
 .grid{stroke:var(--rule);stroke-width:1}
@@ -49,6 +52,7 @@ vertical-align:top;font-weight:400}
 thead th{border-top:0;color:var(--soft);font-size:13px}
 tbody th{overflow-wrap:anywhere;max-width:420px}
 small{color:var(--soft)}
+thead th{white-space:nowrap}
 .n{font-variant-numeric:tabular-nums;white-space:nowrap}
 .bars th{width:38%}.bars .bar{width:44%;vertical-align:middle}
 .bars i{display:block;height:12px;border-radius:3px;min-width:2px}
@@ -59,6 +63,11 @@ small{color:var(--soft)}
 .spark{width:120px;height:24px}.spark rect{fill:var(--red)}
 .none{color:var(--soft);margin:6px 0}
 footer{color:var(--soft);font-size:13px;padding-bottom:32px}
+svg.phone{display:none}
+@media(max-width:640px){svg.phone{display:block}svg.desk{display:none}
+header,main,footer{padding-left:12px;padding-right:12px}section{padding:14px}
+.tiles{grid-template-columns:1fr 1fr}.tile b{font-size:22px}
+tbody th{min-width:130px}.bars th{width:45%}.bars .bar{width:25%}}
 @media print{button{display:none}section{break-inside:avoid}}
 """
 )

@@ -3,8 +3,8 @@
 Options: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
 `passwordEnv` (the *name* of the environment variable that holds the password),
 `partitions`, `snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's
-clock; of streams `follow` (stored or changed) and `maxRowsPerBatch`; of writes `run`,
-`rate` and `broker`.
+clock; of streams `follow` (stored or changed) and `maxRowsPerBatch`; of writes `run`
+and `rate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..spec import SourceSpec
 from ..staging import STAGED
 from .batch import BatchReader, PushingReader
 from .stream import LogStream
-from .writer import OutboxWriter
+from .writer import NEEDED, OutboxWriter
 
 
 class TxmsgDataSource(DataSource):
@@ -57,11 +57,13 @@ class TxmsgDataSource(DataSource):
         """Return a writer into the outbox. It appends, and never overwrites."""
         if overwrite:
             raise UsageError("Messages are added to an outbox: use .mode('append').")
-        missing = {field.name for field in STAGED.fields} - set(schema.fieldNames())
-        if missing:
+        names = set(schema.fieldNames())
+        missing, unknown = set(NEEDED) - names, names - set(STAGED.fieldNames())
+        if missing or unknown:
             raise UsageError(
-                f"The outbox needs the columns {', '.join(STAGED.fieldNames())}; "
-                f"missing: {', '.join(sorted(missing))}."
+                f"An outbox takes the columns {', '.join(STAGED.fieldNames())}. "
+                f"Missing: {', '.join(sorted(missing)) or 'none'}; unknown: "
+                f"{', '.join(sorted(unknown)) or 'none'}."
             )
         return OutboxWriter(self.spec, self.given)
 

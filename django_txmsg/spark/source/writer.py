@@ -1,6 +1,7 @@
 """Writing messages into an outbox with a commit protocol.
 
-Each task stages its rows; the driver merges the tasks that succeeded, in one
+A message needs an id, a destination and a body; what else is absent or null has its
+default. Each task stages its rows; the driver merges the tasks that succeeded, in one
 transaction. A task run twice, and a run repeated, store each message once.
 """
 
@@ -11,12 +12,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
+from ... import wire
 from ..errors import UsageError
+from ..schemas import arrow_schema
 from ..spec import SourceSpec
-from ..staging import Staging
+from ..staging import STAGED, Staging
+
+#: What a DataFrame has to have, and what stands where it has nothing.
+NEEDED = ("message_id", "destination", "body")
+DEFAULTS = {
+    "broker": "default",
+    "key": "",
+    "correlation_id": "",
+    "headers": "{}",
+    "content_type": wire.JSON,
+}
 
 
 @dataclass
@@ -46,7 +60,8 @@ class OutboxWriter(DataSourceArrowWriter):
         context = TaskContext.get()
         place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
         task = f"{place}-{uuid.uuid4().hex[:12]}"
-        return StagedTask(task, self._staging().stage(task, iterator))
+        messages = (_complete(batch) for batch in iterator)
+        return StagedTask(task, self._staging().stage(task, messages))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Merge what the successful attempts have staged."""
@@ -61,3 +76,19 @@ class OutboxWriter(DataSourceArrowWriter):
 
     def _staging(self) -> Staging:
         return Staging(self.spec, self.run)
+
+
+def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Give a batch all columns of STAGED."""
+    schema = arrow_schema(STAGED)
+    arrays = []
+    for field in schema:
+        place = batch.schema.get_field_index(field.name)
+        values = pa.nulls(batch.num_rows) if place < 0 else batch.column(place)
+        values = values.cast(field.type)
+        if field.name in DEFAULTS:
+            values = pc.fill_null(values, DEFAULTS[field.name])
+        if values.null_count and not field.nullable:
+            raise UsageError(f"A message without {field.name} cannot be stored.")
+        arrays.append(values)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -22,7 +22,7 @@ BACKLOG = t.StructType(
 
 REDELIVERIES = t.StructType(
     [
-        t.StructField("service", t.StringType()),
+        t.StructField("receiver", t.StringType()),
         t.StructField("stage", t.StringType()),
         t.StructField("messages", t.LongType()),
         t.StructField("redelivered", t.LongType()),
@@ -34,7 +34,7 @@ REDELIVERIES = t.StructType(
 
 SENDERS = t.StructType(
     [
-        t.StructField("service", t.StringType()),
+        t.StructField("sender", t.StringType()),
         t.StructField("destination", t.StringType()),
         t.StructField("messages", t.LongType()),
         t.StructField("dead", t.LongType()),
@@ -74,7 +74,7 @@ def backlog(sent: DataFrame) -> DataFrame:
 def redeliveries(received: DataFrame) -> DataFrame:
     """Return REDELIVERIES: what each stage got more than once, tried, and gave up."""
     again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
-    return received.groupBy("service", "stage").agg(
+    return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
         sf.count("*").alias("messages"),
         sf.count_if(again).alias("redelivered"),
         sf.sum("deliveries").cast("long").alias("deliveries"),
@@ -85,7 +85,7 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 def senders(sent: DataFrame) -> DataFrame:
     """Return SENDERS: who sends how much to where."""
-    return sent.groupBy("service", "destination").agg(
+    return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),
         sf.count("dead_at").alias("dead"),
     )

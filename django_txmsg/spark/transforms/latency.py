@@ -92,7 +92,9 @@ def percentiles(latencies: DataFrame, *by: str) -> DataFrame:
 
 
 def _quantile(rank: int) -> Column:
-    return sf.kll_sketch_get_quantile_double("sketch", sf.lit(rank / 100))
+    # Of no message at all there is no percentile, and no sketch that could be asked.
+    found = sf.kll_sketch_get_quantile_double("sketch", sf.lit(rank / 100))
+    return sf.when(sf.col("messages") > 0, found)
 
 
 def _seconds(start: str, end: str) -> Column:

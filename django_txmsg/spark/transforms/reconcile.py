@@ -12,6 +12,8 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
+from ... import wire
+
 #: What `sent` must have: outbox rows of all services.
 SENT = t.StructType(
     [
@@ -78,8 +80,6 @@ SUMMARY = t.StructType(
 #: Verdicts that end a run with exit code 1, and those that are worth a look.
 LOST = ("never_received", "processed_twice")
 FINDINGS = (*LOST, "dead", "late", "unknown_sender")
-
-_TOPIC = "topic:"
 
 
 def reconcile(
@@ -174,6 +174,11 @@ def observed(received: DataFrame) -> DataFrame:
     )
 
 
+def is_a_topic(destination: str) -> bool:
+    """Whether what is sent to a destination goes to all that listen."""
+    return destination.startswith(wire.TOPIC_PREFIX)
+
+
 def _senders(sent: DataFrame) -> DataFrame:
     """One row a message, whoever stored it again: a replay, a redelivery."""
     return sent.groupBy("message_id", "destination").agg(
@@ -232,4 +237,4 @@ def _consumer() -> Column:
 
 
 def _is_topic(destination: Column) -> Column:
-    return destination.startswith(_TOPIC)
+    return destination.startswith(wire.TOPIC_PREFIX)

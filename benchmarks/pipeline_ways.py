@@ -1,0 +1,169 @@
+"""A filled message log, and the ways of bringing it into Parquet files by day."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.csv as csv
+import pyarrow.parquet as pq
+from pyarrow import fs
+from pyspark.sql import SparkSession
+
+from django_txmsg.spark.jobs.archive import (
+    MANIFEST,
+    ArchiveOptions,
+    Archiver,
+    BatchTask,
+)
+from django_txmsg.spark.lakefile import DayFiles
+from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.spec import LakeSpec, SourceSpec
+
+WEEK = timedelta(days=7)
+
+
+def fill(url: str, rows: int) -> None:
+    """Store settled rows with bodies of 288 bytes, over four days, unless they are
+    there already."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        there = connection.execute(
+            "SELECT count(*) FROM django_txmsg_outboxmessage"
+        ).fetchone()
+        if there == (rows,):
+            return
+        connection.execute("TRUNCATE django_txmsg_outboxmessage RESTART IDENTITY")
+        connection.execute(
+            "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,"
+            " destination, key, correlation_id, headers, content_type, body,"
+            " created_at, due_at, attempts, last_error, dispatched_at)"
+            " SELECT gen_random_uuid(), '',"
+            " 'default', 'orders.place', '', '', jsonb_build_object('traceparent',"
+            " '00-' || md5(g::text) || '-00f067aa0ba902b7-01'), 'application/json',"
+            " convert_to(repeat(md5(g::text), 9), 'UTF8'), now() - interval '20 days' +"
+            " g * interval '4 days' / %s, now(), 0, '', now() - interval '15 days'"
+            " FROM generate_series(1, %s) g",
+            (rows, rows),
+        )
+        connection.execute("VACUUM (ANALYZE) django_txmsg_outboxmessage")
+        connection.execute("CHECKPOINT")
+
+
+class Bench:
+    """A filled database, a session, and the ways to compare."""
+
+    def __init__(self, spark: SparkSession, url: str, rows: int) -> None:
+        self.spark, self.url, self.rows = spark, url, rows
+        self.source = SourceSpec("bench", url)
+        self.directory = Path(tempfile.mkdtemp(prefix="txmsg-bench-lake-"))
+        self.write = 0.0
+
+    def lake(self) -> LakeSpec:
+        """Return a fresh lake, and remove the one before."""
+        shutil.rmtree(self.directory)
+        self.directory.mkdir()
+        return LakeSpec(f"{self.directory}/lake")
+
+    def archiver(self, **options: Any) -> Archiver:
+        """Return an archive of the outbox into a fresh lake."""
+        return Archiver(
+            self.spark, self.source, self.lake(), OUTBOX,
+            ArchiveOptions(WEEK, vacuum=False, **options),
+        )  # fmt: skip
+
+    def write_step(self, cores: int = 0) -> float:
+        """Write all rows as `archive` does, by day, without proof, log or purge."""
+        archiver = self.archiver()
+        now, horizon = archiver.ledger.clock()
+        work, after = [], 0
+        while batch := archiver.ledger.plan(after, 100_000, now - WEEK, horizon):
+            batch = archiver.ledger.begin(batch)
+            work.append((batch, archiver.ledger.members(batch)))
+            after = batch.last_id
+        task = BatchTask(
+            archiver.ledger.database, archiver.lake_spec, OUTBOX, "bench", work, False
+        )
+        started = time.monotonic()
+        tasks = cores or len(work)
+        places = self.spark.range(0, len(work), 1, tasks)
+        rows = places.mapInArrow(task, MANIFEST).groupBy().sum("rows").collect()
+        spent = time.monotonic() - started
+        assert rows[0][0] == self.rows
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute("DELETE FROM django_txmsg_archivebatch")
+        archiver.ledger.close()
+        return spent
+
+    def copy_step(self) -> float:
+        """One process: COPY as CSV, parsed by Arrow, written by day."""
+        lake = self.lake()
+        names = [one.name for one in OUTBOX.columns]
+        types = {one.name: one.arrow.type for one in OUTBOX.columns}
+        # CSV has a body as hexadecimal text; to be fair it stays so.
+        types |= {"body": pa.string()}
+        asked = ", ".join(one.selected for one in OUTBOX.columns)
+        files, root = fs.FileSystem.from_uri(lake.uri)
+        started = time.monotonic()
+        days = DayFiles(files, f"{root}/outbox", "bench", "created_at", "copy")
+        with psycopg.connect(self.url) as connection, connection.cursor() as cursor:
+            sql = f"COPY (SELECT {asked} FROM {OUTBOX.relation}) TO STDOUT (FORMAT csv)"
+            with cursor.copy(sql) as copy:
+                parts: list[bytes] = []
+                size = 0
+
+                def flush() -> None:
+                    table = csv.read_csv(
+                        pa.BufferReader(b"".join(parts)),
+                        csv.ReadOptions(column_names=names),
+                        csv.ParseOptions(newlines_in_values=True),
+                        csv.ConvertOptions(
+                            column_types=types, strings_can_be_null=False,
+                            timestamp_parsers=["%Y-%m-%d %H:%M:%S%z", csv.ISO8601],
+                        ),
+                    )  # fmt: skip
+                    for batch in table.to_batches():
+                        days.write(batch)
+
+                for part in copy:
+                    parts.append(bytes(part))
+                    size += len(part)
+                    if size > 16 << 20:
+                        flush()
+                        parts, size = [], 0
+                if parts:
+                    flush()
+        days.close()
+        assert days.rows == self.rows
+        return time.monotonic() - started
+
+    def jdbc_step(self) -> float:
+        """`spark.read.jdbc` in as many partitions, written by day by Spark."""
+        target = f"{self.lake().uri}/jdbc"
+        asked = ", ".join(one.selected for one in OUTBOX.columns)
+        user, _, place = self.url.partition("://")[2].rpartition("@")
+        name, _, password = user.partition(":")
+        tasks = -(-self.rows // 100_000)
+        started = time.monotonic()
+        (
+            self.spark.read.format("jdbc").option("driver", "org.postgresql.Driver")
+            .option("url", f"jdbc:postgresql://{place}")
+            .option("user", name).option("password", password)
+            .option("dbtable", f"(SELECT {asked}, created_at::date AS day FROM"
+                               f" {OUTBOX.relation}) t")
+            .option("partitionColumn", "id").option("lowerBound", 1)
+            .option("upperBound", self.rows).option("numPartitions", tasks)
+            .option("fetchsize", 10_000).load()
+            .write.partitionBy("day").parquet(target)
+        )  # fmt: skip
+        spent = time.monotonic() - started
+        rows = sum(
+            pq.read_metadata(p).num_rows for p in Path(target).rglob("*.parquet")
+        )
+        assert rows == self.rows
+        return spent

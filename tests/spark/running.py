@@ -1,0 +1,23 @@
+"""Running a job in this process as the command line does."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from typing import Any
+
+from django_txmsg.spark import cli
+from django_txmsg.spark.jobs.running import Outcome, run_job
+from django_txmsg.spark.spec import JobSpec
+
+
+def outcome(spec: JobSpec, *words: str) -> Outcome:
+    """Run a job and return all that it says."""
+    parser = ArgumentParser()
+    cli.add_jobs(parser)
+    given = parser.parse_args(words)
+    return run_job(cli.complete(spec, given), given)
+
+
+def run(spec: JobSpec, *words: str) -> dict[str, Any]:
+    """Run a job and return its facts."""
+    return outcome(spec, *words).facts

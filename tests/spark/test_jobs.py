@@ -1,0 +1,188 @@
+"""What all jobs have in common: a bar, a last line, a record, a dry run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import uuid
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from django_txmsg.spark.errors import VerificationRefused
+from django_txmsg.spark.progress import Progress
+from django_txmsg.spark.runs import recorded
+from django_txmsg.spark.schemas import Table
+from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+from tests.faults import wait_until
+from tests.spark.archives import delta_rows, hashes_in
+from tests.spark.conftest import ROOT
+from tests.spark.log import Log
+from tests.spark.running import outcome
+
+VERDICTS = Table("verdicts", "", "", (), "", ("",))
+RUNS = Table("runs", "", "", (), "", ("",))
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> dict[str, list[str]]:
+    """The options that each job needs, in an order in which all have work to do."""
+    people = tmp_path / "people.json"
+    people.write_text('{"name": "Ann"}\n{"name": "Bob"}\n')
+    return {
+        "archive": ["--older-than", "1d", "--no-vacuum"],
+        "reconcile": ["--fail-on", "never"],
+        "analyze": ["--since", "2026-01-01", "--html", str(tmp_path / "report.html")],
+        "replay": ["--where", "id <= 3"],
+        "send": ["--from", str(people), "--destination", "d", "--template",
+                 '{"to": "{name}"}'],
+        "sweep": [],
+    }  # fmt: skip
+
+
+def test_every_job_ends_with_a_line_of_rows_and_seconds_and_leaves_a_record(
+    spark, log: Log, lake: LakeSpec, words: dict[str, list[str]], tmp_path: Path
+) -> None:
+    log.send_many(10)
+    log.receive([{"message_id": uuid.uuid4()}])
+    log.bury([{"message_id": uuid.uuid4()}])
+    spec = JobSpec(services=(log.spec,), lake=lake)
+
+    rows = {}
+    for job, given in words.items():
+        done = outcome(spec, job, *given)
+        found = re.fullmatch(
+            rf"{job}: (\d+) rows in \d+\.\d s, clean\.", done.lines[-1]
+        )
+        assert found, done.lines
+        rows[job] = int(found[1])
+
+    assert rows == {
+        "archive": 11, "reconcile": 11, "analyze": 11, "replay": 3, "send": 2,
+        "sweep": 0,
+    }  # fmt: skip
+    recorded = log.rows(
+        "SELECT job, state, rows, run_by, options FROM django_txmsg_pipelinerun"
+        " ORDER BY started_at"
+    )
+    assert [(row[0], row[1], row[2]) for row in recorded] == [
+        (job, "clean", count) for job, count in rows.items()
+    ]
+    assert all("@" in row[3] for row in recorded)
+    assert "id <= 3" in str(recorded[3][4])
+    kept = {row["job"]: row["rows"] for row in delta_rows(lake, RUNS).to_pylist()}
+    assert kept == rows
+    names = {path.name for path in (tmp_path / "lake").iterdir() if path.is_dir()}
+    assert names >= {
+        "outbox", "runs", "verdicts", "reconciliation", "latency", "throughput",
+        "backlog", "redeliveries", "senders", "dead_letter_groups",
+    }  # fmt: skip
+
+
+def test_a_dry_run_changes_nothing_but_the_list_of_runs(
+    spark, log: Log, lake: LakeSpec, words: dict[str, list[str]], tmp_path: Path
+) -> None:
+    log.send_many(10)
+    before = hashes_in(log)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    for job in ("archive", "reconcile", "analyze", "send"):
+        assert outcome(spec, job, *words[job], "--dry-run").exit_code == 0
+    assert not (tmp_path / "lake").exists()
+    assert not (tmp_path / "report.html").exists()
+    assert hashes_in(log) == before
+
+    outcome(spec, "archive", *words["archive"])
+    listed = sorted((tmp_path / "lake" / "outbox").rglob("*"))
+    told = {}
+    for job in ("replay", "sweep"):
+        told[job] = outcome(spec, job, *words[job], "--dry-run")
+
+    assert told["replay"].facts["chosen"] == 3
+    assert len(told["replay"].facts["sample"]) == 3
+    assert sorted((tmp_path / "lake" / "outbox").rglob("*")) == listed
+    assert log.count() == 0
+    assert log.count("django_txmsg_pipelinerun") == 7
+
+
+def test_a_refused_run_is_on_record_in_the_lake_as_well(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(1)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    outcome(spec, "archive", "--older-than", "1d", "--no-vacuum")
+
+    with pytest.raises(VerificationRefused), recorded(spec, "archive", {}):
+        raise VerificationRefused("id 7 differs")
+
+    rows = {row["state"]: row["error"] for row in delta_rows(lake, RUNS).to_pylist()}
+    assert rows == {"clean": "", "refused": "id 7 differs"}
+
+
+def test_the_tasks_that_run_are_shown(spark) -> None:
+    stream = io.StringIO()
+    bar = Progress("analyze", stream, unit="tasks")
+
+    with bar.following(spark):
+        wait_until(
+            lambda: (
+                spark.range(10**7).selectExpr("sum(id % 7)").collect()
+                and re.search(
+                    r"analyze [█░]{24} +\d+% \d of \d tasks", stream.getvalue()
+                )
+            ),
+            deadline=60,
+        )
+
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
+    spark, make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    (tmp_path / "job.json").write_text(spec.to_json())
+    outcome(spec, "archive", "--older-than", "1d", "--no-vacuum")
+    command = [sys.executable, "-m", "django_txmsg.spark", "sweep", "--spec",
+               str(tmp_path / "job.json")]  # fmt: skip
+    master, slave = pty.openpty()
+    try:
+        seen = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=slave, check=True
+        )
+        drawn = os.read(master, 65_536).decode()
+    finally:
+        os.close(slave)
+        os.close(master)
+    plain = subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+
+    assert "sweep █" in drawn
+    assert "1 of 1 tables" in drawn
+    assert seen.stdout.decode().splitlines()[-1].startswith("sweep: 0 rows in ")
+    assert plain.stderr == b""
+
+
+def test_a_listener_added_later_owes_nothing_for_what_was_sent_before(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    topic = "topic:orders.placed"
+    log.send_many(3, destination=topic)
+
+    def lost(*stages: str) -> list[str]:
+        subscriptions = tuple(Subscription(topic, "shop", one) for one in stages)
+        spec = JobSpec((log.spec,), lake, subscriptions=subscriptions)
+        outcome(spec, "reconcile", "--grace", "0s")
+        rows = delta_rows(lake, VERDICTS).to_pylist()
+        newest = max(row["recorded_at"] for row in rows)
+        return sorted(row["consumer"] for row in rows if row["recorded_at"] == newest)
+
+    # What is declared at first has always been there, and so has lost all three.
+    assert lost("old") == ["shop/old"] * 3
+    assert lost("old", "new") == ["shop/old"] * 3
+    log.send([{"destination": topic, "created_at": datetime.now(timezone.utc)}])
+    assert lost("old", "new") == ["shop/new"] + ["shop/old"] * 4
