@@ -186,9 +186,10 @@ def _with_receipts(
             for index, _ in part:
                 outcomes[index] = error
             return
+        put = link.writer.put_now if len(entries) == 1 else link.writer.put
         for frame, entry in entries:
             link.ledger.reserve(entry)
-            link.writer.put(frame, entry)
+            put(frame, entry)
     while not receipts.complete.wait(1.0):
         pass
 

@@ -71,6 +71,9 @@ class Ledger:
         self.next_deadline = float("inf")
         #: Transactions refused for a reason that is still to come.
         self.refused: list[object] = []
+        # A reason that came between a barrier's receipt and the COMMIT after it, and how
+        # many frames there were until then.
+        self._unclaimed = (-1, "")
         #: Receipts and errors for nobody: late, repeated, or of another connection.
         self.ignored = 0
         #: Sends in a row that found no answer in time.
@@ -136,7 +139,8 @@ class Ledger:
         if names_receipts:
             # ActiveMQ's word on a frame without receipt may even come after the
             # receipt of a later one: then the transaction that still waits is meant.
-            self._spoil(self.refused or loose_owners or open_owners, said)
+            if not self._spoil(self.refused or loose_owners or open_owners, said):
+                self._unclaimed = (self._sequence, said)
             self.ignored += 1
             return True
         if len(open_owners) == 1 and not loose_owners:
@@ -159,6 +163,9 @@ class Ledger:
         self.settle(entry, State.REJECTED, kind(text, broker_said=said))
         if getattr(entry.owner, "committing", None) is entry:
             self.refused.append(entry.owner)
+            came_at, reason = self._unclaimed
+            if came_at == entry.sequence - 1:
+                self._spoil([entry.owner], reason)
 
     def expire(self, now: float) -> None:
         """Settle what has passed its deadline as unknown."""

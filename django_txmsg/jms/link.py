@@ -2,8 +2,9 @@
 
 Hop 4 and 6 of a message. The reader thread settles entries and feeds consumers, the
 writer thread writes; neither runs a user's code. One lock guards the state of the link
-and of everything that uses it, and is never held over I/O or a callback. A link that is
-lost stays lost: reconnecting means a new one, so nothing is ever replayed silently.
+and of everything that uses it, and is never held over a callback or over I/O that may
+block. A link that is lost stays lost: reconnecting means a new one, so nothing is ever
+replayed silently.
 """
 
 from __future__ import annotations
@@ -249,7 +250,7 @@ class Link:
         with self.lock:
             self.check_alive()
             self.ledger.reserve(request)
-            self.writer.put(data, request)
+            self.writer.put_now(data, request)
         return request
 
     def barrier(self, *, timeout: float | None = None, owner: object = None) -> Request:

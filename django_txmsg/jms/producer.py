@@ -74,7 +74,7 @@ class MessageProducer:
             self._check_accepts(message)
             session.window.acquire(encoded.size, give_up)
             link.ledger.reserve(entry)
-            link.writer.put(frame, entry)
+            link.writer.put_now(frame, entry)
             message._provided = encoded.provided
         entry.wait()
 

@@ -183,6 +183,19 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             if selector is not None:
                 selector.close()
 
+    def write_some(self, data: bytes) -> int:
+        """Write what the socket takes at once, and return how many bytes that were.
+
+        None over TLS, which may have to wait for the reader; none when writing fails,
+        which ``write`` will find out and tell.
+        """
+        if self._tls is not None or self._socket is None:
+            return 0
+        try:
+            return self._socket.send(data)
+        except OSError:
+            return 0
+
     def disconnect_socket(self) -> None:
         """End the connection; the I/O thread notices and leaves."""
         self.running = False

@@ -35,6 +35,8 @@ class Writer:
         self._wake = threading.Condition(lock)
         self._queue: deque[tuple[bytes, Entry | None]] = deque()
         self._idle = False
+        #: Until when it sleeps, while it is idle.
+        self._until = 0.0
         self._stopped = False
         #: Bytes queued and not yet taken for writing.
         self.queued_bytes = 0
@@ -55,6 +57,25 @@ class Writer:
         self._queue.append((data, entry))
         self.queued_bytes += len(data)
         if self._idle:
+            self._idle = False
+            self._wake.notify()
+
+    def put_now(self, data: bytes, entry: Entry) -> None:
+        """Write a frame whose sender waits for its answer, if nothing waits before it
+        and the socket takes it without blocking; queue it otherwise. With the lock
+        held. Spares the sender a change of threads."""
+        written = 0
+        if self._idle and not self._queue:
+            # It may be out before the next line, and so may its answer.
+            entry.state = State.ON_WIRE
+            written = self._transport.write_some(data)
+            if not written:
+                entry.state = State.QUEUED
+        if not written:
+            self.put(data, entry)
+        elif written < len(data):
+            self.put(data[written:])
+        elif entry.deadline < self._until:
             self._idle = False
             self._wake.notify()
 
@@ -103,7 +124,7 @@ class Writer:
                 if now >= self._ledger.next_deadline:
                     self._on_deadlines()
                     continue
-                moment = min(beat, self._ledger.next_deadline)
+                moment = self._until = min(beat, self._ledger.next_deadline)
                 self._idle = True
                 self._wake.wait(None if moment == never else moment - now)
                 self._idle = False

@@ -240,6 +240,22 @@ def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
     assert [m.body for m in broker.stored(ADDRESS)][-1] == b"2"
 
 
+def test_the_reason_of_a_refused_commit_may_come_between_barrier_and_commit(
+    broker: ScriptedBroker, connect: Connect
+) -> None:
+    session = connect(broker).create_session(transacted=True)
+    session.create_producer(DESTINATION).send(jms.Message("1"))
+    broker.on("COMMIT").reject("marked rollback only")
+    transaction, ledger = session.transaction(), session.link.ledger
+    session.link.barrier(owner=transaction).wait()
+    transaction._has_loose_frames = False  # so says the barrier
+    broker.write(b"ERROR\nmessage:not authorised\n\n\x00")
+    wait_until(lambda: ledger.ignored)
+
+    with pytest.raises(jms.TransactionRolledBackError, match="not authorised"):
+        session.commit()
+
+
 def test_a_connection_lost_before_commit_was_written_means_rolled_back(
     any_broker: ScriptedBroker, connect: Connect
 ) -> None:
