@@ -7,7 +7,6 @@ commit, and by the control message. Any number of relays may run side by side.
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import math
 import threading
@@ -61,7 +60,7 @@ class Lane:
         self._lease = min(settings.LEASE, longest_lease)
         self._session: Session | None = None
         self._isolate = False
-        self._floor: dt.datetime | None = None
+        self._floor: str | None = None
         self._swept_at = self._sweep_cost = 0.0
         self.counts: Counter[str] = Counter()
         self.in_flight = 0
@@ -107,7 +106,7 @@ class Lane:
     ) -> list[Claimed]:
         manager = OutboxMessage.objects.db_manager(self.using)
 
-        def claim(floor: dt.datetime | None) -> list[Claimed]:
+        def claim(floor: str | None) -> list[Claimed]:
             return manager.claim(
                 broker=self.broker_alias,
                 token=token,
@@ -134,7 +133,9 @@ class Lane:
             if not claimed:
                 self._floor = None
         if claimed:
-            first = min(row.due_at for row in claimed)
+            # Texts of one database compare as their instants do, but for a change of
+            # its clock's zone, which the next sweep mends.
+            first = claimed[0].floor
             self._floor = max(self._floor, first) if self._floor else first
         return claimed
 

@@ -82,6 +82,18 @@ def skip_locked_sql(connection: Any) -> str:
     return ""
 
 
+def no_wait_sql(connection: Any) -> tuple[str, str]:
+    """Return a CTE and a condition with which a statement's own commit does not wait
+    for the disk; empty where that cannot be, or inside a transaction of others.
+
+    For what a crash of the server may undo: it costs a repetition and no message.
+    """
+    if connection.vendor != "postgresql" or connection.in_atomic_block:
+        return "", ""
+    off = "SELECT set_config('synchronous_commit', 'off', true)"
+    return f"no_wait AS MATERIALIZED ({off})", "(SELECT count(*) FROM no_wait) = 1"
+
+
 def ids_sql(connection: Any, column: str, ids: list[int]) -> tuple[str, list[Any]]:
     """Return a condition that `column` is one of `ids`, and its parameters."""
     if connection.vendor == "postgresql":

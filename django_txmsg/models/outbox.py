@@ -22,6 +22,7 @@ from .fields import (
     ids_sql,
     later_sql,
     later_value,
+    no_wait_sql,
     now_sql,
     read_instant,
     read_uuid,
@@ -74,10 +75,11 @@ class Claimed:
     content_type: str
     body: bytes
     created_at: dt.datetime
-    due_at: dt.datetime
     expires_at: dt.datetime | None
     attempts: int
     expired: bool
+    #: When the first of those claimed together was due, as its database writes it.
+    floor: str
 
 
 class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -122,7 +124,7 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         limit: int,
         ids: list[int] | None = None,
         session_id: uuid.UUID | None = None,
-        floor: dt.datetime | None = None,
+        floor: str | None = None,
     ) -> list[Claimed]:
         """Take due rows for `lease` seconds, oldest first; no other relay gets them.
 
@@ -144,10 +146,14 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
             parameters.append(_prepared("session_id", session_id, connection))
         if floor is not None:
             narrow += " AND c.due_at >= %s"
-            parameters.append(_prepared("due_at", floor, connection))
+            parameters.append(floor)
+        no_wait, and_no_wait = _without_waiting(connection)
+        first_due = "min(due_at)"
+        if connection.vendor == "postgresql":
+            first_due += "::text"
         sql = f"""
-            WITH picked AS MATERIALIZED (
-                SELECT c.id FROM {_TABLE} c
+            WITH {no_wait} picked AS MATERIALIZED (
+                SELECT c.id, c.due_at FROM {_TABLE} c
                 WHERE c.dispatched_at IS NULL AND c.dead_at IS NULL
                   AND c.broker = %s AND c.due_at <= {now}
                   AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
@@ -159,13 +165,14 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
                 ORDER BY c.due_at, c.id LIMIT %s {skip_locked_sql(connection)})
             UPDATE {_TABLE} AS o
             SET lease_until = {later_sql(connection)}, lease_token = %s
-            WHERE o.id IN (SELECT id FROM picked)
+            WHERE o.id IN (SELECT id FROM picked) {and_no_wait}
               AND (o.key = '' OR NOT EXISTS (
                   SELECT 1 FROM {_TABLE} e
                   WHERE e.key = o.key AND e.id < o.id AND e.broker = o.broker
                     AND e.dispatched_at IS NULL AND e.dead_at IS NULL
                     AND e.id NOT IN (SELECT id FROM picked)))
-            RETURNING {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE)
+            RETURNING {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
+                (SELECT {first_due} FROM picked)
         """  # noqa: S608 - constants only
         parameters += [
             limit,
@@ -218,10 +225,14 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         connection = connections[self.db]
         condition, id_values = ids_sql(connection, "id", ids)
         assignments = assignments.replace("{now}", now_sql(connection))
+        # What was settled and is lost in a crash is sent again, with the same id.
+        no_wait, and_no_wait = _without_waiting(connection)
+        no_wait = no_wait and f"WITH {no_wait[:-1]}"
         with connection.cursor() as cursor:
             cursor.execute(
-                f"UPDATE {_TABLE} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
-                " AND lease_token = %s AND dispatched_at IS NULL AND dead_at IS NULL",
+                f"{no_wait} UPDATE {_TABLE} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
+                " AND lease_token = %s AND dispatched_at IS NULL AND dead_at IS NULL"
+                f" {and_no_wait}",
                 [*values, *id_values, _prepared("lease_token", token, connection)],
             )
             changed: int = cursor.rowcount
@@ -338,7 +349,7 @@ _PLACEHOLDERS = ", ".join(["%s"] * (len(_STORED) - 2))
 _INSERT = f"INSERT INTO {_TABLE} ({_COLUMNS}, created_at, due_at, expires_at)"
 #: From how many rows on one JSON parameter is cheaper, and how many fit a statement.
 _WORTH_JSON, _JSON_ROWS = 8, 1000
-_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-1])
+_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-2])
 
 
 def _insert_values(
@@ -411,6 +422,11 @@ def _insert_json(connection: Any, rows: Sequence[NewMessage]) -> tuple[str, list
     return sql, [json.dumps(records)]
 
 
+def _without_waiting(connection: Any) -> tuple[str, str]:
+    cte, condition = no_wait_sql(connection)
+    return (f"{cte},", f"AND {condition}") if cte else ("", "")
+
+
 def _prepared(name: str, value: Any, connection: Any) -> Any:
     field: Any = OutboxMessage._meta.get_field(name)
     return field.get_db_prep_value(value, connection, prepared=False)
@@ -418,19 +434,19 @@ def _prepared(name: str, value: Any, connection: Any) -> Any:
 
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
-    created_at, due_at, expires_at, attempts, expired = rest
+    created_at, expires_at, attempts, expired, floor = rest
     return Claimed(
         id=pk,
         message_id=read_uuid(message_id),
         destination=destination,
         key=key,
         correlation_id=correlation_id,
-        headers=json.loads(headers) if isinstance(headers, str) else headers,
+        headers={} if headers == "{}" else json.loads(headers),
         content_type=kind,
         body=bytes(body),
         created_at=read_instant(created_at),
-        due_at=read_instant(due_at),
         expires_at=read_instant(expires_at),
         attempts=attempts,
         expired=bool(expired),
+        floor=floor,
     )
