@@ -81,6 +81,7 @@ def _together(
             for item in work:
                 if item[2].id in locked:
                     _run_one(item, using, failures, durations)
+            outbox.flush(using)
             rows.finish(list(durations))
     except HANDLER_ERRORS as error:
         if side_track.is_outage(error, using):

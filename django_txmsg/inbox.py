@@ -144,6 +144,7 @@ def _run(arrival: Arrival, message: Message, seen: Seen | None) -> Processed:
                         raise LostRace
                 with guarded(arrival.using):
                     stage.handler(message)
+                outbox.flush(arrival.using)
                 if stage.transaction != "outbox":
                     # The last moment at which a dead broker costs nothing.
                     session.ping()
@@ -202,6 +203,8 @@ def stage_scope(arrival: Arrival, message: Message) -> outbox.Scope:
             arrival.session.enlist(Outgoing(row.destination, headers, row.body))
 
         entered.enlist = enlist
+    else:
+        entered.gathers = connections[arrival.using]
     return entered
 
 

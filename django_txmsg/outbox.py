@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import os
+import random
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -34,14 +35,20 @@ from .models import OutboxMessage
 from .models.outbox import NewMessage
 
 
+#: Messages that wait for one INSERT at most.
+MAX_GATHERED = 1000
+
+
 @dataclass
 class Scope:
     """What the messages sent in this context belong to: an HTTP session or a stage.
 
     `cause` is the message that a stage processes; its own messages get ids derived
     from it. `enlist`, when set, takes messages into the broker's transaction instead
-    of the outbox. `stored` counts the messages stored, by database alias, and
-    `transactions` has the ids of the transactions they are in, where databases tell.
+    of the outbox. `gathers` is the connection of somebody who promises to `flush()` it
+    before its commit: plain messages wait until then, and share an INSERT. `stored`
+    counts the messages stored, by database alias, and `transactions` has the ids of the
+    transactions they are in, where databases tell.
     """
 
     session_id: uuid.UUID
@@ -49,6 +56,7 @@ class Scope:
     cause: Message | None = None
     stage: str = ""
     enlist: Callable[[NewMessage], None] | None = None
+    gathers: Any = None
     stored: dict[str, int] = field(default_factory=dict)
     transactions: dict[str, str] = field(default_factory=dict)
     ordinals: Iterator[int] = field(default_factory=itertools.count)
@@ -159,13 +167,26 @@ def send_messages(
         for row, one in zip(prepared, given, strict=True)
         if inside and not one.get("message_id")
     }
-    new_ids = new_ids and not inside
-    if connections[alias].in_atomic_block:
-        created = store(prepared, alias, new_ids=new_ids, derived=derived)
+    connection = connections[alias]
+    if (
+        current is not None
+        and current.gathers is connection
+        and connection.in_atomic_block
+        and len(prepared) < MAX_GATHERED
+        and new_ids
+        and all(map(_plain, prepared))
+    ):
+        created = _gather(prepared, alias, broker, derived=bool(derived))
+    elif connection.in_atomic_block:
+        created = store(
+            prepared, alias, new_ids=new_ids and not inside, derived=derived
+        )
     else:
         # Without REQUIRE_ATOMIC: still all of them or none.
         with transaction.atomic(using=alias):
-            created = store(prepared, alias, new_ids=new_ids, derived=derived)
+            created = store(
+                prepared, alias, new_ids=new_ids and not inside, derived=derived
+            )
     if current is not None:
         current.stored[alias] = current.stored.get(alias, 0) + len(prepared)
     return _messages(given, prepared, created, settings.SERVICE)
@@ -184,50 +205,107 @@ def store(
     `new_ids` says that none can be. One of the `derived` ids is there when its stage
     is made to run again by force: it is left as it is.
     """
-    stored = OutboxMessage.objects.db_manager(alias).store(rows, new_ids=new_ids)
-    asked = [row.message_id for row in rows]
-    missing = set(asked) - {mid for _, mid, *_ in stored}
-    if missing and missing <= set(derived):
-        rows = [row for row in rows if row.message_id not in missing]
-    elif len(stored) < len(rows):
-        ids = [pk for pk, *_ in stored]
-        OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
-        raise DuplicateMessage(_duplicates(rows, {mid for _, mid, *_ in stored}))
-    current = _scope.get()
-    if current is not None and stored and stored[0][3] is not None:
-        current.transactions[alias] = str(stored[0][3])
-    created = {message_id: (pk, instant) for pk, message_id, instant, _ in stored}
+    created = _insert(rows, alias, new_ids, derived)
     by_broker: dict[str, list[NewMessage]] = {}
     for row in rows:
-        by_broker.setdefault(row.broker, []).append(row)
+        if row.message_id in created:
+            by_broker.setdefault(row.broker, []).append(row)
     for broker, own in by_broker.items():
         ids = [created[row.message_id][0] for row in own]
         after_commit(alias, broker, ids, own)
     now = timezone.now()
-    return [created.get(one, (0, now))[1] for one in asked]
+    return [created.get(row.message_id, (0, now))[1] for row in rows]
+
+
+def flush(alias: str) -> None:
+    """Insert what was gathered in the open transaction and not rolled back since."""
+    hooks = [
+        hook
+        for _, hook, *_ in connections[alias].run_on_commit
+        if isinstance(hook, _Committed) and hook.gathered and hook.alias == alias
+    ]
+    if hooks:
+        _flush(hooks, alias)
+
+
+def _flush(hooks: list[_Committed], alias: str) -> None:
+    rows = [row for hook in hooks for row in hook.gathered]
+    new_ids = not any(hook.derived for hook in hooks)
+    derived = () if new_ids else {row.message_id for row in rows}
+    created = _insert(rows, alias, new_ids, derived)
+    for hook in hooks:
+        own = [row for row in hook.gathered if row.message_id in created]
+        hook.gathered = []
+        hook.note([created[row.message_id][0] for row in own], own)
+
+
+def _plain(row: NewMessage) -> bool:
+    """Return whether nobody can tell when, in its transaction, a message is inserted:
+    its place among others of its key says so, and so does what counts from now."""
+    return not row.key and not row.delay and row.expiry is None
+
+
+def _gather(
+    rows: list[NewMessage], alias: str, broker: str, *, derived: bool
+) -> list[dt.datetime]:
+    hook = _open_hook(alias, broker)
+    if hook is None:
+        hook = _Committed(alias, broker)
+        connections[alias].on_commit(hook, robust=True)
+    hook.gathered += rows
+    hook.derived = hook.derived or derived
+    if len(hook.gathered) >= MAX_GATHERED:
+        # Only its own: what an outer savepoint gathered must outlive this one.
+        _flush([hook], alias)
+    return [timezone.now()] * len(rows)
+
+
+def _insert(
+    rows: list[NewMessage], alias: str, new_ids: bool, derived: Collection[uuid.UUID]
+) -> dict[uuid.UUID, tuple[int, dt.datetime]]:
+    """Insert rows; return the primary key and the creation of each, by message id."""
+    stored = OutboxMessage.objects.db_manager(alias).store(rows, new_ids=new_ids)
+    created = {message_id: (pk, instant) for pk, message_id, instant, _ in stored}
+    missing = {row.message_id for row in rows} - created.keys()
+    if not (missing <= set(derived) if missing else len(created) == len(rows)):
+        ids = [pk for pk, _ in created.values()]
+        OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
+        raise DuplicateMessage(_duplicates(rows, set(created)))
+    current = _scope.get()
+    if current is not None and stored and stored[0][3] is not None:
+        current.transactions[alias] = str(stored[0][3])
+    return created
 
 
 def after_commit(
     alias: str, broker: str, ids: list[int], rows: list[NewMessage]
 ) -> None:
     """Announce stored rows, and wake the dispatcher, once the transaction commits."""
+    hook = _open_hook(alias, broker)
+    if hook is not None:
+        hook.note(ids, rows)
+        return
+    hook = _Committed(alias, broker)
+    hook.note(ids, rows)
+    connections[alias].on_commit(hook, robust=True)
+
+
+def _open_hook(alias: str, broker: str) -> _Committed | None:
+    """Return the hook of the messages stored last, if it is for these too.
+
+    Those stored one after another under the same savepoints share one, so that they
+    are dispatched together; a savepoint's rollback drops its hooks.
+    """
     connection: Any = connections[alias]
-    hook = None
-    # Messages stored one after another under the same savepoints share a hook, so that
-    # they are dispatched together; a savepoint's rollback drops its hooks.
     if connection.in_atomic_block and connection.run_on_commit:
         sids, last, _ = connection.run_on_commit[-1]
-        if isinstance(last, _Committed) and sids == set(connection.savepoint_ids):
-            hook = last if (last.alias, last.broker) == (alias, broker) else None
-    fresh = hook is None
-    hook = hook or _Committed(alias, broker)
-    hook.ids += ids
-    if signals.announced(signals.message_stored):
-        hook.stored += [
-            (row.message_id, row.destination) for row in rows if row.broker == broker
-        ]
-    if fresh:
-        connection.on_commit(hook, robust=True)
+        if (
+            isinstance(last, _Committed)
+            and sids == set(connection.savepoint_ids)
+            and (last.alias, last.broker) == (alias, broker)
+        ):
+            return last
+    return None
 
 
 def require_transaction(alias: str, destination: str) -> None:
@@ -259,10 +337,18 @@ def wire_headers(row: Any, service: str, created_at: dt.datetime) -> dict[str, s
     return headers
 
 
+#: Ids need no secret: this spares the system call that each would cost. Seeded by the
+#: system and by nobody else, so that two processes that seed the shared generator
+#: alike, as tests do, make different ones.
+_random = random.Random()  # noqa: S311
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_random.seed)
+
+
 def new_id() -> uuid.UUID:
     """Return a UUID of version 7 (RFC 9562): time first, so that an index on it
     grows at one end."""
-    value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
+    value = int(time.time() * 1000) << 80 | _random.getrandbits(80)
     value = value & ~(0xF << 76) | 0x7 << 76
     return uuid.UUID(int=value & ~(0x3 << 62) | 0x2 << 62)
 
@@ -369,6 +455,15 @@ class _Committed:
         self.alias, self.broker = alias, broker
         self.ids: list[int] = []
         self.stored: list[tuple[uuid.UUID, str]] = []
+        #: Not inserted yet, and whether one of them may be there already.
+        self.gathered: list[NewMessage] = []
+        self.derived = False
+
+    def note(self, ids: list[int], rows: list[NewMessage]) -> None:
+        """Add rows that are inserted."""
+        self.ids += ids
+        if signals.announced(signals.message_stored):
+            self.stored += [(row.message_id, row.destination) for row in rows]
 
     def __call__(self) -> None:
         for message_id, destination in self.stored:

@@ -87,7 +87,12 @@ class OutboxSession:
             # The first hook of all: whatever raises after it, raises after the commit.
             self._connection.on_commit(self._note_commit)
         outer = outbox.current_scope()
-        self._scope = SessionScope(session_id=self.id, using=self.using, session=self)
+        self._scope = SessionScope(
+            session_id=self.id,
+            using=self.using,
+            session=self,
+            gathers=self._connection,
+        )
         if outer is not None:
             # Inside a stage without a transaction: its messages keep their stable ids.
             self._scope.cause, self._scope.stage = outer.cause, outer.stage
@@ -114,6 +119,7 @@ class OutboxSession:
                 self.rollback()
                 return
             if self.stored:
+                outbox.flush(self.using)
                 control.announce(
                     self.using,
                     self.id,
