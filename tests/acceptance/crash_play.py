@@ -156,6 +156,9 @@ def cut_connection(play: Play, server: services.Server) -> dict[str, Outcome]:
 def killed_broker(play: Play, server: services.Server) -> dict[str, Outcome]:
     """kill -9 of the broker, which then starts again."""
     with play.settings():
+        with get_broker("default").open() as session:
+            # RabbitMQ can lose a queue that was made a moment before it is killed.
+            session.subscribe(play.next, prefetch=1)
         play.set_up()
         server.kill()
         play.go.touch()

@@ -90,6 +90,27 @@ for fault in FAULTS[1:3]:
     # The broker was proven alive, and died before its own commit.
     EXPECTED["best_effort_1pc", fault]["broker proven alive"] = [TWICE]
 
+#: (mode, fault, step) → what RabbitMQ may lead to besides: it confirms a COMMIT before
+#: the acknowledgements in it are on its disk.
+ON_RABBITMQ_ALSO = {
+    ("best_effort_1pc", "broker killed", "broker committed"): COPIED,
+    ("broker_only", "broker killed", "broker committed"): SENT_TWICE,
+}
+
+
+def expected(mode: str, fault: str, step: str, broker: str) -> list[Outcome]:
+    """Return what may be seen on that broker."""
+    outcomes = EXPECTED[mode, fault][step]
+    also = ON_RABBITMQ_ALSO.get((mode, fault, step))
+    return [*outcomes, also] if also and broker == "rabbitmq" else outcomes
+
+
+def cell(mode: str, fault: str, step: str) -> str:
+    """Return what the docs say of it."""
+    words = " or ".join(WORDS[one] for one in EXPECTED[mode, fault][step])
+    also = ON_RABBITMQ_ALSO.get((mode, fault, step))
+    return f"{words}; on RabbitMQ also {WORDS[also]}" if also else words
+
 
 def table() -> str:
     """Return the table as Markdown, a section for each mode."""
@@ -102,10 +123,7 @@ def table() -> str:
             "|---" * (len(FAULTS) + 1) + "|",
         ]
         for number, step in enumerate(steps, 1):
-            cells = [
-                " or ".join(WORDS[one] for one in EXPECTED[mode, fault][step])
-                for fault in FAULTS
-            ]
+            cells = [cell(mode, fault, step) for fault in FAULTS]
             lines.append(f"| {number}. {step} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)

@@ -225,7 +225,9 @@ def test_a_connection_that_died_between_messages_is_replaced(
         send(stage.destination, "one")
         wait_until(lambda: not QueueMessage.objects.using("other").exists())
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_terminate_backend(%s)", [backends[0]])
+            # Waits until it has ended: only then can anybody see it.
+            cursor.execute("SELECT pg_terminate_backend(%s, 30000)", [backends[0]])
+            assert cursor.fetchone()[0]
         send(stage.destination, "two")
         wait_until(lambda: effects() == ["one", "two"])
         wait_until(lambda: not QueueMessage.objects.using("other").exists())
