@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 
+from django.db import connections
 from django.utils import timezone
 
 from . import arrival as arrivals

@@ -34,7 +34,6 @@ from .message import (
 from .models import OutboxMessage
 from .models.outbox import NewMessage
 
-
 #: Messages that wait for one INSERT at most.
 MAX_GATHERED = 1000
 

@@ -71,8 +71,8 @@ class Ledger:
         self.next_deadline = float("inf")
         #: Transactions refused for a reason that is still to come.
         self.refused: list[object] = []
-        # A reason that came between a barrier's receipt and the COMMIT after it, and how
-        # many frames there were until then.
+        # A reason that came between a barrier's receipt and the COMMIT after it, and
+        # how many frames there were until then.
         self._unclaimed = (-1, "")
         #: Receipts and errors for nobody: late, repeated, or of another connection.
         self.ignored = 0
