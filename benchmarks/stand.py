@@ -54,6 +54,10 @@ def django(database_url: str, txmsg: Mapping[str, Any]) -> None:
     import django as framework
 
     framework.setup()
+    import gc
+
+    # As the commands do.
+    gc.freeze()
     call_command("migrate", verbosity=0)
 
 

@@ -98,7 +98,7 @@ def bury_outgoing(
         stage="",
         broker=broker,
         destination=row.destination,
-        headers=outbox.wire_headers(row, service, row.created_at),
+        headers=outbox.wire_headers(row, service, row.created),
         body=row.body,
         reason=reason,
         failure=Failure.because(reason, error),

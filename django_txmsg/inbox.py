@@ -200,7 +200,8 @@ def stage_scope(arrival: Arrival, message: Message) -> outbox.Scope:
                     f'transaction="{stage.transaction}" and sends into the broker\'s '
                     f'transaction. Use transaction="outbox".'
                 )
-            headers = outbox.wire_headers(row, service, timezone.now())
+            created = wire.format_instant(timezone.now())
+            headers = outbox.wire_headers(row, service, created)
             arrival.session.enlist(Outgoing(row.destination, headers, row.body))
 
         entered.enlist = enlist

@@ -320,13 +320,14 @@ def require_transaction(alias: str, destination: str) -> None:
     )
 
 
-def wire_headers(row: Any, service: str, created_at: dt.datetime) -> dict[str, str]:
-    """Return the headers of an outbox row as they go on the wire."""
+def wire_headers(row: Any, service: str, created: str) -> dict[str, str]:
+    """Return the headers of an outbox row as they go on the wire; `created` is the
+    instant of its storing, formatted for it."""
     headers = dict(row.headers)
     headers[wire.CONTENT_TYPE] = row.content_type
     headers[wire.MESSAGE_ID] = str(row.message_id)
     headers[wire.SERVICE] = service
-    headers[wire.CREATED] = wire.format_instant(created_at)
+    headers[wire.CREATED] = created
     if row.key:
         headers[wire.KEY] = row.key
     if row.correlation_id:

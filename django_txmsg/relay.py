@@ -142,9 +142,7 @@ class Lane:
     def _send(self, session: Session, rows: list[Claimed], token: uuid.UUID) -> None:
         service = conf.get().SERVICE
         batch = [
-            Outgoing(
-                row.destination, wire_headers(row, service, row.created_at), row.body
-            )
+            Outgoing(row.destination, wire_headers(row, service, row.created), row.body)
             for row in rows
         ]
         isolate, self._isolate = self._isolate, False

@@ -7,6 +7,7 @@ a destination is a plain name (``orders.place``) or ``topic:orders.placed``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from django_txmsg.jms.errors import InvalidDestinationError
 
@@ -55,10 +56,21 @@ def parse(destination: str | Destination | None) -> Destination:
         raise InvalidDestinationError(
             f"A destination is a name such as 'orders.place', not {destination!r}."
         )
-    elif destination.startswith(("topic:", "/topic/")):
+    else:
+        return _named(destination)
+    return _checked(found, destination)
+
+
+@lru_cache(1000)
+def _named(destination: str) -> Destination:
+    if destination.startswith(("topic:", "/topic/")):
         found = Destination(destination[6:].removeprefix("/"), is_topic=True)
     else:
         found = Destination(destination.removeprefix("/queue/"))
+    return _checked(found, destination)
+
+
+def _checked(found: Destination, destination: str | Destination) -> Destination:
     name = found.name
     if not name or name != name.strip(" /") or not name.isprintable():
         raise InvalidDestinationError(

@@ -54,6 +54,15 @@ def escape(text: str) -> str:
     )
 
 
+def _header_line(name: str, value: str) -> str:
+    line = f"{name}:{value}\n"
+    # Most headers have nothing to escape, and to see that is cheaper than to try.
+    plain = line.count(":") == 1 and line.count("\n") == 1
+    if plain and "\\" not in line and "\r" not in line and type(value) is str:
+        return line
+    return f"{escape(name)}:{escape(value)}\n"
+
+
 def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Encode headers, escaped, each line ended.
 
@@ -61,7 +70,7 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     name), holds NUL or cannot be encoded.
     """
     try:
-        text = "".join([f"{escape(name)}:{escape(value)}\n" for name, value in headers])
+        text = "".join([_header_line(name, value) for name, value in headers])
         if "\x00" in text or text.startswith(":") or "\n:" in text:
             raise MessageFormatError(
                 "A header holds NUL or has an empty name; STOMP cannot carry it."

@@ -82,6 +82,15 @@ def skip_locked_sql(connection: Any) -> str:
     return ""
 
 
+def instant_text_sql(connection: Any, column: str) -> str:
+    """Return SQL for an instant as `wire.format_instant()` writes it: a database that
+    can does so faster. SQLite gives its own text."""
+    if connection.vendor != "postgresql":
+        return column
+    pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
+    return f"to_char({column} AT TIME ZONE 'UTC', '{pattern}')"
+
+
 def no_wait_sql(connection: Any) -> tuple[str, str]:
     """Return a CTE and a condition with which a statement's own commit does not wait
     for the disk; empty where that cannot be, or inside a transaction of others.

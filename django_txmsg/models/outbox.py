@@ -17,9 +17,11 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from ..wire import format_instant
 from .fields import (
     XidField,
     ids_sql,
+    instant_text_sql,
     later_sql,
     later_value,
     no_wait_sql,
@@ -74,10 +76,11 @@ class Claimed:
     headers: dict[str, str]
     content_type: str
     body: bytes
-    created_at: dt.datetime
     expires_at: dt.datetime | None
     attempts: int
     expired: bool
+    #: When it was stored, as its header says it.
+    created: str
     #: When the first of those claimed together was due, as its database writes it.
     floor: str
 
@@ -172,6 +175,7 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
                     AND e.dispatched_at IS NULL AND e.dead_at IS NULL
                     AND e.id NOT IN (SELECT id FROM picked)))
             RETURNING {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
+                {instant_text_sql(connection, "created_at")},
                 (SELECT {first_due} FROM picked)
         """  # noqa: S608 - constants only
         parameters += [
@@ -349,7 +353,7 @@ _PLACEHOLDERS = ", ".join(["%s"] * (len(_STORED) - 2))
 _INSERT = f"INSERT INTO {_TABLE} ({_COLUMNS}, created_at, due_at, expires_at)"
 #: From how many rows on one JSON parameter is cheaper, and how many fit a statement.
 _WORTH_JSON, _JSON_ROWS = 8, 1000
-_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-2])
+_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-3])
 
 
 def _insert_values(
@@ -434,7 +438,7 @@ def _prepared(name: str, value: Any, connection: Any) -> Any:
 
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
-    created_at, expires_at, attempts, expired, floor = rest
+    expires_at, attempts, expired, created, floor = rest
     return Claimed(
         id=pk,
         message_id=read_uuid(message_id),
@@ -444,9 +448,11 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         headers={} if headers == "{}" else json.loads(headers),
         content_type=kind,
         body=bytes(body),
-        created_at=read_instant(created_at),
         expires_at=read_instant(expires_at),
         attempts=attempts,
         expired=bool(expired),
+        created=created
+        if created.endswith("+00:00")
+        else format_instant(read_instant(created)),
         floor=floor,
     )

@@ -119,7 +119,7 @@ class Life(RuleBasedStateMachine):
                 [
                     Outgoing(
                         row.destination,
-                        wire_headers(row, "tests", row.created_at),
+                        wire_headers(row, "tests", row.created),
                         row.body,
                     )
                     for row in rows
