@@ -451,8 +451,11 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         expires_at=read_instant(expires_at),
         attempts=attempts,
         expired=bool(expired),
-        created=created
-        if created.endswith("+00:00")
-        else format_instant(read_instant(created)),
+        created=_instant_text(created),
         floor=floor,
     )
+
+
+def _instant_text(value: Any) -> str:
+    ready = isinstance(value, str) and value.endswith("+00:00")
+    return value if ready else format_instant(read_instant(value))
