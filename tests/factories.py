@@ -148,7 +148,7 @@ class WorkerFactory(DjangoModelFactory):
         model = models.Worker
 
     name = factory.Sequence(lambda n: f"consume@web-1:{4711 + n}")
-    kind = "consume"
+    kind = "consumer"
     host = "web-1"
     pid = factory.Sequence(lambda n: 4711 + n)
     stages = factory.LazyFunction(lambda: ["orders.place"])

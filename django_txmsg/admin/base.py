@@ -40,7 +40,17 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
         return counted
 
 
-class MessageList(ChangeList):
+class CappedList(ChangeList):
+    """A list that does not pretend to have counted all of its rows."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Say how many were found beside the search only where that is known."""
+        super().get_results(request)
+        if self.result_count > CAP:
+            self.full_result_count = self.result_count
+
+
+class MessageList(CappedList):
     """A list whose rows lead to their message's page."""
 
     def url_for_result(self, result: Any) -> str:
@@ -74,6 +84,10 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Nobody deletes rows here: pruning does, past the retention."""
         return False
+
+    def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
+        """Bring the list that knows where counting stops."""
+        return CappedList
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
@@ -152,6 +166,11 @@ def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
     more = "+" if sum(counts.values()) >= status.RECENT else ""
     for name, number in sorted(counts.items()):
         yield name, f"{name} ({number:,}{more})", None
+
+
+def listed(count: int) -> str:
+    """Return a list's number of rows, or the cap and a plus."""
+    return display.capped(count, CAP)
 
 
 def count(rows: QuerySet[Any]) -> int:

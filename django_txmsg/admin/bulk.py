@@ -35,6 +35,7 @@ class BulkAdmin(ReadOnlyAdmin):
     )  # fmt: skip
     list_filter = ("state", "kind")
     ordering = ("-id",)
+    change_list_template = "admin/django_txmsg/bulk_operations.html"
 
     def get_urls(self) -> list[Any]:
         """Add the buttons' addresses."""

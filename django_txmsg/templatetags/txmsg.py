@@ -27,6 +27,13 @@ for _name in ("badge", "capped", "duration", "exact", "first_line", "last_line")
 
 
 @register.filter
+def listed(count: int) -> str:
+    """Write how many rows a list has."""
+    text: str = import_module("django_txmsg.admin.base").listed(count)
+    return text
+
+
+@register.filter
 def age(instant: Any, now: Any = None) -> Any:
     """Write how long ago, or in how long, an instant is."""
     return _display().age(instant, now)

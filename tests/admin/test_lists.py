@@ -130,6 +130,12 @@ def test_pages_are_counted_up_to_the_cap(
     response = viewer.get(OUTBOX)
 
     assert response.context["cl"].paginator.count == 6
+    page = response.content.decode()
+    assert "5+ outbox messages" in page
+    assert "6 results" not in page
+    factories.DeadLetterFactory(stage="mail.send")
+    page = viewer.get("/admin/django_txmsg/deadletter/?stage=mail.send")
+    assert "1 dead letter" in page.content.decode()
 
 
 @pytest.mark.parametrize(
