@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +27,9 @@ _DESTINATION = re.compile(r"(?:topic:)?[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 # NUL ends a STOMP frame; the other control characters but \n, \r and \t have no use in
 # a header and break tools that read it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,9 @@ class Message:
     service: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "headers", MappingProxyType(dict(self.headers)))
+        given = self.headers
+        own = MappingProxyType(dict(given)) if given else _NO_HEADERS
+        object.__setattr__(self, "headers", own)
 
     def __repr__(self) -> str:
         # Bodies and header values may hold personal data: neither belongs in a log.
@@ -83,6 +89,11 @@ def check_destination(destination: object) -> str:
         raise InvalidMessage(
             f"The destination must be a non-empty string, not {destination!r}."
         )
+    return _checked(destination)
+
+
+@lru_cache(1000)
+def _checked(destination: str) -> str:
     if len(destination) > MAX_NAME_LENGTH or not _DESTINATION.fullmatch(destination):
         raise InvalidMessage(
             f"The destination {destination[:80]!r} has characters that not every "

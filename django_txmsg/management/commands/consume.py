@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from ...consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError
 from ...stages import find
-from ._process import stop_on_signals
+from ._process import stay_light, stop_on_signals
 
 
 class Command(BaseCommand):
@@ -37,6 +37,8 @@ class Command(BaseCommand):
         if options["verbosity"] > 0:
             names = ", ".join(stage.name for stage in stages) or "control messages only"
             self.stderr.write(f"Consuming: {names}.")
+        if not options["once"]:
+            stay_light()
         with stop_on_signals(consumer.stop, self.stderr):
             try:
                 consumer.run(once=options["once"])

@@ -13,7 +13,7 @@ from ...errors import BrokerUnavailable, ConfigurationError
 from ...models import OutboxMessage
 from ...relay import Relay
 from ...worker import Presence
-from ._process import heartbeat, stop_on_signals
+from ._process import heartbeat, stay_light, stop_on_signals
 
 
 class Command(BaseCommand):
@@ -42,6 +42,8 @@ class Command(BaseCommand):
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
         relay = Relay(databases, brokers, batch_size=batch_size)
         presence = Presence("relay", databases[0])
+        if not options["once"]:
+            stay_light()
         with stop_on_signals(relay.stop, self.stderr), heartbeat(presence, relay):
             try:
                 relay.run(once=options["once"])
