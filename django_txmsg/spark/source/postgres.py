@@ -15,9 +15,8 @@ import pyarrow as pa
 from ..schemas import Column, Table
 from .database import schema_of, utc
 
-#: Bytes of a batch as the driver builds it: large enough for a Parquet row group,
-#: small enough for several tasks in one worker.
-BATCH_BYTES = 16 * 1024 * 1024
+#: Bytes of a batch as the driver builds it: small enough to stay in a core's cache.
+BATCH_BYTES = 512 * 1024
 
 
 class Postgres:
