@@ -30,7 +30,8 @@ def declare() -> None:
             raise ValueError(f"fails {message.body}")
         Effect.objects.create(name=message.body, message_id=str(message.id))
 
-    policy = RedeliveryPolicy(initial_delay=0.3, backoff=1.0, mode="broker")
+    delay = float(os.environ.get("FAILING_DELAY", "0.3"))
+    policy = RedeliveryPolicy(initial_delay=delay, backoff=1.0, mode="broker")
     for name in json.loads(os.environ["FAILING_STAGES"]):
         stages.stage(name, redelivery=policy)(handler)
     crash_points.after(side_track, "_hand_back", "handed back")
@@ -89,3 +90,43 @@ def test_both_are_there_and_one_is_dropped(
     assert (letter.reason, letter.deaths) == ("attempts_exhausted", 1)
     numbers = Attempt.objects.filter(stage=always).order_by("number")
     assert [one.number for one in numbers] == list(range(1, 8))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+def test_copies_survive_the_broker_that_keeps_them(
+    broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
+) -> None:
+    server: StompServer = request.getfixturevalue(broker)
+    settings = {**IMPATIENT, "BROKERS": {"default": {"URL": server.url()}}}
+    worker = manage(
+        *("consume", destination),
+        hook="tests.acceptance.test_kill_hand_back.declare",
+        txmsg=settings,
+        env={"FAILING_STAGES": json.dumps([destination]), "FAILING_DELAY": "4"},
+    )
+
+    def effects(count: int) -> None:
+        wait_until(
+            lambda: Effect.objects.count() == count,
+            deadline=90,
+            message=lambda: worker.output,
+        )
+
+    with txmsg(**settings):
+        put(destination, b'"once"')
+        # RabbitMQ has its queues on disk by then: it can lose one made just now.
+        effects(1)
+        for round_ in range(2):
+            for _ in range(20):
+                put(destination, b'"once"')
+            wait_until(lambda n=round_: Attempt.objects.count() == 21 + 20 * n)
+            server.kill()
+            server.start()
+            effects(21 + 20 * round_)
+    worker.terminate()
+    worker.succeed()
+    assert not DeadLetter.objects.exists()
+    assert not InboxMessage.objects.filter(processed_at=None).exists()
+    assert Effect.objects.values("message_id").distinct().count() == 41
