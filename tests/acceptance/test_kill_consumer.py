@@ -23,7 +23,9 @@ def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
     assert killed_worker(play) == dict.fromkeys(play.stages, ONCE)
 
 
-@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+@pytest.mark.parametrize(
+    "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
+)
 def test_on_a_server(
     broker: str, manage: Manage, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

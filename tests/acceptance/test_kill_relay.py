@@ -92,7 +92,9 @@ def test_on_the_embedded_broker(manage: Manage, destination: str) -> None:
     play("database://?poll=0.01", manage, destination)
 
 
-@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+@pytest.mark.parametrize(
+    "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
+)
 def test_on_a_server(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:

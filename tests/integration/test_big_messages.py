@@ -17,7 +17,8 @@ from tests.faults import wait_until
 from tests.running import committing, declared, put, running, send, txmsg
 from tests.services.stomp_server import StompServer
 
-pytestmark = committing
+# One database will do: what differs here is the broker.
+pytestmark = [committing, pytest.mark.postgresql]
 
 MEGABYTES = 5
 

@@ -31,7 +31,8 @@ from tests.running import (
 )
 from tests.services.stomp_server import StompServer
 
-pytestmark = committing
+# One database will do: what differs here is the broker.
+pytestmark = [committing, pytest.mark.postgresql]
 
 MODES = ["outbox", "best_effort_1pc"]
 ODD = "a:b\nc\\d ü"

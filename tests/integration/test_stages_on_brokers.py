@@ -20,7 +20,8 @@ from tests.faults import Proxy, wait_until
 from tests.running import committing, declared, put, running, send, ship, txmsg
 from tests.services.stomp_server import StompServer
 
-pytestmark = committing
+# One database will do: what differs here is the broker.
+pytestmark = [committing, pytest.mark.postgresql]
 
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
