@@ -58,8 +58,9 @@ def _header_line(name: str, value: str) -> str:
     line = f"{name}:{value}\n"
     # Most headers have nothing to escape, and to see that is cheaper than to try.
     plain = line.count(":") == 1 and line.count("\n") == 1
-    if plain and "\\" not in line and "\r" not in line and type(value) is str:
-        return line
+    if plain and "\\" not in line and "\r" not in line:
+        if type(name) is str and type(value) is str:
+            return line
     return f"{escape(name)}:{escape(value)}\n"
 
 
