@@ -57,10 +57,10 @@ def escape(text: str) -> str:
 def _header_line(name: str, value: str) -> str:
     line = f"{name}:{value}\n"
     # Most headers have nothing to escape, and to see that is cheaper than to try.
+    text = type(name) is str and type(value) is str
     plain = line.count(":") == 1 and line.count("\n") == 1
-    if plain and "\\" not in line and "\r" not in line:
-        if type(name) is str and type(value) is str:
-            return line
+    if text and plain and "\\" not in line and "\r" not in line:
+        return line
     return f"{escape(name)}:{escape(value)}\n"
 
 
