@@ -14,7 +14,7 @@ import threading
 import time
 from typing import Any
 
-from django.db import connections
+from django.db import InterfaceError, OperationalError, connections
 
 from . import conf, signals
 from .breaker import Breaker
@@ -86,11 +86,15 @@ class Dispatcher:
         connections.close_all()
 
     def _dispatch(self, lane: Lane, ids: list[int]) -> None:
-        left = len(ids)
         try:
-            while left > 0 and (claimed := lane.dispatch(ids=ids)):
-                left -= claimed
-            self._breaker.worked()
+            try:
+                self._dispatch_all(lane, ids)
+            except (OperationalError, InterfaceError) as error:
+                # A server that was restarted has ended the connection, which only its
+                # next use tells. What is claimed already stays with its lease.
+                log.info("once more, with another database connection: %s", error)
+                connections[self.using].close()
+                self._dispatch_all(lane, ids)
         except BrokerUnavailable as error:
             lane.close()
             self._breaker.failed(error)
@@ -99,6 +103,12 @@ class Dispatcher:
             log.exception("dispatch after commit failed; the relay will do it")
             lane.close()
             connections[self.using].close()
+
+    def _dispatch_all(self, lane: Lane, ids: list[int]) -> None:
+        left = len(ids)
+        while left > 0 and (claimed := lane.dispatch(ids=ids)):
+            left -= claimed
+        self._breaker.worked()
 
 
 _dispatchers: dict[tuple[str, str], Dispatcher] = {}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import connection, connections, transaction
 from django.db.models import DurationField, ExpressionWrapper, F
 from django.db.models.functions import Now
 
@@ -28,6 +28,7 @@ pytestmark = committing
 @pytest.fixture(autouse=True)
 def own_dispatchers() -> Iterator[None]:
     """End the threads that a test has started: their connections outlive it."""
+    dispatcher.stop_dispatchers(30)
     yield
     dispatcher.stop_dispatchers(30)
 
@@ -154,4 +155,21 @@ def test_a_forked_process_starts_its_own_thread() -> None:
         holder.join(30)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+    assert QueueMessage.objects.count() == 2
+
+
+@pytest.mark.postgresql
+def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
+    """As after a restart of the server, with no relay that would do it instead."""
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        send()
+        wait_until(lambda: not pending())
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+            assert cursor.fetchone()[0] >= 1
+        send()
+        wait_until(lambda: not pending())
     assert QueueMessage.objects.count() == 2

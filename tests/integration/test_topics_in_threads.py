@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from django.db import connections
 
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
@@ -62,7 +63,14 @@ def test_activemq_gives_a_topic_to_one_connection(
             send(topic, {"number": number})
         consumer = Consumer([stage], concurrency=4)
         assert len(consumer.threads) == 1
-        ends = threading.Thread(target=consumer.run)
+
+        def run() -> None:
+            try:
+                consumer.run()
+            finally:
+                connections.close_all()
+
+        ends = threading.Thread(target=run)
         ends.start()
         try:
             wait_until(lambda: processed(stage) == 20)
