@@ -93,12 +93,12 @@ def instant_text_sql(connection: Any, column: str) -> str:
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
     """Return a CTE and a condition with which a statement's own commit does not wait
-    for the disk; empty where that cannot be, or inside a transaction of others.
+    for the disk; nothing and a truth where that cannot be, or inside a transaction.
 
     For what a crash of the server may undo: it costs a repetition and no message.
     """
     if connection.vendor != "postgresql" or connection.in_atomic_block:
-        return "", ""
+        return "", "TRUE"
     off = "SELECT set_config('synchronous_commit', 'off', true)"
     return f"no_wait AS MATERIALIZED ({off})", "(SELECT count(*) FROM no_wait) = 1"
 

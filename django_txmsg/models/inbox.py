@@ -14,7 +14,7 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import XidField, ids_sql, now_sql
+from .fields import XidField, ids_sql, no_wait_sql, now_sql
 from .parked import ParkedManager
 from .seen import SEEN_COLUMNS, Seen, read_seen
 
@@ -75,8 +75,9 @@ class InboxManager(ParkedManager):
                 started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
             RETURNING {SEEN_COLUMNS.format(now=now)}
         """  # noqa: S608 - constants only
-        if connection.vendor == "postgresql" and not connection.in_atomic_block:
-            sql = f"{_NO_WAIT} {sql}, (SELECT count(*) FROM no_wait)"  # noqa: S608 - constants only
+        no_wait, waits_not = no_wait_sql(connection)
+        if no_wait:
+            sql = f"WITH {no_wait} {sql}, {waits_not}"
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
             seen = [read_seen(row[:8]) for row in cursor.fetchall()]
@@ -261,11 +262,6 @@ _OPEN = "processed_at IS NULL AND dead_at IS NULL"
 _PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
     " lease_until = NULL, lease_token = NULL"
-)
-#: Makes this one statement's commit not wait for the disk.
-_NO_WAIT = (
-    "WITH no_wait AS MATERIALIZED"
-    " (SELECT set_config('synchronous_commit', 'off', true))"
 )
 
 

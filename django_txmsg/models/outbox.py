@@ -161,12 +161,12 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         if floor is not None:
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
-        no_wait, and_no_wait = _without_waiting(connection)
+        no_wait, waits_not = no_wait_sql(connection)
         first_due = "min(due_at)"
         if connection.vendor == "postgresql":
             first_due += "::text"
         sql = f"""
-            WITH {no_wait} picked AS MATERIALIZED (
+            WITH {no_wait and no_wait + ","} picked AS MATERIALIZED (
                 SELECT c.id, c.due_at FROM {_TABLE} c
                 WHERE c.dispatched_at IS NULL AND c.dead_at IS NULL
                   AND c.broker = %s AND c.due_at <= {now}
@@ -179,7 +179,7 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
                 ORDER BY c.due_at, c.id LIMIT %s {skip_locked_sql(connection)})
             UPDATE {_TABLE} AS o
             SET lease_until = {later_sql(connection)}, lease_token = %s
-            WHERE o.id IN (SELECT id FROM picked) {and_no_wait}
+            WHERE o.id IN (SELECT id FROM picked) AND {waits_not}
               AND (o.key = '' OR NOT EXISTS (
                   SELECT 1 FROM {_TABLE} e
                   WHERE e.key = o.key AND e.id < o.id AND e.broker = o.broker
@@ -241,13 +241,13 @@ class OutboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         condition, id_values = ids_sql(connection, "id", ids)
         assignments = assignments.replace("{now}", now_sql(connection))
         # What was settled and is lost in a crash is sent again, with the same id.
-        no_wait, and_no_wait = _without_waiting(connection)
-        no_wait = no_wait and f"WITH {no_wait[:-1]}"
+        no_wait, waits_not = no_wait_sql(connection)
+        with_no_wait = no_wait and f"WITH {no_wait}"
         with connection.cursor() as cursor:
             cursor.execute(
-                f"{no_wait} UPDATE {_TABLE} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
+                f"{with_no_wait} UPDATE {_TABLE} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
                 " AND lease_token = %s AND dispatched_at IS NULL AND dead_at IS NULL"
-                f" {and_no_wait}",
+                f" AND {waits_not}",
                 [*values, *id_values, _prepared("lease_token", token, connection)],
             )
             changed: int = cursor.rowcount
@@ -455,11 +455,6 @@ def _json_text(row: NewMessage) -> str | None:
         return row.body.decode()
     except UnicodeDecodeError:
         return None
-
-
-def _without_waiting(connection: Any) -> tuple[str, str]:
-    cte, condition = no_wait_sql(connection)
-    return (f"{cte},", f"AND {condition}") if cte else ("", "")
 
 
 def _prepared(name: str, value: Any, connection: Any) -> Any:
