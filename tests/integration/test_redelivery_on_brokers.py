@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from django.db import transaction
 
-from django_txmsg import Redeliver
+from django_txmsg import Redeliver, signals
 from django_txmsg.brokers import get_broker
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.message import Message
@@ -27,6 +30,7 @@ from tests.running import (
     put,
     running,
     send,
+    ship,
     txmsg,
 )
 from tests.services.stomp_server import StompServer
@@ -83,6 +87,76 @@ def test_exactly_so_many_attempts(
     assert bytes(letter.body) == '{"a":"ü:\\n"}'.encode()
     assert letter.attempts == Attempt.objects.count() == 7
     assert InboxMessage.objects.get().attempts == 7
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("mode", ["non_blocking", "broker"])
+def test_of_many_that_always_fail_none_is_tried_too_often(
+    mode: Any, count: int, destination: str
+) -> None:
+    runs: Counter[int] = Counter()
+
+    def handler(message: Message) -> None:
+        runs[message.body] += 1
+        raise ValueError
+
+    policy = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.05, mode=mode)
+    with declared(handler, destination, redelivery=policy) as stage:
+        with transaction.atomic():
+            send_messages({"destination": destination, "body": n} for n in range(count))
+        ship()
+        with running(stage):
+            wait_until(lambda: DeadLetter.objects.count() == count, deadline=90)
+        assert empty(destination)
+    assert runs == dict.fromkeys(range(count), 3)
+    assert not DeadLetter.objects.exclude(attempts=3, deaths=1).exists()
+
+
+def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
+    """In each mode, whoever does the waiting. Lower bounds: a busy machine is late."""
+    began: dict[str, list[float]] = {}
+    told: dict[str, list[float]] = {}
+
+    def handler(message: Message) -> None:
+        began.setdefault(message.destination, []).append(time.monotonic())
+        raise ValueError
+
+    def listen(stage: str, delay: float, **facts: Any) -> None:
+        told.setdefault(stage, []).append(delay)
+
+    own = {"max_redeliveries": 3, "initial_delay": 0.3, "backoff": 1.0, "jitter": 0.0}
+    policies = {
+        f"{destination}.settings": None,
+        f"{destination}.blocking": RedeliveryPolicy(**own, mode="blocking"),
+        f"{destination}.broker": RedeliveryPolicy(**own, mode="broker"),
+    }
+    settings = {
+        "MAX_REDELIVERIES": 3,
+        "INITIAL_DELAY": 0.1,
+        "BACKOFF": 3.0,
+        "MAX_DELAY": 0.5,
+        "JITTER": 0.2,
+    }
+    brokers = {"default": {"URL": get_broker()._url}}
+    signals.message_redelivered.connect(listen)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(txmsg(BROKERS=brokers, REDELIVERY=settings))
+            for name, policy in policies.items():
+                put(name)
+                stage = stack.enter_context(declared(handler, name, redelivery=policy))
+                stack.enter_context(running(stage))
+            wait_until(lambda: DeadLetter.objects.count() == 3, deadline=60)
+    finally:
+        signals.message_redelivered.disconnect(listen)
+    for name, policy in policies.items():
+        wanted = [0.1, 0.3, 0.5] if policy is None else [0.3, 0.3, 0.3]
+        jitter = 0.2 if policy is None else 0.0
+        for want, said in zip(wanted, told[name], strict=True):
+            assert want * (1 - jitter) <= said <= want * (1 + jitter)
+        pauses = [b - a for a, b in itertools.pairwise(began[name])]
+        for said, pause in zip(told[name], pauses, strict=True):
+            assert said - 0.01 < pause < 30
 
 
 def test_a_foreign_message_keeps_its_identity_in_the_broker_s_hands(
