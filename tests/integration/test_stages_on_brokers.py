@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import threading
 import time
 import uuid
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 from django.db import transaction
 
+from django_txmsg import Refuse, jms
 from django_txmsg.brokers import get_broker
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.message import Message
-from django_txmsg.models import DeadLetter, InboxMessage
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.outbox import send_message
+from django_txmsg.stages import TRANSACTION_MODES
 from tests.app.models import Effect, Order
 from tests.faults import Proxy, wait_until
 from tests.running import committing, declared, put, running, send, ship, txmsg
@@ -59,12 +63,15 @@ def processed(stage: Any) -> int:
 def test_of_copies_that_arrive_at_once_one_handler_runs(destination: str) -> None:
     inside, go_on = threading.Event(), threading.Event()
     runs: list[uuid.UUID] = []
+    onward = f"{destination}.next"
 
     def slow(message: Message) -> None:
         runs.append(message.id)
         inside.set()
         assert go_on.wait(60)
         Effect.objects.create(name="done", message_id=str(message.id))
+        for number in range(100):
+            send_message(onward, number)
 
     consume = {"PREFETCH": 1, "POLL_INTERVAL": 0.02}
     brokers = {"default": {"URL": get_broker()._url}}
@@ -80,6 +87,7 @@ def test_of_copies_that_arrive_at_once_one_handler_runs(destination: str) -> Non
     assert runs == [message_id]
     assert Effect.objects.count() == 1
     assert taken(destination) == []
+    assert OutboxMessage.objects.filter(destination=onward).count() == 100
 
 
 def test_as_many_handlers_at_once_as_the_stage_has_threads(destination: str) -> None:
@@ -116,6 +124,64 @@ def test_a_topic_reaches_every_stage_once(destination: str) -> None:
             send(topic)
         wait_until(lambda: processed(a) == processed(b) == 10)
     assert sorted(seen) == ["a"] * 10 + ["b"] * 10
+
+
+def test_what_a_handler_sends_past_its_transaction_is_out_whatever_follows(
+    destination: str, server: StompServer
+) -> None:
+    def handler(message: Message) -> None:
+        send_message(f"{destination}.joined", "with the stage")
+        with jms.ConnectionFactory(server.url()).create_connection() as connection:
+            session = connection.create_session()
+            session.create_producer(f"{destination}.apart").send(jms.Message("apart"))
+        raise Refuse
+
+    for mode in TRANSACTION_MODES:
+        with declared(handler, f"{destination}.{mode}", transaction=mode) as stage:
+            put(stage.destination)
+            with running(stage):
+                wait_until(DeadLetter.objects.filter(stage=stage.name).exists)
+    ship()
+    assert taken(f"{destination}.apart") == [b"apart"] * 3
+    assert taken(f"{destination}.joined") == []
+
+
+def test_what_is_sent_later_is_what_was_stored(destination: str) -> None:
+    """The broker was away when the stage had committed."""
+    topic, queue = f"topic:{destination}.news", f"{destination}.next"
+
+    def handler(message: Message) -> None:
+        send_message(topic, "told", headers={"colour": "a:b\nü"})
+        send_message(queue, "keyed", key="k", expires=dt.timedelta(hours=1))
+        send_message(queue, "later", delay=dt.timedelta(seconds=1))
+
+    with get_broker().open(subscriber="tests.news") as session:
+        session.subscribe(topic, prefetch=1, subscriber="tests.news")
+    with declared(handler, destination) as stage:
+        put(destination)
+        with running(stage):
+            wait_until(lambda: processed(stage) == 1)
+    dead = {"default": {"URL": "stomp://127.0.0.1:1"}}
+    with txmsg(BROKERS=dead), pytest.raises(BrokerUnavailable):
+        ship()
+    ship()
+    with get_broker().open(subscriber="tests.news") as session:
+        session.subscribe(topic, prefetch=1, subscriber="tests.news")
+        told = session.receive(30)
+        assert told is not None
+        assert (told.body, told.headers["colour"]) == (b'"told"', "a:b\nü")
+        session.ack([told])
+    with get_broker().open() as session:
+        session.subscribe(queue, prefetch=10)
+        keyed = session.receive(30)
+        assert keyed is not None
+        assert (keyed.body, keyed.headers["txmsg-key"]) == (b'"keyed"', "k")
+        assert "txmsg-expires" in keyed.headers
+        session.ack([keyed])
+    row = OutboxMessage.objects.get(destination=queue, dispatched_at=None)
+    assert row.due_at - row.created_at >= dt.timedelta(seconds=1)
+    wait_until(ship)
+    assert taken(queue) == [b'"later"']
 
 
 class ClientDecidesIds:
