@@ -6,16 +6,25 @@ import threading
 import uuid
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from django_txmsg import wire
 from django_txmsg.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
-from tests.app.models import Effect
+from django_txmsg.outbox import send_message, send_messages
+from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, send, step, txmsg
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    send,
+    ship,
+    step,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -134,6 +143,47 @@ def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
         step(stage)
     assert names() == ["done"]
     assert InboxMessage.objects.get().attempts == 2
+
+
+def test_what_the_sender_wrote_is_there_and_all_that_a_handler_writes_is_one() -> None:
+    """75 at a time, through the models and by hand, every fifth of them in vain."""
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+    def handler(message: Message) -> None:
+        order = Order.objects.get(number=message.body)
+        Effect.objects.create(name="model", message_id=order.number)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO app_effect (name, message_id) VALUES (%s, %s)",
+                ["by hand", order.number],
+            )
+        if order.note == "bad":
+            raise ValueError
+
+    with declared(handler) as stage:
+        with transaction.atomic():
+            for n in range(75):
+                Order.objects.create(number=str(n), note="good" if n % 5 else "bad")
+            send_messages(
+                {
+                    "destination": stage.destination,
+                    "body": str(n),
+                    "headers": {"traceparent": trace},
+                }
+                for n in range(75)
+            )
+        ship()
+        with running(stage, concurrency=4):
+            wait_until(lambda: not QueueMessage.objects.exists(), deadline=60)
+            wait_until(lambda: DeadLetter.objects.count() == 15, deadline=60)
+    good = Order.objects.filter(note="good").values_list("number", flat=True)
+    for name in ("model", "by hand"):
+        written = Effect.objects.filter(name=name).values_list("message_id", flat=True)
+        assert sorted(written) == sorted(good)
+    bad = Order.objects.filter(note="bad").values_list("number", flat=True)
+    letters = DeadLetter.objects.all()
+    assert {bytes(one.body) for one in letters} == {f'"{n}"'.encode() for n in bad}
+    assert {one.headers["traceparent"] for one in letters} == {trace}
 
 
 def test_messages_stored_in_a_savepoint_that_rolls_back_do_not_leave() -> None:

@@ -22,7 +22,7 @@ from django_txmsg.stages import Stage, TransactionDefinition
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until
-from tests.running import committing, declared, put, step, txmsg
+from tests.running import Handler, committing, declared, put, step, txmsg
 
 pytestmark = committing
 
@@ -42,6 +42,10 @@ def sends(message: Message) -> None:
 
 def writes(message: Message) -> None:
     Effect.objects.create(name="done", message_id=str(message.id))
+
+
+def reads(message: Message) -> None:
+    Effect.objects.exists()
 
 
 class Received:
@@ -107,8 +111,11 @@ def test_a_stage_without_a_query_sends_nothing(mode: Any, received: Received) ->
 
 @pytest.mark.postgresql
 @pytest.mark.parametrize("fresh", [True, False])
-def test_one_insert_costs_begin_insert_commit(fresh: bool, received: Received) -> None:
-    with declared(writes, transaction="best_effort_1pc", isolation="serializable") as s:
+@pytest.mark.parametrize("act", [writes, reads])
+def test_one_statement_costs_begin_statement_commit(
+    act: Handler, fresh: bool, received: Received
+) -> None:
+    with declared(act, transaction="best_effort_1pc", isolation="serializable") as s:
         put(s.destination)
         if fresh:
             connections["default"].close()
@@ -122,9 +129,12 @@ def test_one_insert_costs_begin_insert_commit(fresh: bool, received: Received) -
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_unused_connection_stays_closed_and_the_log_says_so(
-    mode: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("mode", "act", "used"),
+    [(mode, sends, False) for mode in MODES] + [("best_effort_1pc", reads, True)],
+)
+def test_the_log_says_whether_the_connection_was_used(
+    mode: Any, act: Handler, used: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "django_txmsg")
     told: list[bool] = []
@@ -134,15 +144,15 @@ def test_an_unused_connection_stays_closed_and_the_log_says_so(
 
     signals.message_processed.connect(listen)
     try:
-        with declared(sends, transaction=mode) as stage:
+        with declared(act, transaction=mode) as stage:
             put(stage.destination)
             connections["default"].close()
             step(stage, parked=False)
-            assert connections["default"].connection is None
+            assert (connections["default"].connection is not None) == used
     finally:
         signals.message_processed.disconnect(listen)
-    assert told == [False]
-    assert "db=unused" in caplog.text
+    assert told == [used]
+    assert ("db=used" if used else "db=unused") in caplog.text
 
 
 @pytest.mark.parametrize("isolation", [None, "serializable"])

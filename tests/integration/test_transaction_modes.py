@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from django_txmsg import signals
+from django_txmsg import Refuse, signals
 from django_txmsg.brokers.base import Delivery
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, DispatchUnknown, InvalidMessage
@@ -109,6 +109,20 @@ def test_a_raising_handler_sends_nothing_and_leaves_nothing(mode: Any) -> None:
         assert waiting(stage.destination) == 0
     assert waiting("tests.next") == 0
     assert not Effect.objects.exists()
+    assert DeadLetter.objects.count() == 1
+
+
+def test_broker_only_leaves_the_database_to_the_handler() -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.create(name="plain", message_id=str(message.id))
+        with transaction.atomic():
+            Effect.objects.create(name="in a transaction", message_id=str(message.id))
+            raise Refuse
+
+    with declared(handler, transaction="broker_only") as stage:
+        send(stage.destination)
+        step(stage)
+    assert Effect.objects.get().name == "plain"
     assert DeadLetter.objects.count() == 1
 
 
