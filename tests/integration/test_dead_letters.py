@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from django.db import IntegrityError, transaction
+import datetime as dt
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
-from django_txmsg import dead_letters
+import pytest
+from django.db import DatabaseError, IntegrityError, connection, transaction
+
+from django_txmsg import Refuse, dead_letters
 from django_txmsg.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
 from django_txmsg.outbox import send_message
 from tests.app.models import Effect
 from tests.running import committing, declared, put, send, ship, step
@@ -33,7 +38,10 @@ class Stubborn:
 def test_redelivered_with_its_id_and_processed_once() -> None:
     handler = Stubborn()
     with declared(handler) as stage:
-        sent = send(stage.destination, {"n": 1}, headers={"a": "b"}, key="k")
+        hour = dt.timedelta(hours=1)
+        sent = send(
+            stage.destination, {"n": 1}, headers={"a": "b"}, key="k", expires=hour
+        )
         step(stage, times=3)
         handler.mended = True
         tally = dead_letters.redeliver(DeadLetter.objects.all(), by="anna")
@@ -43,6 +51,8 @@ def test_redelivered_with_its_id_and_processed_once() -> None:
         # And once more, as a duplicate of the redelivery would come.
         put(stage.destination, message_id=sent.id)
         step(stage)
+    row = OutboxMessage.objects.get(replay_id__startswith="dead-letter")
+    assert row.expires_at is None
     again = handler.seen[-1]
     assert (again.id, again.body, again.key) == (sent.id, {"n": 1}, "k")
     assert again.headers["a"] == "b"
@@ -143,6 +153,40 @@ def test_many_in_batches_and_their_failures_grouped() -> None:
     )
     assert (tally.done, batches) == (7, [3, 6, 7])
     assert ship() == 7
+
+
+@pytest.fixture
+def no_table() -> Iterator[Callable[[], None]]:
+    """The table of dead letters is away, until it is called back."""
+    table = DeadLetter._meta.db_table
+
+    def rename(old: str, new: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER TABLE {old} RENAME TO {new}")
+
+    with ExitStack() as stack:
+        rename(table, "away")
+        stack.callback(rename, "away", table)
+        yield stack.close
+
+
+def test_what_cannot_be_buried_comes_again(no_table: Callable[[], None]) -> None:
+    seen: list[Message] = []
+
+    def handler(message: Message) -> None:
+        seen.append(message)
+        raise Refuse
+
+    with declared(handler) as stage:
+        sent = put(stage.destination)
+        with pytest.raises(DatabaseError):
+            step(stage)
+        assert InboxMessage.objects.get().state == "received"
+        no_table()
+        step(stage)
+        assert not QueueMessage.objects.exists()
+    assert [one.id for one in seen] == [sent, sent]
+    assert DeadLetter.objects.get().deaths == 1
 
 
 def test_a_dead_outbox_row_says_why() -> None:
