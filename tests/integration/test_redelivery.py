@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from django_txmsg import Redeliver, Refuse
+from django_txmsg import Redeliver, Refuse, status
 from django_txmsg.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
@@ -17,6 +17,7 @@ from django_txmsg.outbox import send_message
 from django_txmsg.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.stage_thread import Throttle
 from tests.app.models import Effect
+from tests.factories import ago
 from tests.faults import wait_until
 from tests.running import (
     committing,
@@ -223,6 +224,27 @@ def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
     assert (row.state, row.body, row.headers, row.due_at) == ("processed",) + (
         None,
     ) * 3
+
+
+def test_what_is_parked_for_a_stage_that_nobody_knows_waits_and_is_told_of() -> None:
+    """Another process may know it, of another version: it is not given up."""
+    script = Script(ValueError())
+    with declared(script, "tests.unknown") as stage:
+        send(stage.destination)
+        step(stage)
+    InboxMessage.objects.update(due_at=ago(minutes=5))
+    with declared(script) as another, running(another) as (thread,):
+        put(another.destination)
+        wait_until(lambda: len(script.attempts) == 2)
+        wait_until(lambda: thread.dry)
+    facts = status.read()
+    assert (facts.parked.overdue, facts.well) == (1, False)
+    assert not facts.stages["tests.unknown"].known
+    assert InboxMessage.objects.get(stage="tests.unknown").attempts == 1
+    assert not DeadLetter.objects.exists()
+    with declared(script, "tests.unknown") as stage:
+        step(stage)
+    assert InboxMessage.objects.get(stage=stage.name).state == "processed"
 
 
 def test_a_foreign_message_keeps_its_identity_when_parked() -> None:
