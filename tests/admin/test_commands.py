@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import json
 import uuid
@@ -102,6 +103,20 @@ def test_a_dry_run_says_how_many_and_does_nothing() -> None:
     assert facts["matching"] == 4
     assert not OutboxMessage.objects.exists()
     assert not BulkOperation.objects.exists()
+    done = as_json("dead_letters", "redeliver", "--older-than", "1d")
+    assert (done["total"], done["done"]) == (3, 3)
+
+
+def test_a_rate_is_kept() -> None:
+    factories.DeadLetterFactory.create_batch(60)
+
+    facts = as_json("dead_letters", "redeliver", "--all", "--rate", "40")
+
+    assert (facts["state"], facts["done"]) == ("done", 60)
+    stored = list(OutboxMessage.objects.order_by("pk"))
+    pause = stored[40].created_at - stored[39].created_at
+    # At least: a busy machine may make it longer.
+    assert pause >= dt.timedelta(seconds=0.99)
 
 
 def test_an_error_is_noted_on_muted_and_unmuted() -> None:
