@@ -71,6 +71,7 @@ def test_a_fault_at_every_step(
     request: pytest.FixtureRequest,
 ) -> None:
     seen = play(mode, fault, manage, tmp_path, request.getfixturevalue(broker))
+    assert list(seen) == STEPS[mode]
     expected = {
         step: failure_table.expected(mode, fault, step, broker) for step in seen
     }
