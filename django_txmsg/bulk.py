@@ -20,11 +20,11 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import F, Max
 from django.db.models.functions import Now
 
-from . import dead_letters, selection
-from .dead_letters import Tally
+from . import resolution, selection
 from .errors import TxmsgError
 from .models import BulkOperation, DeadLetter
 from .models.bulk import BulkKind, BulkState
+from .resolution import Tally
 
 log = logging.getLogger("django_txmsg.bulk")
 
@@ -217,13 +217,11 @@ def _do(
 ) -> None:
     by = operation.by
     if operation.kind == BulkKind.REDELIVER:
-        dead_letters.redeliver_batch(
-            batch, tally, using=using, by=by, force=operation.force
-        )
+        resolution.redeliver(batch, tally, using=using, by=by, force=operation.force)
     elif operation.kind == BulkKind.DISCARD:
-        dead_letters.discard_batch(batch, tally, using=using, by=by)
+        resolution.discard(batch, tally, using=using, by=by)
     else:
-        dead_letters.restore_batch(batch, tally, using=using)
+        resolution.restore(batch, tally, using=using)
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:

@@ -16,7 +16,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.shortcuts import render
 from django.urls import reverse
 
-from .. import conf, dead_letters, serializers
+from .. import conf, resolution, serializers
 from ..errors import DecodeError, TxmsgError
 from ..message import check_headers
 from ..models import DeadLetter
@@ -55,7 +55,7 @@ class CopyPages:
         if problem:
             messages.warning(request, problem)
             return HttpResponseRedirect(message_url(letter.message_id))
-        before = headers_text(dead_letters.user_headers(letter.headers))
+        before = headers_text(resolution.user_headers(letter.headers))
         form: dict[str, Any] = {
             "headers": before,
             "body": body_text(letter),
@@ -86,7 +86,7 @@ class CopyPages:
             "locked": [
                 (name, value)
                 for name, value in sorted(letter.headers.items())
-                if name not in dead_letters.user_headers(letter.headers)
+                if name not in resolution.user_headers(letter.headers)
             ],
             "masked": conf.get().MASK is not None,
         }
@@ -99,7 +99,7 @@ class CopyPages:
         headers: dict[str, str],
         encoded: bytes,
     ) -> HttpResponse:
-        copy_id = dead_letters.redeliver_copy(
+        copy_id = resolution.redeliver_copy(
             letter, headers=headers, body=encoded, by=request.user.get_username()
         )
         audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")

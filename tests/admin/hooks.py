@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django_txmsg import dead_letters, stages
+from django_txmsg import resolution, stages
 from django_txmsg.message import Message
 from tests.app.models import Effect
 from tests.faults import hang_here
@@ -15,17 +15,17 @@ FRAGILE, SOUND = "admin.fragile", "admin.sound"
 
 def hang_after_the_work_of_the_third_batch() -> None:
     """Stand still within the third batch's transaction, its work done."""
-    redeliver_batch = dead_letters.redeliver_batch
+    redeliver = resolution.redeliver
     batches = 0
 
     def count_and_hang(*arguments: Any, **options: Any) -> None:
         nonlocal batches
-        redeliver_batch(*arguments, **options)
+        redeliver(*arguments, **options)
         batches += 1
         if batches == 3:
             hang_here("third batch redelivered, not committed")
 
-    dead_letters.redeliver_batch = count_and_hang
+    resolution.redeliver = count_and_hang
 
 
 def declare_stages() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.db import connection, connections
 
-from django_txmsg import bulk, dead_letters, selection
+from django_txmsg import bulk, selection
 from django_txmsg.errors import TxmsgError
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from tests import factories
@@ -264,4 +264,4 @@ def test_a_message_that_dies_again_is_the_same_dead_letter_and_redelivered_anew(
         f"dead-letter-{letter.pk}-1",
         f"dead-letter-{letter.pk}-2",
     ]
-    assert dead_letters.redeliver(DeadLetter.objects.all()).done == 0
+    assert bulk.finish(bulk.start("redeliver", {})).done == 0

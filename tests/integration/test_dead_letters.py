@@ -5,13 +5,19 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from django.db import DatabaseError, IntegrityError, connection, transaction
 
-from django_txmsg import Refuse, dead_letters
+from django_txmsg import Refuse, bulk, resolution
 from django_txmsg.message import Message
-from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models import (
+    BulkOperation,
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+)
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.outbox import send_message
 from tests.app.models import Effect
@@ -35,6 +41,11 @@ class Stubborn:
             raise ValueError("out of stock")
 
 
+def resolve(kind: str, **options: Any) -> BulkOperation:
+    """Do that to all dead letters, as the admin and the command do."""
+    return bulk.finish(bulk.start(kind, {}, **options))
+
+
 def test_redelivered_with_its_id_and_processed_once() -> None:
     handler = Stubborn()
     with declared(handler) as stage:
@@ -44,8 +55,8 @@ def test_redelivered_with_its_id_and_processed_once() -> None:
         )
         step(stage, times=3)
         handler.mended = True
-        tally = dead_letters.redeliver(DeadLetter.objects.all(), by="anna")
-        assert (tally.done, tally.skipped) == (1, {})
+        operation = resolve("redeliver", by="anna")
+        assert (operation.done, operation.skipped) == (1, 0)
         ship()
         step(stage)
         # And once more, as a duplicate of the redelivery would come.
@@ -69,7 +80,7 @@ def test_one_that_dies_again_is_the_same_letter_one_death_older() -> None:
         send(stage.destination)
         step(stage, times=3)
         for _ in range(2):
-            dead_letters.redeliver(DeadLetter.objects.all())
+            resolve("redeliver")
             ship()
             step(stage, times=3)
     letter = DeadLetter.objects.get()
@@ -83,16 +94,16 @@ def test_what_was_processed_meanwhile_is_reported_and_only_forced() -> None:
         send(stage.destination)
         step(stage, times=3)
         handler.mended = True
-        dead_letters.redeliver(DeadLetter.objects.all())
+        resolve("redeliver")
         ship()
         step(stage)
         letter = DeadLetter.objects.get()
         DeadLetter.objects.update(resolution="open", resolved_at=None)
-        tally = dead_letters.redeliver(DeadLetter.objects.all())
-        assert tally.done == 0
-        assert "has processed" in tally.skipped[letter.pk]
+        operation = resolve("redeliver")
+        assert operation.done == 0
+        assert "has processed" in operation.skipped_why[str(letter.pk)]
         DeadLetter.objects.update(deaths=2)
-        assert dead_letters.redeliver(DeadLetter.objects.all(), force=True).done == 1
+        assert resolve("redeliver", force=True).done == 1
         ship()
         step(stage)
     assert Effect.objects.count() == 2
@@ -103,7 +114,7 @@ def test_a_redelivery_that_rolls_back_changes_nothing() -> None:
         send(stage.destination)
         step(stage, times=3)
         with transaction.atomic():
-            dead_letters.redeliver(DeadLetter.objects.all())
+            resolve("redeliver")
             transaction.set_rollback(True)
     assert DeadLetter.objects.get().resolution == "open"
     assert InboxMessage.objects.get().state == "dead"
@@ -114,10 +125,9 @@ def test_discarded_is_closed_and_can_be_restored() -> None:
     with declared(Stubborn()) as stage:
         send(stage.destination)
         step(stage, times=3)
-    letters = DeadLetter.objects.all()
-    assert dead_letters.discard(letters, by="anna").done == 1
-    assert dead_letters.redeliver(letters).done == 0
-    assert dead_letters.restore(letters).done == 1
+    assert resolve("discard", by="anna").done == 1
+    assert resolve("redeliver").done == 0
+    assert resolve("restore").done == 1
     assert DeadLetter.objects.get().resolution == "open"
 
 
@@ -128,7 +138,7 @@ def test_a_copy_has_a_new_id_and_closes_the_original() -> None:
         step(stage, times=3)
         handler.mended = True
         letter = DeadLetter.objects.get()
-        copy = dead_letters.redeliver_copy(letter, headers={}, body=b'{"n":2}')
+        copy = resolution.redeliver_copy(letter, headers={}, body=b'{"n":2}')
         ship()
         step(stage)
     assert handler.seen[-1].body == {"n": 2}
@@ -137,7 +147,7 @@ def test_a_copy_has_a_new_id_and_closes_the_original() -> None:
     assert (letter.resolution, letter.replaced_by) == ("replaced", copy)
 
 
-def test_many_in_batches_and_their_failures_grouped() -> None:
+def test_many_of_one_failure_have_one_fingerprint() -> None:
     with declared(Stubborn()) as stage:
         for _ in range(7):
             send(stage.destination)
@@ -145,13 +155,7 @@ def test_many_in_batches_and_their_failures_grouped() -> None:
     assert DeadLetter.objects.count() == 7
     (fingerprint,) = DeadLetter.objects.values_list("fingerprint", flat=True).distinct()
     assert fingerprint
-    batches: list[int] = []
-    tally = dead_letters.redeliver(
-        DeadLetter.objects.all(),
-        batch_size=3,
-        on_batch=lambda so_far: batches.append(so_far.done),
-    )
-    assert (tally.done, batches) == (7, [3, 6, 7])
+    assert resolve("redeliver").done == 7
     assert ship() == 7
 
 

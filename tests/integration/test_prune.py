@@ -13,7 +13,7 @@ from django.db import connection, transaction
 from django.db.models import Model
 from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import dead_letters, retention
+from django_txmsg import bulk, retention
 from django_txmsg.models import (
     Attempt,
     DeadLetter,
@@ -91,7 +91,7 @@ def test_a_dead_message_stays_until_its_dead_letter_is_resolved() -> None:
     prune()
     assert left(OutboxMessage) == {row.pk}
 
-    dead_letters.discard(DeadLetter.objects.filter(pk=letter.pk))
+    bulk.finish(bulk.start("discard", {"ids": [letter.pk]}))
     prune()
     assert left(OutboxMessage) == set()
 
@@ -142,7 +142,7 @@ def test_a_dead_inbox_row_waits_for_its_own_dead_letter() -> None:
     prune()
     assert (left(InboxMessage), left(Attempt)) == ({row.pk}, {attempt.pk})
 
-    dead_letters.discard(DeadLetter.objects.filter(pk=letter.pk))
+    bulk.finish(bulk.start("discard", {"ids": [letter.pk]}))
     prune()
     assert (left(InboxMessage), left(Attempt)) == (set(), set())
 
