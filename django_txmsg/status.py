@@ -1,7 +1,6 @@
 """How messaging is doing: counts and oldest ages of every state, in few queries.
 
 What the overview, `manage.py message_status`, the health view and the metrics all say.
-Counts stop at CAP, so that asking stays cheap when there is much to count.
 """
 
 from __future__ import annotations
@@ -14,42 +13,15 @@ from typing import Any
 from django.db import connections
 
 from .models import StageState, Worker
-from .models.fields import later_sql, later_value, now_sql, read_instant
+from .models.fields import now_sql, read_instant
 from .stages import all_stages
-
-#: The most rows that are counted; more are "50,000+".
-CAP = 50_000
+from .waiting import CAP, Waiting, in_inbox, in_outbox, in_queues, total
 
 #: The rows looked at to say what happened last at each destination and stage.
 RECENT = 2_000
 
-#: A message that has been due for so long is overdue.
-OVERDUE = dt.timedelta(minutes=2)
-
 #: A worker that has been silent for so long may be dead.
 SILENT = dt.timedelta(seconds=30)
-
-
-@dataclass
-class Waiting:
-    """Messages that wait in one place for their next step."""
-
-    count: int = 0
-    due: int = 0
-    overdue: int = 0
-    in_flight: int = 0
-    retried: int = 0
-    oldest_due: dt.datetime | None = None
-
-    @property
-    def delayed(self) -> int:
-        """Those whose time has not come."""
-        return self.count - self.due
-
-    @property
-    def capped(self) -> bool:
-        """Whether there are more than were counted."""
-        return self.count > CAP
 
 
 @dataclass
@@ -155,30 +127,16 @@ class Status:
         return [*self.stages.values(), *self.destinations.values()]
 
 
-def total(parts: Iterable[Waiting]) -> Waiting:
-    """Return the sum of several places."""
-    summed = Waiting()
-    for part in parts:
-        summed.count += part.count
-        summed.due += part.due
-        summed.overdue += part.overdue
-        summed.in_flight += part.in_flight
-        summed.retried += part.retried
-        oldest = [one for one in (summed.oldest_due, part.oldest_due) if one]
-        summed.oldest_due = min(oldest, default=None)
-    return summed
-
-
 def read(using: str = "default") -> Status:
     """Return the whole picture, in eight queries."""
     status = Status(now=clock(using))
-    for name, waiting in outbox_waiting(using).items():
+    for name, waiting in in_outbox(using).items():
         _place(status.destinations, name).waiting = waiting
     for name, last in _last_dispatched(using).items():
         _place(status.destinations, name).last = last
     for declared in all_stages():
         _place(status.stages, declared.name)
-    for name, waiting in inbox_parked(using).items():
+    for name, waiting in in_inbox(using).items():
         _place(status.stages, name).waiting = waiting
     for name, last, processing, critical in _last_processed(using):
         place = _place(status.stages, name)
@@ -197,7 +155,7 @@ def read(using: str = "default") -> Status:
     known = {declared.name for declared in all_stages()}
     for name, place in status.stages.items():
         place.known = name in known
-    status.queues = queue_waiting(using)
+    status.queues = in_queues(using)
     status.workers = list(Worker.objects.using(using).order_by("kind", "name"))
     return status
 
@@ -208,36 +166,6 @@ def clock(using: str) -> dt.datetime:
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT {now_sql(connection)}".replace("%%", "%"))
         return _instant(cursor.fetchone()[0])
-
-
-def outbox_waiting(using: str) -> dict[str, Waiting]:
-    """Return what is pending, by destination."""
-    return _waiting(
-        using,
-        "SELECT destination AS name, due_at, attempts > 0 AS retried,"
-        " lease_until >= {now} AS leased FROM django_txmsg_outboxmessage"
-        " WHERE dispatched_at IS NULL AND dead_at IS NULL"
-        " ORDER BY due_at, id LIMIT {limit}",
-    )
-
-
-def inbox_parked(using: str) -> dict[str, Waiting]:
-    """Return what waits for another attempt, by stage."""
-    return _waiting(
-        using,
-        "SELECT stage AS name, due_at, TRUE AS retried, lease_until >= {now} AS leased"
-        " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL LIMIT {limit}",
-    )
-
-
-def queue_waiting(using: str) -> dict[str, Waiting]:
-    """Return what lies in the embedded broker, by queue."""
-    return _waiting(
-        using,
-        "SELECT queue AS name, available_at AS due_at, deliveries > 1 AS retried,"
-        " lease_token IS NOT NULL AND available_at > {now} AS leased"
-        " FROM django_txmsg_queuemessage LIMIT {limit}",
-    )
 
 
 def open_dead_letters(
@@ -282,26 +210,6 @@ def _recent(using: str, column: str, table: str) -> dict[str, int]:
             [RECENT],
         )
         return dict(cursor.fetchall())
-
-
-def _waiting(using: str, rows: str) -> dict[str, Waiting]:
-    connection = connections[using]
-    now, ago = now_sql(connection), later_sql(connection)
-    rows = rows.format(now=now, limit=CAP + 1)
-    sql = f"""
-        SELECT name, COUNT(*), COUNT(*) FILTER (WHERE due_at <= {now}),
-               COUNT(*) FILTER (WHERE due_at <= {ago}), COUNT(*) FILTER (WHERE leased),
-               COUNT(*) FILTER (WHERE retried), MIN(due_at)
-        FROM ({rows}) AS bounded GROUP BY name ORDER BY name
-    """  # noqa: S608 - constants only
-    found = {}
-    with connection.cursor() as cursor:
-        cursor.execute(sql, [later_value(connection, -OVERDUE.total_seconds())])
-        for name, count, due, overdue, leased, retried, oldest in cursor.fetchall():
-            found[name] = Waiting(
-                count, due, overdue, leased, retried, _instant(oldest) if due else None
-            )
-    return found
 
 
 def _last_dispatched(using: str) -> dict[str, dt.datetime | None]:

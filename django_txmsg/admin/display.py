@@ -13,7 +13,7 @@ from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..status import CAP
+from ..waiting import CAP
 
 #: The colour of each state's badge; the word is always there too.
 TONES = {

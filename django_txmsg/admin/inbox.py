@@ -14,6 +14,7 @@ from django.utils.safestring import SafeString
 from .. import status
 from ..models import InboxMessage
 from ..stages import all_stages
+from ..waiting import OVERDUE
 from . import display
 from .base import CountingFilter, MessageAdmin, among_newest, count, find
 from .outbox import StoredFilter
@@ -30,7 +31,7 @@ class StateFilter(CountingFilter):
         """Return what each choice means."""
         return {
             "redelivering": Q(due_at__isnull=False),
-            "overdue": Q(due_at__lt=Now() - status.OVERDUE),
+            "overdue": Q(due_at__lt=Now() - OVERDUE),
             "processed": Q(processed_at__isnull=False),
             "dead": Q(dead_at__isnull=False),
         }

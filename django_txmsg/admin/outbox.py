@@ -17,6 +17,7 @@ from django.utils.safestring import SafeString
 from .. import conf, status
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
+from ..waiting import OVERDUE
 from . import display, message
 from .base import CountingFilter, MessageAdmin, among_newest, count, find
 
@@ -32,7 +33,7 @@ class StateFilter(CountingFilter):
         """Return what each choice means."""
         return {
             "pending": PENDING,
-            "overdue": PENDING & Q(due_at__lt=Now() - status.OVERDUE),
+            "overdue": PENDING & Q(due_at__lt=Now() - OVERDUE),
             "in flight": PENDING & Q(lease_until__gte=Now()),
             "dispatched": Q(dispatched_at__isnull=False),
             "dead": Q(dead_at__isnull=False),

@@ -8,7 +8,7 @@ import pytest
 from django.test import Client
 from django.utils import timezone
 
-from django_txmsg import periods, status
+from django_txmsg import periods, status, waiting
 from django_txmsg.models import PeriodCount
 from tests import factories
 
@@ -107,12 +107,13 @@ def test_counts_stop_at_the_cap(
     viewer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factories.OutboxMessageFactory.create_batch(7)
-    monkeypatch.setattr(status, "CAP", 5)
+    for module in (status, waiting):
+        monkeypatch.setattr(module, "CAP", 5)
 
-    waiting = status.outbox_waiting("default")["orders.place"]
+    pending = waiting.in_outbox("default")["orders.place"]
 
-    assert waiting.count == 6
-    assert waiting.capped
+    assert pending.count == 6
+    assert pending.capped
 
     factories.DeadLetterFactory.create_batch(4)
     factories.DeadLetterFactory.create_batch(3, stage="mail.send")

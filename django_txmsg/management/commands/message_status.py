@@ -13,7 +13,8 @@ from django.db import router
 
 from ... import status
 from ...models import OutboxMessage, SessionRecord
-from ...status import Place, Status, Waiting
+from ...status import Place, Status
+from ...waiting import CAP, Waiting
 
 
 class Command(BaseCommand):
@@ -79,7 +80,7 @@ def facts(picture: Status) -> dict[str, Any]:
 
     def waiting(one: Waiting) -> dict[str, Any]:
         return {
-            "count": min(one.count, status.CAP),
+            "count": min(one.count, CAP),
             "more": one.capped,
             "due": one.due,
             "overdue": one.overdue,
@@ -134,7 +135,7 @@ def facts(picture: Status) -> dict[str, Any]:
 
 
 def _waiting(waiting: Waiting, now: dt.datetime) -> str:
-    text = f"{status.CAP}+" if waiting.capped else str(waiting.count)
+    text = f"{CAP}+" if waiting.capped else str(waiting.count)
     if waiting.oldest_due is not None:
         text += f", oldest due for {_age(waiting.oldest_due, now)}"
     if waiting.overdue:
