@@ -1,8 +1,9 @@
 """Step 3 of an HTTP request: hands one control message to the broker, with a receipt.
 
-Keeps broker sessions open between requests, as many as have sent at the same time. A
-session that has gone stale is replaced without the request noticing; a broker that is
-down is left alone for a while, so that an outage costs a request no waiting.
+Requests that commit at the same time share a conversation: while one waits for its
+receipt, those of others gather, and leave together in the next. A session that has gone
+stale is replaced without the request noticing; a broker that is down is left alone for
+a while, so that an outage costs a request no waiting.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import os
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -23,79 +25,139 @@ from .brokers import get_broker, make_broker
 from .brokers.base import Broker, Outgoing, Session
 from .errors import BrokerError, BrokerUnavailable, DispatchRejected
 
+Outcomes = list[BrokerError | None]
+
 #: Longest pause, in seconds, between probes of a broker that is down.
 MAX_PAUSE = 5.0
 
 
+@dataclass(slots=True)
+class _Sending:
+    """A control message on its way, and the thread that waits for its receipt."""
+
+    outgoing: Outgoing
+    #: Set when its outcome is known, or when its thread is to send what has gathered.
+    turn: threading.Event = field(default_factory=threading.Event)
+    known: bool = False
+    error: BrokerError | None = None
+
+    def end(self, error: BrokerError | None) -> None:
+        self.error, self.known = error, True
+        self.turn.set()
+
+
 class Channel:
-    """Open sessions with one broker, each in the hands of one thread at a time."""
+    """One session with a broker, in the hands of one thread at a time."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
-        self._idle: list[Session] = []
+        self._session: Session | None = None
         self._breaker = Breaker(broker.alias, MAX_PAUSE)
+        self._lock = threading.Lock()
+        #: What gathers while a thread sends; the first of it sends next.
+        self._gathered: list[_Sending] = []
+        self._busy = False
 
     def send(self, outgoing: Outgoing) -> None:
         """Hand over one message and return once the broker has given its receipt.
 
         Raises BrokerError: BrokerUnavailable at once while the broker is left alone.
         """
+        mine = _Sending(outgoing)
+        if hasattr(self.broker, "using"):
+            # The embedded broker's tables belong to this thread's own transaction.
+            with self.broker.open() as session:
+                (mine.error,) = session.send([outgoing])
+        else:
+            with self._lock:
+                self._gathered.append(mine)
+                leads, self._busy = not self._busy, True
+            if not leads:
+                mine.turn.wait()
+            if not mine.known:
+                self._send_gathered()
+        if mine.error is not None:
+            raise mine.error
+
+    def close(self) -> None:
+        """End the conversation, if nobody is in it."""
+        with self._lock:
+            if not self._busy and self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def _send_gathered(self) -> None:
+        with self._lock:
+            group, self._gathered = self._gathered, []
+        error: BrokerError = BrokerUnavailable("the thread that was sending has ended")
+        try:
+            self._send_together(group)
+        except BrokerError as caught:
+            error = caught
+        finally:
+            with self._lock:
+                self._busy = bool(self._gathered)
+                if self._busy:
+                    self._gathered[0].turn.set()
+            for one in group:
+                if not one.known:
+                    one.end(error)
+
+    def _send_together(self, group: list[_Sending]) -> None:
         if self._breaker.remaining:
             raise BrokerUnavailable(
                 f"broker {self.broker.alias!r} did not answer a moment ago"
             )
         try:
-            if not self._send_as_before(outgoing):
-                self._send_afresh(outgoing)
-        except DispatchRejected:
-            raise
+            outcomes = self._send_as_before(group) or self._send_afresh(group)
         except BrokerError as error:
             self._breaker.failed(error)
             raise
-        self._breaker.worked()
+        for one, outcome in zip(group, outcomes, strict=True):
+            one.end(outcome)
+        if unproven := next(filter(_unproven, outcomes), None):
+            self._breaker.failed(unproven)
+        else:
+            self._breaker.worked()
 
-    def close(self) -> None:
-        """End the conversations that nobody is in."""
-        while self._idle:
-            self._idle.pop().close()
-
-    def _discard(self) -> None:
-        while self._idle:
-            _close_aside(self._idle.pop())
-
-    def _send_as_before(self, outgoing: Outgoing) -> bool:
-        """Try a session of an earlier request. False when it is of no use any more."""
+    def _send_as_before(self, group: list[_Sending]) -> Outcomes | None:
+        """Try the session of earlier requests. None when it is of no use any more, or
+        when one that the broker refuses may have taken others along."""
+        session, self._session = self._session, None
+        if session is None:
+            return None
+        # A broker that lets us wait does so on a new connection too.
+        patience = time.monotonic() + conf.get().HTTP.CONTROL_TIMEOUT / 2
         try:
-            session = self._idle.pop()
-        except IndexError:
-            return False
-        began = time.monotonic()
-        try:
-            self._send_in(session, outgoing)
-        except DispatchRejected:
-            raise
+            outcomes = self._send_in(session, group)
         except BrokerError:
-            # A broker that lets us wait does so on a new connection too.
-            if time.monotonic() - began > conf.get().HTTP.CONTROL_TIMEOUT / 2:
+            if time.monotonic() > patience:
                 raise
-            # The others are as old: one broken connection is seldom alone.
-            self._discard()
-            return False
-        return True
+            return None
+        again = any(outcomes) if len(group) > 1 else any(map(_unproven, outcomes))
+        return None if again and time.monotonic() < patience else outcomes
 
-    def _send_afresh(self, outgoing: Outgoing) -> None:
-        self._send_in(self.broker.open(), outgoing)
+    def _send_afresh(self, group: list[_Sending]) -> Outcomes:
+        return self._send_in(self.broker.open(), group, isolate=len(group) > 1)
 
-    def _send_in(self, session: Session, outgoing: Outgoing) -> None:
+    def _send_in(
+        self, session: Session, group: list[_Sending], *, isolate: bool = False
+    ) -> Outcomes:
         try:
-            (outcome,) = session.send([outgoing])
+            outcomes = session.send([one.outgoing for one in group], isolate=isolate)
         except BaseException:
             _close_aside(session)
             raise
-        if outcome is not None:
+        if any(outcomes):
             _close_aside(session)
-            raise outcome
-        self._idle.append(session)
+        else:
+            self._session = session
+        return outcomes
+
+
+def _unproven(outcome: BrokerError | None) -> bool:
+    """Return whether nobody knows if a message is stored."""
+    return outcome is not None and not isinstance(outcome, DispatchRejected)
 
 
 def _close_aside(session: Session) -> None:

@@ -25,9 +25,10 @@ log = logging.getLogger("django_txmsg.dispatcher")
 
 #: Commits that may wait for the thread. Beyond it, rows wait for the relay.
 MAX_WAITING = 10_000
-#: Seconds between batches at least. Under load commits gather meanwhile, and a request
-#: shares its processor with fewer of them; the first one after a pause waits for none.
-INTERVAL = 0.05
+#: A batch is followed by a rest this many times as long as it took, and no longer than
+#: so many seconds. Under load commits gather meanwhile, and requests keep most of their
+#: processor; the first commit after a pause waits for nothing.
+REST, LONGEST_REST = 4.0, 0.25
 
 
 class Dispatcher:
@@ -63,12 +64,12 @@ class Dispatcher:
         lane = Lane(self.using, self.broker, longest_lease=AFTER_COMMIT_LEASE)
         limit = conf.get().RELAY.BATCH_SIZE
         stopping = False
-        began = 0.0
+        rested = 0.0
         while not stopping:
             ids = self._waiting.get()
             stopping = ids is None
             batch = list(ids or ())
-            early = began + INTERVAL - time.monotonic()
+            early = rested - time.monotonic()
             if early > 0 and not stopping:
                 self._stopping.wait(early)
             began = time.monotonic()
@@ -82,6 +83,8 @@ class Dispatcher:
                 batch += more or ()
             if batch and not self._breaker.remaining:
                 self._dispatch(lane, batch)
+            ended = time.monotonic()
+            rested = ended + min(LONGEST_REST, REST * (ended - began))
         lane.close()
         connections.close_all()
 

@@ -1,0 +1,134 @@
+"""Many requests, one conversation with the broker: what they share, and what not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from django.test import override_settings
+
+from django_txmsg import channel, wire
+from django_txmsg.brokers import get_broker
+from django_txmsg.brokers.base import Outgoing
+from django_txmsg.channel import Channel, control_channel
+from django_txmsg.errors import BrokerError, BrokerUnavailable, DispatchRejected
+from tests.faults import ANSWERS, Proxy, wait_until
+from tests.services import ActiveMQ
+from tests.services.stomp_server import LIMITED_USER
+
+THREADS = 6
+
+
+@pytest.fixture
+def proxy(activemq: ActiveMQ) -> Iterator[Proxy]:
+    with Proxy(activemq.port) as between:
+        yield between
+
+
+@pytest.fixture
+def together(activemq: ActiveMQ, proxy: Proxy) -> Iterator[Channel]:
+    brokers = {"default": {"URL": activemq.url(port=proxy.port)}}
+    with override_settings(TXMSG={"SERVICE": "a", "BROKERS": brokers}):
+        yield control_channel()
+        channel.close_channels()
+
+
+def send_all(
+    together: Channel, messages: list[Outgoing], meanwhile: Callable[[], None]
+) -> list[BrokerError | None]:
+    """Send each message from a thread of its own; return what was raised."""
+    ready = threading.Barrier(len(messages) + 1)
+
+    def send(one: Outgoing) -> BrokerError | None:
+        ready.wait(30)
+        try:
+            together.send(one)
+        except BrokerError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(messages)) as pool:
+        outcomes = [pool.submit(send, one) for one in messages]
+        ready.wait(30)
+        meanwhile()
+        return [one.result(60) for one in outcomes]
+
+
+def outgoing(destination: str, number: int, size: int = 10) -> Outgoing:
+    headers = {wire.MESSAGE_ID: f"m-{number}", wire.CONTENT_TYPE: wire.BYTES}
+    return Outgoing(destination, headers, b"x" * size)
+
+
+def arrived(destination: str) -> list[str]:
+    found = []
+    with get_broker().open() as session:
+        session.subscribe(destination, prefetch=100)
+        while (delivery := session.receive(1.0)) is not None:
+            session.ack([delivery])
+            found.append(delivery.headers[wire.MESSAGE_ID])
+        session.ping()
+    return found
+
+
+def test_all_of_them_use_one_connection(together, proxy, destination) -> None:
+    messages = [outgoing(destination, number) for number in range(THREADS)]
+    together.send(outgoing(destination, 99))
+    proxy.hang(ANSWERS)
+    outcomes = send_all(together, messages, proxy.resume)
+    assert outcomes == [None] * THREADS
+    assert proxy.accepted == 1
+    expected = [one.headers[wire.MESSAGE_ID] for one in messages]
+    assert sorted(arrived(destination)) == sorted([*expected, "m-99"])
+
+
+def test_a_cut_makes_them_all_change_over_together(
+    together, proxy, destination
+) -> None:
+    messages = [outgoing(destination, number) for number in range(THREADS)]
+    together.send(outgoing(destination, 99))
+    proxy.hang(ANSWERS)
+
+    def cut() -> None:
+        proxy.cut()
+        proxy.resume()
+
+    outcomes = send_all(together, messages, cut)
+    assert outcomes == [None] * THREADS
+    expected = {one.headers[wire.MESSAGE_ID] for one in messages}
+    # One that was on its way at the cut has arrived, and was sent again.
+    assert set(arrived(destination)) == expected | {"m-99"}
+    assert proxy.accepted == 3  # the first, the next, and arrived()'s own
+
+
+def test_one_that_is_refused_takes_no_other_along(activemq, destination) -> None:
+    allowed = f"allowed.{destination}"
+    brokers = {"default": {"URL": activemq.url(user=LIMITED_USER)}}
+    with override_settings(TXMSG={"SERVICE": "a", "BROKERS": brokers}):
+        limited = control_channel()
+        for _ in range(3):
+            good = [outgoing(allowed, number) for number in range(THREADS)]
+            # ActiveMQ answers this with an ERROR, and hangs up.
+            messages = [*good, outgoing("forbidden", 99)]
+            *outcomes, refused = send_all(limited, messages, lambda: None)
+            assert outcomes == [None] * THREADS
+            assert isinstance(refused, DispatchRejected)
+        channel.close_channels()
+
+
+def test_an_outage_is_told_to_each_of_them(together, proxy, destination) -> None:
+    messages = [outgoing(destination, number) for number in range(THREADS)]
+    proxy.refuse()
+    outcomes = send_all(together, messages, lambda: None)
+    assert all(isinstance(one, BrokerUnavailable) for one in outcomes)
+    proxy.accept()
+
+    def works() -> bool:
+        try:
+            together.send(messages[0])
+        except BrokerUnavailable:
+            return False
+        return True
+
+    wait_until(works)
