@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from django.db import connections, transaction
+from django.db import connections
 
 from . import arrival as arrivals
 from . import inbox, outbox, side_track, tracing
@@ -20,6 +20,7 @@ from .inbox import HANDLER_ERRORS
 from .message import Message
 from .models import InboxMessage
 from .models.seen import Seen
+from .savepoints import Savepoints
 
 Work = tuple[Arrival, Message, Seen]
 
@@ -78,9 +79,10 @@ def _together(
     try:
         with Demarcation(stage.definition):
             locked = rows.lock([seen.id for _, _, seen in work])
+            savepoints = Savepoints(using)
             for item in work:
                 if item[2].id in locked:
-                    _run_one(item, using, failures, durations)
+                    _run_one(item, using, savepoints, failures, durations)
             outbox.flush(using)
             rows.finish(list(durations))
     except HANDLER_ERRORS as error:
@@ -119,6 +121,7 @@ def _go_alone(
 def _run_one(
     item: Work,
     using: str,
+    savepoints: Savepoints,
     failures: list[tuple[Work, BaseException, float]],
     durations: dict[int, float],
 ) -> None:
@@ -128,7 +131,7 @@ def _run_one(
         with (
             tracing.processing(message, arrival.stage.name),
             outbox.scope(inbox.stage_scope(arrival, message)),
-            transaction.atomic(using=using),
+            savepoints.next(),
             guarded(using),
         ):
             arrival.stage.handler(message)

@@ -28,7 +28,7 @@ TABLE = """
     CREATE INDEX {table}_xid ON {table} USING brin ((created_xid::text::bigint))
         WITH (pages_per_range = 32, autosummarize = on);
     ALTER TABLE {table} SET (
-        fillfactor = 75,
+        fillfactor = 50,
         autovacuum_vacuum_scale_factor = 0.02,
         autovacuum_vacuum_threshold = 1000,
         autovacuum_analyze_scale_factor = 0.05,
