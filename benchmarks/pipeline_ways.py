@@ -21,9 +21,10 @@ from django_txmsg.spark.jobs.archive import (
     ArchiveOptions,
     Archiver,
     BatchTask,
+    tasks,
 )
 from django_txmsg.spark.lakefile import DayFiles
-from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.schemas import OUTBOX, Column
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
 
 WEEK = timedelta(days=7)
@@ -53,6 +54,12 @@ def fill(url: str, rows: int) -> None:
         )
         connection.execute("VACUUM (ANALYZE) django_txmsg_outboxmessage")
         connection.execute("CHECKPOINT")
+
+
+def as_text(column: Column) -> str:
+    """Return PostgreSQL's expression for what CSV and JDBC cannot bring as bytes."""
+    casts = {"uuid": "::text", "xid": "::text::bigint", "json": "::text"}
+    return f'{column.quoted}{casts.get(column.kind, "")} AS "{column.name}"'
 
 
 class Bench:
@@ -90,8 +97,8 @@ class Bench:
             archiver.ledger.database, archiver.lake_spec, OUTBOX, "bench", work, False
         )
         started = time.monotonic()
-        tasks = cores or len(work)
-        places = self.spark.range(0, len(work), 1, tasks)
+        parts = cores or tasks(self.spark)
+        places = self.spark.range(0, len(work), 1, parts)
         rows = places.mapInArrow(task, MANIFEST).groupBy().sum("rows").collect()
         spent = time.monotonic() - started
         assert rows[0][0] == self.rows
@@ -107,7 +114,7 @@ class Bench:
         types = {one.name: one.arrow.type for one in OUTBOX.columns}
         # CSV has a body as hexadecimal text; to be fair it stays so.
         types |= {"body": pa.string()}
-        asked = ", ".join(one.selected for one in OUTBOX.columns)
+        asked = ", ".join(as_text(one) for one in OUTBOX.columns)
         files, root = fs.FileSystem.from_uri(lake.uri)
         started = time.monotonic()
         days = DayFiles(files, f"{root}/outbox", "bench", "created_at", "copy")
@@ -145,10 +152,10 @@ class Bench:
     def jdbc_step(self) -> float:
         """`spark.read.jdbc` in as many partitions, written by day by Spark."""
         target = f"{self.lake().uri}/jdbc"
-        asked = ", ".join(one.selected for one in OUTBOX.columns)
+        asked = ", ".join(as_text(one) for one in OUTBOX.columns)
         user, _, place = self.url.partition("://")[2].rpartition("@")
         name, _, password = user.partition(":")
-        tasks = -(-self.rows // 100_000)
+        parts = -(-self.rows // 100_000)
         started = time.monotonic()
         (
             self.spark.read.format("jdbc").option("driver", "org.postgresql.Driver")
@@ -157,7 +164,7 @@ class Bench:
             .option("dbtable", f"(SELECT {asked}, created_at::date AS day FROM"
                                f" {OUTBOX.relation}) t")
             .option("partitionColumn", "id").option("lowerBound", 1)
-            .option("upperBound", self.rows).option("numPartitions", tasks)
+            .option("upperBound", self.rows).option("numPartitions", parts)
             .option("fetchsize", 10_000).load()
             .write.partitionBy("day").parquet(target)
         )  # fmt: skip

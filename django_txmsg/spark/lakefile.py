@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from .schemas import Column
 MAX_OPEN = 64
 #: Rows that are written together, as a row group.
 GROUP_ROWS = 32_768
+_DAY = 86_400_000_000
+_FIRST_DAY = dt.date(1970, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,20 @@ def directory_of(service: str, day: dt.date) -> str:
 
 
 class DayFiles:
-    """Writes batches of one service to one file a day; `clock` says which day."""
+    """Writes batches of one service to one file a day; `clock` says which day.
+    `complete` adds to the rows of many batches at once."""
 
     def __init__(
-        self, files: fs.FileSystem, root: str, service: str, clock: str, name: str
+        self,
+        files: fs.FileSystem,
+        root: str,
+        service: str,
+        clock: str,
+        name: str,
+        complete: Callable[[pa.Table], pa.Table] = lambda rows: rows,
     ) -> None:
         self.files, self.root, self.service = files, root, service
-        self.clock, self.name = clock, name
+        self.clock, self.name, self.complete = clock, name, complete
         self.rows = 0
         self._open: dict[dt.date, tuple[str, Any, Any]] = {}
         self._closed: list[LakeFile] = []
@@ -78,14 +87,17 @@ class DayFiles:
         """Write what has come in, split by day."""
         if not self._waiting_rows:
             return
-        rows = pa.Table.from_batches(self._waiting)
+        rows = self.complete(pa.Table.from_batches(self._waiting))
         self._waiting, self._waiting_rows = [], 0
-        days = pc.cast(pc.floor_temporal(rows[self.clock], unit="day"), pa.date32())
+        days = pa.array(
+            rows[self.clock].cast(pa.int64()).to_numpy() // _DAY, pa.int32()
+        )
         unique = pc.unique(days)
-        for day in unique.to_pylist():
+        for number in unique.to_pylist():
+            day = _FIRST_DAY + dt.timedelta(days=number)
             part = rows
             if len(unique) > 1:
-                part = rows.filter(pc.equal(days, pa.scalar(day, pa.date32())))
+                part = rows.filter(pc.equal(days, number))
             self._writer(day, rows.schema).write_table(part)
 
     def _writer(self, day: dt.date, schema: pa.Schema) -> Any:
@@ -125,9 +137,13 @@ class DayFiles:
 
 
 def _repetitive(schema: pa.Schema) -> list[str]:
-    """Columns worth a dictionary. Ids and bodies are all different."""
-    unique = {"id", "message_id", "body", "created_at", "due_at", "dispatched_at"}
-    return [name for name in schema.names if name not in unique]
+    """Columns worth a dictionary. Ids, headers, bodies are mostly all different."""
+    return [name for name in schema.names if name not in _UNIQUE]
+
+
+_UNIQUE = frozenset(
+    ["id", "message_id", "headers", "body", "created_at", "due_at", "dispatched_at"]
+)
 
 
 @dataclass(frozen=True)

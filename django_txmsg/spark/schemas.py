@@ -43,9 +43,9 @@ _ARROW: dict[str, pa.DataType] = {
     "instant": _INSTANT,
     "xid": pa.int64(),
 }
-#: How PostgreSQL is asked for a kind, so that any driver brings it as it is.
-_CASTS = {"uuid": "::text", "text": "::text", "json": "::text", "xid": "::text::bigint"}
-#: The same where the value is hashed: a uuid is hashed as its sixteen bytes.
+#: How PostgreSQL is asked for a kind. A uuid and a transaction id come as their bytes.
+_CASTS = {"text": "::text", "json": "::text"}
+#: The same where the value is hashed.
 _HASHED = {"text": "::text", "json": "::text", "xid": "::text::bigint"}
 
 

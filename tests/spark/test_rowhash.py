@@ -61,6 +61,25 @@ def test_postgresql_and_arrow_agree_on_every_row_of_a_hostile_corpus(
         assert len(set(ours)) == len(ours) > 1
 
 
+def test_ids_that_come_as_bytes_are_read_as_postgresql_writes_them(
+    pg_log: Log,
+) -> None:
+    hostile_log(pg_log)
+    columns = [OUTBOX.column(n) for n in ("message_id", "session_id", "changed_xid")]
+    pg_log.execute("UPDATE django_txmsg_outboxmessage SET session_id = message_id"
+                   " WHERE id % 2 = 0")  # fmt: skip
+
+    theirs = pg_log.rows(
+        "SELECT message_id::text, session_id::text, changed_xid::text::bigint"
+        " FROM django_txmsg_outboxmessage ORDER BY 1"
+    )
+    read = open_database(pg_log.spec).read(OUTBOX, columns, "")
+    ours = sorted(tuple(row.values()) for part in read for row in part.to_pylist())
+
+    assert ours == theirs
+    assert {row[1] is None for row in ours} == {True, False}
+
+
 def test_sqlite_rows_have_checksums_that_tell_all_of_them_apart(make_log) -> None:
     log = make_log("sqlite")
     hostile_log(log)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark import TaskContext
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import types as t
@@ -25,7 +26,7 @@ from ..lakefile import DayFiles, LakeFile, hashes_of, prove
 from ..ledger import Batch, Ledger
 from ..progress import Progress
 from ..schemas import Column, Table, arrow_schema
-from ..source.database import Database, open_database
+from ..source.database import Database, Reader, open_database
 from ..spec import LakeSpec, SourceSpec
 
 MANIFEST = t.StructType(
@@ -56,7 +57,8 @@ class ArchiveOptions:
     older_than: timedelta
     batch_rows: int = 100_000
     batches: int = 0
-    """Batches that one Spark job writes; 0 is two for each core."""
+    """Batches that one Spark job writes; 0 is two for each of its tasks, of which each
+    core has two."""
     purges: int = 2
     vacuum: bool = True
 
@@ -147,8 +149,7 @@ class Archiver:
         return self.result
 
     def _wave(self) -> int:
-        cores = self.spark.sparkContext.defaultParallelism
-        return self.options.batches or 2 * cores
+        return self.options.batches or 2 * tasks(self.spark)
 
     def _check_history(self) -> None:
         delta = self.place.load()
@@ -208,7 +209,9 @@ class Archiver:
         task = BatchTask(
             self.ledger.database, self.lake_spec, self.table, self.source.service, work
         )
-        places = self.spark.range(0, len(work), 1, len(work))
+        # Connecting takes as long as many rows: a task does so once.
+        parts = min(len(work), tasks(self.spark))
+        places = self.spark.range(0, len(work), 1, parts)
         return places.mapInArrow(task, MANIFEST).collect()
 
     def _commit(self, batch: Batch, manifest: Sequence[Row]) -> Batch:
@@ -344,11 +347,14 @@ class BatchTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Work the batches whose numbers come in; send their manifests out."""
-        for numbers in batches:
-            for number in numbers.column(0).to_pylist():
-                yield from self._one(*self.work[number])
+        with self.database.connected() as reader:
+            for numbers in batches:
+                for number in numbers.column(0).to_pylist():
+                    yield from self._one(reader, *self.work[number])
 
-    def _one(self, batch: Batch, where: str) -> Iterator[pa.RecordBatch]:
+    def _one(
+        self, reader: Reader, batch: Batch, where: str
+    ) -> Iterator[pa.RecordBatch]:
         columns = kept_columns(self.table, self.lake)
         files, root = filesystem(self.lake.uri)
         context = TaskContext.get()
@@ -357,9 +363,10 @@ class BatchTask:
         days = DayFiles(
             files, f"{root}/{self.table.name}", self.service, self.table.clock,
             f"{batch.token}-{batch.attempt[:8]}-{task}",
+            lambda rows: _with_outcome(rows, self.table, batch.id),
         )  # fmt: skip
-        for rows in self.database.read(self.table, columns, where):
-            days.write(_with_outcome(rows, self.table, batch.id))
+        for rows in reader.read(self.table, columns, where):
+            days.write(rows)
         written = days.close()
         wrote = time.monotonic()
         checksum = 0
@@ -391,6 +398,11 @@ class BatchTask:
             )
 
 
+def tasks(spark: SparkSession) -> int:
+    """Return how many tasks write side by side, or wait for a core."""
+    return 2 * spark.sparkContext.defaultParallelism
+
+
 def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
     """Return the columns of a table that the lake keeps."""
     if lake.keep_bodies:
@@ -398,20 +410,15 @@ def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
     return tuple(one for one in table.columns if one.kind != "bytes")
 
 
-def _with_outcome(rows: pa.RecordBatch, table: Table, batch_id: int) -> pa.RecordBatch:
+def _with_outcome(rows: pa.Table, table: Table, batch_id: int) -> pa.Table:
     first, *words = table.outcome
-    ended = rows.column(rows.schema.get_field_index(first))
+    ended = rows[first]
     if words:
-        ended = pa.compute.if_else(pa.compute.is_valid(ended), *words)
+        ended = pc.if_else(pc.is_valid(ended), *words)
     number = pa.repeat(pa.scalar(batch_id, pa.int64()), rows.num_rows)
-    fields = [
-        *rows.schema,
-        pa.field("outcome", pa.string()),
-        pa.field("batch_id", pa.int64()),
-    ]
+    rows = rows.append_column("outcome", ended).append_column("batch_id", number)
     # Nullable in the file as in the log: a later version may add to the columns.
-    schema = pa.schema([one.with_nullable(True) for one in fields])
-    return pa.RecordBatch.from_arrays([*rows.columns, ended, number], schema=schema)
+    return rows.cast(pa.schema([one.with_nullable(True) for one in rows.schema]))
 
 
 def waiting(source: SourceSpec, table: Table, older_than: timedelta) -> int:

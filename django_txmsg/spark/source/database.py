@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import pyarrow as pa
@@ -16,15 +17,29 @@ from ..schemas import Column, Table
 from ..spec import SourceSpec
 
 
+class Reader(Protocol):
+    """An open connection to a database, for one read after the other."""
+
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that `where` chooses, as batches of exactly `columns`."""
+        ...
+
+
 class Database(Protocol):
     """A database that holds a message log."""
 
     vendor: str
 
+    def connected(self) -> AbstractContextManager[Reader]:
+        """Connect for several reads."""
+        ...
+
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that `where` chooses, as batches of exactly `columns`."""
+        """Read once, on a connection of its own, within a snapshot when it is named."""
         ...
 
     def bounds(self, table: Table) -> tuple[int, int]:

@@ -1,16 +1,22 @@
 """Reading from PostgreSQL over ADBC: binary COPY straight into Arrow.
 
-What Arrow has no type for (`uuid`, `jsonb`, `xid8`) is cast in SQL.
+What Arrow has no type for (`uuid`, `xid8`) comes as its bytes and is made into the
+lake's type here, many values at once: as text it would cost the database, the wire and
+the driver more than all the rest of the columns.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Iterator, Sequence
+from binascii import hexlify
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ..schemas import Column, Table
 from .database import schema_of, utc
@@ -30,15 +36,16 @@ class Postgres:
     def __repr__(self) -> str:
         return "Postgres(…)"  # the address may hold a password
 
-    def read(
-        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
-    ) -> Iterator[pa.RecordBatch]:
-        """Yield batches, within an exported snapshot when its name is given."""
+    @contextmanager
+    def connected(self, snapshot: str = "") -> Iterator[PostgresReader]:
+        """Connect for several reads, within an exported snapshot when it is named."""
         from adbc_driver_postgresql import dbapi
 
-        schema = schema_of(columns)
-        selected = ", ".join(one.selected for one in columns)
-        with dbapi.connect(self.conninfo) as connection, connection.cursor() as cursor:
+        # Between two reads no transaction is to stay open.
+        with (
+            dbapi.connect(self.conninfo, autocommit=not snapshot) as connection,
+            connection.cursor() as cursor,
+        ):
             if snapshot:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                 # A hexadecimal name that PostgreSQL itself made.
@@ -48,12 +55,14 @@ class Postgres:
             cursor.adbc_statement.set_options(
                 **{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)}
             )
-            cursor.execute(
-                f"SELECT {selected} FROM {table.relation} t WHERE {where or 'TRUE'}"
-            )
-            for batch in cursor.fetch_record_batch():
-                if batch.num_rows:
-                    yield _shaped(batch, schema)
+            yield PostgresReader(cursor)
+
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the batches of one read, on a connection of its own."""
+        with self.connected(snapshot) as reader:
+            yield from reader.read(table, columns, where)
 
     def bounds(self, table: Table) -> tuple[int, int]:
         """Return the lowest and highest id."""
@@ -74,9 +83,86 @@ class Postgres:
         return f"'{uuid.UUID(value)}'::uuid"
 
 
-def _shaped(batch: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Give every batch the one declared schema: Spark checks only the first."""
-    arrays = [
-        batch.column(index).cast(field.type) for index, field in enumerate(schema)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+class PostgresReader:
+    """An open connection to read through."""
+
+    def __init__(self, cursor: Any) -> None:
+        self.cursor = cursor
+
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield batches, all of the declared schema: Spark checks only the first."""
+        schema = schema_of(columns)
+        selected = ", ".join(one.selected for one in columns)
+        self.cursor.execute(
+            f"SELECT {selected} FROM {table.relation} t WHERE {where or 'TRUE'}"
+        )
+        batches = self.cursor.fetch_record_batch()
+        changes = [
+            (place, change)
+            for place, (come, column) in enumerate(
+                zip(batches.schema, columns, strict=True)
+            )
+            if (change := _change(come.type, column)) is not None
+        ]
+        for batch in batches:
+            if batch.num_rows:
+                arrays = batch.columns
+                for place, change in changes:
+                    arrays[place] = change(arrays[place])
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+Change = Callable[[pa.Array], pa.Array]
+
+
+def _change(come: pa.DataType, column: Column) -> Change | None:
+    """Return what makes the driver's arrays into a column's, or None where they are."""
+    wanted = column.arrow.type
+    if column.kind == "uuid":
+        return _uuid_texts
+    if column.kind == "xid":
+        return _numbers
+    if come == wanted:
+        return None
+    return lambda values: _bare(values).cast(wanted)
+
+
+def _bare(values: pa.Array) -> pa.Array:
+    """Take an extension type's coat off."""
+    return getattr(values, "storage", values)
+
+
+def _uuid_texts(values: pa.Array) -> pa.Array:
+    """Write uuids as text: their digits in five groups."""
+    rows = len(values)
+    digits = np.frombuffer(hexlify(_bytes_of(values, 16)), np.uint8).reshape(rows, 32)
+    text = np.full((rows, 36), ord("-"), np.uint8)
+    for start, stop, shift in _GROUPS:
+        text[:, start + shift : stop + shift] = digits[:, start:stop]
+    offsets = np.arange(0, 36 * rows + 1, 36, dtype=np.int32)
+    buffers = [_validity(values), pa.py_buffer(offsets), pa.py_buffer(text)]
+    return pa.Array.from_buffers(pa.string(), rows, buffers)
+
+
+#: Where a uuid's digits are, and how many dashes stand before them.
+_GROUPS = ((0, 8, 0), (8, 12, 1), (12, 16, 2), (16, 20, 3), (20, 32, 4))
+
+
+def _numbers(values: pa.Array) -> pa.Array:
+    """Read transaction ids, which PostgreSQL sends with their highest byte first."""
+    numbers = np.frombuffer(_bytes_of(values, 8), ">i8").astype(np.int64)
+    buffers = [_validity(values), pa.py_buffer(numbers)]
+    return pa.Array.from_buffers(pa.int64(), len(values), buffers)
+
+
+def _bytes_of(values: pa.Array, width: int) -> memoryview:
+    """Return the bytes of values that have so many each; of nulls, any."""
+    fixed = _bare(values).cast(pa.binary(width))
+    start = width * fixed.offset
+    return memoryview(fixed.buffers()[1])[start : start + width * len(fixed)]
+
+
+def _validity(values: pa.Array) -> pa.Buffer | None:
+    return pc.is_valid(values).buffers()[1] if values.null_count else None

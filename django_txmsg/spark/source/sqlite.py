@@ -10,7 +10,7 @@ import datetime as dt
 import sqlite3
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,14 @@ class Sqlite:
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
         """Yield batches of one statement, which sees one state of the database."""
+        with self.connected() as reader:
+            yield from reader.read(table, columns, where)
+
+    @contextmanager
+    def connected(self) -> Iterator[SqliteReader]:
+        """Connect for several reads."""
         with closing(self._connect()) as connection:
-            yield from read_rows(connection, table, columns, where)
+            yield SqliteReader(connection)
 
     def bounds(self, table: Table) -> tuple[int, int]:
         """Return the lowest and highest id."""
@@ -58,6 +64,19 @@ class Sqlite:
     def _connect(self) -> sqlite3.Connection:
         uri = f"{Path(self.path).absolute().as_uri()}?mode=ro"
         return sqlite3.connect(uri, uri=True, timeout=60)
+
+
+class SqliteReader:
+    """An open connection to read through."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+
+    def read(
+        self, table: Table, columns: Sequence[Column], where: str
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield batches of one statement, which sees one state of the database."""
+        yield from read_rows(self.connection, table, columns, where)
 
 
 def instant_text(value: dt.datetime, *, upper: bool) -> str:
