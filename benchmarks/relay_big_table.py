@@ -36,7 +36,7 @@ def main() -> None:
 def lane() -> Any:
     """Return a lane whose broker takes everything at once."""
     from django_txmsg.brokers.base import Outgoing
-    from django_txmsg.relay import Lane
+    from django_txmsg.lane import Lane
 
     class Instant:
         def send(self, batch: Sequence[Outgoing], *, isolate: bool = False) -> Any:

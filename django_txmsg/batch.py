@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from django.db import connections
 
 from . import arrival as arrivals
-from . import inbox, outbox, side_track, tracing
+from . import inbox, side_track, storing, tracing
 from .arrival import Arrival, Duplicate, Outcome, Processed
 from .demarcation import Demarcation, guarded
 from .errors import DecodeError
@@ -21,6 +21,7 @@ from .message import Message
 from .models import InboxMessage
 from .models.seen import Seen
 from .savepoints import Savepoints
+from .scope import in_scope
 
 Work = tuple[Arrival, Message, Seen]
 
@@ -83,7 +84,7 @@ def _together(
             for item in work:
                 if item[2].id in locked:
                     _run_one(item, using, savepoints, failures, durations)
-            outbox.flush(using)
+            storing.flush(using)
             rows.finish(list(durations))
     except HANDLER_ERRORS as error:
         if side_track.is_outage(error, using):
@@ -130,7 +131,7 @@ def _run_one(
     try:
         with (
             tracing.processing(message, arrival.stage.name),
-            outbox.scope(inbox.stage_scope(arrival, message)),
+            in_scope(inbox.stage_scope(arrival, message)),
             savepoints.next(),
             guarded(using),
         ):

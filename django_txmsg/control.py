@@ -19,11 +19,12 @@ from typing import Any
 from django.db import InterfaceError, OperationalError, connections
 from django.utils import timezone
 
-from . import conf, oracle, outbox, signals
+from . import conf, oracle, signals
 from .brokers.base import Delivery
 from .channel import control_channel
 from .control_message import ControlMessage
 from .errors import BrokerError, CommitTimedOut
+from .message import new_id
 from .models import SessionRecord
 from .models.sessions import SessionStatus
 from .oracle import Verdict
@@ -75,7 +76,7 @@ def announce(
     else:
         kind = "delay"
     control = ControlMessage(
-        id=str(outbox.new_id()),
+        id=str(new_id()),
         session_id=session_id,
         using=using,
         oracle=kind,

@@ -21,9 +21,9 @@ from .breaker import Breaker
 from .brokers import get_broker
 from .brokers.base import Delivery, Session
 from .errors import BrokerUnavailable
+from .lane import AFTER_COMMIT_LEASE, Lane
 from .models import OutboxMessage
 from .models.outbox import PENDING
-from .relay import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.control_thread")
 

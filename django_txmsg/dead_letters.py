@@ -15,11 +15,11 @@ from django.db import connections
 from django.db.models import F
 from django.db.models.functions import Now
 
-from . import conf, outbox, signals, wire
+from . import conf, signals, wire
 from .failure import Failure
 from .models import DeadLetter
+from .models.claimed import Claimed
 from .models.dead_letters import Resolution
-from .models.outbox import Claimed
 
 
 def bury(
@@ -87,7 +87,7 @@ def bury_outgoing(
         stage="",
         broker=broker,
         destination=row.destination,
-        headers=outbox.wire_headers(row, service, row.created),
+        headers=wire.headers_of(row, service, row.created),
         body=row.body,
         reason=reason,
         failure=Failure.because(reason, error),

@@ -19,7 +19,7 @@ from django.db import InterfaceError, OperationalError, connections
 from . import conf, signals
 from .breaker import Breaker
 from .errors import BrokerUnavailable
-from .relay import AFTER_COMMIT_LEASE, Lane
+from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
 

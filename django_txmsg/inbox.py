@@ -13,7 +13,7 @@ from django.db import connections
 from django.utils import timezone
 
 from . import arrival as arrivals
-from . import conf, outbox, signals, tracing, wire
+from . import conf, signals, storing, tracing, wire
 from .arrival import Arrival, Duplicate, Outcome, Processed
 from .brokers.base import Outgoing
 from .demarcation import Demarcation, guarded
@@ -27,8 +27,10 @@ from .errors import (
 from .failure import Failure
 from .message import Message
 from .models import InboxMessage, OutboxMessage
-from .models.outbox import PENDING, NewMessage
+from .models.new_message import NewMessage
+from .models.outbox import PENDING
 from .models.seen import Seen
+from .scope import Scope, in_scope
 from .side_track import bury, failed
 from .stages import Stage
 
@@ -132,7 +134,7 @@ def _run(arrival: Arrival, message: Message, seen: Seen | None) -> Processed:
     inbox = InboxMessage.objects.db_manager(arrival.using)
     with (
         tracing.processing(message, stage.name),
-        outbox.scope(stage_scope(arrival, message)),
+        in_scope(stage_scope(arrival, message)),
     ):
         if stage.transaction == "broker_only":
             stage.handler(message)
@@ -145,7 +147,7 @@ def _run(arrival: Arrival, message: Message, seen: Seen | None) -> Processed:
                         raise LostRace
                 with guarded(arrival.using):
                     stage.handler(message)
-                outbox.flush(arrival.using)
+                storing.flush(arrival.using)
                 if stage.transaction != "outbox":
                     # The last moment at which a dead broker costs nothing.
                     session.ping()
@@ -180,10 +182,10 @@ def _commit_broker(arrival: Arrival, employed: bool) -> None:
         raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
 
 
-def stage_scope(arrival: Arrival, message: Message) -> outbox.Scope:
+def stage_scope(arrival: Arrival, message: Message) -> Scope:
     """Return what the messages that the stage sends for `message` belong to."""
     stage = arrival.stage
-    entered = outbox.Scope(
+    entered = Scope(
         session_id=wire.session_id(message.id, stage.name),
         using=arrival.using,
         cause=message,
@@ -201,7 +203,7 @@ def stage_scope(arrival: Arrival, message: Message) -> outbox.Scope:
                     f'transaction. Use transaction="outbox".'
                 )
             created = wire.format_instant(timezone.now())
-            headers = outbox.wire_headers(row, service, created)
+            headers = wire.headers_of(row, service, created)
             arrival.session.enlist(Outgoing(row.destination, headers, row.body))
 
         entered.enlist = enlist

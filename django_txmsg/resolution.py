@@ -13,12 +13,12 @@ from typing import Any
 from django.db import transaction
 from django.db.models.functions import Now
 
-from . import outbox, serializers, wire
+from . import serializers, storing, wire
 from .errors import InvalidMessage, TxmsgError
-from .message import check_headers
+from .message import check_headers, new_id
 from .models import DeadLetter, InboxMessage
 from .models.dead_letters import Resolution
-from .models.outbox import NewMessage
+from .models.new_message import NewMessage
 
 #: Beginnings of the names of headers that a broker or this package adds.
 _BROKERS_OWN = (
@@ -125,7 +125,7 @@ def redeliver_copy(
             f"The edited body is no {content_type}: {error}"
         ) from error
     copy = NewMessage(
-        message_id=outbox.new_id(),
+        message_id=new_id(),
         broker=letter.broker,
         destination=letter.destination,
         key=letter.headers.get(wire.KEY, ""),
@@ -139,7 +139,7 @@ def redeliver_copy(
             [letter], using, Resolution.REPLACED, by, replaced_by=copy.message_id
         ):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
-        outbox.store([copy], using, new_ids=True)
+        storing.store([copy], using, new_ids=True)
     return copy.message_id
 
 
@@ -176,7 +176,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         pks.append(pk)
         rows.append(letter)
     for broker, (pks, rows) in by_broker.items():
-        outbox.after_commit(using, broker, pks, rows)
+        storing.after_commit(using, broker, pks, rows)
 
 
 def _own_headers(headers: Mapping[str, str]) -> dict[str, str]:

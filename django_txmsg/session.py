@@ -16,10 +16,10 @@ from typing import Any
 
 from django.db import connections, transaction
 
-from . import conf, control, outbox, signals
+from . import conf, control, signals, storing
 from .errors import SessionError, SwallowedDatabaseError
-from .message import check_headers
-from .outbox import Scope
+from .message import check_headers, new_id
+from .scope import Scope, current_scope, enter_scope
 
 log = logging.getLogger("django_txmsg.session")
 
@@ -44,7 +44,7 @@ class OutboxSession:
 
     def __init__(self, using: str | None = None) -> None:
         self.using = using or conf.get().HTTP.USING
-        self.id = outbox.new_id()
+        self.id = new_id()
         self.metadata: dict[str, str] = {}
         self.committed = False
         self._connection: Any = connections[self.using]
@@ -86,7 +86,7 @@ class OutboxSession:
         if not self._nested:
             # The first hook of all: whatever raises after it, raises after the commit.
             self._connection.on_commit(self._note_commit)
-        outer = outbox.current_scope()
+        outer = current_scope()
         self._scope = SessionScope(
             session_id=self.id,
             using=self.using,
@@ -97,7 +97,7 @@ class OutboxSession:
             # Inside a stage without a transaction: its messages keep their stable ids.
             self._scope.cause, self._scope.stage = outer.cause, outer.stage
             self._scope.ordinals = outer.ordinals
-        self._outer = outbox.enter_scope(self._scope)
+        self._outer = enter_scope(self._scope)
 
     def commit(self) -> None:
         """Send the control message if messages were stored, and commit.
@@ -119,7 +119,7 @@ class OutboxSession:
                 self.rollback()
                 return
             if self.stored:
-                outbox.flush(self.using)
+                storing.flush(self.using)
                 control.announce(
                     self.using,
                     self.id,
@@ -138,7 +138,7 @@ class OutboxSession:
 
     def _end(self, outcome: str, error: BaseException | None) -> None:
         self._ended = True
-        outbox.enter_scope(self._outer)
+        enter_scope(self._outer)
         del self._connection.set_rollback
         if self._heard is not None:
             self._connection.set_rollback = self._heard
@@ -202,7 +202,7 @@ def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
     `transaction.atomic()` the messages leave when that commits.
     """
     session = OutboxSession(using)
-    outer = outbox.current_scope()
+    outer = current_scope()
     if (
         outer is not None
         and outer.enlist is None

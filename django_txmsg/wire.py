@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from typing import Any
 
 MESSAGE_ID = "txmsg-id"
 SERVICE = "txmsg-service"
@@ -94,3 +95,20 @@ def parse_instant(text: str) -> dt.datetime:
     if instant.tzinfo is None:
         raise ValueError(f"instant without a time zone: {text!r}")
     return instant
+
+
+def headers_of(row: Any, service: str, created: str) -> dict[str, str]:
+    """Return the headers of an outbox row as they go on the wire; `created` is the
+    instant of its storing, formatted for it."""
+    headers = dict(row.headers)
+    headers[CONTENT_TYPE] = row.content_type
+    headers[MESSAGE_ID] = str(row.message_id)
+    headers[SERVICE] = service
+    headers[CREATED] = created
+    if row.key:
+        headers[KEY] = row.key
+    if row.correlation_id:
+        headers[CORRELATION_ID] = row.correlation_id
+    if row.expires_at is not None:
+        headers[EXPIRES] = format_instant(row.expires_at)
+    return headers

@@ -22,9 +22,9 @@ from django_txmsg.activity import Activity
 from django_txmsg.breaker import Breaker
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
+from django_txmsg.lane import Lane
 from django_txmsg.message import Message
 from django_txmsg.outbox import send_message
-from django_txmsg.relay import Lane
 from django_txmsg.stage_thread import StageThread, Throttle, wake_for_parked
 
 #: Tests that commit. With the two applications alone, emptying the tables is quick.

@@ -30,13 +30,13 @@ from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
 from ..dispatcher import stop_dispatchers
 from ..errors import Redeliver, Refuse
+from ..lane import Lane
 from ..message import Message
 from ..models import InboxMessage, OutboxMessage
 from ..models.outbox import PENDING
 from ..models.parked import Parked
 from ..models.queue import QueueMessage
 from ..redelivery import Dead, RedeliverAfter
-from ..relay import Lane
 from ..stages import Stage, find
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.

@@ -15,10 +15,10 @@ from django.db.models.functions import Now
 
 from django_txmsg import dispatcher
 from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.lane import AFTER_COMMIT_LEASE
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.outbox import send_message
-from django_txmsg.relay import AFTER_COMMIT_LEASE
 from tests.faults import wait_until
 from tests.running import committing, ship, txmsg
 

@@ -26,14 +26,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_txmsg import stages
+from django_txmsg import stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
-from django_txmsg.models.outbox import Claimed
+from django_txmsg.models.claimed import Claimed
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message, wire_headers
+from django_txmsg.outbox import send_message
 from tests.app.models import Effect
 from tests.running import committing, put, ship, step, txmsg
 
@@ -119,7 +119,7 @@ class Life(RuleBasedStateMachine):
                 [
                     Outgoing(
                         row.destination,
-                        wire_headers(row, "tests", row.created),
+                        wire.headers_of(row, "tests", row.created),
                         row.body,
                     )
                     for row in rows

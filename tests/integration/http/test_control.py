@@ -26,8 +26,8 @@ from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
+from django_txmsg.lane import Lane
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
-from django_txmsg.relay import Lane
 from tests.app.models import Order
 
 from .conftest import txmsg

@@ -1,0 +1,210 @@
+"""Leaving: pending rows of the outbox, claimed, sent by their holder, and settled.
+
+A claim is a lease with a token, and the token fences: who has lost the lease changes
+nothing any more.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections, models
+
+from ..wire import format_instant
+from .fields import (
+    ids_sql,
+    instant_text_sql,
+    later_sql,
+    later_value,
+    no_wait_sql,
+    now_sql,
+    read_instant,
+    read_uuid,
+    skip_locked_sql,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A pending row that one relay holds until its lease ends."""
+
+    id: int
+    message_id: uuid.UUID
+    destination: str
+    key: str
+    correlation_id: str
+    headers: dict[str, str]
+    content_type: str
+    body: bytes
+    expires_at: dt.datetime | None
+    attempts: int
+    expired: bool
+    #: When it was stored, as its header says it.
+    created: str
+    #: When the first of those claimed together was due, as its database writes it.
+    floor: str
+
+
+class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of pending rows, each of many in a single statement."""
+
+    def claim(
+        self,
+        *,
+        broker: str,
+        token: uuid.UUID,
+        lease: float,
+        limit: int,
+        ids: list[int] | None = None,
+        session_id: uuid.UUID | None = None,
+        floor: str | None = None,
+    ) -> list[Claimed]:
+        """Take due rows for `lease` seconds, oldest first; no other relay gets them.
+
+        A row with a key is taken only together with all earlier pending rows of that
+        key; one that is due later than its followers, for another try, goes before
+        them all the same. `ids` or `session_id` narrow the choice. `floor` skips rows
+        due before it: a busy relay need not walk again over what it has just settled.
+        """
+        connection, table = connections[self.db], self.model._meta.db_table
+        now = now_sql(connection)
+        narrow = ""
+        parameters: list[Any] = [broker]
+        if ids is not None:
+            condition, values = ids_sql(connection, "c.id", ids)
+            narrow += f" AND {condition}"
+            parameters += values
+        if session_id is not None:
+            narrow += " AND c.session_id = %s"
+            parameters.append(self._prepared("session_id", session_id, connection))
+        if floor is not None:
+            narrow += " AND c.due_at >= %s"
+            parameters.append(floor)
+        no_wait, waits_not = no_wait_sql(connection)
+        first_due = "min(due_at)"
+        if connection.vendor == "postgresql":
+            first_due += "::text"
+        sql = f"""
+            WITH {no_wait and no_wait + ","} picked AS MATERIALIZED (
+                SELECT c.id, c.due_at FROM {table} c
+                WHERE c.dispatched_at IS NULL AND c.dead_at IS NULL
+                  AND c.broker = %s AND c.due_at <= {now}
+                  AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
+                  AND (c.key = '' OR NOT EXISTS (
+                      SELECT 1 FROM {table} e
+                      WHERE e.key = c.key AND e.id < c.id AND e.broker = c.broker
+                        AND e.dispatched_at IS NULL AND e.dead_at IS NULL
+                        AND (e.due_at > c.due_at OR e.lease_until >= {now})))
+                ORDER BY c.due_at, c.id LIMIT %s {skip_locked_sql(connection)})
+            UPDATE {table} AS o
+            SET lease_until = {later_sql(connection)}, lease_token = %s
+            WHERE o.id IN (SELECT id FROM picked) AND {waits_not}
+              AND (o.key = '' OR NOT EXISTS (
+                  SELECT 1 FROM {table} e
+                  WHERE e.key = o.key AND e.id < o.id AND e.broker = o.broker
+                    AND e.dispatched_at IS NULL AND e.dead_at IS NULL
+                    AND e.id NOT IN (SELECT id FROM picked)))
+            RETURNING {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
+                {instant_text_sql(connection, "created_at")},
+                (SELECT {first_due} FROM picked)
+        """  # noqa: S608 - constants only
+        parameters += [
+            limit,
+            later_value(connection, lease),
+            self._prepared("lease_token", token, connection),
+        ]
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return sorted(map(_claimed, cursor.fetchall()), key=lambda row: row.id)
+
+    def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
+        """Settle rows whose receipts came. Returns how many were still this lease's."""
+        return self._leased(
+            ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
+        )
+
+    def release(self, ids: list[int], token: uuid.UUID) -> int:
+        """Give rows back untouched, since the broker could not be asked."""
+        return self._leased(ids, token, "lease_until = NULL, lease_token = NULL")
+
+    def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
+        """Count a failed dispatch and make the row due again in `delay` seconds."""
+        connection = connections[self.db]
+        return self._leased(
+            [pk],
+            token,
+            "attempts = attempts + 1, lease_until = NULL, lease_token = NULL,"
+            f" last_error = %s, due_at = {later_sql(connection)}",
+            [error, later_value(connection, delay)],
+        )
+
+    def mark_dead(self, pk: int, token: uuid.UUID, *, error: str) -> int:
+        """End a row that the broker refuses, or that has expired."""
+        return self._leased(
+            [pk],
+            token,
+            "dead_at = {now}, attempts = attempts + 1, lease_until = NULL,"
+            " lease_token = NULL, last_error = %s",
+            [error],
+        )
+
+    def _leased(
+        self,
+        ids: list[int],
+        token: uuid.UUID,
+        assignments: str,
+        values: Sequence[Any] = (),
+    ) -> int:
+        """Change rows that are still pending and of this lease: the fence."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        condition, id_values = ids_sql(connection, "id", ids)
+        assignments = assignments.replace("{now}", now_sql(connection))
+        # What was settled and is lost in a crash is sent again, with the same id.
+        no_wait, waits_not = no_wait_sql(connection)
+        with_no_wait = no_wait and f"WITH {no_wait}"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
+                " AND lease_token = %s AND dispatched_at IS NULL AND dead_at IS NULL"
+                f" AND {waits_not}",
+                [*values, *id_values, self._prepared("lease_token", token, connection)],
+            )
+            changed: int = cursor.rowcount
+        return changed
+
+    def _prepared(self, name: str, value: Any, connection: Any) -> Any:
+        field: Any = self.model._meta.get_field(name)
+        return field.get_db_prep_value(value, connection, prepared=False)
+
+
+_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-3])
+
+
+def _claimed(row: Sequence[Any]) -> Claimed:
+    pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
+    expires_at, attempts, expired, created, floor = rest
+    return Claimed(
+        id=pk,
+        message_id=read_uuid(message_id),
+        destination=destination,
+        key=key,
+        correlation_id=correlation_id,
+        headers={} if headers == "{}" else json.loads(headers),
+        content_type=kind,
+        body=bytes(body),
+        expires_at=read_instant(expires_at),
+        attempts=attempts,
+        expired=bool(expired),
+        created=_instant_text(created),
+        floor=floor,
+    )
+
+
+def _instant_text(value: Any) -> str:
+    ready = isinstance(value, str) and value.endswith("+00:00")
+    return value if ready else format_instant(read_instant(value))
