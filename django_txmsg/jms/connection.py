@@ -10,10 +10,10 @@ import os
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from django_txmsg.jms import completion, pool
+from django_txmsg.jms.closing import Closing
 from django_txmsg.jms.consumer import AckMode
 from django_txmsg.jms.errors import IllegalStateError, MessagingError
 from django_txmsg.jms.link import Link
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
-class Connection:
+class Connection(Closing):
     """Made by ``factory.create_connection``; make sessions from it, close it."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
@@ -176,19 +176,6 @@ class Connection:
         """Wait until then for outstanding sends; return how many are left."""
         sessions = list(self._sessions)
         return sum(session.callbacks.wait_until(give_up) for session in sessions)
-
-    def __enter__(self) -> Connection:
-        """Close at the end of the ``with`` block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, whatever happened inside."""
-        self.close()
 
 
 def _abandon_all() -> None:

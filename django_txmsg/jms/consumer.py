@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from enum import Enum
-from types import TracebackType
 from typing import TYPE_CHECKING
 
+from django_txmsg.jms.closing import Closing
 from django_txmsg.jms.destination import Destination
 from django_txmsg.jms.errors import (
     ConnectionLostError,
@@ -37,7 +37,7 @@ class AckMode(Enum):
     AUTO = "auto"
 
 
-class MessageConsumer:
+class MessageConsumer(Closing):
     """Made by ``session.create_consumer``."""
 
     def __init__(
@@ -211,16 +211,3 @@ class MessageConsumer:
         what = f"ending the subscription to {self.destination}"
         for headers in frames:
             self.session.link.ask("UNSUBSCRIBE", headers, what=what).wait()
-
-    def __enter__(self) -> MessageConsumer:
-        """Close at the end of the ``with`` block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, whatever happened inside."""
-        self.close()

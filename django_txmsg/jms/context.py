@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from django_txmsg.jms import completion, restrictions
+from django_txmsg.jms.closing import Closing
 from django_txmsg.jms.completion import CompletionFuture, CompletionListener
 from django_txmsg.jms.destination import Destination
 from django_txmsg.jms.message import DeliveryMode, Message
@@ -101,7 +101,7 @@ class ContextProducer:
         return body
 
 
-class Context:
+class Context(Closing):
     """Made by ``factory.create_context``; owns its connection."""
 
     def __init__(
@@ -148,16 +148,3 @@ class Context:
     def close(self) -> None:
         """Let outstanding sends complete, then close session and connection."""
         self.connection.close()
-
-    def __enter__(self) -> Context:
-        """Close at the end of the ``with`` block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, whatever happened inside."""
-        self.close()

@@ -9,11 +9,11 @@ afterwards is not sent.
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from django_txmsg.jms import completion, restrictions
 from django_txmsg.jms import destination as destinations
+from django_txmsg.jms.closing import Closing
 from django_txmsg.jms.completion import CompletionFuture, CompletionListener
 from django_txmsg.jms.delivery import DEFAULT, Delivery, Encoded, encode_message
 from django_txmsg.jms.destination import Destination
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from django_txmsg.jms.session import Session
 
 
-class MessageProducer:
+class MessageProducer(Closing):
     """Made by ``session.create_producer``."""
 
     def __init__(self, session: Session, destination: Destination | None) -> None:
@@ -235,16 +235,3 @@ class MessageProducer:
         self._closed = True
         if not self.session.link.inherited:
             self.session.callbacks.wait(self)
-
-    def __enter__(self) -> MessageProducer:
-        """Close at the end of the ``with`` block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, whatever happened inside."""
-        self.close()

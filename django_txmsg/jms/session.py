@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from django_txmsg.jms import batch, completion, frames
 from django_txmsg.jms import destination as destinations
 from django_txmsg.jms.callbacks import Callbacks
+from django_txmsg.jms.closing import Closing
 from django_txmsg.jms.consumer import AckMode, MessageConsumer
 from django_txmsg.jms.destination import Destination
 from django_txmsg.jms.errors import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from django_txmsg.jms.message import Message
 
 
-class Session:
+class Session(Closing):
     """Made by ``connection.create_session``; may be used from several threads."""
 
     def __init__(
@@ -287,16 +287,3 @@ class Session:
         for consumer in list(self._consumers):
             consumer.close()
         self.connection.session_closed(self)
-
-    def __enter__(self) -> Session:
-        """Close at the end of the ``with`` block."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close, whatever happened inside."""
-        self.close()
