@@ -23,8 +23,9 @@ from .errors import BrokerUnavailable
 from .intake import IntakeThread
 from .models import StageState, Worker
 from .models.periods import PERIOD
-from .stage_thread import StageThread, Throttle, wake_for_parked
+from .stage_thread import StageThread, wake_for_parked
 from .stages import Stage
+from .throttle import Throttle
 from .worker import Presence
 
 log = logging.getLogger("django_txmsg.consumer")

@@ -13,8 +13,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from django.db import (
@@ -35,8 +34,8 @@ from .brokers.base import Delivery, Session
 from .errors import BrokerUnavailable
 from .models import InboxMessage
 from .models.parked import Parked
-from .redelivery import Dead, RedeliverAfter
 from .stages import Stage
+from .throttle import Throttle
 
 log = logging.getLogger("django_txmsg.stage_thread")
 
@@ -44,41 +43,6 @@ log = logging.getLogger("django_txmsg.stage_thread")
 PARKED_LEASE = 60.0
 #: Deliveries that a busy stage takes between two parked messages.
 PARKED_SHARE = 16
-
-
-class Throttle:
-    """After so many failures in a row, one message at a time and a pause between.
-
-    Shared by all threads of a stage in this process; one success ends it.
-    """
-
-    def __init__(self, after: int, pause: float) -> None:
-        self._after, self._pause = after, pause
-        self._failures = 0
-        self._one_at_a_time = threading.Lock()
-
-    @property
-    def on(self) -> bool:
-        """Whether the stage is being throttled."""
-        return bool(self._after) and self._failures >= self._after
-
-    def note(self, outcome: Outcome) -> None:
-        """Count an outcome."""
-        if isinstance(outcome, RedeliverAfter | Dead):
-            self._failures += 1
-            if self._failures == self._after:
-                log.warning("%d failures in a row: one message at a time", self._after)
-        elif isinstance(outcome, Processed):
-            self._failures = 0
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for this thread's turn, if the stage is being throttled."""
-        if not self.on:
-            yield
-            return
-        with self._one_at_a_time:
-            yield
 
 
 class StageThread(threading.Thread):

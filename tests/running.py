@@ -25,7 +25,8 @@ from django_txmsg.brokers.base import Outgoing
 from django_txmsg.lane import Lane
 from django_txmsg.message import Message
 from django_txmsg.outbox import send_message
-from django_txmsg.stage_thread import StageThread, Throttle, wake_for_parked
+from django_txmsg.stage_thread import StageThread, wake_for_parked
+from django_txmsg.throttle import Throttle
 
 #: Tests that commit. With the two applications alone, emptying the tables is quick.
 committing = pytest.mark.django_db(

@@ -15,7 +15,7 @@ from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.outbox import send_message
 from django_txmsg.redelivery import Dead, RedeliveryPolicy
-from django_txmsg.stage_thread import Throttle
+from django_txmsg.throttle import Throttle
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until
