@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import json
 import logging
 import threading
 import time
@@ -17,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from django.conf import settings as django_settings
@@ -33,20 +32,12 @@ from django.db.models.functions import Now
 
 from ..broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
-from ..models.fields import (
-    ids_sql,
-    later_sql,
-    later_value,
-    now_sql,
-    skip_locked_sql,
-)
 from ..models.queue import QueueMessage, QueueSubscription
 from .base import Broker, Delivery, Outgoing, Session
 
 log = logging.getLogger("django_txmsg.brokers.database")
 
 Result = TypeVar("Result")
-_TABLE = QueueMessage._meta.db_table
 
 
 class DatabaseBroker(Broker):
@@ -92,6 +83,7 @@ class DatabaseSession(Session):
         self.using = using
         self._lease, self._poll = lease, poll
         self._token = uuid.uuid4()
+        self._rows = QueueMessage.objects.db_manager(using)
         self._queue = self._destination = ""
         self._durable = True
         self._prefetch = 1
@@ -188,7 +180,8 @@ class DatabaseSession(Session):
                 self._asked(self._unsubscribe)
         elif self._held:
             try:
-                self._asked(self._release)
+                held = list(self._held)
+                self._asked(lambda: self._rows.release(held, self._token))
             except BrokerUnavailable:
                 log.info(
                     "%d deliveries come back when their lease ends", len(self._held)
@@ -238,27 +231,9 @@ class DatabaseSession(Session):
         )
 
     def _claim(self, limit: int) -> list[Delivery]:
-        connection = connections[self.using]
-        sql = f"""
-            UPDATE {_TABLE} SET available_at = {later_sql(connection)},
-                lease_token = %s, deliveries = deliveries + 1
-            WHERE id IN (
-                SELECT id FROM {_TABLE}
-                WHERE queue = %s AND available_at <= {now_sql(connection)}
-                ORDER BY available_at, id LIMIT %s {skip_locked_sql(connection)})
-            RETURNING id, headers, body, deliveries
-        """  # noqa: S608 - constants only
-        with connection.cursor() as cursor:
-            cursor.execute(
-                sql,
-                [
-                    later_value(connection, self._lease),
-                    self._own_token(connection),
-                    self._queue,
-                    limit,
-                ],
-            )
-            rows = sorted(cursor.fetchall())
+        rows = self._rows.claim(
+            self._queue, self._token, limit=limit, lease=self._lease
+        )
         self._held.update(pk for pk, *_ in rows)
         if rows and self._keeper is None:
             self._keeper = threading.Thread(
@@ -268,8 +243,8 @@ class DatabaseSession(Session):
         return [
             Delivery(
                 destination=self._destination,
-                headers=json.loads(headers) if isinstance(headers, str) else headers,
-                body=bytes(body),
+                headers=headers,
+                body=body,
                 redelivered=deliveries > 1,
                 broker_message_id=str(pk),
                 handle=pk,
@@ -281,48 +256,20 @@ class DatabaseSession(Session):
         if not deliveries:
             return 0
         ids = [delivery.handle for delivery in deliveries]
-        count = self._mine(f"DELETE FROM {_TABLE}", ids)  # noqa: S608 - constants only
+        count = self._rows.remove(ids, self._token)
         self._held.difference_update(ids)
         return count
 
-    def _release(self) -> None:
-        now = now_sql(connections[self.using])
-        self._mine(
-            f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only
-            list(self._held),
-        )
-
     def _keep(self) -> None:
         """Extend the leases of what is in hand while a handler takes its time."""
-        later = later_sql(connections[self.using])
         while not self._closed.wait(self._lease / 3):
             ids = list(self._held)
             try:
-                self._mine(
-                    f"UPDATE {_TABLE} SET available_at = {later}",  # noqa: S608 - constants only
-                    ids,
-                    later_value(connections[self.using], self._lease),
-                )
+                self._rows.extend(ids, self._token, self._lease)
             except (OperationalError, InterfaceError) as error:
                 log.warning("cannot extend the leases of %d: %s", len(ids), error)
                 connections[self.using].close()
         connections[self.using].close()
-
-    def _mine(self, statement: str, ids: list[int], *values: Any) -> int:
-        """Change rows whose lease is still this session's: the fence."""
-        connection = connections[self.using]
-        condition, id_values = ids_sql(connection, "id", ids)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"{statement} WHERE {condition} AND lease_token = %s",
-                [*values, *id_values, self._own_token(connection)],
-            )
-            count: int = cursor.rowcount
-        return count
-
-    def _own_token(self, connection: Any) -> Any:
-        field: Any = QueueMessage._meta.get_field("lease_token")
-        return field.get_db_prep_value(self._token, connection)
 
     def _asked(self, question: Callable[[], Result]) -> Result:
         try:

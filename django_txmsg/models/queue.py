@@ -2,8 +2,94 @@
 
 from __future__ import annotations
 
-from django.db import models
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from django.db import connections, models
 from django.db.models.functions import Now
+
+from .fields import ids_sql, later_sql, later_value, now_sql, skip_locked_sql
+
+
+class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The leases on queued messages, each transition in a single statement that the
+    token of the lease fences."""
+
+    def claim(
+        self, queue: str, token: uuid.UUID, *, limit: int, lease: float
+    ) -> list[tuple[int, dict[str, str], bytes, int]]:
+        """Take due messages of a queue, in order.
+
+        Returns id, headers, body and number of deliveries of each.
+        """
+        connection = connections[self.db]
+        sql = f"""
+            UPDATE {_TABLE} SET available_at = {later_sql(connection)},
+                lease_token = %s, deliveries = deliveries + 1
+            WHERE id IN (
+                SELECT id FROM {_TABLE}
+                WHERE queue = %s AND available_at <= {now_sql(connection)}
+                ORDER BY available_at, id LIMIT %s {skip_locked_sql(connection)})
+            RETURNING id, headers, body, deliveries
+        """  # noqa: S608 - constants only
+        with connection.cursor() as cursor:
+            cursor.execute(
+                sql,
+                [
+                    later_value(connection, lease),
+                    _prepared(token, connection),
+                    queue,
+                    limit,
+                ],
+            )
+            rows = sorted(cursor.fetchall())
+        return [
+            (
+                pk,
+                json.loads(headers) if isinstance(headers, str) else headers,
+                bytes(body),
+                deliveries,
+            )
+            for pk, headers, body, deliveries in rows
+        ]
+
+    def extend(self, ids: Sequence[int], token: uuid.UUID, lease: float) -> None:
+        """Keep messages for `lease` seconds from now."""
+        connection = connections[self.db]
+        self._change(
+            f"UPDATE {_TABLE} SET available_at = {later_sql(connection)}",  # noqa: S608 - constants only
+            ids,
+            token,
+            later_value(connection, lease),
+        )
+
+    def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
+        """Give messages back, due now."""
+        now = now_sql(connections[self.db])
+        self._change(
+            f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only
+            ids,
+            token,
+        )
+
+    def remove(self, ids: Sequence[int], token: uuid.UUID) -> int:
+        """Delete messages that are done with. Returns how many were still held."""
+        return self._change(f"DELETE FROM {_TABLE}", ids, token)  # noqa: S608 - constants only
+
+    def _change(
+        self, statement: str, ids: Sequence[int], token: uuid.UUID, *values: Any
+    ) -> int:
+        connection = connections[self.db]
+        condition, id_values = ids_sql(connection, "id", list(ids))
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"{statement} WHERE {condition} AND lease_token = %s",
+                [*values, *id_values, _prepared(token, connection)],
+            )
+            count: int = cursor.rowcount
+        return count
 
 
 class QueueMessage(models.Model):
@@ -17,6 +103,8 @@ class QueueMessage(models.Model):
     available_at = models.DateTimeField(db_default=Now())
     deliveries = models.PositiveIntegerField(default=0)
     lease_token = models.UUIDField(null=True, blank=True)
+
+    objects: ClassVar[QueueManager] = QueueManager()
 
     class Meta:
         indexes = [
@@ -43,3 +131,11 @@ class QueueSubscription(models.Model):
 
     def __str__(self) -> str:
         return f"{self.subscriber} on {self.topic}"
+
+
+_TABLE = QueueMessage._meta.db_table
+
+
+def _prepared(token: uuid.UUID, connection: Any) -> Any:
+    field: Any = QueueMessage._meta.get_field("lease_token")
+    return field.get_db_prep_value(token, connection)
