@@ -12,10 +12,11 @@ from django.contrib.admin.views.main import ChangeList
 from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
-from django.db.models import Model, QuerySet
+from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.functional import cached_property
+from django.utils.safestring import SafeString
 
 from .. import status
 from . import display
@@ -113,6 +114,32 @@ class MessageAdmin(ReadOnlyAdmin):
     """A list of rows that are seen on their message's page, and nowhere else: bodies
     and headers are shown there by right and masked."""
 
+    list_display_links: Any = ("message",)
+    search_fields = ("message_id",)
+    ordering = ("-id",)
+    #: The columns by which a search finds what has not such a message id.
+    found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Leave the long columns where they are."""
+        rows: QuerySet[Any] = super().get_queryset(request)
+        return rows.defer("body", "headers")
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Find by one exact id."""
+        if not search_term:
+            return queryset, False
+        return find(queryset, search_term, *self.found_by), False
+
+    @admin.display(description="flow")
+    def flow(self, row: Any) -> SafeString | str:
+        """What the message belongs to."""
+        if not row.correlation_id:
+            return "-"
+        return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
+
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
         """Let rows lead to their message's page."""
         return MessageList
@@ -159,6 +186,52 @@ class CountingFilter(admin.SimpleListFilter):
     def has_output(self) -> bool:
         """Show the filter even where there is one choice: its count is worth it."""
         return bool(self.lookup_choices)
+
+
+class StateFilter(CountingFilter):
+    """By the states of a row, counted to the cap."""
+
+    title = "state"
+    parameter_name = "state"
+
+    @staticmethod
+    def conditions() -> dict[str, Q]:
+        """Return what each choice means."""
+        raise NotImplementedError
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count each state."""
+        rows = model_admin.get_queryset(request)
+        for name, condition in self.conditions().items():
+            yield name, name, count(rows.filter(condition))
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        condition = self.conditions().get(self.value() or "")
+        return queryset if condition is None else queryset.filter(condition)
+
+
+class PlaceFilter(CountingFilter):
+    """By the column of the parameter's name, as far as the newest rows tell."""
+
+    @staticmethod
+    def recent(using: str) -> dict[str, int]:
+        """Return the choices, each with its number among the newest rows."""
+        raise NotImplementedError
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count each among the newest."""
+        return among_newest(self.recent(model_admin.get_queryset(request).db))
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        if not self.value():
+            return queryset
+        return queryset.filter(**{str(self.parameter_name): self.value()})
 
 
 def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:

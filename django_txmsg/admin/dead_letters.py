@@ -138,16 +138,13 @@ class DeadLetterAdmin(MessageAdmin):
         FingerprintFilter,
     )
     list_display_links = ("error", "message")
-    search_fields = ("message_id",)
     search_help_text = "Exact message id, correlation id, key or fingerprint"
-    ordering = ("-id",)
     actions = ("redeliver_selected", "discard_selected", "restore_selected")
     change_list_template = "admin/django_txmsg/dead_letters.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DeadLetter]:
-        """Leave the long columns where they are."""
-        rows: QuerySet[DeadLetter] = super().get_queryset(request)
-        return rows.defer("body", "headers", "traceback")
+        """Leave one more long column where it is."""
+        return super().get_queryset(request).defer("traceback")
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:
         """Bring the list that knows its bulk operation."""

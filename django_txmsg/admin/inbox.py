@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 from django.contrib import admin
-from django.db.models import Q, QuerySet
+from django.db.models import Q
 from django.db.models.functions import Now
-from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from .. import status
@@ -16,15 +12,12 @@ from ..models import InboxMessage
 from ..stages import all_stages
 from ..waiting import OVERDUE
 from . import display
-from .base import CountingFilter, MessageAdmin, among_newest, count, find
+from .base import MessageAdmin, PlaceFilter, StateFilter
 from .outbox import StoredFilter
 
 
-class StateFilter(CountingFilter):
-    """Received, redelivering, overdue, processed or dead."""
-
-    title = "state"
-    parameter_name = "state"
+class InboxStateFilter(StateFilter):
+    """Redelivering, overdue, processed or dead."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -36,41 +29,17 @@ class StateFilter(CountingFilter):
             "dead": Q(dead_at__isnull=False),
         }
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each state."""
-        rows = model_admin.get_queryset(request)
-        for name, condition in self.conditions().items():
-            yield name, name, count(rows.filter(condition))
 
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[InboxMessage]
-    ) -> QuerySet[InboxMessage]:
-        """Narrow the list."""
-        condition = self.conditions().get(self.value() or "")
-        return queryset if condition is None else queryset.filter(condition)
+class StageFilter(PlaceFilter):
+    """The stages declared here, and others that have received something."""
 
+    title = parameter_name = "stage"
 
-class StageFilter(CountingFilter):
-    """The stages declared here and those among the newest rows."""
-
-    title = "stage"
-    parameter_name = "stage"
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
+    @staticmethod
+    def recent(using: str) -> dict[str, int]:
         """Count each stage among the newest."""
-        using = model_admin.get_queryset(request).db
-        counts = dict.fromkeys((declared.name for declared in all_stages()), 0)
-        return among_newest(counts | status.recent_stages(using))
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[InboxMessage]
-    ) -> QuerySet[InboxMessage]:
-        """Narrow the list."""
-        return queryset.filter(stage=self.value()) if self.value() else queryset
+        declared = dict.fromkeys((one.name for one in all_stages()), 0)
+        return declared | status.recent_stages(using)
 
 
 class ReceivedFilter(StoredFilter):
@@ -85,24 +54,8 @@ class InboxAdmin(MessageAdmin):
     """Messages received, newest first."""
 
     list_display = ("state", "age", "stage", "message", "tries", "critical", "flow")
-    list_filter = (StateFilter, StageFilter, ReceivedFilter)
-    list_display_links = ("message",)
-    search_fields = ("message_id",)
+    list_filter = (InboxStateFilter, StageFilter, ReceivedFilter)
     search_help_text = "Exact message id or correlation id"
-    ordering = ("-id",)
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:
-        """Leave the long columns where they are."""
-        rows: QuerySet[InboxMessage] = super().get_queryset(request)
-        return rows.defer("body", "headers")
-
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact id."""
-        if not search_term:
-            return queryset, False
-        return find(queryset, search_term, "correlation_id"), False
 
     @admin.display(description="state")
     def state(self, row: InboxMessage) -> SafeString:
@@ -113,13 +66,6 @@ class InboxAdmin(MessageAdmin):
     def message(self, row: InboxMessage) -> SafeString:
         """The message's id."""
         return display.short_id(row.message_id)
-
-    @admin.display(description="flow")
-    def flow(self, row: InboxMessage) -> SafeString | str:
-        """What the message belongs to."""
-        if not row.correlation_id:
-            return "-"
-        return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
 
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
 from typing import Any
 
 from django.contrib import admin
@@ -19,14 +18,11 @@ from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..waiting import OVERDUE
 from . import display, message
-from .base import CountingFilter, MessageAdmin, among_newest, count, find
+from .base import MessageAdmin, PlaceFilter, StateFilter
 
 
-class StateFilter(CountingFilter):
+class OutboxStateFilter(StateFilter):
     """Pending, overdue, in flight, dispatched or dead."""
-
-    title = "state"
-    parameter_name = "state"
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -39,40 +35,12 @@ class StateFilter(CountingFilter):
             "dead": Q(dead_at__isnull=False),
         }
 
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each state."""
-        rows = model_admin.get_queryset(request)
-        for name, condition in self.conditions().items():
-            yield name, name, count(rows.filter(condition))
 
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[OutboxMessage]
-    ) -> QuerySet[OutboxMessage]:
-        """Narrow the list."""
-        condition = self.conditions().get(self.value() or "")
-        return queryset if condition is None else queryset.filter(condition)
+class DestinationFilter(PlaceFilter):
+    """Where messages go."""
 
-
-class DestinationFilter(CountingFilter):
-    """Where messages go, as far as the newest ones tell."""
-
-    title = "destination"
-    parameter_name = "destination"
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each destination among the newest."""
-        using = model_admin.get_queryset(request).db
-        return among_newest(status.recent_destinations(using))
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[OutboxMessage]
-    ) -> QuerySet[OutboxMessage]:
-        """Narrow the list."""
-        return queryset.filter(destination=self.value()) if self.value() else queryset
+    title = parameter_name = "destination"
+    recent = staticmethod(status.recent_destinations)
 
 
 class StoredFilter(admin.SimpleListFilter):
@@ -101,24 +69,9 @@ class OutboxAdmin(MessageAdmin):
     """Messages stored here, newest first. Bodies are not in the list."""
 
     list_display = ("state", "age", "destination", "message", "tries", "flow")
-    list_filter = (StateFilter, DestinationFilter, StoredFilter)
-    list_display_links = ("message",)
-    search_fields = ("message_id",)
+    list_filter = (OutboxStateFilter, DestinationFilter, StoredFilter)
     search_help_text = "Exact message id, correlation id or key"
-    ordering = ("-id",)
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
-        """Leave the long columns where they are."""
-        rows: QuerySet[OutboxMessage] = super().get_queryset(request)
-        return rows.defer("body", "headers")
-
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact id."""
-        if not search_term:
-            return queryset, False
-        return find(queryset, search_term, "correlation_id", "key"), False
+    found_by = ("correlation_id", "key")
 
     def get_urls(self) -> list[Any]:
         """Add the message page, which is for all tables."""
@@ -144,13 +97,6 @@ class OutboxAdmin(MessageAdmin):
         """The message's id; a message stored again says so."""
         again = display.badge("again") if row.replay_id else ""
         return format_html("{} {}", display.short_id(row.message_id), again)
-
-    @admin.display(description="flow")
-    def flow(self, row: OutboxMessage) -> SafeString | str:
-        """What the message belongs to."""
-        if not row.correlation_id:
-            return "-"
-        return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
