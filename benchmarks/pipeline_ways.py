@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,32 @@ def as_text(column: Column) -> str:
     return f'{column.quoted}{casts.get(column.kind, "")} AS "{column.name}"'
 
 
+def parent_of(pid: int) -> int:
+    """Return a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def family(pid: int) -> set[int]:
+    """Return a process and all that come from it."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            children.setdefault(parent_of(int(path.name)), []).append(int(path.name))
+    found, left = set(), [pid]
+    while left:
+        found.add(one := left.pop())
+        left += children.get(one, [])
+    return found
+
+
+def pin(pids: set[int], cores: set[int]) -> None:
+    """Let processes, with every thread that they have, run on these cores alone."""
+    for pid in pids:
+        with suppress(OSError):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), cores)
+
+
 class Bench:
     """A filled database, a session, and the ways to compare."""
 
@@ -83,6 +111,18 @@ class Bench:
             self.spark, self.source, self.lake(), OUTBOX,
             ArchiveOptions(WEEK, vacuum=False, **options),
         )  # fmt: skip
+
+    def on_one_core(self) -> float:
+        """The write step where Spark, its workers and PostgreSQL share one core."""
+        with psycopg.connect(self.url) as connection:
+            servers = family(parent_of(connection.info.backend_pid))
+        pids = servers | family(os.getpid())
+        everywhere = os.sched_getaffinity(0)
+        pin(pids, {min(everywhere)})
+        try:
+            return self.write_step()
+        finally:
+            pin(family(os.getpid()) | pids, everywhere)
 
     def write_step(self, cores: int = 0) -> float:
         """Write all rows as `archive` does, by day, without proof, log or purge."""

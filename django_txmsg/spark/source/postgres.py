@@ -22,7 +22,7 @@ from ..schemas import Column, Table
 from .database import schema_of, utc
 
 #: Bytes of a batch as the driver builds it: small enough to stay in a core's cache.
-BATCH_BYTES = 512 * 1024
+BATCH_BYTES = 1024 * 1024
 
 
 class Postgres:
@@ -137,6 +137,8 @@ def _bare(values: pa.Array) -> pa.Array:
 def _uuid_texts(values: pa.Array) -> pa.Array:
     """Write uuids as text: their digits in five groups."""
     rows = len(values)
+    if values.null_count == rows:
+        return pa.nulls(rows, pa.string())
     digits = np.frombuffer(hexlify(_bytes_of(values, 16)), np.uint8).reshape(rows, 32)
     text = np.full((rows, 36), ord("-"), np.uint8)
     for start, stop, shift in _GROUPS:
@@ -159,7 +161,9 @@ def _numbers(values: pa.Array) -> pa.Array:
 
 def _bytes_of(values: pa.Array, width: int) -> memoryview:
     """Return the bytes of values that have so many each; of nulls, any."""
-    fixed = _bare(values).cast(pa.binary(width))
+    fixed = _bare(values)
+    if fixed.type != pa.binary(width):
+        fixed = fixed.cast(pa.binary(width))
     start = width * fixed.offset
     return memoryview(fixed.buffers()[1])[start : start + width * len(fixed)]
 
