@@ -34,7 +34,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks import stand
-from benchmarks.pipeline_ways import Bench, fill
+from benchmarks.pipeline_ways import Bench, family, fill
 from django_txmsg.spark.jobs.outgoing import ReplayOptions, run_replay
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.lake import Lake
@@ -233,9 +233,20 @@ def measure_reconcile(spark: SparkSession, lake: LakeSpec, rows: int) -> None:
     LINES.append(
         (
             f"reconcile, two services, {rows:,} messages each", f"{spent:.0f} s",
-            "", f"{2 * rows / spent:,.0f}/s", "driver has 2 GiB",
+            f"JVM at most {peak():.1f} GiB", f"{2 * rows / spent:,.0f}/s",
+            "driver has 2 GiB",
         )
     )  # fmt: skip
+
+
+def peak() -> float:
+    """Return the most memory that Spark's JVM, driver and executors in one, has had
+    resident: its heap, and all that is beside it."""
+    for pid in family(os.getpid()):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if status.startswith("Name:\tjava"):
+            return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    return 0.0
 
 
 def fill_lake(spark: SparkSession, lake: LakeSpec, rows: int) -> None:
