@@ -31,7 +31,7 @@ Outcomes = list[BrokerError | None]
 MAX_PAUSE = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Sending:
     """A control message on its way, and the thread that waits for its receipt."""
 
@@ -54,9 +54,10 @@ class Channel:
         self._session: Session | None = None
         self._breaker = Breaker(broker.alias, MAX_PAUSE)
         self._lock = threading.Lock()
-        #: What gathers while a thread sends; the first of it sends next.
+        #: Whose thread sends what has gathered. The first of what gathers meanwhile is
+        #: the next.
+        self.leader: _Sending | None = None
         self._gathered: list[_Sending] = []
-        self._busy = False
 
     def send(self, outgoing: Outgoing) -> None:
         """Hand over one message and return once the broker has given its receipt.
@@ -69,22 +70,37 @@ class Channel:
             with self.broker.open() as session:
                 (mine.error,) = session.send([outgoing])
         else:
-            with self._lock:
-                self._gathered.append(mine)
-                leads, self._busy = not self._busy, True
-            if not leads:
-                mine.turn.wait()
-            if not mine.known:
-                self._send_gathered()
+            self._send_with_others(mine)
         if mine.error is not None:
             raise mine.error
 
     def close(self) -> None:
         """End the conversation, if nobody is in it."""
         with self._lock:
-            if not self._busy and self._session is not None:
+            if self.leader is None and self._session is not None:
                 self._session.close()
                 self._session = None
+
+    def _send_with_others(self, mine: _Sending) -> None:
+        try:
+            with self._lock:
+                self._gathered.append(mine)
+                self.leader = self.leader or mine
+                leads = self.leader is mine
+            if not leads:
+                mine.turn.wait()
+            if not mine.known:
+                self._send_gathered()
+        finally:
+            # Also when a time-out of the server's was raised in this thread: it leaves
+            # no gap behind.
+            with self._lock:
+                if mine in self._gathered:
+                    self._gathered.remove(mine)
+                if self.leader is mine:
+                    self.leader = next(iter(self._gathered), None)
+                    if self.leader is not None:
+                        self.leader.turn.set()
 
     def _send_gathered(self) -> None:
         with self._lock:
@@ -95,10 +111,6 @@ class Channel:
         except BrokerError as caught:
             error = caught
         finally:
-            with self._lock:
-                self._busy = bool(self._gathered)
-                if self._busy:
-                    self._gathered[0].turn.set()
             for one in group:
                 if not one.known:
                     one.end(error)

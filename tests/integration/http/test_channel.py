@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -115,6 +116,28 @@ def test_one_that_is_refused_takes_no_other_along(activemq, destination) -> None
             assert outcomes == [None] * THREADS
             assert isinstance(refused, DispatchRejected)
         channel.close_channels()
+
+
+def test_one_that_is_interrupted_leaves_no_gap(together, proxy, destination) -> None:
+    together.send(outgoing(destination, 99))
+    proxy.hang(ANSWERS)
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError
+
+    with ThreadPoolExecutor() as pool:
+        leader = pool.submit(together.send, outgoing(destination, 1))
+        wait_until(lambda: together.leader is not None)
+        before = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError):
+            together.send(outgoing(destination, 2))
+        signal.signal(signal.SIGALRM, before)
+        follower = pool.submit(together.send, outgoing(destination, 3))
+        proxy.resume()
+        assert (leader.result(60), follower.result(60)) == (None, None)
+    together.send(outgoing(destination, 4))
+    assert sorted(arrived(destination)) == ["m-1", "m-3", "m-4", "m-99"]
 
 
 def test_an_outage_is_told_to_each_of_them(together, proxy, destination) -> None:
