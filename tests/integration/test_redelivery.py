@@ -106,6 +106,19 @@ def test_fails_for_good_after_exactly_the_maximum(transaction: Any, mode: Any) -
 
 
 @how
+def test_without_redeliveries_the_first_failure_is_the_last(mode: Any) -> None:
+    none = policy(mode=mode, max_redeliveries=0)
+    script = Script(ValueError())
+    with declared(script, redelivery=none) as stage:
+        send(stage.destination)
+        step(stage, times=2)
+        assert left_in_queue(stage.destination) == 0
+    assert script.attempts == [1]
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 1)
+
+
+@how
 def test_what_a_handler_does_to_its_body_is_gone_at_the_next_attempt(mode: Any) -> None:
     seen: list[Any] = []
 

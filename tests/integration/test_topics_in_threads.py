@@ -99,3 +99,4 @@ def test_so_many_threads_as_the_broker_allows(url: str, to: str, threads: int) -
         declared(lambda m: None, to, concurrency=3) as stage,
     ):
         assert len(Consumer([stage]).threads) == threads
+        assert len(Consumer([stage], concurrency=2).threads) == min(threads, 2)
