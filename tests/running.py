@@ -71,6 +71,21 @@ def declared(
         stages.unregister(name)
 
 
+class Script:
+    """A handler that raises what its script says, and notes each attempt."""
+
+    def __init__(self, *errors: BaseException | None) -> None:
+        self.errors = list(errors)
+        self.attempts: list[int] = []
+
+    def __call__(self, message: Message) -> None:
+        self.attempts.append(message.delivery_attempt)
+        send_message("tests.next", {"attempt": len(self.attempts)})
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+
+
 def thread_of(
     stage: stages.Stage, stop: threading.Event | None = None, **more: Any
 ) -> StageThread:

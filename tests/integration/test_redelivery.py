@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from django_txmsg import Redeliver, Refuse, status
+from django_txmsg import Refuse
 from django_txmsg.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
 from django_txmsg.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.throttle import Throttle
-from tests.app.models import Effect
-from tests.factories import ago
 from tests.faults import wait_until
 from tests.running import (
+    Script,
     committing,
     declared,
     put,
@@ -40,21 +37,6 @@ how = pytest.mark.parametrize("mode", HOW)
 def policy(**given: Any) -> RedeliveryPolicy:
     given = {"max_redeliveries": 2, "initial_delay": 0.0, "max_delay": 0.0, **given}
     return RedeliveryPolicy(**given)
-
-
-class Script:
-    """A handler that raises what its script says, and notes each attempt."""
-
-    def __init__(self, *errors: BaseException | None) -> None:
-        self.errors = list(errors)
-        self.attempts: list[int] = []
-
-    def __call__(self, message: Message) -> None:
-        self.attempts.append(message.delivery_attempt)
-        send_message("tests.next", {"attempt": len(self.attempts)})
-        error = self.errors.pop(0) if self.errors else None
-        if error is not None:
-            raise error
 
 
 def sent_on() -> int:
@@ -185,110 +167,6 @@ def test_a_refusal_is_dead_at_once(transaction: Any, refusal: str) -> None:
     assert sent_on() == 0
 
 
-def test_parked_messages_let_the_others_flow() -> None:
-    def handler(message: Message) -> None:
-        if message.body == "poison":
-            raise ValueError
-        Effect.objects.create(name=message.body, message_id=str(message.id))
-
-    slow = RedeliveryPolicy(initial_delay=600.0, jitter=0.0, max_delay=600.0)
-    with declared(handler, redelivery=slow) as stage:
-        for _ in range(5):
-            send(stage.destination, "poison")
-        send(stage.destination, "good")
-        step(stage, times=6)
-        assert left_in_queue(stage.destination) == 0
-    assert Effect.objects.count() == 1
-    rows = InboxMessage.objects.filter(due_at__isnull=False)
-    assert rows.count() == 5
-    for row in rows:
-        pause = (row.due_at - row.started_at).total_seconds()
-        assert 599 < pause < 640
-
-
-def test_the_handlers_own_word_on_when() -> None:
-    script = Script(Redeliver(after=900.0))
-    with declared(script, redelivery=policy()) as stage:
-        send(stage.destination)
-        step(stage)
-    row = InboxMessage.objects.get()
-    assert 899 < (row.due_at - row.started_at).total_seconds() < 940
-
-
-def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
-    """All of it is in the database: another process goes on with it."""
-    got: list[Message] = []
-
-    def handler(message: Message) -> None:
-        got.append(message)
-        if message.delivery_attempt == 1:
-            raise ValueError
-
-    with declared(handler) as stage:
-        send(stage.destination, b"\x00\xff", headers={"a": "b"}, key="k")
-        step(stage)
-        assert left_in_queue(stage.destination) == 0
-        step(stage)
-    first, second = got
-    assert (second.delivery_attempt, second.redelivered) == (2, True)
-    for name in ("id", "body", "headers", "key", "created_at", "service"):
-        assert getattr(first, name) == getattr(second, name), name
-    row = InboxMessage.objects.get()
-    assert (row.state, row.body, row.headers, row.due_at) == ("processed",) + (
-        None,
-    ) * 3
-
-
-def test_what_is_parked_for_a_stage_that_nobody_knows_waits_and_is_told_of() -> None:
-    """Another process may know it, of another version: it is not given up."""
-    script = Script(ValueError())
-    with declared(script, "tests.unknown") as stage:
-        send(stage.destination)
-        step(stage)
-    InboxMessage.objects.update(due_at=ago(minutes=5))
-    with declared(script) as another, running(another) as (thread,):
-        put(another.destination)
-        wait_until(lambda: len(script.attempts) == 2)
-        wait_until(lambda: thread.dry)
-    facts = status.read()
-    assert (facts.parked.overdue, facts.well) == (1, False)
-    assert not facts.stages["tests.unknown"].known
-    assert InboxMessage.objects.get(stage="tests.unknown").attempts == 1
-    assert not DeadLetter.objects.exists()
-    with declared(script, "tests.unknown") as stage:
-        step(stage)
-    assert InboxMessage.objects.get(stage=stage.name).state == "processed"
-
-
-def test_a_foreign_message_keeps_its_identity_when_parked() -> None:
-    got: list[uuid.UUID] = []
-
-    def handler(message: Message) -> None:
-        got.append(message.id)
-        if message.delivery_attempt == 1:
-            raise ValueError
-
-    with declared(handler) as stage:
-        put(stage.destination, b"1", {"content-type": "application/json"})
-        step(stage, times=2)
-    assert len(set(got)) == 1
-    assert len(got) == 2
-    assert InboxMessage.objects.get().state == "processed"
-
-
-def test_a_copy_of_a_parked_message_is_dropped() -> None:
-    slow = RedeliveryPolicy(initial_delay=600.0)
-    script = Script(ValueError())
-    with declared(script, redelivery=slow) as stage:
-        message = send(stage.destination)
-        step(stage)
-        put(stage.destination, message_id=message.id)
-        step(stage)
-        assert left_in_queue(stage.destination) == 0
-    assert script.attempts == [1]
-    assert InboxMessage.objects.get().deliveries == 2
-
-
 def test_several_threads_do_not_multiply_attempts() -> None:
     script = Script(*[ValueError() for _ in range(99)])
     with declared(script, redelivery=policy(max_redeliveries=6)) as stage:
@@ -327,21 +205,6 @@ def test_a_stop_during_a_blocking_wait_loses_nothing(transaction: Any) -> None:
         assert left_in_queue(stage.destination) == 0
     assert script.attempts == [1, 2]
     assert sent_on() == 1
-
-
-def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
-    """The connection that it spoiled is usable again, or replaced."""
-
-    def handler(message: Message) -> None:
-        if message.delivery_attempt == 1:
-            Effect.objects.raw("SELECT nothing FROM nowhere")[0]
-        Effect.objects.create(name="done", message_id=str(message.id))
-
-    with declared(handler) as stage:
-        send(stage.destination)
-        step(stage, times=2)
-    assert Effect.objects.count() == 1
-    assert InboxMessage.objects.get().attempts == 2
 
 
 def test_a_system_exit_of_a_handler_is_a_failure() -> None:
