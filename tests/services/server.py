@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -79,6 +80,10 @@ class Server:
         """Start the server and wait until it works."""
         if self.running:
             return
+        if self.process is not None:
+            # The report of a failed test shows it.
+            code = self.process.returncode
+            sys.stderr.write(f"{self.name} ended by itself, {code}:\n{self.log()}\n")
         absent = self.missing()
         if absent:
             raise ServerFailedError(absent)
