@@ -39,8 +39,8 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
-        """How it ended. A killed run stays running."""
-        return run.get_state_display()
+        """How it ended. A killed run could not write it down."""
+        return "interrupted" if run.interrupted else run.get_state_display()
 
     @admin.display(description="rows")
     def row_count(self, run: PipelineRun) -> str:
@@ -49,7 +49,9 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
-        """How long it took, or has taken so far."""
+        """How long it took, or has taken so far; of a killed run nobody knows."""
+        if run.interrupted:
+            return "-"
         spent = (run.finished_at or timezone.now()) - run.started_at
         return str(dt.timedelta(seconds=round(spent.total_seconds())))
 

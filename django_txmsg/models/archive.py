@@ -6,7 +6,9 @@ the tables belong to the migrations all the same.
 
 from __future__ import annotations
 
-from django.db import models
+from pathlib import Path
+
+from django.db import DEFAULT_DB_ALIAS, connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
@@ -45,6 +47,35 @@ class PipelineRun(models.Model):
 
     def __str__(self) -> str:
         return f"{self.job} of {self.service} ({self.state})"
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether its process has ended without a word: nobody holds the lock that a
+        run holds for as long as it lives (`spark/runs.py`)."""
+        if self.state != RunState.RUNNING:
+            return False
+        connection = connections[self._state.db or DEFAULT_DB_ALIAS]
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute(
+                    "SELECT pg_try_advisory_xact_lock_shared(hashtextextended(%s, 0))",
+                    [f"django_txmsg/run/{self.pk}"],
+                )
+                return bool(cursor.fetchone()[0])
+            if connection.vendor != "sqlite":
+                return False
+            cursor.execute("SELECT file FROM pragma_database_list WHERE name = 'main'")
+            path = Path(f"{cursor.fetchone()[0]}.run-{self.pk}.lock")
+        import fcntl  # where there is one: not on Windows
+
+        try:
+            with path.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return True
+        except BlockingIOError:
+            return False
+        return True
 
 
 class BatchState(models.TextChoices):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -10,7 +13,10 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import Client, override_settings
 
+from django_txmsg.management.commands.pipeline import job_spec
 from django_txmsg.models import ArchiveBatch, PipelineRun
+from tests.faults import wait_until
+from tests.spark.conftest import ROOT
 
 
 @pytest.mark.django_db(transaction=True)
@@ -60,6 +66,45 @@ def test_a_missing_lake_is_told_with_its_exit_code() -> None:
 def test_an_unknown_database_is_told() -> None:
     with pytest.raises(CommandError, match="no database 'nowhere'"):
         call_command("pipeline", "--database", "nowhere", "archive")
+
+
+HANGING = """
+import sys
+from django_txmsg.spark.runs import recorded
+from django_txmsg.spark.spec import JobSpec
+
+with recorded(JobSpec.from_json(sys.argv[1]), "reconcile", {}):
+    print("under way", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_run_is_running_for_as_long_as_its_process_lives(
+    admin_client: Client,
+) -> None:
+    with override_settings(TXMSG={"SERVICE": "shop"}):
+        spec = job_spec("default")
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, spec.to_json()], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "under way\n"
+    run = PipelineRun.objects.get()
+
+    def outcome() -> str:
+        page = admin_client.get("/admin/django_txmsg/pipelinerun/").content.decode()
+        found = re.search(r"field-outcome[^>]*>([^<]*)<", page)
+        assert found
+        return found[1]
+
+    assert (run.interrupted, outcome()) == (False, "running")
+    process.kill()
+    process.communicate()
+    # PostgreSQL has yet to notice.
+    wait_until(lambda: run.interrupted, deadline=30)
+    assert (run.state, outcome()) == ("running", "interrupted")
 
 
 @pytest.mark.django_db
