@@ -8,17 +8,16 @@ without knowing changes nothing any more.
 from __future__ import annotations
 
 import datetime as dt
-import fcntl
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from .connection import Connection, connect_plain
 from .errors import EnvironmentFault, VerificationRefused
+from .lock import archiving
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
 from .source.database import open_database
@@ -61,37 +60,10 @@ class Ledger:
         """Close the connection, which also ends its lock."""
         self.connection.close()
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Hold the archive of this table alone. Raises EnvironmentFault at once when
-        another archiver holds it. Both locks end with the process, however it ends."""
-        refused = EnvironmentFault(
-            f"Another run is archiving {self.table.name} of {self.spec.service!r}: "
-            "wait for its end. (A transaction-pooling proxy breaks this lock: give the "
-            "pipeline a direct connection.)"
-        )
-        if self.spec.vendor == "sqlite":
-            with Path(f"{self.spec.path}.{self.table.name}-archive.lock").open(
-                "w"
-            ) as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise refused from None
-                yield
-            return
-        key = f"django_txmsg/archive/{self.table.name}"
-        got = self.connection.value(
-            "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", key
-        )
-        if not got:
-            raise refused
-        try:
-            yield
-        finally:
-            self.connection.forget(
-                "SELECT pg_advisory_unlock(hashtextextended(%s, 0))", key
-            )
+        another archiver holds it."""
+        return archiving(self.connection, self.spec, self.table.name)
 
     def last_id(self) -> int:
         """Return the newest batch's id of this table, or 0."""
@@ -119,10 +91,7 @@ class Ledger:
         """Return the database's present instant, and on PostgreSQL the transaction id
         below which every transaction has ended."""
         if self.spec.vendor == "sqlite":
-            now = self.connection.value(
-                "SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
-            )
-            return _instant(now), None
+            return self.clock_of(self.connection), None
         row = self.connection.rows(
             "SELECT now(), pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
         )[0]
@@ -151,9 +120,8 @@ class Ledger:
         first, last = self.connection.rows(
             f"SELECT min(id), max(id) FROM (SELECT t.id FROM {self.table.relation} t"
             f" WHERE t.id > %s AND {where} ORDER BY t.id LIMIT %s) AS chosen",
-            after,
-            rows,
-        )[0]
+            after, rows,
+        )[0]  # fmt: skip
         if first is None:
             return None
         row = self.connection.rows(
@@ -303,11 +271,8 @@ class Ledger:
         fence = " AND attempt = %s" if fenced else ""
         changed = (connection or self.connection).execute(
             f"UPDATE {_BATCHES} SET {assignments} WHERE id = %s AND state = %s{fence}",
-            *values,
-            batch.id,
-            state,
-            *([batch.attempt] if fenced else []),
-        )
+            *values, batch.id, state, *([batch.attempt] if fenced else []),
+        )  # fmt: skip
         if changed != 1:
             raise EnvironmentFault(
                 f"Batch {batch.id} of {self.table.name} is not {state} any more, or of "

@@ -13,10 +13,11 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
-from .lake import Lake, filesystem
+from .lake import Lake
 from .lakefile import DayFiles, LakeFile
 from .schemas import arrow_schema
 from .spec import LakeSpec
+from .storage import filesystem
 
 _CLOCK = "recorded_at"
 _FILES = t.StructType(

@@ -6,7 +6,6 @@ In the database, where the admin shows it, and in the lake when there is one.
 from __future__ import annotations
 
 import datetime as dt
-import fcntl
 import getpass
 import json
 import socket
@@ -14,7 +13,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pyspark.sql import types as t
@@ -22,6 +20,7 @@ from pyspark.sql import types as t
 from .connection import connect_plain
 from .errors import PipelineError, VerificationRefused
 from .lake import Lake
+from .lock import alive
 from .results import Results
 from .source.sqlite import instant_text
 from .spec import JobSpec, LakeSpec, SourceSpec
@@ -99,35 +98,10 @@ def recorded(spec: JobSpec, job: str, options: dict[str, Any]) -> Iterator[Run]:
     """Record a run from its beginning to its end, however it ends."""
     source = spec.service()
     run = Run(job, options)
-    with _alive(source, run):
+    with alive(source, run.id):
         _insert(source, run, spec.lake.uri if spec.lake else "")
         with _finished(spec, run):
             yield run
-
-
-@contextmanager
-def _alive(source: SourceSpec, run: Run) -> Iterator[None]:
-    """Hold the lock by which `PipelineRun.interrupted` knows that a run is still under
-    way. It ends with this process, however that ends."""
-    connection = connect_plain(source)
-    try:
-        if source.vendor == "postgresql":
-            key = f"django_txmsg/run/{run.id}"
-            connection.rows("SELECT pg_advisory_lock(hashtextextended(%s, 0))", key)
-            yield
-            return
-        [[path]] = connection.rows(
-            "SELECT file FROM pragma_database_list WHERE name = 'main'"
-        )
-        lock = Path(f"{path}.run-{run.id}.lock")
-        with lock.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-    finally:
-        connection.close()
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
 from django_txmsg.spark.jobs.archive import ArchiveOptions
-from django_txmsg.spark.lake import Lake, filesystem
+from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import LakeSpec
+from django_txmsg.spark.storage import filesystem
 from tests.spark.archives import (
     SMALL,
     archive,

@@ -9,39 +9,22 @@ the next run finishes what is unfinished.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import pyarrow as pa
-import pyarrow.compute as pc
-from pyspark import TaskContext
 from pyspark.sql import Row, SparkSession
-from pyspark.sql import types as t
 
 from ..errors import EnvironmentFault, VerificationRefused
-from ..lake import CommitFailedError, Lake, LakeTable, app_name, filesystem
-from ..lakefile import DayFiles, LakeFile, hashes_of, prove
+from ..lake import Lake
+from ..laketable import CommitFailedError, LakeTable, app_name
 from ..ledger import Batch, Ledger
 from ..progress import Progress
-from ..schemas import Column, Table, arrow_schema
-from ..source.database import Database, Reader, open_database
+from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
-
-MANIFEST = t.StructType(
-    [
-        t.StructField("batch_id", t.LongType(), False),
-        t.StructField("path", t.StringType(), False),
-        t.StructField("day", t.DateType(), False),
-        t.StructField("size", t.LongType(), False),
-        t.StructField("rows", t.LongType(), False),
-        t.StructField("modified_ms", t.LongType(), False),
-        t.StructField("checksum", t.StringType(), False),
-        t.StructField("write_seconds", t.DoubleType(), False),
-        t.StructField("proof_seconds", t.DoubleType(), False),
-    ]
-)
+from .batch_task import MANIFEST, BatchTask, file_of, kept_columns
+from .withdrawal import differences, withdraw
 
 Step = Callable[[str], None]
 
@@ -93,12 +76,8 @@ class Archiver:
         on_step: Step = no_step,
         progress: Progress | None = None,
     ) -> None:
-        self.spark, self.source, self.table, self.options = (
-            spark,
-            source,
-            table,
-            options,
-        )
+        self.spark, self.source, self.table = spark, source, table
+        self.options = options
         self.on_step = on_step
         self.progress = progress or Progress.silent()
         self.lake_spec = lake
@@ -226,17 +205,7 @@ class Archiver:
         version = delta.version()
         self.on_step("committing")
         if manifest:
-            files = [
-                LakeFile(
-                    row.path,
-                    self.source.service,
-                    row.day,
-                    row.size,
-                    row.rows,
-                    row.modified_ms,
-                )
-                for row in manifest
-            ]
+            files = [file_of(row, self.source.service) for row in manifest]
             metadata = {
                 "token": batch.token, "batch": batch.id, "rows": rows,
                 "checksum": checksum, "table": self.table.name,
@@ -285,7 +254,7 @@ class Archiver:
                     self.progress.advance(batch.rows)
                 else:
                     refused.append(batch)
-                    self.result.refused.append(f"{error} {self._differences(batch)}")
+                    self.result.refused.append(f"{error} {self._differ(batch)}")
         messages = self.result.refused[len(self.result.refused) - len(refused) :]
         for batch, message in zip(refused, messages, strict=True):
             self._withdraw(self.ledger.refuse(batch, message))
@@ -300,125 +269,21 @@ class Archiver:
         self.on_step("purged")
         return None
 
+    def _differ(self, batch: Batch) -> str:
+        here = self.ledger.hashes(batch, self.columns)
+        return differences(self.place, batch, self.columns, here)
+
     def _withdraw(self, batch: Batch) -> None:
         """Take a refused batch out of the log, whole: nothing of it was deleted."""
         self.on_step("abandoning")
-        delta = self.place.load()
-        files = [one for one in self.place.named(delta) if batch.token in one.path]
-        if delta is not None and files:
-            self.place.commit(
-                delta,
-                (),
-                replaced=files,
-                metadata={"withdrawn": batch.token, "batch": batch.id},
-                app=(f"{self.undo}/{batch.token}", 1),
-            )
+        withdraw(self.place, self.undo, batch)
         self.on_step("withdrawn")
         self.ledger.abandoned(batch)
-
-    def _differences(self, batch: Batch) -> str:
-        """Name the rows that are not as the lake has them."""
-        files, root = filesystem(self.lake_spec.uri)
-        there: dict[int, int] = {}
-        for one in self.place.named():
-            if batch.token in one.path:
-                path = f"{root}/{self.table.name}/{one.path}"
-                for part, hashes in hashes_of(files, path, self.columns):
-                    ids = part.column(part.schema.get_field_index("id")).to_pylist()
-                    there.update(zip(ids, hashes, strict=True))
-        here = self.ledger.hashes(batch, self.columns)
-        ids = sorted(
-            one for one in there.keys() | here.keys() if there.get(one) != here.get(one)
-        )
-        listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
-        return f"{len(ids)} rows differ: id {listed}."
-
-
-@dataclass
-class BatchTask:
-    """What an executor does: read its batch, write it by day, read it back."""
-
-    database: Database
-    lake: LakeSpec
-    table: Table
-    service: str
-    work: Sequence[tuple[Batch, str]]
-    prove: bool = True
-
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Work the batches whose numbers come in; send their manifests out."""
-        with self.database.connected() as reader:
-            for numbers in batches:
-                for number in numbers.column(0).to_pylist():
-                    yield from self._one(reader, *self.work[number])
-
-    def _one(
-        self, reader: Reader, batch: Batch, where: str
-    ) -> Iterator[pa.RecordBatch]:
-        columns = kept_columns(self.table, self.lake)
-        files, root = filesystem(self.lake.uri)
-        context = TaskContext.get()
-        task = context.taskAttemptId() if context else 0
-        started = time.monotonic()
-        days = DayFiles(
-            files, f"{root}/{self.table.name}", self.service, self.table.clock,
-            f"{batch.token}-{batch.attempt[:8]}-{task}",
-            lambda rows: _with_outcome(rows, self.table, batch.id),
-        )  # fmt: skip
-        for rows in reader.read(self.table, columns, where):
-            days.write(rows)
-        written = days.close()
-        wrote = time.monotonic()
-        checksum = 0
-        if self.prove:
-            proof = prove(files, f"{root}/{self.table.name}", written, columns)
-            if proof.rows != days.rows:
-                raise VerificationRefused(
-                    f"Batch {batch.id}: {days.rows} rows read, {proof.rows} written."
-                )
-            checksum = proof.checksum
-        if written:
-            common = [str(checksum), wrote - started, time.monotonic() - wrote]
-            lines = [
-                [
-                    batch.id,
-                    one.path,
-                    one.day,
-                    one.size,
-                    one.rows,
-                    one.modified_ms,
-                    *common,
-                ]
-                for one in written
-            ]
-            names = MANIFEST.fieldNames()
-            yield pa.RecordBatch.from_pylist(
-                [dict(zip(names, line, strict=True)) for line in lines],
-                schema=arrow_schema(MANIFEST),
-            )
 
 
 def tasks(spark: SparkSession) -> int:
     """Return how many tasks write side by side, or wait for a core."""
     return 2 * spark.sparkContext.defaultParallelism
-
-
-def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
-    """Return the columns of a table that the lake keeps."""
-    if lake.keep_bodies:
-        return table.columns
-    return tuple(one for one in table.columns if one.kind != "bytes")
-
-
-def _with_outcome(rows: pa.Table, table: Table, batch_id: int) -> pa.Table:
-    first, *words = table.outcome
-    ended = rows[first]
-    if words:
-        ended = pc.if_else(pc.is_valid(ended), *words)
-    number = pa.repeat(pa.scalar(batch_id, pa.int64()), rows.num_rows)
-    rows = rows.append_column("outcome", ended).append_column("batch_id", number)
-    # Nullable in the file as in the log: a later version may add to the columns.
-    return rows.cast(pa.schema([one.with_nullable(True) for one in rows.schema]))
 
 
 def waiting(source: SourceSpec, table: Table, older_than: timedelta) -> int:
@@ -429,6 +294,3 @@ def waiting(source: SourceSpec, table: Table, older_than: timedelta) -> int:
         return ledger.waiting(now - older_than, horizon)
     finally:
         ledger.close()
-
-
-__all__ = ["ArchiveOptions", "ArchiveResult", "Archiver", "open_database", "waiting"]

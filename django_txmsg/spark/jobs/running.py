@@ -33,24 +33,11 @@ class Outcome:
 #: Where a job is told of things, and Django's own options: no part of what it does.
 _NOT_RECORDED = frozenset(
     [
-        "spec",
-        "json",
-        "conf",
-        "job",
-        "service",
-        "verbosity",
-        "settings",
-        "pythonpath",
-        "traceback",
-        "no_color",
-        "force_color",
-        "skip_checks",
-        "database",
-        "print_submit",
-        "stdout",
-        "stderr",
+        "spec", "json", "conf", "job", "service", "verbosity", "settings",
+        "pythonpath", "traceback", "no_color", "force_color", "skip_checks",
+        "database", "print_submit", "stdout", "stderr",
     ]
-)
+)  # fmt: skip
 
 Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pyspark.sql import types as t
 
 from ..errors import EnvironmentFault
-from ..lake import CommitFailedError, Lake, LakeTable
+from ..lake import Lake
+from ..laketable import CommitFailedError, LakeTable
 from ..ledger import Ledger
 from ..progress import Progress
 from ..runs import Run, run_by

@@ -1,0 +1,125 @@
+"""A Spark task of `archive`: it writes one batch after the other, and reads them back.
+
+The rows never enter the JVM: what goes there is a manifest, one row for each file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+from pyspark.sql import Row
+from pyspark.sql import types as t
+
+from ..errors import VerificationRefused
+from ..lakefile import DayFiles, LakeFile, prove
+from ..ledger import Batch
+from ..schemas import Column, Table, arrow_schema
+from ..source.database import Database, Reader
+from ..spec import LakeSpec
+from ..storage import filesystem
+
+MANIFEST = t.StructType(
+    [
+        t.StructField("batch_id", t.LongType(), False),
+        t.StructField("path", t.StringType(), False),
+        t.StructField("day", t.DateType(), False),
+        t.StructField("size", t.LongType(), False),
+        t.StructField("rows", t.LongType(), False),
+        t.StructField("modified_ms", t.LongType(), False),
+        t.StructField("checksum", t.StringType(), False),
+        t.StructField("write_seconds", t.DoubleType(), False),
+        t.StructField("proof_seconds", t.DoubleType(), False),
+    ]
+)
+
+
+def file_of(row: Row, service: str) -> LakeFile:
+    """Return the file that a row of a manifest tells of."""
+    return LakeFile(row.path, service, row.day, row.size, row.rows, row.modified_ms)
+
+
+@dataclass
+class BatchTask:
+    """What an executor does: read its batch, write it by day, read it back."""
+
+    database: Database
+    lake: LakeSpec
+    table: Table
+    service: str
+    work: Sequence[tuple[Batch, str]]
+    prove: bool = True
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Work the batches whose numbers come in; send their manifests out."""
+        with self.database.connected() as reader:
+            for numbers in batches:
+                for number in numbers.column(0).to_pylist():
+                    yield from self._one(reader, *self.work[number])
+
+    def _one(
+        self, reader: Reader, batch: Batch, where: str
+    ) -> Iterator[pa.RecordBatch]:
+        columns = kept_columns(self.table, self.lake)
+        files, root = filesystem(self.lake.uri)
+        context = TaskContext.get()
+        task = context.taskAttemptId() if context else 0
+        started = time.monotonic()
+        days = DayFiles(
+            files, f"{root}/{self.table.name}", self.service, self.table.clock,
+            f"{batch.token}-{batch.attempt[:8]}-{task}",
+            lambda rows: _with_outcome(rows, self.table, batch.id),
+        )  # fmt: skip
+        for rows in reader.read(self.table, columns, where):
+            days.write(rows)
+        written = days.close()
+        wrote = time.monotonic()
+        checksum = 0
+        if self.prove:
+            proof = prove(files, f"{root}/{self.table.name}", written, columns)
+            if proof.rows != days.rows:
+                raise VerificationRefused(
+                    f"Batch {batch.id}: {days.rows} rows read, {proof.rows} written."
+                )
+            checksum = proof.checksum
+        if written:
+            common = [str(checksum), wrote - started, time.monotonic() - wrote]
+            lines = [
+                [
+                    batch.id,
+                    one.path,
+                    one.day,
+                    one.size,
+                    one.rows,
+                    one.modified_ms,
+                    *common,
+                ]
+                for one in written
+            ]
+            names = MANIFEST.fieldNames()
+            yield pa.RecordBatch.from_pylist(
+                [dict(zip(names, line, strict=True)) for line in lines],
+                schema=arrow_schema(MANIFEST),
+            )
+
+
+def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
+    """Return the columns of a table that the lake keeps."""
+    if lake.keep_bodies:
+        return table.columns
+    return tuple(one for one in table.columns if one.kind != "bytes")
+
+
+def _with_outcome(rows: pa.Table, table: Table, batch_id: int) -> pa.Table:
+    first, *words = table.outcome
+    ended = rows[first]
+    if words:
+        ended = pc.if_else(pc.is_valid(ended), *words)
+    number = pa.repeat(pa.scalar(batch_id, pa.int64()), rows.num_rows)
+    rows = rows.append_column("outcome", ended).append_column("batch_id", number)
+    # Nullable in the file as in the log: a later version may add to the columns.
+    return rows.cast(pa.schema([one.with_nullable(True) for one in rows.schema]))

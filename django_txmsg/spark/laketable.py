@@ -1,0 +1,292 @@
+"""A table of the lake: Parquet files that count only if its Delta log names them.
+
+The only module that knows `deltalake`. Tasks write files under names that no other
+attempt uses (`lakefile`); the driver then names them in one atomic log entry. Readers
+go through the log, never through a directory listing.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import deltalake
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction
+from deltalake.exceptions import CommitFailedError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+from pyarrow import fs
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as sf
+from pyspark.sql import types as t
+
+from .errors import EnvironmentFault
+from .lakefile import LakeFile
+from .schemas import LAKE_VERSION, arrow_schema
+from .storage import is_local, sync
+
+if TYPE_CHECKING:
+    from .lake import Lake
+
+PARTITIONS = ["service", "day"]
+_KEY = "txmsg"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A data file as the log names it."""
+
+    path: str
+    service: str
+    day: dt.date
+    size: int
+    rows: int
+
+
+class LakeTable:
+    """A table of the lake: a Delta table of ours under `<lake>/<name>`."""
+
+    def __init__(self, lake: Lake, name: str, struct: t.StructType) -> None:
+        self.lake, self.name, self.struct = lake, name, struct
+        self.root = f"{lake.root}/{name}"
+        uri = lake.spec.uri
+        self.uri = self.root if is_local(uri) else f"{uri.rstrip('/')}/{name}"
+        self.options = dict(lake.spec.storage_options) or None
+
+    def load(self) -> DeltaTable | None:
+        """Return the table's present version, or None where there is none.
+
+        Raises EnvironmentFault for a newer schema, and for features of Delta that
+        reading by a list of files cannot honour.
+        """
+        try:
+            delta = DeltaTable(self.uri, storage_options=self.options)
+        except TableNotFoundError:
+            return None
+        except (OSError, deltalake.exceptions.DeltaError) as error:
+            raise EnvironmentFault(f"{self.uri} cannot be read: {error}") from error
+        version = int(delta.metadata().configuration.get("txmsg.version", 0))
+        if not version:
+            raise EnvironmentFault(f"{self.uri} is a Delta table, but not one of ours.")
+        if version > LAKE_VERSION:
+            raise EnvironmentFault(
+                f"{self.uri} has schema version {version}, and this django_txmsg knows "
+                f"{LAKE_VERSION}: upgrade it."
+            )
+        features = set(delta.protocol().reader_features or ())
+        if features & {"deletionVectors", "columnMapping"}:
+            raise EnvironmentFault(
+                f"{self.uri} uses {', '.join(sorted(features))}, which only a full "
+                "Delta reader can honour. Rewrite the table without them."
+            )
+        return delta
+
+    def ensure(self) -> DeltaTable:
+        """Return the table, made if need be, with all columns of its schema."""
+        delta = self.load()
+        wanted = arrow_schema(self.struct)
+        if delta is None:
+            delta = DeltaTable.create(
+                self.uri,
+                schema=wanted,
+                mode="ignore",
+                partition_by=PARTITIONS,
+                name=self.name,
+                configuration={"txmsg.version": str(LAKE_VERSION)},
+                storage_options=self.options,
+                raise_if_key_not_exists=False,
+            )
+            self._sync_log([0])
+        present = {field.name for field in delta.schema().fields}
+        fresh = [field for field in wanted if field.name not in present]
+        if fresh:
+            fields = deltalake.Schema.from_arrow(pa.schema(fresh)).fields
+            delta.alter.add_columns(fields)
+            delta = self.load()
+            assert delta is not None
+            self._sync_log([delta.version()])
+        return delta
+
+    def commit(
+        self,
+        delta: DeltaTable,
+        files: Iterable[LakeFile],
+        *,
+        metadata: dict[str, Any],
+        app: tuple[str, int] | None = None,
+        replaced: Iterable[Named] = (),
+    ) -> int:
+        """Name `files` in one log entry on top of `delta`, and return its version.
+
+        `app` is what the entry is known by: if anybody has committed under the same
+        name since `delta` was loaded, this raises CommitFailedError.
+        """
+        files = list(files)
+        before: int = delta.version()
+        sync(self.lake.files, self.lake.root, [f"{self.root}/{f.path}" for f in files])
+        actions: list[Any] = [
+            AddAction(
+                path=one.path,
+                size=one.size,
+                partition_values={"service": one.service, "day": one.day.isoformat()},
+                modification_time=one.modified_ms,
+                data_change=True,
+                stats=json.dumps({"numRecords": one.rows}),
+            )
+            for one in files
+        ]
+        now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
+        actions += [
+            RemoveAction(
+                path=one.path,
+                data_change=True,
+                deletion_timestamp=now,
+                partition_values={"service": one.service, "day": one.day.isoformat()},
+                size=one.size,
+            )
+            for one in replaced
+        ]
+        delta.create_write_transaction(
+            actions,
+            mode="append",
+            schema=delta.schema(),
+            partition_by=PARTITIONS,
+            commit_properties=CommitProperties(
+                custom_metadata={_KEY: json.dumps(metadata)},
+                app_transactions=[Transaction(*app, None)] if app else None,
+            ),
+        )
+        after = self.load()
+        assert after is not None
+        version: int = after.version()
+        # Among these is ours; others may have committed beside us.
+        self._sync_log(range(before + 1, version + 1))
+        return version
+
+    def _sync_log(self, versions: Iterable[int]) -> None:
+        log = f"{self.root}/_delta_log"
+        paths = [f"{log}/{number:020}.json" for number in versions]
+        sync(self.lake.files, self.lake.root, paths)
+
+    def last(self, delta: DeltaTable, app: str) -> int:
+        """Return the version that `app` has last committed under, or 0."""
+        return delta.transaction_version(app) or 0
+
+    def metadata_of(
+        self, delta: DeltaTable, key: str, value: Any
+    ) -> dict[str, Any] | None:
+        """Return the metadata of the newest log entry in which `key` is `value`."""
+        for entry in delta.history():
+            if _KEY in entry:
+                metadata: dict[str, Any] = json.loads(entry[_KEY])
+                if metadata.get(key) == value:
+                    return metadata
+        return None
+
+    def named(self, delta: DeltaTable | None = None) -> list[Named]:
+        """Return all files that the log names."""
+        delta = delta or self.load()
+        if delta is None:
+            return []
+        actions = pa.table(delta.get_add_actions(flatten=True))
+        if not actions.num_rows:
+            return []
+        return [
+            Named(
+                path=row["path"],
+                service=row["partition.service"],
+                day=row["partition.day"],
+                size=row["size_bytes"],
+                rows=row["num_records"] or 0,
+            )
+            for row in actions.to_pylist()
+        ]
+
+    def read(
+        self,
+        spark: SparkSession,
+        *,
+        services: Sequence[str] = (),
+        since: dt.date | None = None,
+        until: dt.date | None = None,
+    ) -> DataFrame:
+        """Return the committed rows, of some services and days. Columns that a file is
+        older than are null; service and day are the log's word, not a directory's."""
+        inner = t.StructType(
+            [f for f in self.struct.fields if f.name not in PARTITIONS]
+        )
+        parts: dict[tuple[str, dt.date], list[str]] = {}
+        for one in self.named():
+            if services and one.service not in services:
+                continue
+            if (since and one.day < since) or (until and one.day > until):
+                continue
+            parts.setdefault((one.service, one.day), []).append(self._address(one.path))
+        whole: DataFrame | None = None
+        for service in sorted({service for service, _ in parts}):
+            days = {
+                day: paths for (name, day), paths in parts.items() if name == service
+            }
+            paths = sorted(path for listed in days.values() for path in listed)
+            frame = spark.read.schema(inner).parquet(*paths)
+            day = sf.to_date(
+                sf.regexp_extract("_metadata.file_path", r"/day=([\d-]+)/", 1)
+            )
+            frame = frame.select(
+                "*", sf.lit(service).alias("service"), day.alias("day")
+            )
+            whole = frame if whole is None else whole.unionByName(frame)
+        if whole is None:
+            whole = spark.createDataFrame([], self.struct)
+        return whole.select(*self.struct.fieldNames())
+
+    def compact(self, service: str) -> int:
+        """Join a service's small files, day by day. Returns how many were joined."""
+        delta = self.load()
+        if delta is None:
+            return 0
+        done = delta.optimize.compact(partition_filters=[("service", "=", service)])
+        return int(done["numFilesRemoved"])
+
+    def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
+        """Delete files that the log named once, and does not for so many hours."""
+        delta = self.load()
+        if delta is None:
+            return []
+        return list(
+            delta.vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
+        )
+
+    def orphans(self, before: dt.datetime) -> list[str]:
+        """Return data files older than `before` that the log does not know."""
+        delta = self.load()
+        known = {one.path for one in self.named(delta)}
+        if delta is not None:
+            replaced = delta.vacuum(0, dry_run=True, enforce_retention_duration=False)
+            known |= set(replaced)
+        selector = fs.FileSelector(self.root, recursive=True, allow_not_found=True)
+        return sorted(
+            info.path
+            for info in self.lake.files.get_file_info(selector)
+            if info.type == fs.FileType.File
+            and info.path.endswith(".parquet")
+            and "/_delta_log/" not in info.path
+            and info.path.removeprefix(f"{self.root}/") not in known
+            and info.mtime is not None
+            and info.mtime < before
+        )
+
+    def _address(self, path: str) -> str:
+        uri = self.lake.spec.uri
+        return f"file://{self.root}/{path}" if is_local(uri) else f"{self.uri}/{path}"
+
+
+def app_name(job: str, service: str, table: str) -> str:
+    """Return the name under which a job's commits are counted in a log."""
+    return f"txmsg-{job}/{service}/{table}"
+
+
+__all__ = ["CommitFailedError", "LakeTable", "Named", "app_name"]

@@ -1,0 +1,68 @@
+"""Locks that end with their process, however it ends.
+
+In PostgreSQL a session's, beside a SQLite file a file's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .connection import Connection, connect_plain
+from .errors import EnvironmentFault
+from .spec import SourceSpec
+
+
+@contextmanager
+def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[None]:
+    """Hold the archive of a table alone. Raises EnvironmentFault at once when another
+    archiver holds it."""
+    refused = EnvironmentFault(
+        f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
+        "transaction-pooling proxy breaks this lock: give the pipeline a direct "
+        "connection.)"
+    )
+    if spec.vendor == "sqlite":
+        with Path(f"{spec.path}.{table}-archive.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise refused from None
+            yield
+        return
+    key = f"django_txmsg/archive/{table}"
+    if not connection.value(
+        "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", key
+    ):
+        raise refused
+    try:
+        yield
+    finally:
+        connection.forget("SELECT pg_advisory_unlock(hashtextextended(%s, 0))", key)
+
+
+@contextmanager
+def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
+    """Hold the lock by which `PipelineRun.interrupted` knows that a run is still under
+    way."""
+    connection = connect_plain(spec)
+    try:
+        if spec.vendor == "postgresql":
+            key = f"django_txmsg/run/{run_id}"
+            connection.rows("SELECT pg_advisory_lock(hashtextextended(%s, 0))", key)
+            yield
+            return
+        [[path]] = connection.rows(
+            "SELECT file FROM pragma_database_list WHERE name = 'main'"
+        )
+        lock = Path(f"{path}.run-{run_id}.lock")
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    finally:
+        connection.close()
