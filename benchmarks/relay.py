@@ -1,12 +1,14 @@
 """How fast the relay hands 10,000 stored messages to a broker, each with proof.
 
     python -m benchmarks.relay [--messages 10000] [--rounds 3] [--broker activemq]
+                               [--lanes N]  # instead of the setting's default
                                [--peer]     # beside django-outbox-pattern 3.2.1
 
 The bare producer sends the same bytes from memory, by the same batches, over the same
 number of connections, through the same client; what is missing in its way is Django
 and the database. The peer runs in an environment of its own that is made on demand;
-it neither makes its messages persistent nor asks for receipts.
+it neither makes its messages persistent nor asks for receipts. With the processes goes
+a line that says who had the processors: what cannot be idle cannot be faster.
 """
 
 from __future__ import annotations
@@ -19,23 +21,28 @@ import time
 import uuid
 from typing import Any
 
+from django_txmsg.conf import RelaySettings
+
 from . import stand
 
 BATCH = 500
-LANES = 2
+LANES = RelaySettings().LANES
 BODY = b"x" * 300
 
 
 def main() -> None:
     """Measure and print the table."""
+    global LANES
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--messages", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--broker", default="activemq", choices=["activemq", "rabbitmq"]
     )
+    parser.add_argument("--lanes", type=int, default=LANES)
     parser.add_argument("--peer", action="store_true")
     options = parser.parse_args()
+    LANES = options.lanes
     from tests import services
 
     kinds = {"activemq": services.ActiveMQ, "rabbitmq": services.RabbitMQ}
@@ -132,7 +139,7 @@ def bare_processes(url: str, count: int) -> float:
     destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
     seconds = together(
         2,
-        "from benchmarks import relay;"
+        f"from benchmarks import relay; relay.LANES = {LANES};"
         f"work = lambda: relay.produce({url!r}, {destination!r}, {count // 2})",
     )
     drain(url, destination, count)
@@ -159,12 +166,16 @@ def together(number: int, code: str) -> float:
     for one in running:
         assert one.stdout is not None
         assert one.stdout.readline() == "ready\n"
-    began = time.time()
+    before, began = stand.processor_seconds(), time.time()
     for one in running:
         assert one.stdin is not None
         one.stdin.write("go\n")
         one.stdin.flush()
-    ended = [float(one.communicate()[0]) for one in running]
+    ended = [float(one.stdout.readline()) for one in running if one.stdout]
+    had = stand.shares(before, stand.processor_seconds())
+    print(f"  {number} at work: {had}", file=sys.stderr, flush=True)
+    for one in running:
+        one.communicate()
     assert not any(one.returncode for one in running)
     return max(ended) - began
 
@@ -189,12 +200,14 @@ def produce(url: str, destination: str, count: int) -> None:
         "txmsg-created": "2026-01-01T00:00:00.000000+00:00",
     }
 
+    batches = iter(range(0, count, BATCH))
+
     def share() -> None:
         with (
             jms.ConnectionFactory(url).create_connection() as connection,
             connection.create_session() as session,
         ):
-            for _ in range(0, count // LANES, BATCH):
+            for start in batches:
                 outcomes = session.send_batch(
                     [
                         (
@@ -203,7 +216,7 @@ def produce(url: str, destination: str, count: int) -> None:
                                 BODY, {**headers, "txmsg-id": str(uuid.uuid4())}
                             ),
                         )
-                        for _ in range(BATCH)
+                        for _ in range(min(BATCH, count - start))
                     ]
                 )
                 assert not any(outcomes)

@@ -6,11 +6,13 @@ turn by turn, and only the ratio of the medians is worth quoting.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,28 @@ def turns(
                 flush=True,
             )
     return figures
+
+
+def processor_seconds() -> Counter[str]:
+    """Return the processor time used so far by program, and the idle time (Linux)."""
+    tick = os.sysconf("SC_CLK_TCK")
+    idle = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
+    used = Counter({"idle": sum(map(int, idle)) / tick})
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            before, _, after = file.read_text().rpartition(")")
+            # The kernel's threads change the rest of their names as they work.
+            program = before.partition("(")[2].partition("/")[0]
+            used[program] += sum(map(int, after.split()[11:13])) / tick
+    return used
+
+
+def shares(before: Counter[str], after: Counter[str]) -> str:
+    """Say who had which share of the processors between two looks."""
+    spent = {name: after[name] - before[name] for name in after}
+    total = sum(spent.values()) or 1.0
+    largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
 
 
 def table(

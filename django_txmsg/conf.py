@@ -30,7 +30,7 @@ class RelaySettings:
     """Seconds an idle relay waits before it looks again."""
     LEASE: float = 60.0
     """Seconds that claimed messages belong to one relay."""
-    LANES: int = 2
+    LANES: int = 4
     """Broker connections that one relay process sends over side by side."""
     MAX_ATTEMPTS: int = 7
     """Dispatches of a message the broker rejects, before it is dead."""

@@ -28,6 +28,11 @@ from .fields import (
     skip_locked_sql,
 )
 
+#: "Pending" in other words than those of the index that the claim walks: that one looks
+#: short to a planner that counted when nothing was pending, and it would be walked from
+#: end to end for a few ids or a key. The index of keys is in these words.
+PENDING_OTHERWISE = "COALESCE({0}dispatched_at, {0}dead_at) IS NULL"
+
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
@@ -73,9 +78,11 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now = now_sql(connection)
-        narrow = ""
+        narrow, pending = "", "c.dispatched_at IS NULL AND c.dead_at IS NULL"
+        earlier = PENDING_OTHERWISE.format("e.")
         parameters: list[Any] = [broker]
         if ids is not None:
+            pending = PENDING_OTHERWISE.format("c.")
             condition, values = ids_sql(connection, "c.id", ids)
             narrow += f" AND {condition}"
             parameters += values
@@ -92,13 +99,13 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         sql = f"""
             WITH {no_wait and no_wait + ","} picked AS MATERIALIZED (
                 SELECT c.id, c.due_at FROM {table} c
-                WHERE c.dispatched_at IS NULL AND c.dead_at IS NULL
+                WHERE {pending}
                   AND c.broker = %s AND c.due_at <= {now}
                   AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
                   AND (c.key = '' OR NOT EXISTS (
                       SELECT 1 FROM {table} e
-                      WHERE e.key = c.key AND e.id < c.id AND e.broker = c.broker
-                        AND e.dispatched_at IS NULL AND e.dead_at IS NULL
+                      WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
+                        AND e.broker = c.broker AND {earlier}
                         AND (e.due_at > c.due_at OR e.lease_until >= {now})))
                 ORDER BY c.due_at, c.id LIMIT %s {skip_locked_sql(connection)})
             UPDATE {table} AS o
@@ -106,8 +113,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             WHERE o.id IN (SELECT id FROM picked) AND {waits_not}
               AND (o.key = '' OR NOT EXISTS (
                   SELECT 1 FROM {table} e
-                  WHERE e.key = o.key AND e.id < o.id AND e.broker = o.broker
-                    AND e.dispatched_at IS NULL AND e.dead_at IS NULL
+                  WHERE e.key = o.key AND NOT (e.key = '') AND e.id < o.id
+                    AND e.broker = o.broker AND {earlier}
                     AND e.id NOT IN (SELECT id FROM picked)))
             RETURNING {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
                 {instant_text_sql(connection, "created_at")},
@@ -167,11 +174,11 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         # What was settled and is lost in a crash is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
+        pending = PENDING_OTHERWISE.format("")
         with connection.cursor() as cursor:
             cursor.execute(
                 f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
-                " AND lease_token = %s AND dispatched_at IS NULL AND dead_at IS NULL"
-                f" AND {waits_not}",
+                f" AND lease_token = %s AND {pending} AND {waits_not}",
                 [*values, *id_values, self._prepared("lease_token", token, connection)],
             )
             changed: int = cursor.rowcount

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import Q
-from django.db.models.functions import Now
+from django.db.models.functions import Coalesce, Now
+from django.db.models.lookups import IsNull
 
 from .claimed import ClaimingManager
 from .fields import (
@@ -88,9 +89,11 @@ class OutboxMessage(models.Model):
             models.Index(
                 fields=["due_at", "id"], condition=PENDING, name="txmsg_outbox_due"
             ),
+            # In the words of claimed.PENDING_OTHERWISE.
             models.Index(
                 fields=["key", "id"],
-                condition=PENDING & ~Q(key=""),
+                condition=~Q(key="")
+                & Q(IsNull(Coalesce("dispatched_at", "dead_at"), True)),
                 name="txmsg_outbox_key",
             ),
             models.Index(
