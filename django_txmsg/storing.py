@@ -80,6 +80,7 @@ def plain(row: NewMessage) -> bool:
 def gather(
     rows: list[NewMessage], alias: str, broker: str, *, derived: bool
 ) -> list[dt.datetime]:
+    """Let plain rows wait for `flush()`, and return when each was taken."""
     hook = _open_hook(alias, broker)
     if hook is None:
         hook = AfterCommit(alias, broker)

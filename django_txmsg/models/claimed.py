@@ -23,6 +23,7 @@ from .fields import (
     later_value,
     no_wait_sql,
     now_sql,
+    prepared,
     read_instant,
     read_uuid,
     skip_locked_sql,
@@ -88,7 +89,9 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             parameters += values
         if session_id is not None:
             narrow += " AND c.session_id = %s"
-            parameters.append(self._prepared("session_id", session_id, connection))
+            parameters.append(
+                prepared(self.model, "session_id", session_id, connection)
+            )
         if floor is not None:
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
@@ -123,7 +126,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         parameters += [
             limit,
             later_value(connection, lease),
-            self._prepared("lease_token", token, connection),
+            prepared(self.model, "lease_token", token, connection),
         ]
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
@@ -175,18 +178,15 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
         pending = PENDING_OTHERWISE.format("")
+        fence = prepared(self.model, "lease_token", token, connection)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"{with_no_wait} UPDATE {table} SET {assignments} WHERE {condition}"  # noqa: S608 - constants only
                 f" AND lease_token = %s AND {pending} AND {waits_not}",
-                [*values, *id_values, self._prepared("lease_token", token, connection)],
+                [*values, *id_values, fence],
             )
             changed: int = cursor.rowcount
         return changed
-
-    def _prepared(self, name: str, value: Any, connection: Any) -> Any:
-        field: Any = self.model._meta.get_field(name)
-        return field.get_db_prep_value(value, connection, prepared=False)
 
 
 _CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-3])

@@ -103,6 +103,12 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
     return f"no_wait AS MATERIALIZED ({off})", "(SELECT count(*) FROM no_wait) = 1"
 
 
+def prepared(model: type[models.Model], name: str, value: Any, connection: Any) -> Any:
+    """Return a value as the database takes it for a model's field."""
+    field: Any = model._meta.get_field(name)
+    return field.get_db_prep_save(value, connection)
+
+
 def ids_sql(connection: Any, column: str, ids: list[int]) -> tuple[str, list[Any]]:
     """Return a condition that `column` is one of `ids`, and its parameters."""
     if connection.vendor == "postgresql":

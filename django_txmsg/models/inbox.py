@@ -14,7 +14,7 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import XidField, ids_sql, no_wait_sql, now_sql
+from .fields import XidField, ids_sql, no_wait_sql, now_sql, prepared
 from .parked import ParkedManager
 from .seen import SEEN_COLUMNS, Seen, read_seen
 
@@ -52,11 +52,11 @@ class InboxManager(ParkedManager):
         for message in given.values():
             parameters += [
                 stage,
-                _prepared("message_id", message.id, connection),
+                prepared(self.model, "message_id", message.id, connection),
                 message.destination,
                 (message.correlation_id or "")[:255],
                 (message.service or "")[:255],
-                _prepared("created_at", message.created_at, connection),
+                prepared(self.model, "created_at", message.created_at, connection),
             ]
         again = "i.processed_at IS NOT NULL" if idempotent else "FALSE"
         runs = "i.dead_at IS NULL AND i.due_at IS NULL"
@@ -134,7 +134,7 @@ class InboxManager(ParkedManager):
         condition, parameters = "due_at IS NULL", [pk]
         if token is not None:
             condition = "lease_token = %s"
-            parameters = [pk, _prepared("lease_token", token, connection)]
+            parameters = [pk, prepared(self.model, "lease_token", token, connection)]
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
@@ -263,8 +263,3 @@ _PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
     " lease_until = NULL, lease_token = NULL"
 )
-
-
-def _prepared(name: str, value: Any, connection: Any) -> Any:
-    field: Any = InboxMessage._meta.get_field(name)
-    return field.get_db_prep_save(value, connection)

@@ -9,11 +9,10 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from django.db import connections, models
 
-from .fields import later_sql, later_value, now_sql, skip_locked_sql
+from .fields import later_sql, later_value, now_sql, prepared, skip_locked_sql
 from .seen import SEEN_COLUMNS, Seen, read_seen
 
 
@@ -49,8 +48,8 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
                 " WHERE id = %s AND processed_at IS NULL AND dead_at IS NULL",
                 [
                     later_value(connection, delay),
-                    self._prepared("headers", dict(headers), connection),
-                    self._prepared("body", body, connection),
+                    prepared(self.model, "headers", dict(headers), connection),
+                    prepared(self.model, "body", body, connection),
                     error,
                     pk,
                 ],
@@ -91,7 +90,7 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
                 sql,
                 [
                     later_value(connection, lease),
-                    self._prepared("lease_token", token, connection),
+                    prepared(self.model, "lease_token", token, connection),
                     stage,
                 ],
             )
@@ -116,7 +115,3 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
     def _table(self) -> str:
         table: str = self.model._meta.db_table
         return table
-
-    def _prepared(self, name: str, value: Any, connection: Any) -> Any:
-        field: Any = self.model._meta.get_field(name)
-        return field.get_db_prep_save(value, connection)

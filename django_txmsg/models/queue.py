@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from django.db import connections, models
 from django.db.models.functions import Now
 
-from .fields import ids_sql, later_sql, later_value, now_sql, skip_locked_sql
+from .fields import ids_sql, later_sql, later_value, now_sql, prepared, skip_locked_sql
 
 
 class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -39,7 +39,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
                 sql,
                 [
                     later_value(connection, lease),
-                    _prepared(token, connection),
+                    prepared(self.model, "lease_token", token, connection),
                     queue,
                     limit,
                 ],
@@ -83,10 +83,11 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     ) -> int:
         connection = connections[self.db]
         condition, id_values = ids_sql(connection, "id", list(ids))
+        fence = prepared(self.model, "lease_token", token, connection)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"{statement} WHERE {condition} AND lease_token = %s",
-                [*values, *id_values, _prepared(token, connection)],
+                [*values, *id_values, fence],
             )
             count: int = cursor.rowcount
         return count
@@ -134,8 +135,3 @@ class QueueSubscription(models.Model):
 
 
 _TABLE = QueueMessage._meta.db_table
-
-
-def _prepared(token: uuid.UUID, connection: Any) -> Any:
-    field: Any = QueueMessage._meta.get_field("lease_token")
-    return field.get_db_prep_value(token, connection)
