@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from django_txmsg import jms
 from tests import conftest, services
 from tests.faults import wait_until
+from tests.services import free_port
 from tests.services.stomp_server import ALLOWED, LIMITED_USER, StompServer
 
 
@@ -135,6 +137,27 @@ def test_a_server_ends_when_the_process_that_started_it_is_killed() -> None:
 
     wait_until(lambda: not psutil.pid_exists(int(pid)), message="PostgreSQL's end")
     wait_until(lambda: not Path(directory).exists(), message="its directory's end")
+
+
+PORTS = """
+import random
+from tests.services import free_port
+random.seed(1)
+print(*(free_port() for _ in range(120)))
+"""
+
+
+def test_a_process_is_never_given_the_ports_of_another() -> None:
+    random.seed(1)  # like the other: runs with one seed draw the same numbers
+    ours = {free_port() for _ in range(120)}
+
+    said = subprocess.check_output(
+        [sys.executable, "-c", PORTS], cwd=Path(__file__).parents[2], text=True
+    )
+    theirs = {int(port) for port in said.split()}
+
+    assert len(ours) == len(theirs) == 120
+    assert not ours & theirs
 
 
 class NotInstalled(services.Server):

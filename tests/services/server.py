@@ -14,12 +14,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import psutil
 
 from .keeper import KEEPER
+
+#: So many ports a process takes for itself at a time.
+BLOCK = 100
 
 
 class ServerFailedError(RuntimeError):
@@ -185,13 +189,44 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a port nobody listens on, below those the kernel hands to clients.
+    """Return a port nobody listens on, which nobody else is given either.
 
-    A client that retries a dead port of the kernel's range can meet its own outgoing
-    connection there, and a restarted server can find its port taken.
+    A server binds its ports seconds after they were found, and again after it was
+    killed: meanwhile they must not go to another server, of this run or of one beside.
     """
+    return next(_PORTS)
+
+
+def _ports() -> Iterator[int]:
+    """Yield the free ports of one block after the other, each port once.
+
+    The first port of a block is the lock on it, held as long as this process lives.
+    The blocks lie below the ports the kernel hands to clients: a client that retries
+    a dead port of the kernel's range can meet its own outgoing connection there.
+    """
+    blocks = random.SystemRandom()  # the tests' own seed may be that of another run
     while True:
-        port = random.randint(15000, 31999)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+        first = blocks.randrange(15000, 32000, BLOCK)
+        lock = _bound(first)
+        if lock is None:
+            continue
+        atexit.register(lock.close)
+        for port in range(first + 1, first + BLOCK):
+            probe = _bound(port)
+            if probe is not None:
+                probe.close()
+                yield port
+
+
+def _bound(port: int) -> socket.socket | None:
+    """Return a socket bound to the port of loopback, or None where it is taken."""
+    bound = socket.socket()
+    try:
+        bound.bind(("127.0.0.1", port))
+    except OSError:
+        bound.close()
+        return None
+    return bound
+
+
+_PORTS = _ports()
