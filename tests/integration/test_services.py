@@ -160,6 +160,49 @@ def test_a_process_is_never_given_the_ports_of_another() -> None:
     assert not ours & theirs
 
 
+class Leader(services.Server):
+    """A process that has started another, as a wrapper does."""
+
+    name = "leader"
+
+    @classmethod
+    def programs(cls) -> dict[str, Path | None]:
+        return {}
+
+    def prepare(self) -> None:
+        """It needs nothing."""
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        (self.directory / "other").unlink(missing_ok=True)
+        return self.spawn(["sh", "-c", "sleep 600 & echo $! > other; wait"])
+
+    def ready(self) -> bool:
+        return self.other() != ""
+
+    def other(self) -> str:
+        said = self.directory / "other"
+        return said.read_text() if said.exists() else ""
+
+
+def test_a_server_that_ended_by_itself_says_so_and_leaves_nothing_to_the_next(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    server = Leader()
+    server.start()
+    assert server.process is not None
+    server.process.kill()
+    server.process.wait(30)
+    other = int(server.other())
+    assert psutil.pid_exists(other)
+
+    server.start()
+
+    assert "leader ended by itself, -9" in capfd.readouterr().err
+    wait_until(lambda: not psutil.pid_exists(other), message="the other's end")
+    assert psutil.pid_exists(int(server.other()))
+    server.remove()
+
+
 class NotInstalled(services.Server):
     """A server whose program no machine has."""
 

@@ -6,12 +6,19 @@ import base64
 import hashlib
 import json
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
+from .keeper import KEEPER
 from .server import free_port
-from .stomp_server import ALLOWED, LIMITED_USER, PASSWORD, USER, StompServer
+from .stomp_server import (
+    ALLOWED,
+    LIMITED_USER,
+    PASSWORD,
+    USER,
+    StompServer,
+    accepts,
+)
 
 # Debian's wrapper in sbin changes the user; the program behind it does not.
 PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -69,18 +76,23 @@ class RabbitMQ(StompServer):
         )
 
     def launch(self) -> subprocess.Popen[bytes]:
-        if self._epmd is None:
+        if self._epmd is None or self._epmd.poll() is not None:
             # Our own port mapper: the node would start one that outlives it.
             self._epmd = self.spawn(
                 ["epmd", "-address", "127.0.0.1", "-port", str(self.epmd_port)]
             )
         return self.spawn([str(PROGRAM)], env=self._environment())
 
+    def ready(self) -> bool:
+        # It speaks STOMP before it listens for AMQP, and ends when it cannot.
+        return super().ready() and accepts(self.amqp_port)
+
     def remove(self) -> None:
         super().remove()
         if self._epmd is not None:
-            self._epmd.send_signal(signal.SIGKILL)
+            self._epmd.kill()
             self._epmd.wait(30)
+            KEEPER.forget(self._epmd.pid)
 
     def _environment(self) -> dict[str, str]:
         here = self.directory

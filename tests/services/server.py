@@ -88,6 +88,7 @@ class Server:
             # The report of a failed test shows it.
             code = self.process.returncode
             sys.stderr.write(f"{self.name} ended by itself, {code}:\n{self.log()}\n")
+            self._settle()
         absent = self.missing()
         if absent:
             raise ServerFailedError(absent)
@@ -97,11 +98,11 @@ class Server:
         self.process = self.launch()
         end = time.monotonic() + self.deadline
         pause = threading.Event()
-        while not self.ready():
-            if self.process.poll() is not None:
-                raise ServerFailedError(
-                    f"{self.name} ended with {self.process.returncode}:\n{self.log()}"
-                )
+        while not self.ready() or not self.running:
+            code = self.process.poll()
+            if code is not None:
+                self._settle()
+                raise ServerFailedError(f"{self.name} ended with {code}:\n{self.log()}")
             if time.monotonic() > end:
                 self.kill()
                 raise ServerFailedError(
@@ -128,7 +129,7 @@ class Server:
         """SIGKILL, the server and every process it started: a power cut."""
         if self.process is None:
             return
-        with contextlib.suppress(psutil.NoSuchProcess):
+        if self.running:  # or else its id may be somebody else's by now
             leader = psutil.Process(self.process.pid)
             family = [leader, *leader.children(recursive=True)]
             for member in family:

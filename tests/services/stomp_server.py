@@ -54,6 +54,7 @@ class StompServer(Server):
         return f"{scheme}://{user}:{password}@{where}{query}"
 
     def ready(self) -> bool:
+        """Tell whether it lets the user in, and listens for TLS, which comes after."""
         frame = (
             "CONNECT\naccept-version:1.2\nhost:/\n"
             f"login:{USER}\npasscode:{PASSWORD}\n\n\0"
@@ -62,6 +63,17 @@ class StompServer(Server):
             with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
                 connection.settimeout(5)
                 connection.sendall(frame.encode())
-                return connection.recv(9) == b"CONNECTED"
+                if connection.recv(9) != b"CONNECTED":
+                    return False
         except OSError:
             return False
+        return accepts(self.tls_port)
+
+
+def accepts(port: int) -> bool:
+    """Tell whether somebody listens on the port of loopback."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 2).close()
+    except OSError:
+        return False
+    return True
