@@ -14,9 +14,12 @@ def whole_log(frames: Sequence[DataFrame], struct: t.StructType) -> DataFrame:
 
     A row is in the lake and in the database for as long as its batch is committed and
     not yet purged. It has the same service, id and message id in both; a message that
-    was processed again has another id.
+    was processed again has another id. A frame alone has each row once: it is left as
+    it is, so that a condition on it reaches its files.
     """
     columns = struct.fieldNames()
+    if len(frames) == 1:
+        return frames[0].select(*columns)
     keys = ["service", "id", "message_id"]
     wanted = list(dict.fromkeys([*keys, *columns]))
     whole = reduce(
