@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import fs
 from pyspark.sql import SparkSession
 
-from django_txmsg.spark.jobs.archive import ArchiveOptions, Archiver, tasks
+from django_txmsg.spark.jobs.archive import ArchiveOptions, Archiver, tasks_on
 from django_txmsg.spark.jobs.batch_task import MANIFEST, BatchTask
 from django_txmsg.spark.lakefile import DayFiles
 from django_txmsg.spark.schemas import OUTBOX, Column
@@ -32,7 +32,7 @@ def fill(url: str, rows: int) -> None:
     there already."""
     with psycopg.connect(url, autocommit=True) as connection:
         there = connection.execute(
-            "SELECT count(*) FROM django_txmsg_outboxmessage"
+            "SELECT count(dispatched_at) FROM django_txmsg_outboxmessage"
         ).fetchone()
         if there == (rows,):
             return
@@ -119,7 +119,7 @@ class Bench:
         finally:
             pin(family(os.getpid()) | pids, everywhere)
 
-    def write_step(self, cores: int = 0) -> float:
+    def write_step(self, tasks: int = 0) -> float:
         """Write all rows as `archive` does, by day, without proof, log or purge."""
         archiver = self.archiver()
         now, horizon = archiver.ledger.clock()
@@ -132,7 +132,7 @@ class Bench:
             archiver.ledger.database, archiver.lake_spec, OUTBOX, "bench", work, False
         )
         started = time.monotonic()
-        parts = cores or tasks(self.spark)
+        parts = tasks or tasks_on(self.spark)
         places = self.spark.range(0, len(work), 1, parts)
         rows = places.mapInArrow(task, MANIFEST).groupBy().sum("rows").collect()
         spent = time.monotonic() - started

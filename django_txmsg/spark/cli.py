@@ -81,7 +81,12 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )
     archive.add_argument("--older-than", type=duration, help="default: the retention")
     archive.add_argument("--batch-rows", type=int, default=100_000)
-    archive.add_argument("--purges", type=int, default=2, help="deletes side by side")
+    archive.add_argument(
+        "--tasks", type=int, default=0,
+        help="tasks that write side by side; default: half the cores of one machine, "
+        "twice those of a cluster",
+    )  # fmt: skip
+    archive.add_argument("--purges", type=int, default=1, help="deletes side by side")
     archive.add_argument("--no-vacuum", action="store_true")
 
     reconcile = jobs.add_parser(

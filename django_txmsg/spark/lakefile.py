@@ -183,7 +183,10 @@ def hashes_of(
     schema = pa.schema([one.arrow for one in columns])
     with files.open_input_file(path) as stream:
         parquet = pq.ParquetFile(stream)
-        for batch in parquet.iter_batches(columns=schema.names, batch_size=32_768):
+        # A task has one core, and the others are not its own.
+        for batch in parquet.iter_batches(
+            columns=schema.names, batch_size=32_768, use_threads=False
+        ):
             ordered = batch.select(schema.names)
             yield ordered, row_hashes(ordered, columns)
 

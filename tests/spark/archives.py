@@ -17,7 +17,9 @@ from django_txmsg.spark.spec import LakeSpec
 from tests.spark.log import Log
 
 #: Small batches, several to a Spark job: every step happens more than once.
-SMALL = ArchiveOptions(timedelta(days=1), batch_rows=100, batches=2, vacuum=False)
+SMALL = ArchiveOptions(
+    timedelta(days=1), batch_rows=100, batches=2, tasks=2, purges=2, vacuum=False
+)
 
 
 def archive(

@@ -15,7 +15,7 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault, VerificationRefused
-from django_txmsg.spark.jobs.archive import ArchiveOptions
+from django_txmsg.spark.jobs.archive import ArchiveOptions, tasks_on
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
@@ -402,3 +402,8 @@ def test_a_transaction_still_open_is_waited_for(
 
     assert (first.rows, second.rows, first.refused) == (11, 5, [])
     assert SMALL.vacuum is False
+
+
+def test_on_one_machine_half_the_cores_are_the_databases(spark) -> None:
+    assert spark.sparkContext.master == "local[2]"
+    assert tasks_on(spark) == 1

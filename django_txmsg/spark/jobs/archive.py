@@ -35,14 +35,17 @@ def no_step(step: str) -> None:
 
 @dataclass(frozen=True)
 class ArchiveOptions:
-    """How an archive works. `purges` transactions delete side by side on PostgreSQL."""
+    """How an archive works. What works side by side has a server process beside it,
+    and takes the processors from whoever sends a message meanwhile."""
 
     older_than: timedelta
     batch_rows: int = 100_000
     batches: int = 0
-    """Batches that one Spark job writes; 0 is two for each of its tasks, of which each
-    core has two."""
-    purges: int = 2
+    """Batches that one Spark job writes; 0 is four for each core."""
+    tasks: int = 0
+    """Tasks that write side by side; 0 leaves it to `tasks_on()`."""
+    purges: int = 1
+    """Transactions that delete side by side, on PostgreSQL."""
     vacuum: bool = True
 
 
@@ -128,7 +131,7 @@ class Archiver:
         return self.result
 
     def _wave(self) -> int:
-        return self.options.batches or 2 * tasks(self.spark)
+        return self.options.batches or 4 * self.spark.sparkContext.defaultParallelism
 
     def _check_history(self) -> None:
         delta = self.place.load()
@@ -189,7 +192,7 @@ class Archiver:
             self.ledger.database, self.lake_spec, self.table, self.source.service, work
         )
         # Connecting takes as long as many rows: a task does so once.
-        parts = min(len(work), tasks(self.spark))
+        parts = min(len(work), self.options.tasks or tasks_on(self.spark))
         places = self.spark.range(0, len(work), 1, parts)
         return places.mapInArrow(task, MANIFEST).collect()
 
@@ -281,9 +284,14 @@ class Archiver:
         self.ledger.abandoned(batch)
 
 
-def tasks(spark: SparkSession) -> int:
-    """Return how many tasks write side by side, or wait for a core."""
-    return 2 * spark.sparkContext.defaultParallelism
+def tasks_on(spark: SparkSession) -> int:
+    """Return how many tasks write side by side, or wait for a core: two for each. On
+    one machine it is half its cores, since the database that is read needs the others.
+    """
+    cores = spark.sparkContext.defaultParallelism
+    if (spark.sparkContext.master or "").startswith("local"):
+        return max(1, cores // 2)
+    return 2 * cores
 
 
 def waiting(source: SourceSpec, table: Table, older_than: timedelta) -> int:

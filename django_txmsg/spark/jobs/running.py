@@ -96,6 +96,7 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
                 ArchiveOptions(
                     older_than=age,
                     batch_rows=given.batch_rows,
+                    tasks=given.tasks,
                     purges=given.purges,
                     vacuum=not given.no_vacuum,
                 ),
