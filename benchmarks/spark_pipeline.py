@@ -65,25 +65,26 @@ def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
 
 
 def measure_write(bench: Bench, count: int) -> None:
-    """The write step against COPY in one process, JDBC, and itself on one core."""
+    """The write step with two tasks a core against COPY in one process, JDBC, itself
+    with one task, and itself on one core."""
     ways: dict[str, Callable[[], float]] = {
-        "archive": bench.write_step, "copy": bench.copy_step,
-        "two a core": lambda: bench.write_step(4), "one core": bench.on_one_core,
+        "archive": lambda: bench.write_step(4), "copy": bench.copy_step,
+        "one task": bench.write_step, "one core": bench.on_one_core,
     }  # fmt: skip
     if JAR.exists():
         ways["jdbc"] = bench.jdbc_step
     found = turns(ways, count)
-    bench.write = found["archive"]
-    ours = f"{bench.rows / bench.write:,.0f} rows/s"
+    bench.write = found["one task"]
+    ours = f"{bench.rows / found['archive']:,.0f} rows/s"
     for name, measure, goal in (
         ("copy", "archive, write step; COPY in one process", "1.5"),
         ("jdbc", "archive, write step; spark.read.jdbc", "2"),
-        ("two a core", "archive, write step; two tasks for each core", ""),
+        ("one task", "archive, write step; one task, as it is on two cores", ""),
         ("one core", "archive, write step; all on one core", "1.3"),
     ):
         if name in found:
             other = f"{bench.rows / found[name]:,.0f} rows/s"
-            ratio = f"{found[name] / bench.write:.2f} x"
+            ratio = f"{found[name] / found['archive']:.2f} x"
             LINES.append((measure, ours, other, ratio, goal and f">= {goal} x"))
 
 
