@@ -30,6 +30,8 @@ _DESTINATION = re.compile(r"(?:topic:)?[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 # NUL ends a STOMP frame; the other control characters but \n, \r and \t have no use in
 # a header and break tools that read it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# No encoding of characters has a place for half a pair.
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -112,10 +114,10 @@ def check_key(key: object) -> str:
         return ""
     if not isinstance(key, str) or not key:
         raise InvalidMessage(f"key must be a non-empty string or None, not {key!r}.")
-    if len(key) > MAX_NAME_LENGTH or _CONTROL.search(key):
+    if len(key) > MAX_NAME_LENGTH or _CONTROL.search(key) or _SURROGATE.search(key):
         raise InvalidMessage(
             f"key {key[:80]!r} is longer than {MAX_NAME_LENGTH} characters or has a "
-            f"control character."
+            f"control character or half of a surrogate pair."
         )
     return key
 

@@ -152,11 +152,10 @@ def _prepare(
     broker: str,
     settings: conf.Settings,
 ) -> NewMessage:
-    unknown = given.keys() - _ARGUMENTS
-    if unknown or "destination" not in given or "body" not in given:
+    if not _NEEDED <= given.keys() <= _ARGUMENTS:
         raise InvalidMessage(
             f"A message is a dict with destination and body, and perhaps "
-            f"{', '.join(sorted(_ARGUMENTS - {'destination', 'body'}))}; "
+            f"{', '.join(sorted(_ARGUMENTS - _NEEDED))}; "
             f"got {', '.join(sorted(map(str, given)))}."
         )
     body, content_type = serializers.encode(given["body"])
@@ -200,6 +199,7 @@ def _prepare(
     )
 
 
+_NEEDED = frozenset({"destination", "body"})
 _ARGUMENTS = frozenset(
     {"destination", "body", "headers", "message_id", "key", "delay", "expires"}
 )

@@ -97,16 +97,17 @@ def _insert(
     rows: list[NewMessage], alias: str, new_ids: bool, derived: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, tuple[int, dt.datetime]]:
     """Insert rows; return the primary key and the creation of each, by message id."""
-    stored = OutboxMessage.objects.db_manager(alias).store(rows, new_ids=new_ids)
-    created = {message_id: (pk, instant) for pk, message_id, instant, _ in stored}
+    current = current_scope()
+    created, xid = OutboxMessage.objects.db_manager(alias).store(
+        rows, new_ids=new_ids, tell_transaction=current is not None
+    )
     missing = {row.message_id for row in rows} - created.keys()
     if not (missing <= set(derived) if missing else len(created) == len(rows)):
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
-    current = current_scope()
-    if current is not None and stored and stored[0][3] is not None:
-        current.transactions[alias] = str(stored[0][3])
+    if current is not None and xid is not None:
+        current.transactions[alias] = str(xid)
     return created
 
 

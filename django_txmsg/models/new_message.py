@@ -10,12 +10,12 @@ import datetime as dt
 import json
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import connections, models
+from django.db import IntegrityError, connections, models, transaction
 
-from ..wire import JSON
 from .fields import later_sql, later_value, now_sql, read_instant, read_uuid
 
 
@@ -41,155 +41,165 @@ class NewMessage:
     expires_at: dt.datetime | None = None
 
 
+#: By message id, the primary key of each inserted row and its creation; and the id of
+#: the transaction.
+Stored = tuple[dict[uuid.UUID, tuple[int, dt.datetime]], str | None]
+
+
 class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """Inserts what is sent."""
 
     def store(
-        self, rows: Sequence[NewMessage], *, new_ids: bool = False
-    ) -> list[tuple[int, uuid.UUID, dt.datetime, str | None]]:
-        """Insert rows, in a few statements, in their order.
+        self,
+        rows: Sequence[NewMessage],
+        *,
+        new_ids: bool = False,
+        tell_transaction: bool = False,
+    ) -> Stored:
+        """Insert rows, in their order, inside the open transaction.
 
-        Returns id, message id, creation and, on PostgreSQL, the transaction's id of
-        those inserted: a message id that is there already is left out, and spoils
-        nothing. `new_ids` says that none can be.
+        Returns those inserted: a message id that is there already is left out, and
+        spoils nothing. `new_ids` says that none can be. `tell_transaction` asks for
+        the transaction's id too, which only PostgreSQL knows.
         """
         connection, table = connections[self.db], self.model._meta.db_table
-        as_json = connection.vendor == "postgresql" and len(rows) >= _WORTH_JSON
-        most = connection.features.max_query_params or 32_000
-        size = _JSON_ROWS if as_json else max(1, most // (len(_STORED) + 2))
-        insert = _insert_json if as_json else _insert_values
-        stored: list[tuple[int, uuid.UUID, dt.datetime, str | None]] = []
         with connection.cursor() as cursor:
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
-                sql, parameters = insert(connection, table, part)
-                if new_ids and as_json:
-                    # Ids ascend in the order of the rows; to return and to read three
-                    # columns of each would cost as much as a third of the INSERT.
-                    cursor.execute(_ALL_IN_ONE.format(insert=sql), parameters)
-                    ids, created_at, xid = cursor.fetchone()
-                    stored += [
-                        (pk, row.message_id, created_at, xid)
-                        for pk, row in zip(ids, part, strict=True)
-                    ]
-                    continue
-                if not new_ids:
-                    sql += " ON CONFLICT DO NOTHING"
-                cursor.execute(
-                    f"{sql} RETURNING id, message_id, created_at, created_xid",
-                    parameters,
-                )
-                stored += [
-                    (pk, read_uuid(message_id), read_instant(created_at), xid)
-                    for pk, message_id, created_at, xid in cursor.fetchall()
-                ]
-        return stored
+            if len(rows) >= _WORTH_COPY and hasattr(cursor, "copy"):
+                if new_ids:
+                    return _copy(connection, cursor, table, rows)
+                # One is there already: an INSERT leaves it out.
+                with suppress(IntegrityError), transaction.atomic(using=self.db):
+                    return _copy(connection, cursor, table, rows)
+            returning = ["id", "created_at"]
+            returning += ["created_xid"] * tell_transaction
+            returning += ["message_id"] * (not new_ids)
+            return _insert(connection, cursor, table, rows, returning)
 
 
-_STORED = (
-    "message_id",
-    "replay_id",
-    "broker",
-    "destination",
-    "key",
-    "correlation_id",
-    "session_id",
-    "headers",
-    "content_type",
-    "body",
-    "attempts",
-    "last_error",
+_REQUIRED = "message_id, broker, destination, content_type, body"
+_OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
+_COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
+#: From how many rows on a COPY, which asks for their ids first, is cheaper.
+_WORTH_COPY = 8
+#: Parameters of a row at most.
+_MOST = 12
+_COPIED_TYPES = (
+    *("int8", "timestamptz", "timestamptz", "timestamptz"),
+    *("uuid", "text", "text", "text", "bytea"),
+    *("text", "text", "text", "uuid", "jsonb", "int4", "text"),
 )
-_COLUMNS = ", ".join(_STORED)
-_INSERT = f"INSERT INTO {{table}} ({_COLUMNS}, created_at, due_at, expires_at)"
-_PLACEHOLDERS = ", ".join(["%s"] * (len(_STORED) - 2))
-#: From how many rows on one JSON parameter is cheaper, and how many fit a statement.
-_WORTH_JSON, _JSON_ROWS = 8, 1000
-_ALL_IN_ONE = """
-    WITH stored AS ({insert} RETURNING id, created_at, created_xid)
-    SELECT array_agg(id ORDER BY id), min(created_at), min(created_xid::text)
-    FROM stored
-"""
 
 
-def _insert_values(
-    connection: Any, table: str, rows: Sequence[NewMessage]
-) -> tuple[str, list[Any]]:
+def _insert(
+    connection: Any,
+    cursor: Any,
+    table: str,
+    rows: Sequence[NewMessage],
+    returning: list[str],
+) -> Stored:
+    stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
+    xid: str | None = None
+    some = "message_id" in returning
+    size = (connection.features.max_query_params or 30_000) // _MOST
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        values, parameters = _values(connection, part)
+        cursor.execute(
+            f"INSERT INTO {table} ({_COLUMNS}, created_at, due_at, expires_at)"  # noqa: S608 - constants only
+            f" VALUES {values}{' ON CONFLICT DO NOTHING' if some else ''}"
+            f" RETURNING {', '.join(returning)}",
+            parameters,
+        )
+        found = cursor.fetchall()
+        if some:
+            ids = [read_uuid(row[-1]) for row in found]
+        else:
+            ids = [row.message_id for row in part]
+        for message_id, row in zip(ids, found, strict=True):
+            stored[message_id] = row[0], read_instant(row[1])
+        if found and "created_xid" in returning:
+            xid = found[0][2]
+    return stored, xid
+
+
+def _values(connection: Any, rows: Sequence[NewMessage]) -> tuple[str, list[Any]]:
     native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
     values: list[str] = []
     parameters: list[Any] = []
     for row in rows:
-        session_id = row.session_id
+        identity, session_id = row.message_id, row.session_id
         parameters += [
-            row.message_id if native else row.message_id.hex,
-            row.replay_id,
+            identity if native else identity.hex,
             row.broker,
             row.destination,
-            row.key,
-            row.correlation_id,
-            session_id if native or session_id is None else session_id.hex,
-            json.dumps(row.headers) if row.headers else "{}",
             row.content_type,
             row.body,
         ]
-        times = [now, now, "NULL"]
+        places = ["%s, %s, %s, %s, %s"]
+        for value, empty in (
+            (row.replay_id, "''"),
+            (row.key, "''"),
+            (row.correlation_id, "''"),
+            (session_id if native or not session_id else session_id.hex, "NULL"),
+            (row.headers and json.dumps(row.headers), "'{}'"),
+        ):
+            # Mostly they are empty, and to pass a parameter costs more.
+            places.append("%s" if value else empty)
+            if value:
+                parameters.append(value)
+        places += ["0, ''", now, later if row.delay else now]
         if row.delay:
-            times[1] = later
             parameters.append(later_value(connection, row.delay))
+        places.append("NULL" if row.expiry is None else later)
         if row.expiry is not None:
-            times[2] = later
             parameters.append(later_value(connection, row.expiry))
-        values.append(f"({_PLACEHOLDERS}, 0, '', {', '.join(times)})")
-    return f"{_INSERT.format(table=table)} VALUES {', '.join(values)}", parameters
+        values.append(f"({', '.join(places)})")
+    return ", ".join(values), parameters
 
 
-def _insert_json(
-    connection: Any, table: str, rows: Sequence[NewMessage]
-) -> tuple[str, list[Any]]:
-    """One parameter instead of thousands, which cost more to quote than to insert."""
+def _copy(
+    connection: Any, cursor: Any, table: str, rows: Sequence[NewMessage]
+) -> Stored:
+    """Insert by COPY (psycopg 3), which neither parses nor returns anything a row."""
+    from psycopg.types.json import Jsonb
+
+    cursor.execute(
+        "SELECT array_agg(nextval(name)), clock_timestamp(), pg_current_xact_id()::text"
+        " FROM (SELECT pg_get_serial_sequence(%s, 'id')::regclass AS name OFFSET 0) s,"
+        " generate_series(1, %s) GROUP BY name",
+        [table, len(rows)],
+    )
+    numbers, now, xid = cursor.fetchone()
+    numbers.sort()
+    no_headers = Jsonb({})
     records = [
-        {
-            "n": number,
-            "message_id": str(row.message_id),
-            "replay_id": row.replay_id,
-            "broker": row.broker,
-            "destination": row.destination,
-            "key": row.key,
-            "correlation_id": row.correlation_id,
-            "session_id": None if row.session_id is None else str(row.session_id),
-            "headers": row.headers,
-            "content_type": row.content_type,
-            "text": (text := _json_text(row)),
-            "body": None if text is not None else row.body.hex(),
-            "delay": row.delay,
-            "expiry": row.expiry,
-        }
-        for number, row in enumerate(rows)
+        (
+            pk,
+            now,
+            now + dt.timedelta(seconds=row.delay) if row.delay else now,
+            None if row.expiry is None else now + dt.timedelta(seconds=row.expiry),
+            row.message_id,
+            row.broker,
+            row.destination,
+            row.content_type,
+            row.body,
+            row.replay_id,
+            row.key,
+            row.correlation_id,
+            row.session_id,
+            Jsonb(row.headers) if row.headers else no_headers,
+            0,
+            "",
+        )
+        for pk, row in zip(numbers, rows, strict=True)
     ]
-    now = now_sql(connection)
-    sql = f"""
-        {_INSERT.format(table=table)}
-        SELECT message_id, replay_id, broker, destination, key, correlation_id,
-            session_id, headers, content_type,
-            COALESCE(convert_to(text, 'UTF8'), decode(body, 'hex')), 0, '',
-            {now}, {now} + make_interval(secs => delay),
-            {now} + make_interval(secs => expiry)
-        FROM json_to_recordset(%s::json) AS r(n int, message_id uuid, replay_id text,
-            broker text, destination text, key text, correlation_id text,
-            session_id uuid, headers jsonb, content_type text, text text, body text,
-            delay float8, expiry float8)
-        ORDER BY n
-    """  # noqa: S608 - constants only
-    return sql, [json.dumps(records)]
-
-
-def _json_text(row: NewMessage) -> str | None:
-    """Return a JSON body as text, half as long as hexadecimal; None for what a text
-    cannot be, whatever its content type says."""
-    if row.content_type != JSON or b"\0" in row.body:
-        return None
-    try:
-        return row.body.decode()
-    except UnicodeDecodeError:
-        return None
+    into = f"{table} (id, created_at, due_at, expires_at, {_COLUMNS})"
+    with (
+        connection.wrap_database_errors,
+        cursor.copy(f"COPY {into} FROM STDIN (FORMAT BINARY)") as copy,
+    ):
+        copy.set_types(_COPIED_TYPES)
+        for record in records:
+            copy.write_row(record)
+    return {record[4]: (record[0], now) for record in records}, xid

@@ -98,16 +98,56 @@ def test_the_second_store_of_an_id_is_refused_and_the_transaction_goes_on() -> N
     assert Order.objects.exists()
 
 
-def test_of_many_with_one_duplicate_none_is_stored() -> None:
-    message_id = uuid.uuid4()
+# Few are an INSERT of values; many are a COPY where the database has one.
+FEW_AND_MANY = pytest.mark.parametrize("count", [3, 20])
+
+
+@FEW_AND_MANY
+def test_of_many_with_one_duplicate_none_is_stored(count: int) -> None:
+    ids = [uuid.uuid4() for _ in range(count)]
     with transaction.atomic():
-        send_message("orders", 0, message_id=message_id)
-        with pytest.raises(DuplicateMessage, match=str(message_id)):
+        send_message("orders", 0, message_id=ids[1])
+        with pytest.raises(DuplicateMessage, match=str(ids[1])):
             send_messages(
                 {"destination": "orders", "body": n, "message_id": one}
-                for n, one in enumerate([uuid.uuid4(), message_id, uuid.uuid4()])
+                for n, one in enumerate(ids)
             )
-    assert OutboxMessage.objects.count() == 1
+        with pytest.raises(DuplicateMessage, match=str(ids[0])):
+            send_messages(
+                {"destination": "orders", "body": n, "message_id": ids[0]}
+                for n in range(count)
+            )
+        Order.objects.create(number="1")
+    assert OutboxMessage.objects.count() == Order.objects.count() == 1
+
+
+@FEW_AND_MANY
+def test_few_and_many_are_stored_whole(count: int) -> None:
+    hour, day = dt.timedelta(hours=1), dt.timedelta(days=1)
+    full: dict[str, Any] = {
+        "destination": "orders",
+        "headers": {"tenant": 'ü "7"\n', "correlation-id": "c\\1"},
+        "key": "%s ü",
+        "delay": hour,
+        "expires": day,
+    }
+    bodies = [b"\x00\\\xff", {"a": "%s\\ü"}]
+    with transaction.atomic():
+        sent = send_messages({**full, "body": bodies[n % 2]} for n in range(count))
+        sent += send_messages({"destination": "o", "body": b""} for n in range(count))
+    rows = list(OutboxMessage.objects.order_by("id"))
+    assert [row.message_id for row in rows] == [one.id for one in sent]
+    for number, row in enumerate(rows[:count]):
+        assert bytes(row.body) == [bodies[0], r'{"a":"%s\\ü"}'.encode()][number % 2]
+        assert row.headers == {"tenant": 'ü "7"\n'}
+        assert (row.key, row.correlation_id) == ("%s ü", "c\\1")
+        assert row.expires_at is not None
+        assert abs(row.due_at - row.created_at - hour) < dt.timedelta(seconds=1)
+        assert abs(row.expires_at - row.created_at - day) < dt.timedelta(seconds=1)
+    for row in rows[count:]:
+        assert (bytes(row.body), row.headers, row.key) == (b"", {}, "")
+        assert (row.expires_at, row.session_id, row.attempts) == (None, None, 0)
+        assert row.due_at - row.created_at < dt.timedelta(seconds=1)
 
 
 def test_a_thousand_are_a_few_inserts(
@@ -135,6 +175,7 @@ def test_a_thousand_are_a_few_inserts(
         ({"destination": ""}, "destination"),
         ({"key": ""}, "key"),
         ({"key": 7}, "key"),
+        ({"key": "half \ud800"}, "surrogate"),
         ({"delay": 5}, "delay"),
         ({"expires": dt.timedelta(seconds=-1)}, "expires"),
         ({"message_id": "not a uuid"}, "message_id"),
