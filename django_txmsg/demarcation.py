@@ -21,6 +21,8 @@ from .stages import TransactionDefinition
 
 log = logging.getLogger("django_txmsg.demarcation")
 
+#: psycopg's TransactionStatus of a connection without a transaction.
+_IDLE = 0
 #: psycopg's TransactionStatus INERROR, where COMMIT means ROLLBACK, and UNKNOWN, where
 #: the connection is gone.
 _SPOILED = (3, 4)
@@ -79,15 +81,41 @@ _BLOCK = (
 )
 
 
+def begins_early(using: str) -> bool:
+    """Return whether the statement before a stage's transaction can begin it as well:
+    several to a round trip, which psycopg 3 sends as long as it binds by itself."""
+    connection: Any = connections[using]
+    return (
+        connection.vendor == "postgresql"
+        and not connection.in_atomic_block
+        and connection.get_autocommit()
+        and hasattr(connection.connection, "pgconn")
+        and not connection.features.uses_server_side_binding
+    )
+
+
+def abandon(using: str) -> None:
+    """Roll back what was begun early, if no `Demarcation` has taken it over."""
+    connection: Any = connections[using]
+    if connection.connection is None or connection.in_atomic_block:
+        return
+    if connection.connection.info.transaction_status != _IDLE:
+        connection.rollback()
+
+
 class Demarcation:
     """A context manager that may be entered once.
 
-    On leaving without an exception it commits; `committed` says that it did, even
-    when a hook that ran after the commit raised, which is logged and not propagated.
+    `begun` says that the server has begun the transaction already. On leaving without
+    an exception it commits; `committed` says that it did, even when a hook that ran
+    after the commit raised, which is logged and not propagated.
     """
 
-    def __init__(self, definition: TransactionDefinition) -> None:
+    def __init__(
+        self, definition: TransactionDefinition, *, begun: bool = False
+    ) -> None:
         self._definition = definition
+        self._begun = begun
         self._connection: Any = connections[definition.using]
         self._atomic = transaction.Atomic(definition.using, True, False)
         self._lazy = False
@@ -97,6 +125,13 @@ class Demarcation:
 
     def __enter__(self) -> Demarcation:
         connection = self._connection
+        if self._begun:
+            self._open_block()
+            # Django's word for it; psycopg itself has nothing to begin any more.
+            connection.autocommit = False
+            self.employed = True
+            connection.on_commit(self._note_commit)
+            return self
         self._discard_stale()
         # In a project's TestCase the block is a savepoint.
         self._outermost = not connection.in_atomic_block
@@ -116,7 +151,8 @@ class Demarcation:
         traceback: TracebackType | None,
     ) -> None:
         connection = self._connection
-        connection.execute_wrappers.remove(self._on_query)
+        if not self._begun:
+            connection.execute_wrappers.remove(self._on_query)
         try:
             if self._lazy:
                 self._leave_unused(error)
@@ -156,15 +192,19 @@ class Demarcation:
         if suspect and not connection.is_usable():
             connection.close()
 
+    def _open_block(self) -> None:
+        connection = self._connection
+        connection.in_atomic_block = True
+        connection.commit_on_exit = True
+        connection.needs_rollback = False
+        connection.atomic_blocks.append(self._atomic)
+
     def _enter_lazily(self) -> None:
         """Open the block as Atomic would, but leave the connection to the first query:
         `connect()` then begins the transaction and takes the block over."""
         connection = self._connection
         self._lazy = True
-        connection.in_atomic_block = True
-        connection.commit_on_exit = True
-        connection.needs_rollback = False
-        connection.atomic_blocks.append(self._atomic)
+        self._open_block()
         connect = type(connection).connect
 
         def connect_and_begin() -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 
-from django.db import connections
+from django.db import DatabaseError, connections
 from django.utils import timezone
 
 from . import arrival as arrivals
 from . import conf, signals, storing, tracing, wire
 from .arrival import Arrival, Duplicate, Outcome, Processed
 from .brokers.base import Outgoing
-from .demarcation import Demarcation, guarded
+from .demarcation import Demarcation, abandon, begins_early, guarded
 from .errors import (
     BrokerError,
     BrokerUnavailable,
@@ -56,26 +56,22 @@ def process(arrival: Arrival) -> Outcome:
         message = arrivals.read(arrival.delivery, stage)
     except DecodeError as error:
         return bury(arrival, None, error.reason, Failure.of(error))
-    seen = _record(arrival, message)
-    if seen is not None:
-        if _nothing_to_do(arrival, seen):
-            _ship_what_is_left(arrival, message)
-            return Duplicate()
-        if seen.attempt > stage.policy.max_attempts:
-            return bury(arrival, seen, "worker_lost", _worker_lost(stage))
-        if arrivals.expired(message, arrival.delivery, seen.now):
-            failure = Failure.because("expired", "expired before it was processed")
-            return bury(arrival, seen, "expired", failure)
+    seen, begun = _record(arrival, message)
+    if seen is not None and (outcome := _foregone(arrival, message, seen)):
+        return outcome
     while True:
         attempt = seen.attempt if seen else 1
         began = time.monotonic()
         try:
-            return _run(arrival, message.attempted(attempt), seen)
+            return _run(arrival, message.attempted(attempt), seen, begun)
         except LostRace:
             return Duplicate()
         except BrokerUnavailable:
             raise
         except HANDLER_ERRORS as error:
+            if begun:
+                abandon(arrival.using)
+            begun = False
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:
@@ -84,17 +80,56 @@ def process(arrival: Arrival) -> Outcome:
             message = arrivals.read(arrival.delivery, stage)
 
 
-def _record(arrival: Arrival, message: Message) -> Seen | None:
+def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
     """Count the arrival durably. Stages without an inbox do so only for messages that
-    arrived before, so that they need no database as long as all goes well."""
+    arrived before, so that they need no database as long as all goes well.
+
+    Returns what is known of the message, and whether its transaction has begun.
+    """
     if arrival.parked is not None:
-        return arrival.parked.seen
-    outbox_mode = arrival.stage.transaction == "outbox"
-    if not outbox_mode and not arrivals.came_before(arrival.delivery):
-        return None
-    inbox = InboxMessage.objects.db_manager(arrival.using)
-    recorded = inbox.record(arrival.stage.name, [message], idempotent=not outbox_mode)
-    return recorded[message.id]
+        return arrival.parked.seen, False
+    stage, using = arrival.stage, arrival.using
+    inbox = InboxMessage.objects.db_manager(using)
+    if stage.transaction != "outbox":
+        if not arrivals.came_before(arrival.delivery):
+            return None, False
+        return inbox.record(stage.name, [message], idempotent=True)[message.id], False
+    if begins_early(using):
+        try:
+            seen, taken = inbox.record_and_begin(
+                stage.name, message, stage.definition.isolation
+            )
+        except DatabaseError:
+            # A lock's time-out, perhaps: once more, step by step.
+            abandon(using)
+        else:
+            if taken and not _reason_not_to_run(arrival, message, seen):
+                return seen, True
+            abandon(using)
+            return seen, False
+    return inbox.record(stage.name, [message])[message.id], False
+
+
+def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
+    """Return what becomes of a message without running its stage; None to run it."""
+    match _reason_not_to_run(arrival, message, seen):
+        case "settled":
+            _ship_what_is_left(arrival, message)
+            return Duplicate()
+        case "worker_lost" as reason:
+            return bury(arrival, seen, reason, _worker_lost(arrival.stage))
+        case "expired" as reason:
+            failure = Failure.because(reason, "expired before it was processed")
+            return bury(arrival, seen, reason, failure)
+    return None
+
+
+def _reason_not_to_run(arrival: Arrival, message: Message, seen: Seen) -> str:
+    if _nothing_to_do(arrival, seen):
+        return "settled"
+    if seen.attempt > arrival.stage.policy.max_attempts:
+        return "worker_lost"
+    return "expired" if arrivals.expired(message, arrival.delivery, seen.now) else ""
 
 
 def _nothing_to_do(arrival: Arrival, seen: Seen) -> bool:
@@ -127,7 +162,9 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
         )
 
 
-def _run(arrival: Arrival, message: Message, seen: Seen | None) -> Processed:
+def _run(
+    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+) -> Processed:
     """Begin, run the stage, commit: the database first, then the broker."""
     stage, session = arrival.stage, arrival.session
     began = time.monotonic()
@@ -140,8 +177,8 @@ def _run(arrival: Arrival, message: Message, seen: Seen | None) -> Processed:
             stage.handler(message)
             employed = False
         else:
-            with Demarcation(stage.definition) as demarcation:
-                if stage.transaction == "outbox":
+            with Demarcation(stage.definition, begun=begun) as demarcation:
+                if stage.transaction == "outbox" and not begun:
                     assert seen is not None
                     if not inbox.take(seen.id, arrival.token):
                         raise LostRace

@@ -43,6 +43,47 @@ class InboxManager(ParkedManager):
         than one attempt. `idempotent` stages run again what they have processed.
         """
         connection = connections[self.db]
+        sql, parameters = self._recording(stage, messages, idempotent)
+        no_wait, waits_not = no_wait_sql(connection)
+        if no_wait:
+            sql = f"WITH {no_wait} {sql}, {waits_not}"
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            seen = [read_seen(row[:8]) for row in cursor.fetchall()]
+        return {one.message_id: one for one in seen}
+
+    def record_and_begin(
+        self, stage: str, message: Message, isolation: str | None
+    ) -> tuple[Seen, bool]:
+        """Record an arrival, commit that, begin the stage's transaction and take the
+        row in it: `record()` and `take()` in one round trip instead of three.
+
+        Returns what was recorded, and whether the row is taken. The transaction is
+        open in any case: `Demarcation` takes it over, or the caller rolls it back. For
+        a connection of psycopg 3 that is outside of any block (`begins_early()`).
+        """
+        connection = connections[self.db]
+        recording, parameters = self._recording(stage, [message], False)
+        level = f" ISOLATION LEVEL {isolation}" if isolation else ""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"BEGIN; SET LOCAL synchronous_commit = off; {recording}; COMMIT;"  # noqa: S608 - constants only
+                f" BEGIN{level};"
+                f" UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))}"
+                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {_OPEN}",
+                [*parameters, message.id, stage],
+            )
+            cursor.nextset()
+            cursor.nextset()
+            seen = read_seen(cursor.fetchone()[:8])
+            while cursor.nextset():
+                pass
+            return seen, bool(cursor.rowcount)
+
+    def _recording(
+        self, stage: str, messages: Sequence[Message], idempotent: bool
+    ) -> tuple[str, list[Any]]:
+        connection = connections[self.db]
         now = now_sql(connection)
         given = {message.id: message for message in messages}
         rows = ", ".join(
@@ -75,13 +116,7 @@ class InboxManager(ParkedManager):
                 started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
             RETURNING {SEEN_COLUMNS.format(now=now)}
         """  # noqa: S608 - constants only
-        no_wait, waits_not = no_wait_sql(connection)
-        if no_wait:
-            sql = f"WITH {no_wait} {sql}, {waits_not}"
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            seen = [read_seen(row[:8]) for row in cursor.fetchall()]
-        return {one.message_id: one for one in seen}
+        return sql, parameters
 
     def start_again(self, pk: int) -> int:
         """Count another attempt in place, as blocking redelivery makes. Returns it."""

@@ -1,0 +1,82 @@
+"""The statement that counts an attempt begins the stage's transaction as well."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection, connections, transaction
+
+from django_txmsg.message import Message
+from django_txmsg.models import InboxMessage
+from django_txmsg.redelivery import RedeliveryPolicy
+from tests.app.models import Effect
+from tests.running import committing, declared, put, step
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+@pytest.mark.postgresql
+def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
+    """Both begin in one round trip, and are two transactions nevertheless."""
+    statements: list[str] = []
+
+    def note(execute: Any, sql: str, *rest: Any) -> Any:
+        if "inboxmessage" in sql:
+            statements.append(sql.split()[0])
+        return execute(sql, *rest)
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name="done", message_id=str(message.id))
+        with connections["default"].copy().cursor() as other:
+            other.execute(
+                "SELECT attempts, processed_at FROM django_txmsg_inboxmessage"
+            )
+            assert other.fetchall() == [(message.delivery_attempt, None)]
+            other.connection.close()
+        if message.delivery_attempt == 1:
+            raise ValueError
+
+    policy = RedeliveryPolicy(initial_delay=0.0, mode="blocking")
+    with declared(handler, redelivery=policy) as stage:
+        put(stage.destination)
+        with connection.execute_wrapper(note):
+            step(stage, parked=False)
+        assert not connection.in_atomic_block
+        assert connection.get_autocommit()
+    # The second attempt is counted by its own statement, and then takes the row.
+    assert statements[0] == "BEGIN;"
+    assert statements[-2:] == ["UPDATE", "UPDATE"]
+    assert InboxMessage.objects.get().attempts == 2
+    assert Effect.objects.count() == 1
+
+
+@pytest.mark.postgresql
+def test_a_locks_time_out_leaves_no_transaction_behind() -> None:
+    message_id = uuid.uuid4()
+    other = connections["default"].copy()
+    with declared(lambda _: None) as stage:
+        put(stage.destination, message_id=message_id)
+        with connection.cursor() as cursor, other.cursor() as elsewhere:
+            elsewhere.execute("BEGIN")
+            elsewhere.execute(
+                "INSERT INTO django_txmsg_inboxmessage (stage, message_id, destination,"
+                " correlation_id, service, deliveries, attempts, last_error)"
+                " VALUES (%s, %s, '', '', '', 1, 1, '')",
+                [stage.name, message_id],
+            )
+            cursor.execute("SET lock_timeout = '20ms'")
+            try:
+                with pytest.raises(OperationalError, match="lock timeout"):
+                    step(stage, parked=False)
+                assert not connection.in_atomic_block
+                with transaction.atomic():
+                    Effect.objects.create(name="next", message_id="")
+            finally:
+                cursor.execute("SET lock_timeout = 0")
+                elsewhere.execute("ROLLBACK")
+        other.close()
+        step(stage, parked=False)
+    assert InboxMessage.objects.get().state == "processed"
+    assert Effect.objects.get().name == "next"
