@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import uuid
 from typing import Any
 
 import environ
@@ -16,7 +17,7 @@ BODY = {"order": "A-1", "text": "x" * 270}
 
 database: dict[str, Any] = environ.Env.db_url_config(os.environ["TXMSG_BENCH_DATABASE"])
 database["CONN_MAX_AGE"] = None
-database["ATOMIC_REQUESTS"] = KIND in ("atomic", "direct")
+database["ATOMIC_REQUESTS"] = KIND in ("atomic", "direct", "hand")
 settings.configure(
     ALLOWED_HOSTS=["*"],
     DATABASES={"default": database},
@@ -66,6 +67,10 @@ def place(request: HttpRequest) -> HttpResponse:
             send_message(destination, BODY)
         else:
             send_directly(destination)
+    if KIND == "hand":
+        rows = [Order(number=uuid.uuid4().hex, note="x" * 400) for _ in range(2)]
+        Order.objects.bulk_create(rows)
+        send_directly("bench.control")
     return HttpResponse(status=201)
 
 
