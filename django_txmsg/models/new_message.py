@@ -72,8 +72,10 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                     return _copy(connection, cursor, table, rows)
             returning = ["id", "created_at"]
             returning += ["created_xid"] * tell_transaction
-            returning += ["message_id"] * (not new_ids)
-            return _insert(connection, cursor, table, rows, returning)
+            # Of a lone row one knows whose answer it is.
+            returning += ["message_id"] * (len(rows) > 1 or not new_ids)
+            conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
+            return _insert(connection, cursor, table, rows, conflict, returning)
 
 
 _REQUIRED = "message_id, broker, destination, content_type, body"
@@ -95,30 +97,25 @@ def _insert(
     cursor: Any,
     table: str,
     rows: Sequence[NewMessage],
+    conflict: str,
     returning: list[str],
 ) -> Stored:
     stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
     xid: str | None = None
-    some = "message_id" in returning
     size = (connection.features.max_query_params or 30_000) // _MOST
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         values, parameters = _values(connection, part)
         cursor.execute(
             f"INSERT INTO {table} ({_COLUMNS}, created_at, due_at, expires_at)"  # noqa: S608 - constants only
-            f" VALUES {values}{' ON CONFLICT DO NOTHING' if some else ''}"
-            f" RETURNING {', '.join(returning)}",
+            f" VALUES {values} {conflict} RETURNING {', '.join(returning)}",
             parameters,
         )
-        found = cursor.fetchall()
-        if some:
-            ids = [read_uuid(row[-1]) for row in found]
-        else:
-            ids = [row.message_id for row in part]
-        for message_id, row in zip(ids, found, strict=True):
-            stored[message_id] = row[0], read_instant(row[1])
-        if found and "created_xid" in returning:
-            xid = found[0][2]
+        for answer in cursor.fetchall():
+            one = dict(zip(returning, answer, strict=True))
+            message_id = read_uuid(one.get("message_id", part[0].message_id))
+            stored[message_id] = one["id"], read_instant(one["created_at"])
+            xid = one.get("created_xid", xid)
     return stored, xid
 
 
