@@ -73,8 +73,8 @@ class InboxManager(ParkedManager):
                 f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {_OPEN}",
                 [*parameters, message.id, stage],
             )
-            cursor.nextset()
-            cursor.nextset()
+            for _passed in ("BEGIN", "SET"):
+                cursor.nextset()
             seen = read_seen(cursor.fetchone()[:8])
             while cursor.nextset():
                 pass
