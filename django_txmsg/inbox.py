@@ -57,8 +57,10 @@ def process(arrival: Arrival) -> Outcome:
     except DecodeError as error:
         return bury(arrival, None, error.reason, Failure.of(error))
     seen, begun = _record(arrival, message)
-    if seen is not None and (outcome := _foregone(arrival, message, seen)):
-        return outcome
+    if seen is not None and not begun:
+        outcome = _foregone(arrival, message, seen)
+        if outcome is not None:
+            return outcome
     while True:
         attempt = seen.attempt if seen else 1
         began = time.monotonic()

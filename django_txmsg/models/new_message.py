@@ -67,7 +67,7 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
             if len(rows) >= _WORTH_COPY and hasattr(cursor, "copy"):
                 if new_ids:
                     return _copy(connection, cursor, table, rows)
-                # One is there already: an INSERT leaves it out.
+                # Where one is there already, the INSERT below leaves it out.
                 with suppress(IntegrityError), transaction.atomic(using=self.db):
                     return _copy(connection, cursor, table, rows)
             returning = ["id", "created_at"]

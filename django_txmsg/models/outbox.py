@@ -12,9 +12,7 @@ from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
 from .claimed import ClaimingManager
-from .fields import (
-    XidField,
-)
+from .fields import XidField
 from .new_message import StoringManager
 
 PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
