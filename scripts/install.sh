@@ -52,6 +52,7 @@ absent_packages() {
     [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || echo rabbitmq-server
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb \
         >/dev/null 2>&1 || echo postgresql
+    command -v pgbouncer >/dev/null || [ -x /usr/sbin/pgbouncer ] || echo pgbouncer
     command -v chromium >/dev/null || echo chromium
     command -v chromedriver >/dev/null || echo chromium-driver
     command -v java >/dev/null || echo openjdk-17-jre-headless
@@ -112,7 +113,7 @@ test)
     install_servers
     make_environment
     pip_install --editable \
-        '.[celery,example,opentelemetry,postgres,prometheus,spark,stomp,test]'
+        '.[celery,docs,example,opentelemetry,postgres,prometheus,spark,stomp,test]'
     ;;
 *)
     say "usage: scripts/install.sh demo|test"
