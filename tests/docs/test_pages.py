@@ -12,7 +12,7 @@ from django.core.management import get_commands, load_command_class
 from django.dispatch import Signal
 
 from django_txmsg import conf, errors, signals, wire
-from tests.docs.pages import PAGES, ROOT, anchors, links
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
 
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -126,3 +126,14 @@ def test_the_public_names_are_in_the_readme() -> None:
 
     assert [name for name in django_txmsg.__all__ if name not in readme] == []
     assert get_type_hints(conf.Settings)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
+def test_what_the_first_example_sends_somebody_consumes(name: str) -> None:
+    """Else a reader's first sight of the console is an alarm that never ends."""
+    code = "\n".join(b.code for b in blocks(ROOT / name) if b.language == "python")
+    sent = set(re.findall(r'send_message\(\s*"([^"]+)"', code))
+    sent |= set(re.findall(r'"destination": "([^"]+)"', code))
+    consumed = set(re.findall(r'@stage\(\s*"([^"]+)"', code))
+    assert sent
+    assert sent <= consumed

@@ -1,0 +1,88 @@
+"""The permissions of the how-to are enough for a service, and not more."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from django_txmsg.brokers import make_broker
+from django_txmsg.brokers.base import Broker, Outgoing
+from django_txmsg.errors import BrokerUnavailable, DispatchRejected
+from tests import services
+from tests.docs.pages import ROOT
+
+PAGE = (ROOT / "docs" / "how-to" / "secure-the-broker.md").read_text()
+COMMANDS = [
+    shlex.split(line)[2:]
+    for line in PAGE.splitlines()
+    if line.startswith("$ rabbitmqctl")
+]
+SOON = 30.0
+
+
+@pytest.fixture(scope="module")
+def shop(rabbitmq: services.RabbitMQ) -> Broker:
+    """The broker as the service `shop` may use it, by the page's commands."""
+    for command in COMMANDS:
+        given = "secret\n" if command[0] == "add_user" else None
+        rabbitmq.control(*command, given=given)
+    url = rabbitmq.url(user="shop", password="secret", dialect="rabbitmq")
+    return make_broker("tested", url)
+
+
+def send(broker: Broker, destination: str) -> Any:
+    """Send one message, and return what went wrong with it."""
+    with broker.open() as session:
+        return session.send([Outgoing(destination, {}, b"1")])[0]
+
+
+def receives(broker: Broker, destination: str, subscriber: str | None = None) -> bool:
+    """Take one message; raise when it may not be read."""
+    with broker.open(subscriber=subscriber) as session:
+        session.subscribe(destination, prefetch=1, subscriber=subscriber)
+        if subscriber:
+            assert send(broker, destination) is None
+        delivery = session.receive(SOON)
+        if delivery is not None:
+            session.ack([delivery])
+        return delivery is not None
+
+
+def test_the_page_has_both_commands() -> None:
+    assert [command[0] for command in COMMANDS] == ["add_user", "set_permissions"]
+
+
+@pytest.mark.parametrize("queue", ["shop.ship", "shop.txmsg.control"])
+def test_it_may_use_its_own_queues(shop: Broker, queue: str) -> None:
+    assert send(shop, queue) is None
+    assert receives(shop, queue)
+
+
+def test_it_may_use_topics(shop: Broker) -> None:
+    assert receives(shop, "topic:orders.placed", subscriber="shop.on-order")
+
+
+def test_it_may_send_where_it_is_said(shop: Broker) -> None:
+    assert send(shop, "payments.charge") is None
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda shop: receives(shop, "payments.charge"),
+        lambda shop: receives(shop, "billing.txmsg.control"),
+        lambda shop: receives(shop, "topic:orders.placed", "billing.on-order"),
+    ],
+    ids=["another queue", "another control queue", "another subscription"],
+)
+def test_it_may_read_nothing_else(shop: Broker, act: Callable[[Broker], Any]) -> None:
+    with pytest.raises(BrokerUnavailable, match="refused"):
+        act(shop)
+
+
+@pytest.mark.parametrize("queue", ["bank.transfer", "billing.txmsg.control"])
+def test_it_may_send_nowhere_else(shop: Broker, queue: str) -> None:
+    assert isinstance(send(shop, queue), DispatchRejected)
