@@ -138,7 +138,7 @@ class Bench:
         spent = time.monotonic() - started
         assert rows[0][0] == self.rows
         with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute("DELETE FROM django_txmsg_archivebatch")
+            connection.execute("DELETE FROM django_txmsg_archivemark")
         archiver.ledger.close()
         return spent
 

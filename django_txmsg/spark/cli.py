@@ -88,6 +88,14 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     archive.add_argument("--purges", type=int, default=1, help="deletes side by side")
     archive.add_argument("--no-vacuum", action="store_true")
+    archive.add_argument(
+        "--stuck-after", type=duration, default=dt.timedelta(hours=6),
+        help="a transaction that is open for longer and holds rows back is a finding",
+    )  # fmt: skip
+    archive.add_argument(
+        "--accept-loss", action="store_true",
+        help="go on with a lake that has lost batches for good",
+    )  # fmt: skip
 
     reconcile = jobs.add_parser(
         "reconcile", parents=[common], help="compare what was sent and received"
@@ -111,12 +119,16 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     replay.add_argument("--where", required=True, help="a Spark SQL condition")
     replay.add_argument(
         "--from", dest="table", choices=("outbox", "dead_letters"), default="outbox",
-        help="the lake's outbox, or the open dead letters of the database",
+        help="the outbox in database and lake, or the open dead letters",
     )  # fmt: skip
     replay.add_argument("--as", dest="mode", choices=("same", "copy"), default="same")
     replay.add_argument("--rate", type=float, default=0, help="messages a second")
     replay.add_argument("--limit", type=int, default=0)
     replay.add_argument("--name", default="", help="the same name stores nothing twice")
+    replay.add_argument(
+        "--replayed", action="store_true",
+        help="choose also among what was replayed or redelivered before",
+    )  # fmt: skip
 
     send = jobs.add_parser("send", parents=[common], help="one message for each row")
     send.add_argument("--from", dest="path", required=True, help="the dataset")
@@ -129,7 +141,9 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         "--id", dest="identity", default="", help="columns, comma-separated"
     )
     send.add_argument("--rate", type=float, default=0)
-    send.add_argument("--name", default="")
+    send.add_argument(
+        "--name", required=True, help="what it is; the same name stores nothing twice"
+    )
     send.add_argument("--broker", default="default")
 
     sweep = jobs.add_parser("sweep", parents=[common], help="tidy the lake")

@@ -12,9 +12,13 @@ from .errors import EnvironmentFault
 from .laketable import LakeTable
 from .schemas import LAKE_VERSION
 from .spec import LakeSpec
-from .storage import filesystem, sync
+from .storage import place_of, sync
 
 MARKER = "_txmsg.json"
+
+
+class NoLake(EnvironmentFault):
+    """There is nothing at the lake's address."""
 
 
 class Lake:
@@ -22,7 +26,8 @@ class Lake:
 
     def __init__(self, spec: LakeSpec, *, create: bool = False) -> None:
         self.spec = spec
-        self.files, self.root = filesystem(spec.uri)
+        self.place = place_of(spec)
+        self.files, self.root = self.place.files, self.place.root
         self._check_marker(create)
 
     def _check_marker(self, create: bool) -> None:
@@ -51,7 +56,7 @@ class Lake:
                 f"but {len(others)} other entries. Name an empty place."
             )
         if not create:
-            raise EnvironmentFault(
+            raise NoLake(
                 f"There is no lake at {self.spec.uri} yet. `archive` makes it."
             )
         # Others may be making it as well: nobody is to see half a marker.

@@ -7,8 +7,8 @@ failed or a second attempt leaves is named by no log entry and swept later.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +24,9 @@ from .schemas import Column
 
 #: Open files of one task. Rows in the order of their ids need one or two at a time.
 MAX_OPEN = 64
-#: Rows that are written together, as a row group.
+#: Rows, and bytes, that are written together as a row group, and read back together.
 GROUP_ROWS = 32_768
+GROUP_BYTES = 64 << 20
 _DAY = 86_400_000_000
 _FIRST_DAY = dt.date(1970, 1, 1)
 
@@ -40,11 +41,19 @@ class LakeFile:
     size: int
     rows: int
     modified_ms: int
+    batch: int | None = None
+    """The archive's batch that all of its rows are of."""
 
 
-def directory_of(service: str, day: dt.date) -> str:
-    """Return the directory of a service's day. The log holds the exact name."""
-    return f"service={re.sub(r'[^A-Za-z0-9_.-]', '_', service)}/day={day.isoformat()}"
+def directory_of(service: str, day: dt.date | None = None) -> str:
+    """Return the directory of a service, or of its day. The log holds the exact name.
+
+    No two services share one: what `sweep` removes is its own service's.
+    """
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", service)
+    if plain != service:
+        plain += "-" + hashlib.sha256(service.encode()).hexdigest()[:8]
+    return f"service={plain}" + (f"/day={day.isoformat()}" if day else "")
 
 
 class DayFiles:
@@ -66,15 +75,20 @@ class DayFiles:
         self._open: dict[dt.date, tuple[str, Any, Any]] = {}
         self._closed: list[LakeFile] = []
         self._waiting: list[pa.RecordBatch] = []
-        self._waiting_rows = 0
+        self._waiting_rows = self._waiting_bytes = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append a batch, now or with those that follow."""
         self.rows += batch.num_rows
-        self._waiting.append(batch)
-        self._waiting_rows += batch.num_rows
-        if self._waiting_rows >= GROUP_ROWS:
-            self._flush()
+        # A batch may itself be larger than a row group ought to be.
+        step = max(1, batch.num_rows * GROUP_BYTES // max(batch.nbytes, GROUP_BYTES))
+        for start in range(0, batch.num_rows, step):
+            part = batch.slice(start, step)
+            self._waiting.append(part)
+            self._waiting_rows += part.num_rows
+            self._waiting_bytes += part.nbytes
+            if self._waiting_rows >= GROUP_ROWS or self._waiting_bytes >= GROUP_BYTES:
+                self._flush()
 
     def close(self) -> list[LakeFile]:
         """Close all files and return them."""
@@ -88,7 +102,7 @@ class DayFiles:
         if not self._waiting_rows:
             return
         rows = self.complete(pa.Table.from_batches(self._waiting))
-        self._waiting, self._waiting_rows = [], 0
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
         days = pa.array(
             rows[self.clock].cast(pa.int64()).to_numpy() // _DAY, pa.int32()
         )
@@ -110,11 +124,7 @@ class DayFiles:
             )
             self.files.create_dir(f"{self.root}/{directory}", recursive=True)
             stream = self.files.open_output_stream(f"{self.root}/{path}")
-            writer = pq.ParquetWriter(
-                stream, schema, compression="zstd", compression_level=1,
-                use_dictionary=_repetitive(schema), write_statistics=True,
-            )  # fmt: skip
-            self._open[day] = (path, stream, writer)
+            self._open[day] = (path, stream, parquet_writer(stream, schema))
         return self._open[day][2]
 
     def _close(self, day: dt.date) -> None:
@@ -134,6 +144,14 @@ class DayFiles:
                 modified_ms=int(info.mtime.timestamp() * 1000) if info.mtime else 0,
             )
         )
+
+
+def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
+    """Return a writer of a lake file."""
+    return pq.ParquetWriter(
+        stream, schema, compression="zstd", compression_level=1,
+        use_dictionary=_repetitive(schema), write_statistics=True,
+    )  # fmt: skip
 
 
 def _repetitive(schema: pa.Schema) -> list[str]:
@@ -163,11 +181,12 @@ def prove(
     """Read files back and sum up their rows' checksums. Raises VerificationRefused for
     a file that does not hold as many rows as it says."""
     total = checksum = 0
+    schema = pa.schema([one.arrow for one in columns])
     for one in written:
         rows = 0
-        for _, hashes in hashes_of(files, f"{root}/{one.path}", columns):
-            rows += len(hashes)
-            checksum += sum(hashes)
+        for batch in rows_of(files, f"{root}/{one.path}", schema.names):
+            rows += batch.num_rows
+            checksum += sum(row_hashes(batch, columns))
         if rows != one.rows:
             raise VerificationRefused(
                 f"{one.path} holds {rows} rows on reading back, not {one.rows}."
@@ -176,21 +195,21 @@ def prove(
     return Proof(total, checksum)
 
 
-def hashes_of(
-    files: fs.FileSystem, path: str, columns: Sequence[Column]
-) -> Iterator[tuple[pa.RecordBatch, list[int]]]:
-    """Yield a file's batches with the checksum of each row."""
-    schema = pa.schema([one.arrow for one in columns])
+def rows_of(
+    files: fs.FileSystem, path: str, names: Sequence[str] | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Yield a file's rows, of bounded size whoever has written it, with the columns in
+    the order of `names`, or all."""
     with files.open_input_file(path) as stream:
         parquet = pq.ParquetFile(stream)
-        # A task has one core, and the others are not its own.
-        for batch in parquet.iter_batches(
-            columns=schema.names, batch_size=32_768, use_threads=False
-        ):
-            ordered = batch.select(schema.names)
-            yield ordered, row_hashes(ordered, columns)
-
-
-def elapsed(since: float) -> float:
-    """Return the seconds since a reading of the monotonic clock."""
-    return time.monotonic() - since
+        for group in range(parquet.num_row_groups):
+            described = parquet.metadata.row_group(group)
+            rows, size = described.num_rows, max(1, described.total_byte_size)
+            # A task has one core, and the others are not its own.
+            for batch in parquet.iter_batches(
+                batch_size=max(1, min(GROUP_ROWS, rows * GROUP_BYTES // size)),
+                row_groups=[group],
+                columns=names,
+                use_threads=False,
+            ):
+                yield batch if names is None else batch.select(names)

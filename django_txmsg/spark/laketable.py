@@ -12,21 +12,21 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import deltalake
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
-from pyarrow import fs
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 from pyspark.sql import types as t
 
 from .errors import EnvironmentFault
-from .lakefile import LakeFile
+from .lakefile import LakeFile, directory_of
 from .schemas import LAKE_VERSION, arrow_schema
-from .storage import is_local, sync
+from .storage import insist_on, sync
 
 if TYPE_CHECKING:
     from .lake import Lake
@@ -44,6 +44,8 @@ class Named:
     day: dt.date
     size: int
     rows: int
+    batches: tuple[int, int] | None = None
+    """The lowest and the highest batch of its rows, where the log says so."""
 
 
 class LakeTable:
@@ -52,9 +54,8 @@ class LakeTable:
     def __init__(self, lake: Lake, name: str, struct: t.StructType) -> None:
         self.lake, self.name, self.struct = lake, name, struct
         self.root = f"{lake.root}/{name}"
-        uri = lake.spec.uri
-        self.uri = self.root if is_local(uri) else f"{uri.rstrip('/')}/{name}"
-        self.options = dict(lake.spec.storage_options) or None
+        self.uri = lake.place.delta(name)
+        self.options = dict(lake.place.options) or None
 
     def load(self) -> DeltaTable | None:
         """Return the table's present version, or None where there is none.
@@ -95,7 +96,11 @@ class LakeTable:
                 mode="ignore",
                 partition_by=PARTITIONS,
                 name=self.name,
-                configuration={"txmsg.version": str(LAKE_VERSION)},
+                configuration={
+                    "txmsg.version": str(LAKE_VERSION),
+                    # Which batches there are is read from it: none is forgotten.
+                    "delta.setTransactionRetentionDuration": "interval 36500 days",
+                },
                 storage_options=self.options,
                 raise_if_key_not_exists=False,
             )
@@ -126,6 +131,8 @@ class LakeTable:
         """
         files = list(files)
         before: int = delta.version()
+        there = {f"{self.root}/{one.path}": one.size for one in files}
+        insist_on(self.lake.files, there)
         sync(self.lake.files, self.lake.root, [f"{self.root}/{f.path}" for f in files])
         actions: list[Any] = [
             AddAction(
@@ -134,7 +141,7 @@ class LakeTable:
                 partition_values={"service": one.service, "day": one.day.isoformat()},
                 modification_time=one.modified_ms,
                 data_change=True,
-                stats=json.dumps({"numRecords": one.rows}),
+                stats=json.dumps(_stats(one)),
             )
             for one in files
         ]
@@ -164,6 +171,14 @@ class LakeTable:
         version: int = after.version()
         # Among these is ours; others may have committed beside us.
         self._sync_log(range(before + 1, version + 1))
+        # Through the log, as every reader will: these very files, and still there.
+        named = {f"{self.root}/{one.path}" for one in self.named(after)}
+        if missing := sorted(there.keys() - named):
+            raise EnvironmentFault(
+                f"{self.uri} was to name {missing[0]}, and does not: the log of this "
+                "table is another's, or somebody has taken the file out at once."
+            )
+        insist_on(self.lake.files, there)
         return version
 
     def _sync_log(self, versions: Iterable[int]) -> None:
@@ -175,17 +190,6 @@ class LakeTable:
         """Return the version that `app` has last committed under, or 0."""
         return delta.transaction_version(app) or 0
 
-    def metadata_of(
-        self, delta: DeltaTable, key: str, value: Any
-    ) -> dict[str, Any] | None:
-        """Return the metadata of the newest log entry in which `key` is `value`."""
-        for entry in delta.history():
-            if _KEY in entry:
-                metadata: dict[str, Any] = json.loads(entry[_KEY])
-                if metadata.get(key) == value:
-                    return metadata
-        return None
-
     def named(self, delta: DeltaTable | None = None) -> list[Named]:
         """Return all files that the log names."""
         delta = delta or self.load()
@@ -196,13 +200,28 @@ class LakeTable:
             return []
         return [
             Named(
-                path=row["path"],
+                # The log has it as a URI has it, whoever wrote it.
+                path=unquote(row["path"]),
                 service=row["partition.service"],
                 day=row["partition.day"],
                 size=row["size_bytes"],
                 rows=row["num_records"] or 0,
+                batches=_batches(row),
             )
             for row in actions.to_pylist()
+        ]
+
+    def of_batches(self, service: str, after: int, until: int) -> list[Named]:
+        """Return a service's files that hold, or may hold, rows of the batches above
+        `after` up to `until`."""
+        return [
+            one
+            for one in self.named()
+            if one.service == service
+            and (
+                one.batches is None
+                or (one.batches[0] <= until and one.batches[1] > after)
+            )
         ]
 
     def read(
@@ -231,7 +250,9 @@ class LakeTable:
                 day: paths for (name, day), paths in parts.items() if name == service
             }
             paths = sorted(path for listed in days.values() for path in listed)
-            frame = spark.read.schema(inner).parquet(*paths)
+            # A path is a path, whatever characters the lake's own has.
+            reader = spark.read.schema(inner).option("__globPaths__", "false")
+            frame = reader.parquet(*paths)
             day = sf.to_date(
                 sf.regexp_extract("_metadata.file_path", r"/day=([\d-]+)/", 1)
             )
@@ -260,28 +281,50 @@ class LakeTable:
             delta.vacuum(hours, dry_run=dry_run, enforce_retention_duration=False)
         )
 
-    def orphans(self, before: dt.datetime) -> list[str]:
-        """Return data files older than `before` that the log does not know."""
+    def orphans(self, service: str, before: dt.datetime) -> list[str]:
+        """Return a service's files older than `before` that the log has never named:
+        those that the Delta library itself would vacuum. Another service's may belong
+        to a job of its own that is under way."""
         delta = self.load()
-        known = {one.path for one in self.named(delta)}
-        if delta is not None:
-            replaced = delta.vacuum(0, dry_run=True, enforce_retention_duration=False)
-            known |= set(replaced)
-        selector = fs.FileSelector(self.root, recursive=True, allow_not_found=True)
-        return sorted(
+        if delta is None:
+            return []
+        once_named = set(self._vacuumed(delta, 0, full=False))
+        unnamed = set(self._vacuumed(delta, 0, full=True)) - once_named
+        own = {directory_of(service), f"service={service}"}
+        paths = [
+            f"{self.root}/{path}"
+            for path in sorted(unnamed)
+            if (first := path.partition("/")[0]) in own or unquote(first) in own
+        ]
+        return [
             info.path
-            for info in self.lake.files.get_file_info(selector)
-            if info.type == fs.FileType.File
-            and info.path.endswith(".parquet")
-            and "/_delta_log/" not in info.path
-            and info.path.removeprefix(f"{self.root}/") not in known
-            and info.mtime is not None
-            and info.mtime < before
+            for info in self.lake.files.get_file_info(paths)
+            if info.mtime is not None and info.mtime < before
+        ]
+
+    @staticmethod
+    def _vacuumed(delta: DeltaTable, hours: int, *, full: bool) -> list[str]:
+        return delta.vacuum(
+            hours, dry_run=True, enforce_retention_duration=False, full=full
         )
 
     def _address(self, path: str) -> str:
-        uri = self.lake.spec.uri
-        return f"file://{self.root}/{path}" if is_local(uri) else f"{self.uri}/{path}"
+        return f"{self.lake.place.uri}/{self.name}/{path}"
+
+
+def _stats(file: LakeFile) -> dict[str, Any]:
+    """Return what the log says of a file's rows. Readers skip by it."""
+    stats: dict[str, Any] = {"numRecords": file.rows}
+    if file.batch is not None:
+        number = {"batch_id": file.batch}
+        stats |= {"minValues": number, "maxValues": number}
+        stats["nullCount"] = {"batch_id": 0}
+    return stats
+
+
+def _batches(row: dict[str, Any]) -> tuple[int, int] | None:
+    low, high = row.get("min.batch_id"), row.get("max.batch_id")
+    return None if low is None or high is None else (low, high)
 
 
 def app_name(job: str, service: str, table: str) -> str:

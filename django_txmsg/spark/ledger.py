@@ -1,22 +1,23 @@
-"""The archive's ledger: batches and their states, the lock, and the purge with proof.
+"""The database's side of the archive: what is due, the purge with proof, and the mark.
 
-Plain SQL on the tables of `models/archive.py`, for PostgreSQL and SQLite. Every change
-of a batch's state is fenced by its attempt, so that an archiver that has lost its lock
-without knowing changes nothing any more.
+The lake's log is the ledger: batch n is its commit n. Here is one number for each table
+and lake, `purged_through`: batches up to it are settled. It moves in the transaction
+that deletes. Plain SQL on the table of `models/archive.py`, for PostgreSQL and SQLite.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import sqlite3
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from .connection import Connection, connect_plain
-from .errors import EnvironmentFault, VerificationRefused
+from .errors import EnvironmentFault
 from .lock import archiving
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
@@ -24,35 +25,63 @@ from .source.database import open_database
 from .source.sqlite import instant_text, read_rows
 from .spec import SourceSpec
 
-_BATCHES = "django_txmsg_archivebatch"
-_FIELDS = (
-    "id, first_id, last_id, cutoff, horizon, state, token, attempt, lake_version, rows,"
-    " checksum"
-)
+_MARKS = "django_txmsg_archivemark"
+#: A batch has no more bytes of bodies than this, and one row more.
+BATCH_BYTES = 1 << 30
+
+
+#: What a row is: a database that was restored gives its ids anew.
+Row = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A frozen range of one table's settled rows."""
+    """A frozen range of one table's settled rows, on its way to be commit `number`."""
 
-    id: int
+    number: int
     first_id: int
     last_id: int
     cutoff: dt.datetime
-    horizon: int | None
-    state: str
+    horizon: Horizon | None
     token: str
-    attempt: str
-    lake_version: int | None
+    """What its files are called by. No other attempt has it."""
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """Transaction ids of PostgreSQL: below `oldest` every transaction has ended, and
+    `next` is not given yet. A row that carries a later one comes from another cluster,
+    by a dump: nobody has changed it in this one."""
+
+    oldest: int
+    next: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a lake's batches are settled in this database."""
+
+    lake_id: str
+    lake: str
+    purged_through: int
+    begun_through: int
     rows: int
-    checksum: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """Settled rows that wait for a transaction, and whose it is."""
+
+    rows: int
+    since: dt.datetime | None = None
+    holder: str = ""
 
 
 class Ledger:
-    """The batches of one table of one service, on a connection of its own."""
+    """One table of one service's database, on a connection of its own."""
 
-    def __init__(self, spec: SourceSpec, table: Table, lake: str, run_by: str) -> None:
-        self.spec, self.table, self.lake, self.run_by = spec, table, lake, run_by
+    def __init__(self, spec: SourceSpec, table: Table) -> None:
+        self.spec, self.table = spec, table
         self.connection = connect_plain(spec)
         self.database = open_database(spec)
 
@@ -65,37 +94,72 @@ class Ledger:
         another archiver holds it."""
         return archiving(self.connection, self.spec, self.table.name)
 
-    def last_id(self) -> int:
-        """Return the newest batch's id of this table, or 0."""
-        found = self.connection.value(
-            f"SELECT max(id) FROM {_BATCHES} WHERE source = %s", self.table.name
-        )
-        return int(found or 0)
-
-    def unfinished(self) -> list[Batch]:
-        """Return the batches that a run before has left, oldest first."""
+    def marks(self) -> list[Mark]:
+        """Return the marks of all lakes that this table was ever archived into."""
         rows = self.connection.rows(
-            f"SELECT {_FIELDS}, lake FROM {_BATCHES} WHERE source = %s"
-            " AND state IN ('planned', 'committed', 'abandoning') ORDER BY id",
+            "SELECT lake_id, lake, purged_through, begun_through, rows"
+            f" FROM {_MARKS} WHERE source = %s ORDER BY id",
             self.table.name,
         )
-        for row in rows:
-            if row[-1] != self.lake:
-                raise EnvironmentFault(
-                    f"Batch {row[0]} of {self.table.name} is on its way into the lake "
-                    f"{row[-1]}: finish it there before you archive into {self.lake}."
-                )
-        return [_batch(row[:-1]) for row in rows]
+        return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
 
-    def clock(self) -> tuple[dt.datetime, int | None]:
-        """Return the database's present instant, and on PostgreSQL the transaction id
-        below which every transaction has ended."""
+    def place_mark(self, lake_id: str, lake: str, purged_through: int) -> Mark:
+        """Set a lake's mark, whatever it was, and return it."""
+        now = self._parameter(self.clock_of(self.connection))
+        self.connection.execute(
+            f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
+            " begun_through, rows, changed_at) VALUES (%s, %s, %s, %s, %s, 0, %s)"
+            " ON CONFLICT (source, lake_id) DO UPDATE SET lake = excluded.lake,"
+            " purged_through = excluded.purged_through,"
+            " begun_through = excluded.begun_through, changed_at = excluded.changed_at",
+            self.table.name, self._id(lake_id), lake, purged_through, purged_through,
+            now,
+        )  # fmt: skip
+        return next(one for one in self.marks() if one.lake_id == lake_id)
+
+    def begin(self, lake_id: str, number: int) -> None:
+        """Note that batches up to `number` are on their way into a lake: until they are
+        settled, no other lake gets their rows."""
+        self.connection.execute(
+            f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
+            " AND lake_id = %s AND begun_through < %s",
+            number, self.table.name, self._id(lake_id), number,
+        )  # fmt: skip
+
+    def advance(
+        self,
+        lake_id: str,
+        before: int,
+        after: int,
+        rows: int = 0,
+        connection: Connection | None = None,
+    ) -> None:
+        """Move the mark from one batch to a later one. Raises EnvironmentFault when
+        another archiver has moved it."""
+        connection = connection or self.connection
+        changed = connection.execute(
+            f"UPDATE {_MARKS} SET purged_through = %s, begun_through = CASE WHEN"
+            " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
+            " changed_at = %s WHERE source = %s AND lake_id = %s"
+            " AND purged_through = %s",
+            after, after, after, rows, self._parameter(self.clock_of(connection)),
+            self.table.name, self._id(lake_id), before,
+        )  # fmt: skip
+        if changed != 1:
+            raise EnvironmentFault(
+                f"Another archiver of {self.table.name} has gone past batch {before}: "
+                "this one has lost its lock, and has deleted nothing more. Run again."
+            )
+
+    def clock(self) -> tuple[dt.datetime, Horizon | None]:
+        """Return the database's present instant and, on PostgreSQL, its horizon."""
         if self.spec.vendor == "sqlite":
             return self.clock_of(self.connection), None
-        row = self.connection.rows(
-            "SELECT now(), pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+        now, oldest, following = self.connection.rows(
+            "SELECT now(), pg_snapshot_xmin(s)::text::bigint,"
+            " pg_snapshot_xmax(s)::text::bigint FROM pg_current_snapshot() AS s"
         )[0]
-        return row[0], row[1]
+        return now, Horizon(oldest, following)
 
     def members(self, batch: Batch) -> str:
         """Return the condition that makes a row a member of a batch."""
@@ -104,7 +168,7 @@ class Ledger:
             + self._settled(batch.cutoff, batch.horizon)
         )
 
-    def waiting(self, cutoff: dt.datetime, horizon: int | None) -> int:
+    def waiting(self, cutoff: dt.datetime, horizon: Horizon | None) -> int:
         """Return how many rows an archive would take now."""
         where = self._settled(cutoff, horizon)
         found = self.connection.value(
@@ -112,172 +176,174 @@ class Ledger:
         )
         return int(found)
 
+    def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
+        """Return how many settled rows the horizon holds back, and for whom."""
+        if horizon is None or not self.table.tracked:
+            return Held(0)
+        rows = self.connection.value(
+            f"SELECT count(*) FROM {self.table.relation} t WHERE"
+            f" {self._settled(cutoff, None)} AND t.changed_xid >="
+            f" '{horizon.oldest}'::xid8 AND t.changed_xid < '{horizon.next}'::xid8"
+        )
+        if not rows:
+            return Held(0)
+        found = self.connection.rows(
+            "SELECT xact_start, format('process %%s (%%s, database %%s, user %%s)',"
+            " pid, state, datname, usename), age(backend_xid) FROM pg_stat_activity"
+            " WHERE backend_xid IS NOT NULL UNION ALL"
+            " SELECT prepared, format('prepared transaction %%s (database %%s)', gid,"
+            " database), age(transaction) FROM pg_prepared_xacts"
+            " ORDER BY 3 DESC LIMIT 1"
+        )
+        since, holder = found[0][:2] if found else (None, "")
+        return Held(rows, since, holder)
+
     def plan(
-        self, after: int, rows: int, cutoff: dt.datetime, horizon: int | None
+        self,
+        number: int,
+        after: int,
+        rows: int,
+        cutoff: dt.datetime,
+        horizon: Horizon | None,
     ) -> Batch | None:
-        """Write down the next batch of at most `rows` rows with ids above `after`."""
+        """Choose the next batch: at most `rows` rows with ids above `after`, and at
+        most so many bytes."""
         where = self._settled(cutoff, horizon)
+        heavy = [one.quoted for one in self.table.columns if one.kind == "bytes"]
+        length = "octet_length" if self.spec.vendor == "postgresql" else "length"
+        size = " + ".join(f"{length}(t.{name})" for name in heavy) or "0"
         first, last = self.connection.rows(
-            f"SELECT min(id), max(id) FROM (SELECT t.id FROM {self.table.relation} t"
-            f" WHERE t.id > %s AND {where} ORDER BY t.id LIMIT %s) AS chosen",
-            after, rows,
+            "SELECT min(id), max(id) FROM (SELECT id, size, sum(size) OVER (ORDER BY"
+            f" id) AS total FROM (SELECT t.id, {size} AS size FROM"
+            f" {self.table.relation} t WHERE t.id > %s AND {where} ORDER BY t.id"
+            " LIMIT %s) AS chosen) AS measured WHERE total - size < %s",
+            after, rows, BATCH_BYTES,
         )[0]  # fmt: skip
         if first is None:
             return None
-        row = self.connection.rows(
-            f"INSERT INTO {_BATCHES} (source, lake, first_id, last_id, cutoff, horizon,"
-            " state, token, attempt, rows, checksum, run_by, error, started_at)"
-            " VALUES (%s, %s, %s, %s, %s, %s, 'planned', %s, '', 0, '', %s, '', %s)"
-            f" RETURNING {_FIELDS}",
-            self.table.name, self.lake, first, last, self._parameter(cutoff), horizon,
-            str(uuid.uuid4()), self.run_by, self._parameter(self.clock()[0]),
-        )[0]  # fmt: skip
-        return _batch(row)
-
-    def begin(self, batch: Batch) -> Batch:
-        """Start a new attempt at a planned batch: older ones are void from here on."""
-        attempt = str(uuid.uuid4())
-        self._change(batch, "planned", "attempt = %s", attempt, fenced=False)
-        return replace(batch, attempt=attempt)
-
-    def still_ours(self, batch: Batch) -> bool:
-        """Whether no other archiver has taken this batch over."""
-        return bool(
-            self.connection.value(
-                f"SELECT count(*) FROM {_BATCHES} WHERE id = %s AND attempt = %s"
-                " AND state = 'planned'",
-                batch.id,
-                batch.attempt,
-            )
-        )
-
-    def committed(self, batch: Batch, version: int, rows: int, checksum: str) -> Batch:
-        """Record that the lake holds the batch, and the sums that prove it."""
-        self._change(
-            batch, "planned",
-            "state = 'committed', lake_version = %s, rows = %s, checksum = %s",
-            version, rows, checksum,
-        )  # fmt: skip
-        return replace(
-            batch, state="committed", lake_version=version, rows=rows, checksum=checksum
-        )
-
-    def refuse(self, batch: Batch, error: str) -> Batch:
-        """Begin to withdraw a batch whose rows are not what the lake has of them."""
-        self._change(batch, "committed", "state = 'abandoning', error = %s", error)
-        return replace(batch, state="abandoning")
-
-    def abandoned(self, batch: Batch) -> None:
-        """Record that the batch is withdrawn; its rows will be planned anew."""
-        now = self._parameter(self.clock()[0])
-        self._change(batch, "abandoning", "state = 'abandoned', finished_at = %s", now)
+        return Batch(number, first, last, cutoff, horizon, str(uuid.uuid4()))
 
     def purge(
         self,
         batch: Batch,
+        sums: tuple[int, int],
         columns: Sequence[Column],
-        on_step: Callable[[str], None] = lambda step: None,
-    ) -> None:
-        """Delete the batch's rows in the transaction that proves them to be the lake's.
+        advance: Callable[[Connection], None],
+    ) -> bool:
+        """Delete a batch's rows in the transaction that proves them to be the lake's
+        and moves the mark. Returns False, with nothing deleted, when the sums differ.
 
-        On a connection of its own, so that several batches may be purged at once.
-        Raises VerificationRefused, with nothing deleted, when the sums differ.
+        On PostgreSQL, and on a connection of its own: several may run at once.
         """
         connection = connect_plain(self.spec)
         try:
             with connection.transaction():
-                rows, checksum = self._delete(connection, batch, columns)
-                if (rows, str(checksum)) != (batch.rows, batch.checksum):
-                    raise VerificationRefused(
-                        f"Batch {batch.id} of {self.table.name}: the lake has "
-                        f"{batch.rows} rows with checksum {batch.checksum}, the "
-                        f"database {rows} with {checksum}. Nothing of it was deleted."
-                    )
-                now = self._parameter(self.clock_of(connection))
-                self._change(
-                    batch, "committed", "state = 'purged', finished_at = %s", now,
-                    connection=connection,
-                )  # fmt: skip
-                on_step("purging")
+                rows, checksum = connection.rows(
+                    f"WITH gone AS (DELETE FROM {self.table.relation} AS t WHERE"
+                    f" {self.members(batch)} RETURNING {postgres_sql(columns)} AS hash)"
+                    " SELECT count(*), coalesce(sum(hash), 0) FROM gone"
+                )[0]
+                if (int(rows), int(checksum)) != sums:
+                    raise Different
+                advance(connection)
+        except Different:
+            return False
         finally:
             connection.close()
+        return True
+
+    def settle(
+        self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
+    ) -> tuple[int, list[Row]]:
+        """Delete those rows that are as the lake has them, each proven by itself.
+
+        Returns how many, and the rows that are here and are not as there. A row that is
+        here no more is the lake's alone; one with the same id and another message is
+        none of its batch.
+        """
+        ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
+        place = archived.schema.get_field_index("message_id")
+        messages = archived.column(place).to_pylist()
+        if self.spec.vendor == "sqlite":
+            return self._settle_sqlite(ids, messages, hashes, columns)
+        settled = self._settled(self.clock()[0], None)
+        (_, _, deleted), *living = self.connection.rows(
+            "WITH lake AS (SELECT * FROM unnest(%s::bigint[], %s::uuid[], %s::bigint[])"
+            " AS l (lake_row, lake_message, lake_hash)), gone AS (DELETE FROM"
+            f" {self.table.relation} AS t USING lake WHERE t.id = lake_row"
+            f" AND t.message_id = lake_message AND {postgres_sql(columns)} = lake_hash"
+            f" AND {settled} RETURNING t.id) SELECT NULL, NULL, count(*) FROM gone"
+            f" UNION ALL SELECT t.id, t.message_id::text, 0 FROM {self.table.relation}"
+            " AS t JOIN lake ON t.id = lake_row AND t.message_id = lake_message"
+            " WHERE t.id NOT IN (SELECT id FROM gone)",
+            ids, messages, list(hashes),
+        )  # fmt: skip
+        return int(deleted), [(row, message) for row, message, _ in living]
+
+    def _settle_sqlite(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[str],
+        hashes: Sequence[int],
+        columns: Sequence[Column],
+    ) -> tuple[int, list[Row]]:
+        wanted = dict(zip(zip(ids, messages, strict=True), hashes, strict=True))
+        within = f"t.id IN ({', '.join(map(str, ids))})"
+        with self.connection.transaction():
+            settled = {
+                row[0]
+                for row in self.connection.rows(
+                    f"SELECT t.id FROM {self.table.relation} AS t WHERE {within} AND "
+                    + self._settled(self.clock()[0], None)
+                )
+            }
+            equal: list[int] = []
+            different: list[Row] = []
+            for part in read_rows(self.connection.raw, self.table, columns, within):
+                there = part.column(part.schema.get_field_index("message_id"))
+                for row, message, found in zip(
+                    part.column(part.schema.get_field_index("id")).to_pylist(),
+                    there.to_pylist(),
+                    row_hashes(part, columns),
+                    strict=True,
+                ):
+                    if wanted.get((row, message)) == found and row in settled:
+                        equal.append(row)
+                    elif (row, message) in wanted:
+                        different.append((row, message))
+            self.connection.execute(
+                f"DELETE FROM {self.table.relation} WHERE id IN"
+                f" ({', '.join(map(str, equal))})"
+            )
+        return len(equal), different
 
     def clock_of(self, connection: Connection) -> dt.datetime:
         """Return the present instant of the database behind a connection."""
         if self.spec.vendor == "sqlite":
-            return _instant(
-                connection.value("SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')")
-            )
+            text = connection.value("SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')")
+            return dt.datetime.fromisoformat(text).replace(tzinfo=dt.timezone.utc)
         now: dt.datetime = connection.value("SELECT now()")
         return now
-
-    def hashes(self, batch: Batch, columns: Sequence[Column]) -> dict[int, int]:
-        """Return id and checksum of the rows that are the batch's now."""
-        where = self.members(batch)
-        if self.spec.vendor == "postgresql":
-            found = self.connection.rows(
-                f"SELECT t.id, {postgres_sql(columns)} FROM {self.table.relation} t"
-                f" WHERE {where}"
-            )
-            return {row[0]: int(row[1]) for row in found}
-        pairs: dict[int, int] = {}
-        raw: sqlite3.Connection = self.connection.raw
-        for part in read_rows(raw, self.table, columns, where):
-            ids = part.column(part.schema.get_field_index("id")).to_pylist()
-            pairs.update(zip(ids, row_hashes(part, columns), strict=True))
-        return pairs
 
     def vacuum(self) -> None:
         """Give the room of deleted rows back, on PostgreSQL, where we own the table."""
         if self.spec.vendor == "postgresql":
             self.connection.forget(f"VACUUM (ANALYZE) {self.table.relation}")
 
-    def _delete(
-        self, connection: Connection, batch: Batch, columns: Sequence[Column]
-    ) -> tuple[int, int]:
-        where, relation = self.members(batch), self.table.relation
-        if self.spec.vendor == "postgresql":
-            row = connection.rows(
-                f"WITH gone AS (DELETE FROM {relation} AS t WHERE {where}"
-                f" RETURNING {postgres_sql(columns)} AS hash)"
-                " SELECT count(*), coalesce(sum(hash), 0) FROM gone"
-            )[0]
-            return int(row[0]), int(row[1])
-        rows = checksum = 0
-        for part in read_rows(connection.raw, self.table, columns, where):
-            rows += part.num_rows
-            checksum += sum(row_hashes(part, columns))
-        deleted = connection.execute(f"DELETE FROM {relation} AS t WHERE {where}")
-        return (rows, checksum) if deleted == rows else (deleted, -1)
-
-    def _settled(self, cutoff: dt.datetime, horizon: int | None) -> str:
+    def _settled(self, cutoff: dt.datetime, horizon: Horizon | None) -> str:
         literal = self.database.instant(cutoff, upper=False)
         where = "(" + self.table.settled.format(cutoff=literal, t="t") + ")"
         if horizon is not None and self.table.tracked:
-            below = f"t.changed_xid < '{int(horizon)}'::xid8"
-            where += f" AND (t.changed_xid IS NULL OR {below})"
+            where += (
+                " AND (t.changed_xid IS NULL OR t.changed_xid <"
+                f" '{horizon.oldest}'::xid8 OR t.changed_xid >="
+                f" '{horizon.next}'::xid8)"
+            )
         return where
 
-    def _change(
-        self,
-        batch: Batch,
-        state: str,
-        assignments: str,
-        *values: Any,
-        fenced: bool = True,
-        connection: Connection | None = None,
-    ) -> None:
-        """Change a batch that is in `state` and, when `fenced`, of this attempt."""
-        fence = " AND attempt = %s" if fenced else ""
-        changed = (connection or self.connection).execute(
-            f"UPDATE {_BATCHES} SET {assignments} WHERE id = %s AND state = %s{fence}",
-            *values, batch.id, state, *([batch.attempt] if fenced else []),
-        )  # fmt: skip
-        if changed != 1:
-            raise EnvironmentFault(
-                f"Batch {batch.id} of {self.table.name} is not {state} any more, or of "
-                "another attempt: another archiver has taken it over. Run again."
-            )
+    def _id(self, lake_id: str) -> str:
+        # Django keeps a UUID in SQLite as its digits.
+        return uuid.UUID(lake_id).hex if self.spec.vendor == "sqlite" else lake_id
 
     def _parameter(self, instant: dt.datetime) -> Any:
         if self.spec.vendor == "sqlite":
@@ -285,14 +351,5 @@ class Ledger:
         return instant
 
 
-def _batch(row: Sequence[Any]) -> Batch:
-    values = list(row)
-    values[3] = _instant(values[3])
-    return Batch(*values)
-
-
-def _instant(value: Any) -> dt.datetime:
-    if isinstance(value, str):
-        value = dt.datetime.fromisoformat(value)
-    instant: dt.datetime = value
-    return instant if instant.tzinfo else instant.replace(tzinfo=dt.timezone.utc)
+class Different(Exception):
+    """The rows deleted are not the batch's. Ends the transaction."""

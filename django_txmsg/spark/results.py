@@ -17,7 +17,7 @@ from .lake import Lake
 from .lakefile import DayFiles, LakeFile
 from .schemas import arrow_schema
 from .spec import LakeSpec
-from .storage import filesystem
+from .storage import place_of
 
 _CLOCK = "recorded_at"
 _FILES = t.StructType(
@@ -81,9 +81,11 @@ class Results:
 
     def files(self, name: str, task: str) -> DayFiles:
         """Return a writer under names of its own."""
-        system, root = filesystem(self.lake.uri)
+        place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
-        return DayFiles(system, f"{root}/{name}", self.service, _CLOCK, unique)
+        return DayFiles(
+            place.files, f"{place.root}/{name}", self.service, _CLOCK, unique
+        )
 
     def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Add the run and its instant to a batch."""

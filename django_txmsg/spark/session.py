@@ -25,6 +25,8 @@ SETTINGS = {
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # A file that the log names is looked at here, not in a task of its own each.
+    "spark.sql.sources.parallelPartitionDiscovery.threshold": "1000000",
 }
 
 

@@ -1,8 +1,8 @@
 """Storing many messages at once, each once: staging, then one merge into the outbox.
 
 A task stages its rows under a key of its own attempt. One transaction then merges the
-attempts that succeeded, drops what a run of the same name has stored before, and clears
-the staging table. COPY knows no ON CONFLICT; the merge does.
+attempts that succeeded, remembers the run's name and clears the staging table. COPY
+knows no ON CONFLICT; the merge does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyspark.sql import types as t
 
 from .connection import Connection, connect_plain
-from .errors import EnvironmentFault
+from .errors import EnvironmentFault, UsageError
 from .source.sqlite import instant_text
 from .spec import SourceSpec
 
@@ -42,8 +42,18 @@ _STAGED = "django_txmsg_stagedmessage"
 _OUTBOX = "django_txmsg_outboxmessage"
 _INBOX = "django_txmsg_inboxmessage"
 _LETTERS = "django_txmsg_deadletter"
+_RUNS = "django_txmsg_storedrun"
 _NAMES = STAGED.fieldNames()
 _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What one attempt of a task has staged: so many messages, and their ids' sum."""
+
+    task: str
+    rows: int
+    ids: int
 
 
 @dataclass(frozen=True)
@@ -67,20 +77,32 @@ class Staging:
     def __init__(self, spec: SourceSpec, run: str) -> None:
         self.spec, self.run = spec, run
 
-    def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> int:
-        """Bring one task attempt's rows, in a transaction; return how many."""
+    def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> Brought:
+        """Bring one task attempt's rows, in a transaction."""
         connection = connect_plain(self.spec)
+        ids = 0
+
+        def summed() -> Iterator[pa.RecordBatch]:
+            nonlocal ids
+            for batch in batches:
+                place = batch.schema.get_field_index("message_id")
+                for one in batch.column(place).to_pylist():
+                    ids += uuid.UUID(one).int
+                yield batch
+
         try:
             with connection.transaction():
                 if self.spec.vendor == "postgresql":
-                    return self._copy(connection, task, batches)
-                return self._insert(connection.raw, task, batches)
+                    rows = self._copy(connection, task, summed())
+                else:
+                    rows = self._insert(connection.raw, task, summed())
+            return Brought(task, rows, ids % 2**128)
         finally:
             connection.close()
 
     def merge(
         self,
-        tasks: Sequence[tuple[str, int]],
+        tasks: Sequence[Brought],
         *,
         rate: float = 0,
         letters: bool = False,
@@ -88,13 +110,15 @@ class Staging:
         """Store what `tasks` have staged, in one transaction. `rate` messages a second
         become due; 0 makes all due at once. `letters`: some are dead letters.
 
-        Raises EnvironmentFault when something of it is missing.
+        Raises EnvironmentFault when something of it is missing, and UsageError when a
+        run of this name has stored other messages.
         """
         connection = connect_plain(self.spec)
-        announced = sum(rows for _, rows in tasks)
+        announced = sum(one.rows for one in tasks)
+        ids = sum(one.ids for one in tasks) % 2**128
         try:
             with connection.transaction():
-                self._drop_void_attempts(connection, [task for task, _ in tasks])
+                self._drop_void_attempts(connection, [one.task for one in tasks])
                 staged = connection.value(
                     f"SELECT count(*) FROM {_STAGED} WHERE run = %s", self.run
                 )
@@ -104,14 +128,46 @@ class Staging:
                         f"{staged} are staged (did the database restart?). Nothing was "
                         "stored: run again."
                     )
+                fresh = self._remember(connection, announced, f"{ids:032x}")
                 skipped = self._skip_processed(connection) if letters else 0
-                stored = self._store(connection, rate)
-                if letters:
+                stored = self._store(connection, rate) if fresh else 0
+                if letters and fresh:
                     self._resolve(connection)
                 self.clear(connection)
             return Merged(announced, stored, skipped)
+        except UsageError:
+            self.clear()
+            raise
         finally:
             connection.close()
+
+    def _remember(self, connection: Connection, messages: int, ids: str) -> bool:
+        """Write down what the run's name stands for; whether it is new. What has been
+        stored may be archived or pruned by now, and is not stored again."""
+        if not messages:
+            return False
+        fresh = connection.execute(
+            f"INSERT INTO {_RUNS} (name, messages, ids, stored_at)"
+            f" VALUES (%s, %s, %s, {self._now()}) ON CONFLICT (name) DO NOTHING",
+            self.run, messages, ids,
+        )  # fmt: skip
+        if fresh:
+            return True
+        [known] = connection.rows(
+            f"SELECT messages, ids, stored_at FROM {_RUNS} WHERE name = %s", self.run
+        )
+        if tuple(known[:2]) != (messages, ids):
+            raise UsageError(
+                f"{self.run} has stored {known[0]:,} messages at {known[2]}, and these "
+                f"{messages:,} are not the same. Nothing was stored: a name stands for "
+                "one choice of messages, so give this one another."
+            )
+        return False
+
+    def _now(self) -> str:
+        if self.spec.vendor == "postgresql":
+            return "now()"
+        return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
     def clear(self, connection: Connection | None = None) -> None:
         """Remove what the run has staged."""
@@ -197,8 +253,7 @@ class Staging:
 
     def _store(self, connection: Connection, rate: float) -> int:
         postgres = self.spec.vendor == "postgresql"
-        now = "now()" if postgres else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
-        due = now
+        now = due = self._now()
         place = "(row_number() OVER (ORDER BY position, id) - 1)"
         if rate and postgres:
             due = f"now() + {place} * interval '1 second' / {float(rate)}"
@@ -229,9 +284,7 @@ class Staging:
             f" AND d.id IN ({letters}))",
             self.run,
         )
-        now = "now()"
-        if self.spec.vendor == "sqlite":
-            now = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+        now = self._now()
         for same, resolution, replaced in (
             ("=", "redelivered", "NULL"),
             ("<>", "replaced", "s.message_id"),

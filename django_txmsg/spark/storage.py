@@ -1,32 +1,127 @@
-"""Where a lake lies: file systems by their URIs, and what is brought to the disk."""
+"""Where a lake lies: file systems by their URIs, and what is brought to the disk.
+
+Two clients reach one lake, pyarrow for data files and the Delta library for the log.
+An address that they might read differently is refused before anything is written.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
 from .errors import EnvironmentFault
+from .spec import LakeSpec
+
+#: What the Delta library calls an option of S3, and what pyarrow calls it.
+_S3 = {
+    "access_key_id": "access_key",
+    "secret_access_key": "secret_key",
+    "session_token": "session_token",
+    "region": "region",
+    "default_region": "region",
+    "endpoint_url": "endpoint_override",
+    "endpoint": "endpoint_override",
+}
 
 
-def is_local(uri: str) -> bool:
-    """Whether a lake's URI names a place on this machine's file system."""
-    return uri.startswith(("file:", "/"))
+@dataclass(frozen=True)
+class Place:
+    """A lake's root: for pyarrow a file system and the path in it, for the Delta
+    library a URI and options."""
+
+    files: fs.FileSystem
+    root: str
+    uri: str
+    options: Mapping[str, str]
+    local: bool
+
+    def delta(self, name: str) -> str:
+        """Return the address of a table for the Delta library."""
+        if self.local:
+            return Path(self.root, name).as_uri()
+        return f"{self.uri}/{name}"
 
 
-def filesystem(uri: str) -> tuple[fs.FileSystem, str]:
-    """Return the file system of a URI and the path in it. Raises EnvironmentFault."""
+def place_of(spec: LakeSpec) -> Place:
+    """Return where a lake lies. Raises EnvironmentFault for an address that is not
+    understood, or not by all in the same way."""
+    options = dict(spec.storage_options)
+    if spec.uri.startswith("/"):
+        return _local(spec.uri, spec.uri, options)
+    parts = urlsplit(spec.uri)
+    if not parts.scheme:
+        raise EnvironmentFault(
+            f"The lake's address {spec.uri!r} is not understood. Give an absolute path "
+            "or a URI such as file:///var/lake."
+        )
+    if parts.query or parts.fragment:
+        raise EnvironmentFault(
+            f"The lake's address {parts.scheme}://{parts.netloc}{parts.path} has a "
+            "query or a fragment behind it, which becomes part of no table's address: "
+            'options belong into STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
+            "environment."
+        )
+    if "@" in parts.netloc:
+        raise EnvironmentFault(
+            "The lake's address holds credentials, and would be written down with "
+            'them: they belong into STORAGE_OPTIONS of TXMSG["LAKE"], or into the '
+            "environment."
+        )
+    if parts.scheme == "file":
+        return _local(unquote(parts.path), spec.uri, options)
+    uri = spec.uri.rstrip("/")
+    if parts.scheme in ("s3", "s3a"):
+        # One name for pyarrow and the Delta library; Hadoop's own is another.
+        uri = "s3://" + uri.partition("://")[2]
+        path = unquote(f"{parts.netloc}{parts.path}").rstrip("/")
+        return Place(_s3(options), path, uri, options, local=False)
     try:
         files, path = fs.FileSystem.from_uri(uri)
     except (pa.ArrowInvalid, OSError) as error:
         raise EnvironmentFault(
-            f"The lake's address {uri!r} is not understood: {error}. Give an absolute "
-            "path or a URI such as file:///var/lake."
+            f"The lake's address {spec.uri!r} is not understood: {error}."
         ) from error
-    return files, path.rstrip("/")
+    return Place(files, path.rstrip("/"), uri, options, local=False)
+
+
+def _local(path: str, given: str, options: Mapping[str, str]) -> Place:
+    if re.search(r"%[0-9A-Fa-f]{2}|\\", path):
+        raise EnvironmentFault(
+            f"The lake's address {given!r} means the path {path!r}, and the log of a "
+            "table cannot lie where a path has a backslash or a percent sign before "
+            "two digits. Name another place."
+        )
+    root = path.rstrip("/")
+    return Place(fs.LocalFileSystem(), root, f"file://{root}", options, local=True)
+
+
+def _s3(options: Mapping[str, str]) -> fs.FileSystem:
+    given = {}
+    for name, value in options.items():
+        known = _S3.get(name.lower().removeprefix("aws_"))
+        if known is not None:
+            given[known] = value
+    return fs.S3FileSystem(**given)
+
+
+def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:
+    """Insist that files are there, as large as they were written. Raises
+    EnvironmentFault."""
+    infos = files.get_file_info(list(sizes))
+    for path, info in zip(sizes, infos, strict=True):
+        if info.type != fs.FileType.File or info.size != sizes[path]:
+            found = "is gone" if info.size is None else f"has {info.size} bytes"
+            raise EnvironmentFault(
+                f"The lake's file {path} was written with {sizes[path]} bytes, and "
+                f"{found}: somebody has removed or changed it. Run again."
+            )
 
 
 def sync(files: fs.FileSystem, root: str, paths: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import datetime as dt
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from django_txmsg import wire
+from django_txmsg import conf, wire
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 
 
@@ -85,5 +85,5 @@ def _sent_by(taken: InboxMessage | None, rows: list[OutboxMessage]) -> tuple[str
     """Return where the stage that took a message has sent messages to."""
     if taken is None:
         return ()
-    session = wire.session_id(taken.message_id, taken.stage)
+    session = wire.session_id(conf.get().SERVICE, taken.message_id, taken.stage)
     return tuple(row.destination for row in rows if row.session_id == session)

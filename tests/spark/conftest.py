@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ask_for
 from tests.services import PostgreSQL
 from tests.services.postgresql import PASSWORD
 
@@ -73,8 +74,9 @@ def migrate(url: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres_template(postgres: PostgreSQL) -> str:
+def postgres_template() -> str:
     """A database with the tables, to copy."""
+    postgres = ask_for(PostgreSQL)
     name = f"template_{uuid.uuid4().hex[:8]}"
     postgres.create_database(f"test_{name}")
     migrate(postgres.url(name))

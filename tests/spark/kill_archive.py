@@ -21,6 +21,9 @@ from django_txmsg.spark.spec import LakeSpec, SourceSpec
 from tests.spark.archives import SMALL
 from tests.spark.conftest import JAVA_OPTIONS
 
+#: Steps that come only where a row has changed while its batch was on the way.
+DIFFERING = ("settled", "amending", "amended")
+
 
 def main(plan: list[dict[str, Any]]) -> None:
     """Bring every archive to its step, then die."""
@@ -43,7 +46,7 @@ def main(plan: list[dict[str, Any]]) -> None:
                     threading.Event().wait()
 
         def change(step: str) -> None:
-            if one["step"] in ("abandoning", "withdrawn") and step == "committed":
+            if one["step"] in DIFFERING and step == "committed":
                 requeue(source)
             on_step(step)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,7 @@ from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import LakeSpec
-from django_txmsg.spark.storage import filesystem
+from django_txmsg.spark.storage import place_of
 from tests.spark.archives import (
     SMALL,
     archive,
@@ -63,10 +65,11 @@ def test_settled_rows_move_to_the_lake_once_and_all_others_stay(
         row["created_at"].date() == row["day"]
         for row in rows.select(["created_at", "day"]).to_pylist()
     )
-    states = log.rows("SELECT state, rows FROM django_txmsg_archivebatch ORDER BY id")
-    assert [tuple(row) for row in states] == [
-        ("purged", 100), ("purged", 100), ("purged", 51),
-    ]  # fmt: skip
+    marks = log.rows(
+        "SELECT source, purged_through, begun_through, rows"
+        " FROM django_txmsg_archivemark"
+    )
+    assert [tuple(row) for row in marks] == [("outbox", 3, 3, 251)]
 
 
 def test_the_other_tables_move_as_well(spark, log: Log, lake: LakeSpec) -> None:
@@ -295,20 +298,6 @@ def test_a_newer_lake_is_left_alone(spark, log: Log, lake: LakeSpec) -> None:
     assert log.count() == 2
 
 
-def test_a_database_restored_from_a_backup_is_not_archived_over(
-    spark, log: Log, lake: LakeSpec
-) -> None:
-    log.send_many(250)
-    archive(spark, log, lake)
-    log.execute("DELETE FROM django_txmsg_archivebatch")
-    log.send_many(2)
-
-    with pytest.raises(EnvironmentFault, match="restored from a backup"):
-        archive(spark, log, lake)
-
-    assert log.count() == 2
-
-
 def test_a_batch_on_its_way_into_one_lake_does_not_go_to_another(
     spark, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
@@ -345,7 +334,8 @@ def test_an_unreachable_database_is_told_without_its_password(
 
 
 def test_rows_of_many_days_need_few_open_files(tmp_path: Path) -> None:
-    files, root = filesystem(f"{tmp_path}")
+    place = place_of(LakeSpec(f"{tmp_path}"))
+    files, root = place.files, place.root
     days = DayFiles(files, root, "shop", "at", "x")
     schema = pa.schema([("id", pa.int64()), ("at", pa.timestamp("us", tz="UTC"))])
     at = [LONG_AGO + timedelta(days=number % 150) for number in range(900)]
@@ -363,7 +353,8 @@ def test_rows_of_many_days_need_few_open_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_lost_rows_is_not_proven(tmp_path: Path) -> None:
-    files, root = filesystem(f"{tmp_path}")
+    place = place_of(LakeSpec(f"{tmp_path}"))
+    files, root = place.files, place.root
     days = DayFiles(files, root, "shop", "failed_at", "x")
     schema = pa.schema([one.arrow for one in ATTEMPTS.columns])
     row = {"id": 1, "message_id": str(uuid.uuid4()), "stage": "s", "number": 1,
@@ -407,3 +398,35 @@ def test_a_transaction_still_open_is_waited_for(
 def test_on_one_machine_half_the_cores_are_the_databases(spark) -> None:
     assert spark.sparkContext.master == "local[2]"
     assert tasks_on(spark) == 1
+
+
+def test_other_writers_of_a_sqlite_file_wait_for_less_than_a_second(
+    spark, make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(40_000, body=b"x" * 1000)
+    over, waited = threading.Event(), list[float]()
+
+    def write() -> None:
+        connection = sqlite3.connect(log.spec.path, timeout=30, isolation_level=None)
+        while not over.wait(0.01):
+            began = time.monotonic()
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute(
+                "UPDATE django_txmsg_outboxmessage SET attempts = 1 WHERE id = -1"
+            )
+            connection.execute("COMMIT")
+            waited.append(time.monotonic() - began)
+        connection.close()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        options = ArchiveOptions(timedelta(days=1))
+        assert archive(spark, log, lake, options=options).rows == 40_000
+    finally:
+        over.set()
+        writer.join()
+
+    assert len(waited) > 10
+    assert max(waited) < 1.0

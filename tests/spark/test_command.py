@@ -14,7 +14,7 @@ from django.core.management import CommandError, call_command
 from django.test import Client, override_settings
 
 from django_txmsg.management.commands.pipeline import job_spec
-from django_txmsg.models import ArchiveBatch, PipelineRun
+from django_txmsg.models import ArchiveMark, PipelineRun
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
 
@@ -115,18 +115,19 @@ def test_runs_and_batches_are_shown_and_cannot_be_changed(
         id="6f0d4a3e-5b0b-5d5c-9a58-3d8e5a1f7c42", job="archive", service="shop",
         state="refused", rows=1200, error="<b>id 7</b>", counts={"outbox": 1200},
     )  # fmt: skip
-    ArchiveBatch.objects.create(
-        source="outbox", lake="/lake", first_id=1, last_id=9, token="t",
-        cutoff="2026-03-01T00:00Z", state="purged", rows=9,
-    )  # fmt: skip
+    mark = ArchiveMark.objects.create(
+        source="outbox", lake="/lake", lake_id=run.pk, purged_through=17, rows=9_000
+    )
 
     listing = admin_client.get("/admin/django_txmsg/pipelinerun/").content.decode()
     page = admin_client.get(f"/admin/django_txmsg/pipelinerun/{run.pk}/change/")
-    batches = admin_client.get("/admin/django_txmsg/archivebatch/").content.decode()
+    marks = admin_client.get("/admin/django_txmsg/archivemark/").content.decode()
+    moved = admin_client.get(f"/admin/django_txmsg/archivemark/{mark.pk}/change/")
 
     assert "verification refused" in listing
     assert "&lt;b&gt;id 7" in page.content.decode()
-    assert "in the lake only" in batches
+    assert "9,000" in marks
+    assert ">17<" in moved.content.decode()
     assert admin_client.get("/admin/django_txmsg/pipelinerun/add/").status_code == 403
     deleted = admin_client.post(f"/admin/django_txmsg/pipelinerun/{run.pk}/delete/")
     assert deleted.status_code == 403

@@ -40,7 +40,7 @@ def words(tmp_path: Path) -> dict[str, list[str]]:
         "analyze": ["--since", "2026-01-01", "--html", str(tmp_path / "report.html")],
         "replay": ["--where", "id <= 3"],
         "send": ["--from", str(people), "--destination", "d", "--template",
-                 '{"to": "{name}"}'],
+                 '{"to": "{name}"}', "--name", "people"],
         "sweep": [],
     }  # fmt: skip
 

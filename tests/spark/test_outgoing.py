@@ -19,7 +19,7 @@ import pytest
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
 from django_txmsg.spark.spec import JobSpec, LakeSpec
-from django_txmsg.spark.staging import STAGED, Staging
+from django_txmsg.spark.staging import STAGED, Brought, Staging
 from tests.faults import wait_until
 from tests.spark.archives import archive
 from tests.spark.conftest import ROOT
@@ -111,9 +111,7 @@ def test_a_task_that_fails_after_its_rows_are_staged_stores_none_twice(
     batch = pa.RecordBatch.from_pylist([message(n) for n in range(10)], schema=schema)
     # Two attempts at one task have staged; only one of them is announced.
     staging.stage("0-1", [batch])
-    rows = staging.stage("0-2", [batch])
-
-    merged = staging.merge([("0-2", rows)])
+    merged = staging.merge([staging.stage("0-2", [batch])])
 
     assert (merged.staged, merged.stored) == (10, 10)
     assert log.count() == 10
@@ -122,7 +120,7 @@ def test_a_task_that_fails_after_its_rows_are_staged_stores_none_twice(
 
 def test_a_merge_with_less_than_was_announced_stores_nothing(spark, log: Log) -> None:
     with pytest.raises(EnvironmentFault, match="5 messages were announced and 0"):
-        Staging(log.spec, "r").merge([("0-0", 5)])
+        Staging(log.spec, "r").merge([Brought("0-0", 5, 0)])
 
     assert log.count() == 0
 
@@ -134,7 +132,8 @@ def test_send_makes_each_row_of_a_dataset_one_message(
     source.write_text("id,name\n" + "".join(f"{n},n{n}\n" for n in range(30)))
     spec = JobSpec(services=(log.spec,))
     words = ["send", "--from", str(source), "--destination", "mail.send",
-             "--template", '{"to": "{name}", "id": "{id}"}', "--id", "id"]  # fmt: skip
+             "--template", '{"to": "{name}", "id": "{id}"}', "--id", "id",
+             "--name", "march"]  # fmt: skip
 
     dry = run(spec, *words, "--dry-run")
     assert (dry["chosen"], dry["destinations"], log.count()) == (
@@ -168,6 +167,121 @@ def test_replayed_copies_have_ids_of_their_own_the_same_ones_each_time(
     assert log.count() == 10
     assert run(spec, *words, "--name", "once-more")["rows"] == 10
     assert run(spec, *words, "--limit", "3", "--dry-run")["chosen"] == 3
+
+
+def test_a_run_is_remembered_when_its_messages_are_archived_and_pruned(
+    spark, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    source = tmp_path / "people.json"
+    source.write_text("".join(f'{{"id": {n}}}\n' for n in range(20)))
+    log.send_many(10)
+    archive(spark, log, lake)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    send = ["send", "--from", str(source), "--destination", "mail.send", "--id", "id",
+            "--template", '{"id": "{id}"}', "--name", "march"]  # fmt: skip
+    replay = ["replay", "--where", "destination = 'orders.place'", "--as", "copy"]
+    assert [run(spec, *send)["rows"], run(spec, *replay)["rows"]] == [20, 10]
+
+    log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = created_at")
+    again = ArchiveOptions(timedelta(0), vacuum=False)
+    assert archive(spark, log, lake, options=again).rows == 30
+    for gone in (False, True):
+        if gone:
+            # As far as the lake's own retention goes.
+            run(spec, "sweep", "--keep", "0s")
+        done = run(spec, *send)
+        assert (done["rows"], done["counts"]["known"]) == (0, 20)
+    assert log.count() == 0
+
+
+def test_a_replay_chooses_no_replayed_messages_unless_told(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(10)
+    archive(spark, log, lake)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    words = ["replay", "--where", "destination = 'orders.place'", "--as", "copy"]
+    stored = []
+    for name in ("one", "two", "three"):
+        stored.append(run(spec, *words, "--name", name)["rows"])
+        log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = created_at")
+        archive(spark, log, lake, options=ArchiveOptions(timedelta(0), vacuum=False))
+
+    assert stored == [10, 10, 10]
+    told = run(spec, *words, "--name", "four", "--replayed", "--dry-run")
+    assert told["chosen"] == 40
+
+
+def test_a_message_is_replayed_from_the_database_or_from_the_lake(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(5)
+    archive(spark, log, lake)
+    log.send_many(4)
+    log.send([{"dispatched_at": None}])
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    ids = [str(uuid.UUID(str(row[0]))) for row in log.rows(
+        "SELECT message_id FROM django_txmsg_outboxmessage ORDER BY id")]  # fmt: skip
+
+    # What is still to leave is not sent twice.
+    everything = run(spec, "replay", "--where", "outcome = 'dispatched'", "--dry-run")
+    one = run(spec, "replay", "--where", f"message_id = '{ids[0]}'")
+    without_a_lake = JobSpec(services=(log.spec,))
+    other = run(without_a_lake, "replay", "--where", f"message_id = '{ids[1]}'")
+
+    assert (everything["chosen"], one["rows"], other["rows"]) == (9, 1, 1)
+    assert log.count() == 7
+
+
+def test_a_name_is_one_choice_of_messages(
+    spark, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    source = tmp_path / "customers.json"
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    words = ["send", "--from", str(source), "--destination", "mail.send", "--id", "id",
+             "--template", '{"id": "{id}"}', "--name", "march"]  # fmt: skip
+    source.write_text('{"id": 1}\n{"id": 2}\n')
+    assert run(spec, *words)["rows"] == 2
+
+    # The next month's file has come under the same path.
+    source.write_text('{"id": 1}\n{"id": 3}\n')
+    with pytest.raises(UsageError, match=r"march has stored 2 messages at .*another"):
+        run(spec, *words)
+
+    assert log.count() == 2
+    assert log.count("django_txmsg_stagedmessage") == 0
+    assert run(spec, *words[:-1], "april")["rows"] == 2
+
+
+def test_a_letter_that_died_again_is_replayed_again(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    letter = uuid.uuid4()
+    log.bury([{"message_id": letter}])
+    spec = JobSpec(services=(log.spec,), lake=lake)
+    words = ["replay", "--from", "dead_letters", "--where", "exception LIKE 'Value%'"]
+
+    assert [run(spec, *words)["rows"] for _ in range(2)] == [1, 0]
+    log.execute(
+        "UPDATE django_txmsg_deadletter SET resolution = 'open', resolved_at = NULL,"
+        " deaths = 2"
+    )
+    assert [run(spec, *words)["rows"] for _ in range(2)] == [1, 0]
+    assert log.count() == 2
+
+
+def test_messages_archived_without_their_bodies_are_told(
+    spark, log: Log, tmp_path: Path
+) -> None:
+    log.send_many(3)
+    lake = LakeSpec(f"{tmp_path}/lake", keep_bodies=False)
+    archive(spark, log, lake)
+    spec = JobSpec(services=(log.spec,), lake=lake)
+
+    with pytest.raises(UsageError, match=r"no body of message .* KEEP_BODIES off"):
+        run(spec, "replay", "--where", "true")
+
+    assert log.count() == 0
 
 
 def test_a_filter_that_does_not_parse_is_told(spark, log: Log, lake: LakeSpec) -> None:

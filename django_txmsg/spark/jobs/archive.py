@@ -2,31 +2,37 @@
 
 A row is deleted only in a transaction that has proved that the bytes of this very row
 are in a committed lake file. One Spark task writes one batch: plan → write and read
-back → one log entry → ledger → delete and compare in one transaction. Killed anywhere,
-the next run finishes what is unfinished.
+back → one log entry → delete, compare and move the mark in one transaction. Entries
+above the mark are settled row by row by the next run, whatever has left them there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import timedelta
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 
-from pyspark.sql import Row, SparkSession
+from pyspark.sql import SparkSession
 
-from ..errors import EnvironmentFault, VerificationRefused
-from ..lake import Lake
-from ..laketable import CommitFailedError, LakeTable, app_name
-from ..ledger import Batch, Ledger
+from ..batchlog import BatchLog
+from ..connection import Connection
+from ..errors import EnvironmentFault
+from ..lake import Lake, NoLake
+from ..lakefile import LakeFile
+from ..ledger import Batch, Different, Held, Horizon, Ledger, Mark
 from ..progress import Progress
 from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns
-from .withdrawal import differences, withdraw
+from .settling import Settled, Settling
 
 Step = Callable[[str], None]
+#: Batches that are planned before the first of them is in the lake, at most.
+MAX_WAVE = 64
+#: Connections that tasks open to a database side by side, unless told otherwise.
+MAX_TASKS = 16
 
 
 def no_step(step: str) -> None:
@@ -47,6 +53,18 @@ class ArchiveOptions:
     purges: int = 1
     """Transactions that delete side by side, on PostgreSQL."""
     vacuum: bool = True
+    accept_loss: bool = False
+    """Go on where the lake has lost batches that this database has deleted."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A batch whose files are there and proven."""
+
+    batch: Batch
+    files: list[LakeFile]
+    rows: int
+    checksum: int
 
 
 @dataclass
@@ -56,6 +74,8 @@ class ArchiveResult:
     rows: int = 0
     batches: int = 0
     refused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    held: Held = field(default_factory=lambda: Held(0))
     seconds: dict[str, float] = field(default_factory=dict)
 
     def spent(self, step: str, since: float) -> None:
@@ -75,101 +95,179 @@ class Archiver:
         table: Table,
         options: ArchiveOptions,
         *,
-        run_by: str = "",
         on_step: Step = no_step,
         progress: Progress | None = None,
     ) -> None:
         self.spark, self.source, self.table = spark, source, table
-        self.options = options
+        self.options, self.lake = options, lake
         self.on_step = on_step
         self.progress = progress or Progress.silent()
-        self.lake_spec = lake
-        self.place: LakeTable = Lake(lake, create=True).table(
-            table.name, table.lake_struct()
-        )
-        self.ledger = Ledger(source, table, lake.uri, run_by)
         self.columns = kept_columns(table, lake)
-        self.app = app_name("archive", source.service, table.name)
-        self.undo = app_name("withdraw", source.service, table.name)
         self.result = ArchiveResult()
+        self.ledger = Ledger(source, table)
 
     def run(self) -> ArchiveResult:
-        """Finish what was left, then archive all that is settled."""
+        """Settle what was left, then archive all that is settled."""
         try:
             with self.ledger.lock():
-                self._check_history()
+                self._agree()
                 now, horizon = self.ledger.clock()
                 cutoff = now - self.options.older_than
                 self.progress.start(self.ledger.waiting(cutoff, horizon))
-                self._finish(self.ledger.unfinished())
-                after, replanned = -(2**62), 0
-                while True:
-                    wave: list[Batch] = []
-                    started = time.monotonic()
-                    while len(wave) < self._wave():
-                        batch = self.ledger.plan(
-                            after, self.options.batch_rows, cutoff, horizon
-                        )
-                        if batch is None:
-                            break
-                        wave.append(batch)
-                        after = batch.last_id
-                    self.result.spent("plan", started)
-                    if not wave:
-                        break
+                after = -(2**62)
+                while wave := self._planned(after, cutoff, horizon):
+                    after = wave[-1].last_id
                     self.on_step("planned")
-                    refused = self._finish(wave)
-                    if refused and replanned < 3:
-                        # Their rows are settled no more, or differ: look once again.
-                        replanned += 1
-                        after = min(one.first_id for one in refused) - 1
+                    self._purge(self._commit(self._written(wave)))
+                if self.mark.purged_through < self.log.last:
+                    self._advance(self.log.last)
                 if self.result.rows and self.options.vacuum:
                     self.ledger.vacuum()
+                self.result.held = self.ledger.held(cutoff, self.ledger.clock()[1])
         finally:
             self.ledger.close()
             self.progress.stop()
         return self.result
 
-    def _wave(self) -> int:
-        return self.options.batches or 4 * self.spark.sparkContext.defaultParallelism
+    def _agree(self) -> None:
+        """See that lake and database know of the same batches, and settle those that
+        the lake has and the database has not."""
+        marks = self.ledger.marks()
+        try:
+            lake = Lake(self.lake)
+        except NoLake:
+            self._insist_on_no_loss(marks, "there is nothing there")
+            lake = Lake(self.lake, create=True)
+        place = lake.table(self.table.name, self.table.lake_struct())
+        self.log = BatchLog(place, self.source.service, self.table)
+        self.settling = Settling(self.log, self.ledger, self.on_step)
+        identity = self.log.identity()
+        known = next((one for one in marks if one.lake_id == identity), None)
+        if known is None:
+            self._insist_on_no_loss(marks, "it is not the one that is there")
+        last = self.log.read()
+        through = 0
+        if known is not None and last < known.purged_through:
+            self._insist_on_no_loss([known], f"it ends with batch {last}", last)
+            known, through = None, last
+        if known is None and not identity:
+            # Nothing is there, and there may be nothing to bring.
+            known = Mark("", self.lake.uri, 0, 0, 0)
+        elif known is None or known.lake != self.lake.uri:
+            through = known.purged_through if known else through
+            known = self.ledger.place_mark(identity, self.lake.uri, through)
+        self.mark = known
+        self._insist_on_one_lake(marks)
+        if self.mark.purged_through < last:
+            self._resume()
 
-    def _check_history(self) -> None:
-        delta = self.place.load()
-        if (
-            delta is not None
-            and self.place.last(delta, self.app) > self.ledger.last_id()
-        ):
+    def _insist_on_no_loss(
+        self, marks: Sequence[Mark], why: str, last: int = 0
+    ) -> None:
+        lost = [
+            one
+            for one in marks
+            if one.lake == self.lake.uri and one.purged_through > last
+        ]
+        if not lost:
+            return
+        if self.options.accept_loss:
+            for one in lost:
+                self.ledger.place_mark(
+                    one.lake_id, f"{one.lake} (lost)"[:1024], one.purged_through
+                )
+            return
+        raise EnvironmentFault(
+            f"The lake at {self.lake.uri} has lost batches of {self.table.name} of "
+            f"{self.source.service!r}: this database has archived {lost[0].rows:,} "
+            f"rows in batches up to {lost[0].purged_through} into it, and {why}. Mount "
+            "it, or bring its newest backup back, and run again: rows of the missing "
+            "batches are nowhere else. If they are gone for good, go on with "
+            "--accept-loss."
+        )
+
+    def _insist_on_one_lake(self, marks: Sequence[Mark]) -> None:
+        """A batch that another lake has and this database has too would go to both."""
+        for one in marks:
+            if one.lake_id == self.mark.lake_id:
+                continue
+            if one.begun_through <= one.purged_through:
+                continue
+            if self.options.accept_loss:
+                self.ledger.place_mark(one.lake_id, one.lake, one.begun_through)
+                continue
             raise EnvironmentFault(
-                f"The lake has batches of {self.table.name} of {self.source.service!r} "
-                "that this database does not know: it was restored from a backup, or "
-                "replaced. Give it another service name or another lake. If it is the "
-                "same service, advance the sequence of django_txmsg_archivebatch past "
-                f"{self.place.last(delta, self.app)}."
+                f"Batch {one.begun_through} of {self.table.name} is on its way into "
+                f"the lake {one.lake}: finish it there before you archive into "
+                f"{self.lake.uri}. If that lake is gone, go on with --accept-loss."
             )
 
-    def _finish(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Bring batches in whatever state to their end. Returns the refused ones."""
-        for batch in batches:
-            if batch.state == "abandoning":
-                self._withdraw(batch)
-        proven = [one for one in batches if one.state == "committed"]
-        planned = []
-        for batch in batches:
-            if batch.state == "planned":
-                adopted = self._adopt(batch)
-                if adopted is None:
-                    planned.append(self.ledger.begin(batch))
-                else:
-                    proven.append(adopted)
-        size = self._wave()
-        for start in range(0, len(planned), size):
-            proven += self._archive(planned[start : start + size])
-        return self._purge(proven)
-
-    def _archive(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Write batches, prove their files, and name these in the log."""
+    def _resume(self) -> None:
+        """Settle batches that a killed run has left, or that the database, restored
+        from a backup, has forgotten."""
+        before, last = self.mark.purged_through, self.log.last
+        # Whoever left them may yet be alive, and has no lock any more: fence it off.
+        self.log.enter(last + 1, resumed_after=before)
         started = time.monotonic()
-        manifest = self._write(batches)
+        settled = self.settling.settle(before, last)
+        self.result.notes.append(
+            f"{self.table.name}: batches {before + 1} to {last} of the lake were not "
+            f"settled here: {settled.rows:,} rows are out of the database now."
+        )
+        self._count(settled, last)
+        self._advance(self.log.last, settled.rows)
+        self.result.spent("purge", started)
+
+    def _count(self, settled: Settled, batch: int) -> None:
+        self.result.rows += settled.rows
+        self.progress.advance(settled.rows)
+        if settled.different:
+            self.result.refused.append(
+                f"{self.table.name}, batch {batch}: {settled.told()}"
+            )
+
+    def _advance(
+        self, number: int, rows: int = 0, connection: Connection | None = None
+    ) -> None:
+        self.ledger.advance(
+            self.mark.lake_id, self.mark.purged_through, number, rows, connection
+        )
+        if connection is None:
+            self.mark = replace(self.mark, purged_through=number)
+
+    def _wave(self) -> int:
+        cores = self.spark.sparkContext.defaultParallelism
+        return self.options.batches or min(MAX_WAVE, 4 * cores)
+
+    def _planned(
+        self, after: int, cutoff: datetime, horizon: Horizon | None
+    ) -> list[Batch]:
+        started = time.monotonic()
+        wave: list[Batch] = []
+        number = self.log.last
+        while len(wave) < self._wave():
+            number += 1
+            batch = self.ledger.plan(
+                number, after, self.options.batch_rows, cutoff, horizon
+            )
+            if batch is None:
+                break
+            wave.append(batch)
+            after = batch.last_id
+        self.result.spent("plan", started)
+        return wave
+
+    def _written(self, batches: Sequence[Batch]) -> list[Written]:
+        """Write batches and prove their files, which nobody sees yet."""
+        started = time.monotonic()
+        work = [(one, self.ledger.members(one)) for one in batches]
+        task = BatchTask(
+            self.ledger.database, self.lake, self.table, self.source.service, work
+        )
+        # Connecting takes as long as many rows: a task does so once.
+        parts = min(len(work), self.options.tasks or tasks_on(self.spark))
+        places = self.spark.range(0, len(work), 1, parts)
+        manifest = places.mapInArrow(task, MANIFEST).collect()
         self.result.spent("write", started)
         for one in {row.batch_id: row for row in manifest}.values():
             for step in ("write", "proof"):
@@ -177,128 +275,107 @@ class Archiver:
                 spent = self.result.seconds.get(name, 0.0)
                 self.result.seconds[name] = spent + one[f"{step}_seconds"]
         self.on_step("written")
-        started = time.monotonic()
-        committed = []
+        written = []
         for batch in batches:
-            rows = [row for row in manifest if row.batch_id == batch.id]
-            committed.append(self._commit(batch, rows))
-            self.progress.say(f"batch {batch.id} is in the lake")
-        self.result.spent("commit", started)
-        return committed
+            rows = [row for row in manifest if row.batch_id == batch.number]
+            if rows:
+                files = [file_of(row, self.source.service) for row in rows]
+                total = sum(one.rows for one in files)
+                written.append(Written(batch, files, total, int(rows[0].checksum)))
+        return written
 
-    def _write(self, batches: Sequence[Batch]) -> list[Row]:
-        work = [(one, self.ledger.members(one)) for one in batches]
-        task = BatchTask(
-            self.ledger.database, self.lake_spec, self.table, self.source.service, work
-        )
-        # Connecting takes as long as many rows: a task does so once.
-        parts = min(len(work), self.options.tasks or tasks_on(self.spark))
-        places = self.spark.range(0, len(work), 1, parts)
-        return places.mapInArrow(task, MANIFEST).collect()
-
-    def _commit(self, batch: Batch, manifest: Sequence[Row]) -> Batch:
-        rows = sum(row.rows for row in manifest)
-        checksum = manifest[0].checksum if manifest else "0"
-        delta = self.place.ensure()
-        if not self.ledger.still_ours(batch):
-            raise EnvironmentFault(
-                f"Batch {batch.id} was taken over by another archiver: this one has "
-                "lost its lock. Nothing was committed."
-            )
-        version = delta.version()
-        self.on_step("committing")
-        if manifest:
-            files = [file_of(row, self.source.service) for row in manifest]
-            metadata = {
-                "token": batch.token, "batch": batch.id, "rows": rows,
-                "checksum": checksum, "table": self.table.name,
-                "service": self.source.service, "cutoff": batch.cutoff.isoformat(),
-            }  # fmt: skip
-            try:
-                version = self.place.commit(
-                    delta, files, metadata=metadata, app=(self.app, batch.id)
-                )
-            except CommitFailedError as error:
-                raise EnvironmentFault(
-                    f"Batch {batch.id} was not committed, another archiver has "
-                    f"committed meanwhile ({error}). Run again."
-                ) from error
-        self.on_step("named")
-        done = self.ledger.committed(batch, version, rows, checksum)
-        self.on_step("committed")
-        return done
-
-    def _adopt(self, batch: Batch) -> Batch | None:
-        """Take a batch for committed that is in the log, but not so in the ledger."""
-        delta = self.place.load()
-        if delta is None or self.place.last(delta, self.app) < batch.id:
-            return None
-        metadata = self.place.metadata_of(delta, "token", batch.token)
-        if metadata is None:
-            raise EnvironmentFault(
-                f"The lake has a batch {batch.id} of {self.table.name}, and it is not "
-                "this database's: was it restored from a backup?"
-            )
-        return self.ledger.committed(
-            batch, delta.version(), metadata["rows"], metadata["checksum"]
-        )
-
-    def _purge(self, batches: Sequence[Batch]) -> list[Batch]:
+    def _commit(self, written: Sequence[Written]) -> list[Written]:
+        """Name the files in the log, batch by batch."""
+        if not written:
+            return []
         started = time.monotonic()
-        refused = []
-        workers = self.options.purges if self.source.vendor == "postgresql" else 1
-        with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-            purges = [pool.submit(self._purge_one, batch) for batch in batches]
-            for batch, purge in zip(batches, purges, strict=True):
-                error = purge.result()
-                if error is None:
-                    self.result.rows += batch.rows
-                    self.result.batches += 1
-                    self.progress.advance(batch.rows)
-                else:
-                    refused.append(batch)
-                    self.result.refused.append(f"{error} {self._differ(batch)}")
-        messages = self.result.refused[len(self.result.refused) - len(refused) :]
-        for batch, message in zip(refused, messages, strict=True):
-            self._withdraw(self.ledger.refuse(batch, message))
+        if not self.mark.lake_id:
+            self.log.place.ensure()
+            self.mark = self.ledger.place_mark(self.log.identity(), self.lake.uri, 0)
+        self.ledger.begin(self.mark.lake_id, written[-1].batch.number)
+        for one in written:
+            self.on_step("committing")
+            self.log.enter(
+                one.batch.number, one.files, rows=one.rows, checksum=str(one.checksum),
+                ids=[one.batch.first_id, one.batch.last_id],
+                cutoff=one.batch.cutoff.isoformat(),
+            )  # fmt: skip
+            self.on_step("committed")
+            self.progress.say(f"batch {one.batch.number} is in the lake")
+        self.result.spent("commit", started)
+        return list(written)
+
+    def _purge(self, written: Sequence[Written]) -> None:
+        """Delete what is in the lake, in the order of the batches."""
+        started = time.monotonic()
+        side_by_side = max(1, self.options.purges)
+        if self.source.vendor == "sqlite":
+            side_by_side = 1
+        for start in range(0, len(written), side_by_side):
+            group = written[start : start + side_by_side]
+            with ThreadPoolExecutor(max_workers=side_by_side) as pool:
+                before: Future[bool] | None = None
+                purges = []
+                for place, one in enumerate(group):
+                    through = group[place - 1].batch.number if place else None
+                    before = pool.submit(self._purge_one, one, through, before)
+                    purges.append(before)
+                for one, purge in zip(group, purges, strict=True):
+                    self._purged(one, purge.result())
         self.result.spent("purge", started)
-        return refused
 
-    def _purge_one(self, batch: Batch) -> VerificationRefused | None:
-        try:
-            self.ledger.purge(batch, self.columns, self.on_step)
-        except VerificationRefused as error:
-            return error
+    def _purge_one(
+        self, one: Written, through: int | None, before: Future[bool] | None
+    ) -> bool:
+        """Delete a batch at once, if its rows are what they were; whether it did."""
+        if self.source.vendor == "sqlite":
+            return False  # in slices: every other writer waits for us
+        mark = self.mark.purged_through if through is None else through
+
+        def advance(connection: Connection) -> None:
+            if before is not None and not before.result():
+                raise Different
+            self.ledger.advance(
+                self.mark.lake_id, mark, one.batch.number, one.rows, connection
+            )
+            self.on_step("purging")
+
+        sums = one.rows, one.checksum
+        return self.ledger.purge(one.batch, sums, self.columns, advance)
+
+    def _purged(self, one: Written, whole: bool) -> None:
+        number = one.batch.number
+        self.result.batches += 1
+        if whole:
+            self.mark = replace(self.mark, purged_through=number)
+            self.result.rows += one.rows
+            self.progress.advance(one.rows)
+        else:
+            settled = self.settling.settle(self.mark.purged_through, number)
+            self._count(settled, number)
+            self._advance(number, settled.rows)
         self.on_step("purged")
-        return None
-
-    def _differ(self, batch: Batch) -> str:
-        here = self.ledger.hashes(batch, self.columns)
-        return differences(self.place, batch, self.columns, here)
-
-    def _withdraw(self, batch: Batch) -> None:
-        """Take a refused batch out of the log, whole: nothing of it was deleted."""
-        self.on_step("abandoning")
-        withdraw(self.place, self.undo, batch)
-        self.on_step("withdrawn")
-        self.ledger.abandoned(batch)
 
 
 def tasks_on(spark: SparkSession) -> int:
-    """Return how many tasks write side by side, or wait for a core: two for each. On
-    one machine it is half its cores, since the database that is read needs the others.
+    """Return how many tasks write side by side, or wait for a core: two for each, and
+    no more than a database has connections to spare. On one machine it is half its
+    cores, since the database that is read needs the others.
     """
     cores = spark.sparkContext.defaultParallelism
     if (spark.sparkContext.master or "").startswith("local"):
         return max(1, cores // 2)
-    return 2 * cores
+    return min(MAX_TASKS, 2 * cores)
 
 
-def waiting(source: SourceSpec, table: Table, older_than: timedelta) -> int:
-    """Return how many rows an archive would take: the dry run."""
-    ledger = Ledger(source, table, "", "")
+def waiting(
+    source: SourceSpec, table: Table, older_than: timedelta
+) -> tuple[int, Held]:
+    """Return how many rows an archive would take, and which wait: the dry run."""
+    ledger = Ledger(source, table)
     try:
         now, horizon = ledger.clock()
-        return ledger.waiting(now - older_than, horizon)
+        cutoff = now - older_than
+        return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
     finally:
         ledger.close()

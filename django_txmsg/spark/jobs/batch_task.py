@@ -21,7 +21,7 @@ from ..ledger import Batch
 from ..schemas import Column, Table, arrow_schema
 from ..source.database import Database, Reader
 from ..spec import LakeSpec
-from ..storage import filesystem
+from ..storage import place_of
 
 MANIFEST = t.StructType(
     [
@@ -40,7 +40,9 @@ MANIFEST = t.StructType(
 
 def file_of(row: Row, service: str) -> LakeFile:
     """Return the file that a row of a manifest tells of."""
-    return LakeFile(row.path, service, row.day, row.size, row.rows, row.modified_ms)
+    return LakeFile(
+        row.path, service, row.day, row.size, row.rows, row.modified_ms, row.batch_id
+    )
 
 
 @dataclass
@@ -65,14 +67,15 @@ class BatchTask:
         self, reader: Reader, batch: Batch, where: str
     ) -> Iterator[pa.RecordBatch]:
         columns = kept_columns(self.table, self.lake)
-        files, root = filesystem(self.lake.uri)
+        place = place_of(self.lake)
+        files, root = place.files, place.root
         context = TaskContext.get()
         task = context.taskAttemptId() if context else 0
         started = time.monotonic()
         days = DayFiles(
             files, f"{root}/{self.table.name}", self.service, self.table.clock,
-            f"{batch.token}-{batch.attempt[:8]}-{task}",
-            lambda rows: _with_outcome(rows, self.table, batch.id),
+            f"{batch.token}-{task}",
+            lambda rows: _with_outcome(rows, self.table, batch.number),
         )  # fmt: skip
         for rows in reader.read(self.table, columns, where):
             days.write(rows)
@@ -83,14 +86,15 @@ class BatchTask:
             proof = prove(files, f"{root}/{self.table.name}", written, columns)
             if proof.rows != days.rows:
                 raise VerificationRefused(
-                    f"Batch {batch.id}: {days.rows} rows read, {proof.rows} written."
+                    f"Batch {batch.number}: {days.rows} rows read, {proof.rows} "
+                    "written."
                 )
             checksum = proof.checksum
         if written:
             common = [str(checksum), wrote - started, time.monotonic() - wrote]
             lines = [
                 [
-                    batch.id,
+                    batch.number,
                     one.path,
                     one.day,
                     one.size,
@@ -114,12 +118,12 @@ def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
     return tuple(one for one in table.columns if one.kind != "bytes")
 
 
-def _with_outcome(rows: pa.Table, table: Table, batch_id: int) -> pa.Table:
+def _with_outcome(rows: pa.Table, table: Table, number: int) -> pa.Table:
     first, *words = table.outcome
     ended = rows[first]
     if words:
         ended = pc.if_else(pc.is_valid(ended), *words)
-    number = pa.repeat(pa.scalar(batch_id, pa.int64()), rows.num_rows)
-    rows = rows.append_column("outcome", ended).append_column("batch_id", number)
+    numbers = pa.repeat(pa.scalar(number, pa.int64()), rows.num_rows)
+    rows = rows.append_column("outcome", ended).append_column("batch_id", numbers)
     # Nullable in the file as in the log: a later version may add to the columns.
     return rows.cast(pa.schema([one.with_nullable(True) for one in rows.schema]))

@@ -21,11 +21,10 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 
 from ..errors import UsageError
-from ..lake import Lake
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
-from ..staging import Merged, Staging
+from ..staging import Brought, Merged, Staging
 from ..transforms.normalise import whole_log
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from .reading import WholeLog
@@ -33,7 +32,8 @@ from .reading import WholeLog
 _STAGED_TASK = t.StructType(
     [
         t.StructField("task", t.StringType(), False),
-        t.StructField("n", t.LongType(), False),
+        t.StructField("rows", t.LongType(), False),
+        t.StructField("ids", t.StringType(), False),
     ]
 )
 
@@ -48,6 +48,8 @@ class ReplayOptions:
     rate: float = 0
     limit: int = 0
     name: str = ""
+    replayed: bool = False
+    """Whether what a replay or a redelivery has stored may be chosen as well."""
     dry_run: bool = False
 
 
@@ -58,12 +60,12 @@ class SendOptions:
     path: str
     destination: str
     template: str
+    name: str
     format: str = ""
     key: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     identity: str = ""
     rate: float = 0
-    name: str = ""
     broker: str = "default"
     dry_run: bool = False
 
@@ -85,7 +87,8 @@ def run_replay(
     """Choose by the filter, and store what is chosen under the replay's name.
 
     The name is a digest of the choice unless given: the same replay again is the same
-    name, and stores nothing.
+    name, and stores nothing. A dead letter is replayed once for each of its deaths,
+    under whatever name.
     """
     source = spec.service()
     described = (
@@ -94,12 +97,14 @@ def run_replay(
         options.table,
         options.mode,
         options.limit,
+        options.replayed,
     )
-    name = options.name or "replay-" + _digest(described)
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
+    itself = run.id if table is DEAD_LETTERS else _digest(described)
+    name = options.name or f"replay-{itself}"
     alone = dataclasses.replace(spec, services=(source,))
     with WholeLog(spark, alone) as log:
-        chosen = _chosen(log, spec, source, table, options)
+        chosen = _chosen(log, table, options)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         return _store(
             rows, source, name, options.rate, options.dry_run, run,
@@ -129,11 +134,7 @@ def run_send(
         dataset = readers[kind]()
     except AnalysisException as error:
         raise UsageError(f"{options.path} cannot be read: {_short(error)}") from error
-    described = (
-        source.service, options.path, options.destination, template, options.key,
-        options.headers, options.identity,
-    )  # fmt: skip
-    name = options.name or "send-" + _digest(described)
+    name = options.name
     rows = from_dataset(
         dataset, run=name, destination=options.destination, template=template,
         key=options.key, headers=options.headers, identity=options.identity,
@@ -144,37 +145,44 @@ def run_send(
     return _store(rows, source, name, options.rate, options.dry_run, run)
 
 
-def _chosen(
-    log: WholeLog,
-    spec: JobSpec,
-    source: SourceSpec,
-    table: Table,
-    options: ReplayOptions,
-) -> DataFrame:
-    frames = []
+def _chosen(log: WholeLog, table: Table, options: ReplayOptions) -> DataFrame:
+    """Choose among messages wherever they are: in the lake, or still in the database.
+
+    Of the outbox those that have ended, and unless told otherwise in their first row:
+    a replay of everything is not to replay its own."""
     struct = t.StructType(
         [f for f in table.lake_struct().fields if f.name != "batch_id"]
     )
+    live = log.read_live(table, table.struct())
     if table is DEAD_LETTERS:
         # Open ones are in the database only.
-        frame = (
-            log.read_live(table, table.struct())
-            .where("resolution = 'open'")
-            .withColumns({"outcome": sf.lit("open"), "day": sf.to_date("created_at")})
-        )
-        frames.append(frame)
+        frames = [
+            live.where("resolution = 'open'").withColumn("outcome", sf.lit("open"))
+        ]
     else:
-        kept = Lake(spec.lake_spec()).table(table.name, table.lake_struct())
-        frames.append(kept.read(log.spark, services=[source.service]))
-    whole = whole_log(frames, struct)
+        ended = sf.when(sf.col("dispatched_at").isNotNull(), "dispatched").when(
+            sf.col("dead_at").isNotNull(), "dead"
+        )
+        frames = [live.withColumn("outcome", ended).where("outcome IS NOT NULL")]
+    frames[0] = frames[0].withColumn("day", sf.to_date(table.clock))
+    if table is OUTBOX and log.lake is not None:
+        kept = log.lake.table(table.name, table.lake_struct())
+        services = [one.service for one in log.live]
+        frames.append(kept.read(log.spark, services=services))
     try:
-        chosen = whole.where(options.where)
-        chosen.schema  # noqa: B018 - resolves the names
+        frames = [
+            frame.select(*struct.fieldNames()).where(options.where) for frame in frames
+        ]
+        for frame in frames:
+            frame.schema  # noqa: B018 - resolves the names
     except (ParseException, AnalysisException) as error:
         raise UsageError(
             f"The filter {options.where!r} does not parse: {_short(error)} Columns: "
             f"{', '.join(struct.fieldNames())}."
         ) from error
+    if table is OUTBOX and not options.replayed:
+        frames = [frame.where("replay_id = ''") for frame in frames]
+    chosen = whole_log(frames, struct)
     if options.limit:
         chosen = chosen.orderBy("created_at", "id").limit(options.limit)
     return chosen
@@ -206,7 +214,7 @@ def _store(
     staging = Staging(source.resolved(), name)
     task = StageTask(staging)
     staged = rows.mapInArrow(task, _STAGED_TASK).collect()
-    tasks = [(row.task, row.n) for row in staged]
+    tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
     merged = staging.merge(tasks, rate=rate, letters=letters)
     run.rows = merged.stored
     run.counts = {
@@ -240,10 +248,23 @@ class StageTask:
         context = TaskContext.get()
         place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
         task = f"{place}-{uuid.uuid4().hex[:12]}"
-        rows = self.staging.stage(task, batches)
+        done = self.staging.stage(task, map(_insist_on_bodies, batches))
         yield pa.RecordBatch.from_pylist(
-            [{"task": task, "n": rows}], schema=arrow_schema(_STAGED_TASK)
+            [{"task": task, "rows": done.rows, "ids": f"{done.ids:x}"}],
+            schema=arrow_schema(_STAGED_TASK),
         )
+
+
+def _insist_on_bodies(batch: pa.RecordBatch) -> pa.RecordBatch:
+    body = batch.column(batch.schema.get_field_index("body"))
+    if body.null_count:
+        place = body.is_null().index(True).as_py()
+        message = batch.column(batch.schema.get_field_index("message_id"))[place]
+        raise UsageError(
+            f"The lake has no body of message {message} and others: it was archived "
+            "with KEEP_BODIES off. Nothing was stored."
+        )
+    return batch
 
 
 def _digest(described: Any) -> str:

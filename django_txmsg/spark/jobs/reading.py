@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -14,8 +14,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
-from ..errors import EnvironmentFault, UsageError
-from ..lake import Lake
+from ..errors import UsageError
+from ..lake import Lake, NoLake
 from ..schemas import TABLES, Table
 from ..source.batch import Selection, id_ranges
 from ..source.database import Database, open_database
@@ -95,11 +95,8 @@ class WholeLog:
                 Live(source.service, open_database(there), options["snapshot"], taken)
             )
         if self.spec.lake is not None:
-            try:
+            with suppress(NoLake):
                 self.lake = Lake(self.spec.lake)
-            except EnvironmentFault as error:
-                if "There is no lake" not in str(error):
-                    raise
 
     def read(
         self, table: str, struct: t.StructType, *, since: dt.date | None = None

@@ -14,8 +14,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ..errors import UsageError, told_by_spark
+from ..ledger import Held
 from ..progress import Progress
-from ..runs import Run, recorded, run_by
+from ..runs import Run, recorded
 from ..schemas import TABLES
 from ..session import session
 from ..spec import JobSpec
@@ -79,8 +80,9 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     outcome = Outcome()
     if given.dry_run:
         for name, age in chosen.items():
-            run.counts[name] = waiting(source, TABLES[name], age)
+            run.counts[name], held = waiting(source, TABLES[name], age)
             outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
+            _tell_held(name, held, given.stuck_after, run, outcome)
         run.rows = sum(run.counts.values())
         return outcome
     refused: list[str] = []
@@ -99,8 +101,8 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
                     tasks=given.tasks,
                     purges=given.purges,
                     vacuum=not given.no_vacuum,
+                    accept_loss=given.accept_loss,
                 ),
-                run_by=run_by(),
                 progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
             )
             done = archiver.run()
@@ -112,11 +114,32 @@ def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
                 f"{name}: {done.rows:,} rows in {done.batches} batches are in the lake "
                 "and out of the database."
             )
+            outcome.lines += done.notes
+            _tell_held(name, done.held, given.stuck_after, run, outcome)
     outcome.lines += refused
     outcome.facts |= {"refused": refused, "steps": seconds}
     if refused:
         run.refused, run.error = True, "\n".join(refused)
     return outcome
+
+
+def _tell_held(
+    name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
+) -> None:
+    """Say which rows wait for a transaction. One that is open for too long is a
+    finding: the archive stands still, and so does vacuum."""
+    if not held.rows:
+        return
+    whose = held.holder or "a transaction that this role may not see"
+    since = f", open since {held.since:%Y-%m-%d %H:%M:%S} UTC" if held.since else ""
+    outcome.lines.append(
+        f"{name}: {held.rows:,} settled rows wait for {whose}{since}: they changed "
+        "after it had begun."
+    )
+    outcome.facts.setdefault("held", {})[name] = held.rows
+    now = dt.datetime.now(dt.timezone.utc)
+    if held.since is None or now - held.since > stuck_after:
+        run.findings = True
 
 
 @contextmanager
@@ -216,6 +239,7 @@ def _replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         rate=given.rate,
         limit=given.limit,
         name=given.name,
+        replayed=given.replayed,
         dry_run=given.dry_run,
     )
     return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)

@@ -13,7 +13,7 @@ from ..lake import Lake
 from ..laketable import CommitFailedError, LakeTable
 from ..ledger import Ledger
 from ..progress import Progress
-from ..runs import Run, run_by
+from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec
 
@@ -59,13 +59,7 @@ def run_sweep(
             continue
         try:
             if name in TABLES:
-                with (
-                    closing(
-                        Ledger(service, TABLES[name], lake_spec.uri, run_by())
-                    ) as ledger,
-                    ledger.lock(),
-                ):
-                    _insist_on_finished_batches(ledger, options)
+                with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
                     swept[name] = _sweep(place, service.service, options)
             else:
                 swept[name] = _sweep(place, service.service, options)
@@ -78,15 +72,6 @@ def run_sweep(
     run.counts = {name: one.__dict__ for name, one in swept.items()}
     run.rows = sum(one.orphans + one.replaced for one in swept.values())
     return swept
-
-
-def _insist_on_finished_batches(ledger: Ledger, options: SweepOptions) -> None:
-    """A refused batch is withdrawn by its files' names: compact when none is left."""
-    if options.compact and not options.dry_run and ledger.unfinished():
-        raise EnvironmentFault(
-            f"Batches of {ledger.table.name} are unfinished: run `archive` before "
-            "`sweep`."
-        )
 
 
 def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
@@ -110,7 +95,7 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
         done.compacted = place.compact(service)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
-    orphans = place.orphans(now - options.orphans_older_than)
+    orphans = place.orphans(service, now - options.orphans_older_than)
     done.orphans = len(orphans)
     if not options.dry_run:
         for path in orphans:

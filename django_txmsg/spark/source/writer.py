@@ -20,7 +20,7 @@ from ... import wire
 from ..errors import UsageError
 from ..schemas import arrow_schema
 from ..spec import SourceSpec
-from ..staging import STAGED, Staging
+from ..staging import STAGED, Brought, Staging
 
 #: What a DataFrame has to have, and what stands where it has nothing.
 NEEDED = ("message_id", "destination", "body")
@@ -37,8 +37,7 @@ DEFAULTS = {
 class StagedTask(WriterCommitMessage):
     """What one task attempt has staged."""
 
-    task: str
-    rows: int
+    brought: Brought
 
 
 class OutboxWriter(DataSourceArrowWriter):
@@ -61,13 +60,11 @@ class OutboxWriter(DataSourceArrowWriter):
         place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
         task = f"{place}-{uuid.uuid4().hex[:12]}"
         messages = (_complete(batch) for batch in iterator)
-        return StagedTask(task, self._staging().stage(task, messages))
+        return StagedTask(self._staging().stage(task, messages))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Merge what the successful attempts have staged."""
-        tasks = [
-            (one.task, one.rows) for one in messages if isinstance(one, StagedTask)
-        ]
+        tasks = [one.brought for one in messages if isinstance(one, StagedTask)]
         self._staging().merge(tasks, rate=self.rate)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:

@@ -130,12 +130,13 @@ def parse_template(text: str) -> Any:
 def _own_headers() -> Column:
     """A dead letter has the headers as they came; ours and the broker's go."""
     headers = sf.from_json("headers", "map<string,string>")
-    reserved = [*sorted(wire.RESERVED_HEADERS), wire.CORRELATION_ID]
-    foreign = sf.lit(r"^(txmsg-|x-|amq|jms|timestamp$|priority$|subscription|server)")
+    gone = wire.RESERVED_HEADERS | wire.OF_A_BROKER | {wire.CORRELATION_ID}
+    begins = "|".join((wire.PREFIX, *wire.OF_A_BROKER_BEGIN))
     kept = sf.map_filter(
         headers,
         lambda name, _: (
-            ~sf.lower(name).isin(reserved) & ~sf.rlike(sf.lower(name), foreign)
+            ~sf.lower(name).isin(sorted(gone))
+            & ~sf.rlike(sf.lower(name), sf.lit(f"^({begins})"))
         ),
     )
     return sf.to_json(kept)

@@ -1,0 +1,196 @@
+"""What the lake has and the database may have as well, row by row: the way out of a
+difference, of a killed run, and of a backup.
+
+For each archived row above the mark: as it is here, it is deleted, proven by itself;
+here no more, it is the lake's alone; different here, it lives on, and leaves the lake.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..batchlog import BatchLog
+from ..errors import VerificationRefused
+from ..lakefile import LakeFile, parquet_writer, rows_of
+from ..laketable import Named
+from ..ledger import Ledger, Row
+from ..rowhash import row_hashes
+from ..schemas import Column, Table
+
+#: Rows and bytes of a deleting transaction. In SQLite all other writers wait for it.
+SLICE_ROWS = 2_000
+SLICE_BYTES = 8 << 20
+
+
+@dataclass
+class Settled:
+    """What became of archived rows: how many left the database, which live on there."""
+
+    rows: int = 0
+    different: list[int] = field(default_factory=list)
+
+    def told(self) -> str:
+        """Name the rows that are not as the lake had them."""
+        ids = sorted(self.different)
+        listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
+        return (
+            f"{len(ids)} rows differ: id {listed}. They stay in the database as they "
+            "are, and have left the lake."
+        )
+
+
+class Settling:
+    """Settles a service's archived rows of one table."""
+
+    def __init__(
+        self, log: BatchLog, ledger: Ledger, on_step: Callable[[str], None]
+    ) -> None:
+        self.log, self.ledger, self.on_step = log, ledger, on_step
+        self.place, self.table = log.place, log.table
+
+    def settle(self, after: int, until: int) -> Settled:
+        """Settle the rows of the batches above `after` up to `until`."""
+        done = Settled()
+        amended: dict[Named, set[Row]] = {}
+        for file in self.place.of_batches(self.log.service, after, until):
+            different: set[Row] = set()
+            for rows, hashes, columns in self._rows(file, after, until):
+                deleted, living = self._in_turns(rows, hashes, columns)
+                done.rows += deleted
+                different.update(living)
+            if different:
+                amended[file] = different
+                done.different += [one[0] for one in different]
+        self.on_step("settled")
+        if amended:
+            self._amend(amended, after, until)
+        return done
+
+    def _in_turns(
+        self, rows: pa.RecordBatch, hashes: list[int], columns: list[Column]
+    ) -> tuple[int, list[Row]]:
+        """Settle in short transactions, with room for others between them."""
+        deleted, living = 0, list[Row]()
+        step = max(1, min(SLICE_ROWS, rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)))
+        for start in range(0, rows.num_rows, step):
+            began = time.monotonic()
+            part = rows.slice(start, step)
+            gone, differ = self.ledger.settle(
+                part, hashes[start : start + step], columns
+            )
+            deleted += gone
+            living += differ
+            if self.ledger.spec.vendor == "sqlite":
+                threading.Event().wait(time.monotonic() - began)
+        return deleted, living
+
+    def _rows(
+        self, file: Named, after: int, until: int
+    ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
+        """Yield the rows of a file that are of these batches, with their checksums and
+        the columns that these are of: those that the lake has kept."""
+        path = f"{self.place.root}/{file.path}"
+        for batch in rows_of(self.place.lake.files, path):
+            for rows, columns in kept_rows(_within(batch, after, until), self.table):
+                yield rows, row_hashes(rows, columns), columns
+
+    def _amend(self, amended: dict[Named, set[Row]], after: int, until: int) -> None:
+        """Take rows out of the lake, in one entry of the log."""
+        files = [
+            self._without(file, rows, after, until) for file, rows in amended.items()
+        ]
+        self.on_step("amending")
+        ids = sorted(one[0] for one in set().union(*amended.values()))
+        self.log.enter(
+            self.log.last + 1,
+            [one for one in files if one.rows],
+            replaced=amended,
+            amended=ids[:1000],
+        )
+        self.on_step("amended")
+
+    def _without(self, file: Named, left: set[Row], after: int, until: int) -> LakeFile:
+        """Write a file anew without some rows, prove it, and return it."""
+        files, root = self.place.lake.files, self.place.root
+        path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
+        rows = checksum = 0
+        writer: Any = None
+        with files.open_output_stream(f"{root}/{path}") as stream:
+            for batch in rows_of(files, f"{root}/{file.path}"):
+                kept = _leaving_out(batch, left, after, until)
+                writer = writer or parquet_writer(stream, batch.schema)
+                writer.write_batch(kept)
+                rows += kept.num_rows
+                checksum += _sum(kept, self.table)
+            writer.close()
+        again = sum(_sum(one, self.table) for one in rows_of(files, f"{root}/{path}"))
+        if again != checksum:
+            raise VerificationRefused(f"{path} does not hold what was written into it.")
+        info = files.get_file_info(f"{root}/{path}")
+        modified = int(info.mtime.timestamp() * 1000) if info.mtime else 0
+        return LakeFile(
+            path, file.service, file.day, info.size, rows, modified,
+            file.batches[0] if file.batches and len(set(file.batches)) == 1 else None,
+        )  # fmt: skip
+
+
+def kept_rows(
+    batch: pa.RecordBatch, table: Table
+) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
+    """Yield rows with those of a table's columns that the lake has kept of them: a
+    lake without bodies has none, and a file is older than a column that came later."""
+    if not batch.num_rows:
+        return
+    there = [one for one in table.columns if one.name in batch.schema.names]
+    bodies = [one for one in there if one.kind == "bytes"]
+    if not bodies:
+        yield _cast(batch, there), there
+        return
+    missing = pc.is_null(batch.column(batch.schema.get_field_index(bodies[0].name)))
+    without = [one for one in there if one not in bodies]
+    for rows, columns in (
+        (batch.filter(pc.invert(missing)), there),
+        (batch.filter(missing), without),
+    ):
+        if rows.num_rows:
+            yield _cast(rows, columns), columns
+
+
+def _cast(rows: pa.RecordBatch, columns: list[Column]) -> pa.RecordBatch:
+    names = [one.name for one in columns]
+    schema = pa.schema([one.arrow.with_nullable(True) for one in columns])
+    return rows.select(names).cast(schema)
+
+
+def _sum(batch: pa.RecordBatch, table: Table) -> int:
+    return sum(sum(row_hashes(*one)) for one in kept_rows(batch, table))
+
+
+def _of(batch: pa.RecordBatch, after: int, until: int) -> pa.Array:
+    numbers = batch.column(batch.schema.get_field_index("batch_id"))
+    return pc.and_(pc.greater(numbers, after), pc.less_equal(numbers, until))
+
+
+def _within(batch: pa.RecordBatch, after: int, until: int) -> pa.RecordBatch:
+    return batch.filter(_of(batch, after, until))
+
+
+def _leaving_out(
+    batch: pa.RecordBatch, left: set[Row], after: int, until: int
+) -> pa.RecordBatch:
+    rows = zip(
+        batch.column(batch.schema.get_field_index("id")).to_pylist(),
+        batch.column(batch.schema.get_field_index("message_id")).to_pylist(),
+        strict=True,
+    )
+    known = pa.array([row in left for row in rows], pa.bool_())
+    return batch.filter(pc.invert(pc.and_(known, _of(batch, after, until))))

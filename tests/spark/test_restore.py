@@ -1,0 +1,330 @@
+"""Lake and database that do not come from one moment: each row is kept once, or one
+clear error says what to do. Every backup here is really made, and really restored."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs.archive import ArchiveOptions
+from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
+from tests.services import PostgreSQL
+from tests.services.postgresql import PASSWORD
+from tests.spark.archives import (
+    SMALL,
+    archive,
+    assert_moved_once,
+    delta_rows,
+    hashes_in,
+    path_of,
+)
+from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import outcome, run
+
+LOSSY: ArchiveOptions = dataclasses.replace(SMALL, accept_loss=True)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(step: str, times: int = 1) -> Callable[[str], None]:
+    reached: list[str] = []
+
+    def stop(now: str) -> None:
+        reached.append(now)
+        if reached.count(step) == times:
+            raise Stopped
+
+    return stop
+
+
+def messages_in(log: Log) -> set[str]:
+    rows = log.rows("SELECT message_id FROM django_txmsg_outboxmessage")
+    return {str(uuid.UUID(str(row[0]))) for row in rows}
+
+
+def messages_of_lake(lake: LakeSpec) -> list[str]:
+    return list(delta_rows(lake)["message_id"].to_pylist())
+
+
+class Backup:
+    """A copy of a database, as its own tools make it, and the way back."""
+
+    def __init__(self, log: Log, directory: Path) -> None:
+        self.log, self.file = log, directory / f"backup-{uuid.uuid4().hex}"
+        if log.vendor == "sqlite":
+            shutil.copy(log.spec.path, self.file)
+        else:
+            _postgres("pg_dump", "-Fc", "-f", str(self.file), log.spec.url)
+
+    def restore(self, into: Log | None = None) -> None:
+        log = into or self.log
+        if log.vendor == "sqlite":
+            shutil.copy(self.file, log.spec.path)
+            return
+        server, _, name = log.spec.url.rpartition("/")
+        with Log(SourceSpec("", f"{server}/postgres")).connected() as connection:
+            connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+            connection.execute(f'CREATE DATABASE "{name}"')
+        _postgres("pg_restore", "-d", log.spec.url, str(self.file))
+
+
+def _postgres(tool: str, *words: str) -> None:
+    directory = Path(shutil.which("pg_config") or "/usr/bin/pg_config").parent
+    found = shutil.which(tool) or str(directory / tool)
+    subprocess.run(
+        [found, *words], check=True, env=os.environ | {"PGPASSWORD": PASSWORD}
+    )
+
+
+def test_a_batch_that_a_lake_has_lost_before_it_was_deleted_is_archived_anew(
+    spark: Any, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(250)
+    before = hashes_in(log)
+    with pytest.raises(Stopped):
+        archive(spark, log, lake, on_step=stop_at("committed", 2))
+    # The log goes on, and names nothing of what it had named.
+    DeltaTable(path_of(lake)).restore(0)
+
+    done = archive(spark, log, lake)
+
+    assert (done.rows, done.refused) == (250, [])
+    assert_moved_once(before, log, lake, set(before))
+
+
+def test_a_lake_that_is_not_mounted_is_not_begun_anew(
+    spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log.send_many(150)
+    before = hashes_in(log)
+    archive(spark, log, lake)
+    log.send_many(30)
+    before |= hashes_in(log)
+    (tmp_path / "lake").rename(tmp_path / "elsewhere")
+    spec = JobSpec(services=(log.spec,), lake=lake)
+
+    with pytest.raises(EnvironmentFault, match=r"lost batches.*nothing there"):
+        archive(spark, log, lake)
+    # Another job may have made a place of results of the mount point.
+    run(spec, "reconcile", "--fail-on", "never")
+    with pytest.raises(EnvironmentFault, match=r"lost batches.*Mount it"):
+        archive(spark, log, lake)
+    assert log.count() == 30
+
+    shutil.rmtree(tmp_path / "lake")
+    (tmp_path / "elsewhere").rename(tmp_path / "lake")
+    assert archive(spark, log, lake).rows == 30
+    assert_moved_once(before, log, lake, set(before))
+
+
+def test_a_lake_from_an_older_backup_is_told_and_its_newest_one_goes_on(
+    spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    here, older, newest = (tmp_path / name for name in ("lake", "older", "newest"))
+    log.send_many(150)
+    before = hashes_in(log)
+    archive(spark, log, lake)
+    shutil.copytree(here, older)
+    log.send_many(100)
+    before |= hashes_in(log)
+    archive(spark, log, lake)
+    here.rename(newest)
+    shutil.copytree(older, here)
+    log.send_many(20)
+    before |= hashes_in(log)
+
+    with pytest.raises(EnvironmentFault, match=r"it ends with batch 2.*--accept-loss"):
+        archive(spark, log, lake)
+    assert log.count() == 20
+
+    # The newest one is found after all.
+    shutil.rmtree(here)
+    shutil.copytree(newest, here)
+    assert archive(spark, log, lake).rows == 20
+    assert_moved_once(before, log, lake, set(before))
+
+
+def test_a_loss_that_is_accepted_is_no_dead_end(
+    spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log.send_many(150)
+    archive(spark, log, lake)
+    shutil.copytree(tmp_path / "lake", tmp_path / "older")
+    kept = messages_of_lake(lake)
+    log.send_many(100)
+    archive(spark, log, lake)
+    for lost in ("an older backup", "nothing"):
+        shutil.rmtree(tmp_path / "lake")
+        if lost == "an older backup":
+            shutil.copytree(tmp_path / "older", tmp_path / "lake")
+        else:
+            kept = []
+        log.send_many(20)
+        kept += messages_in(log)
+
+        assert archive(spark, log, lake, options=LOSSY).rows == 20
+        log.send_many(5)
+        kept += messages_in(log)
+        assert archive(spark, log, lake).rows == 5
+
+        assert sorted(messages_of_lake(lake)) == sorted(kept)
+        assert log.count() == 0
+
+
+def test_a_database_restored_from_a_backup_ends_with_each_message_once(
+    spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log.send_many(250)
+    log.send([{"dispatched_at": None}])
+    backup = Backup(log, tmp_path)
+    pending = 251
+    archive(spark, log, lake)
+    # After the backup: the pending one leaves, and others come and go.
+    log.execute(
+        "UPDATE django_txmsg_outboxmessage SET dispatched_at = due_at WHERE id = 251"
+    )
+    log.send_many(5)
+    later = messages_in(log)
+    archive(spark, log, lake)
+    archived = set(messages_of_lake(lake))
+    assert later <= archived
+
+    backup.restore()
+    # It knows no more of any archive, has the pending one still, and gives ids anew;
+    # an operator sends one again, and deletes one.
+    assert log.count("django_txmsg_archivemark") == 0
+    log.execute(
+        "UPDATE django_txmsg_outboxmessage SET dispatched_at = NULL WHERE id = 7"
+    )
+    log.execute("DELETE FROM django_txmsg_outboxmessage WHERE id = 9")
+    log.send_many(3)
+    fresh = messages_in(log) - archived
+    assert len(fresh) == 3
+    assert log.value("SELECT max(id) FROM django_txmsg_outboxmessage") == 254
+
+    first = archive(spark, log, lake)
+    assert f"2 rows differ: id 7, {pending}." in "".join(first.refused)
+    again = archive(spark, log, lake)
+
+    there, here = messages_of_lake(lake), messages_in(log)
+    assert len(there) == len(set(there)), "a message is in the lake twice"
+    assert here.isdisjoint(there)
+    assert set(there) | here == archived | fresh
+    assert log.count() == 2
+    assert (again.rows, again.refused) == (0, [])
+    # They leave, and are archived, as any other.
+    log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = due_at")
+    assert archive(spark, log, lake).rows == 2
+    assert sorted(messages_of_lake(lake)) == sorted(archived | fresh)
+
+
+@pytest.fixture
+def another_cluster() -> Iterator[PostgreSQL]:
+    server = PostgreSQL()
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_a_dump_into_a_new_cluster_goes_on_where_it_was(
+    spark: Any,
+    pg_log: Log,
+    lake: LakeSpec,
+    tmp_path: Path,
+    another_cluster: PostgreSQL,
+) -> None:
+    pg_log.execute(
+        "DO $$ BEGIN FOR n IN 1..20000 LOOP"
+        " PERFORM pg_current_xact_id(); COMMIT; END LOOP; END $$"
+    )
+    pg_log.send_many(150)
+    archive(spark, pg_log, lake)
+    pg_log.send_many(50)
+    with pytest.raises(Stopped):
+        archive(spark, pg_log, lake, on_step=stop_at("committed"))
+    pg_log.send_many(40)
+    backup = Backup(pg_log, tmp_path)
+    everything = set(messages_of_lake(lake)) | messages_in(pg_log)
+
+    moved = Log(SourceSpec("shop", another_cluster.url("moved")))
+    backup.restore(moved)
+    ahead = "SELECT count(*) FROM django_txmsg_outboxmessage WHERE changed_xid >"
+    assert moved.value(f"{ahead} pg_current_xact_id()") == 90
+    done = archive(spark, moved, lake)
+
+    assert (done.rows, done.refused, moved.count()) == (90, [], 0)
+    there = messages_of_lake(lake)
+    assert len(there) == len(set(there)) == 240
+    assert set(there) == everything
+
+
+def test_a_forgotten_transaction_anywhere_in_the_cluster_is_told(
+    spark: Any, pg_log: Log, make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    elsewhere = make_log("postgresql", "elsewhere")
+    spec = JobSpec(services=(pg_log.spec,), lake=lake)
+    words = ("archive", "--table", "outbox", "--older-than", "1d", "--no-vacuum")
+    with elsewhere.connected() as other, other.transaction():
+        [[pid]] = other.rows("SELECT pg_backend_pid() FROM pg_current_xact_id()")
+        pg_log.send_many(500)
+
+        young = outcome(spec, *words)
+        stuck = outcome(spec, *words, "--stuck-after", "0s")
+        told = outcome(spec, *words, "--dry-run", "--stuck-after", "0s")
+
+    assert (young.exit_code, stuck.exit_code, told.exit_code) == (0, 1, 1)
+    for one in (young, stuck, told):
+        said = "\n".join(one.lines)
+        assert f"500 settled rows wait for process {pid} (idle in transaction" in said
+        assert one.facts["held"] == {"outbox": 500}
+    assert run(spec, *words)["counts"] == {"outbox": 500}
+
+
+def test_time_outs_that_suit_the_application_end_no_archive(
+    spark: Any, pg_log: Log, lake: LakeSpec
+) -> None:
+    pg_log.send_many(250)
+    name = pg_log.spec.url.rpartition("/")[2]
+    for setting in ("statement_timeout", "idle_in_transaction_session_timeout"):
+        pg_log.execute(f"ALTER DATABASE \"{name}\" SET {setting} = '1ms'")
+
+    assert archive(spark, pg_log, lake).rows == 250
+    facts = run(JobSpec((pg_log.spec,), lake), "reconcile", "--fail-on", "never")
+    assert facts["counts"] == {"never_received": 250}
+
+
+def test_a_dead_letter_resolved_meanwhile_refuses_nothing(
+    spark: Any, log: Log, lake: LakeSpec
+) -> None:
+    buried = uuid.uuid4()
+    log.send_many(50)
+    log.send([{"message_id": buried, "dead_at": LONG_AGO}])
+    log.send_many(20)
+    log.bury([{"message_id": buried, "stage": ""}])
+    before = hashes_in(log)
+
+    def resolve(step: str) -> None:
+        if step == "written":
+            log.execute(
+                "UPDATE django_txmsg_deadletter SET resolution = 'discarded',"
+                " resolved_at = created_at"
+            )
+
+    first = archive(spark, log, lake, on_step=resolve)
+    second = archive(spark, log, lake)
+
+    assert (first.refused, second.refused) == ([], [])
+    assert first.rows + second.rows == 71
+    assert_moved_once(before, log, lake, set(before))
