@@ -28,6 +28,9 @@ CAP = 1_000
 #: The rows that a search by something without an index may find.
 FOUND = 500
 
+#: A message's page, by its id. Its address can be pasted into a ticket.
+MESSAGE = "admin:django_txmsg_message"
+
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
     """Pages whose rows are counted up to a cap only."""
@@ -56,7 +59,8 @@ class MessageList(CappedList):
 
     def url_for_result(self, result: Any) -> str:
         """Return the page of the row's message, by its id."""
-        return message_url(result.message_id)
+        site = self.model_admin.admin_site.name
+        return reverse(MESSAGE, args=[result.message_id], current_app=site)
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
@@ -85,6 +89,22 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Nobody deletes rows here: pruning does, past the retention."""
         return False
+
+    def lookup_allowed(
+        self, lookup: str, value: Any, request: HttpRequest | None = None
+    ) -> bool:
+        """Narrow a list by its filters only: with any other lookup one could feel for
+        what is masked, or for a body, a character at a time."""
+        filters: Any = self.list_filter
+        return lookup in {
+            name
+            for one in filters
+            for name in (
+                (one, f"{one}__exact", f"{one}__isnull")
+                if isinstance(one, str)
+                else (one.parameter_name,)
+            )
+        }
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
         """Bring the list that knows where counting stops."""
@@ -158,12 +178,9 @@ class MessageAdmin(ReadOnlyAdmin):
         if row is None:
             name = self.opts.verbose_name
             messages.warning(request, f"There is no {name} {object_id} here.")
-            return HttpResponseRedirect(
-                reverse(
-                    f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
-                )
-            )
-        return HttpResponseRedirect(message_url(row.message_id))
+            rows = f"admin:{self.opts.app_label}_{self.opts.model_name}_changelist"
+            return led(request, rows)
+        return led(request, MESSAGE, row.message_id)
 
 
 class CountingFilter(admin.SimpleListFilter):
@@ -184,8 +201,9 @@ class CountingFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Show the filter even where there is one choice: its count is worth it."""
-        return bool(self.lookup_choices)
+        """Show the filter even where there is one choice: its count is worth it. One
+        that is set narrows the list, whether or not its value is among the choices."""
+        return bool(self.lookup_choices) or self.value() is not None
 
 
 class StateFilter(CountingFilter):
@@ -251,9 +269,16 @@ def count(rows: QuerySet[Any]) -> int:
     return rows.order_by()[: CAP + 1].values("pk").count()
 
 
-def message_url(message_id: object) -> str:
-    """Return the address of a message's page. It can be pasted into a ticket."""
-    return reverse("admin:django_txmsg_message", args=[message_id])
+def address(request: HttpRequest, page: str, *args: object) -> str:
+    """Return a page's address on the admin site that the request came to: a project
+    may have several."""
+    here = request.resolver_match.namespace if request.resolver_match else None
+    return reverse(page, args=args, current_app=here)
+
+
+def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
+    """Answer by leading to a page of the same admin site."""
+    return HttpResponseRedirect(address(request, page, *args))
 
 
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:

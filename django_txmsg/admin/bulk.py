@@ -7,17 +7,18 @@ from typing import Any
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import path, reverse
+from django.urls import path
 from django.utils import timezone
 from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
+from .. import attendance, status
 from ..models import BulkOperation
 from ..models.bulk import BulkKind, BulkState
 from . import display
-from .base import ReadOnlyAdmin, audit
+from .base import ReadOnlyAdmin, audit, led
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",
@@ -62,9 +63,7 @@ class BulkAdmin(ReadOnlyAdmin):
         operation = self.get_object(request, object_id)
         if operation is None:
             messages.warning(request, f"There is no bulk operation {object_id} here.")
-            return HttpResponseRedirect(
-                reverse("admin:django_txmsg_bulkoperation_changelist")
-            )
+            return led(request, "admin:django_txmsg_bulkoperation_changelist")
         handled = operation.done + operation.skipped
         ended = operation.finished_at or timezone.now()
         seconds = max((ended - operation.created_at).total_seconds(), 0.001)
@@ -82,6 +81,7 @@ class BulkAdmin(ReadOnlyAdmin):
             "lasted": display.duration(seconds),
             "filters": filter_text(operation.filter),
             "may": request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]),
+            "idle": operation.state == BulkState.RUNNING and not _consumed(operation),
             "skipped_why": sorted(operation.skipped_why.items()),
         }
         return render(request, "admin/django_txmsg/bulk.html", context)
@@ -94,18 +94,14 @@ class BulkAdmin(ReadOnlyAdmin):
             operation = operations.filter(pk=pk).first()
             if operation is None:
                 messages.warning(request, f"There is no bulk operation {pk} here.")
-                return HttpResponseRedirect(
-                    reverse("admin:django_txmsg_bulkoperation_changelist")
-                )
+                return led(request, "admin:django_txmsg_bulkoperation_changelist")
             if not request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]):
                 raise PermissionDenied
             if getattr(operations, verb)(pk):
                 audit(request, operation, f"{verb.capitalize()}: {operation}.")
             else:
                 messages.warning(request, f"It had ended, or was {verb}d, already.")
-            return HttpResponseRedirect(
-                reverse("admin:django_txmsg_bulkoperation_change", args=[pk])
-            )
+            return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
         return move
 
@@ -128,6 +124,11 @@ class BulkAdmin(ReadOnlyAdmin):
     def age(self, operation: BulkOperation) -> SafeString:
         """When."""
         return display.ago(operation.created_at)
+
+
+def _consumed(operation: BulkOperation) -> bool:
+    using = operation._state.db or "default"
+    return attendance.read_living(using, status.clock(using)).consumed
 
 
 def filter_text(filters: dict[str, Any]) -> str:

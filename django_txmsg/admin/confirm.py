@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
+from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
-from django.urls import reverse
 
 from .. import bulk, conf, selection
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk import BulkKind, BulkState
-from .base import audit, message_url
+from .base import MESSAGE, audit, led
 from .bulk import PERMISSIONS, filter_text
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class ConfirmPages:
         """Ask (GET), or start (POST)."""
         given = request.POST if request.method == "POST" else request.GET
         if given.get("kind") not in BulkKind.values:
-            return self._back()
+            return self._back(request)
         kind = BulkKind(given["kind"])
         if not request.user.has_perm(PERMISSIONS[kind]):
             raise PermissionDenied
@@ -53,7 +52,7 @@ class ConfirmPages:
             return self._ask(request, kind, filters, using)
         except (TxmsgError, ValueError) as error:
             messages.error(request, str(error))
-            return self._back()
+            return self._back(request)
 
     def _ask(
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
@@ -65,7 +64,7 @@ class ConfirmPages:
                 request,
                 f"There is nothing to {kind}: what was chosen is resolved already.",
             )
-            return self._back()
+            return self._back(request)
         redelivers = kind == BulkKind.REDELIVER
         count = facts.count
         context = {
@@ -108,9 +107,8 @@ class ConfirmPages:
         if operation.total <= AT_ONCE and operation.rate is None:
             bulk.finish(operation, patience=PATIENCE)
         if operation.state != BulkState.DONE:
-            return HttpResponseRedirect(
-                reverse("admin:django_txmsg_bulkoperation_change", args=[operation.pk])
-            )
+            page = "admin:django_txmsg_bulkoperation_change"
+            return led(request, page, operation.pk)
         self._tell(request, operation)
         letter = (
             selection.filtered(filters, using=using).first()
@@ -118,8 +116,8 @@ class ConfirmPages:
             else None
         )
         if letter is not None:
-            return HttpResponseRedirect(message_url(letter.message_id))
-        return self._back()
+            return led(request, MESSAGE, letter.message_id)
+        return self._back(request)
 
     def _tell(self, request: HttpRequest, operation: BulkOperation) -> None:
         done = operation.done
@@ -129,8 +127,8 @@ class ConfirmPages:
             text += f" {operation.skipped} skipped: {why}."
         (messages.warning if operation.skipped else messages.success)(request, text)
 
-    def _back(self) -> HttpResponse:
-        return HttpResponseRedirect(reverse("admin:django_txmsg_deadletter_changelist"))
+    def _back(self, request: HttpRequest) -> HttpResponse:
+        return led(request, "admin:django_txmsg_deadletter_changelist")
 
 
 def read_filter(given: QueryDict) -> dict[str, Any]:
@@ -145,6 +143,7 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
             "destination",
             "fingerprint",
             "reason",
+            "resolution",
             "before",
             "search",
         )

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import reverse
 
-from .. import conf, resolution, serializers
+from .. import conf, resolution, serializers, wire
 from ..errors import DecodeError, TxmsgError
 from ..message import check_headers
 from ..models import DeadLetter
 from ..models.dead_letters import Resolution
 from . import body as bodies
-from .base import audit, message_url
+from .base import MESSAGE, audit, led
 
 if TYPE_CHECKING:
     from .dead_letters import DeadLetterAdmin
@@ -41,21 +40,23 @@ class CopyPages:
         """Edit (GET), look at the difference (POST), send (POST with `send`)."""
         user: Any = request.user
         if not conf.get().EDIT_DEAD_LETTERS or not user.has_perms(
-            ["django_txmsg.edit_deadletter", "django_txmsg.view_message_body"]
+            [
+                "django_txmsg.edit_deadletter",
+                "django_txmsg.view_deadletter",
+                "django_txmsg.view_message_body",
+            ]
         ):
             raise PermissionDenied
         using = router.db_for_write(DeadLetter)
         letter = DeadLetter.objects.using(using).filter(pk=pk).first()
         if letter is None:
             messages.warning(request, f"There is no dead letter {pk} here.")
-            return HttpResponseRedirect(
-                reverse("admin:django_txmsg_deadletter_changelist")
-            )
+            return led(request, "admin:django_txmsg_deadletter_changelist")
         problem = unfit(letter)
         if problem:
             messages.warning(request, problem)
-            return HttpResponseRedirect(message_url(letter.message_id))
-        before = headers_text(resolution.user_headers(letter.headers))
+            return led(request, MESSAGE, letter.message_id)
+        before = headers_text(wire.senders(letter.headers))
         form: dict[str, Any] = {
             "headers": before,
             "body": body_text(letter),
@@ -86,7 +87,7 @@ class CopyPages:
             "locked": [
                 (name, value)
                 for name, value in sorted(letter.headers.items())
-                if name not in resolution.user_headers(letter.headers)
+                if name not in wire.senders(letter.headers)
             ],
             "masked": conf.get().MASK is not None,
         }
@@ -104,7 +105,7 @@ class CopyPages:
         )
         audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")
         messages.success(request, f"A copy is on its way as message {copy_id}.")
-        return HttpResponseRedirect(message_url(copy_id))
+        return led(request, MESSAGE, copy_id)
 
 
 def unfit(letter: DeadLetter) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
+from django.contrib.admin.views.main import SEARCH_VAR
 from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
-from django.urls import path, reverse
+from django.urls import path
 from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -19,9 +20,11 @@ from django.views.decorators.http import require_POST
 
 from .. import selection
 from ..models import DeadLetter
+from ..models.bulk import BulkKind
 from ..models.dead_letters import Resolution
 from . import display
-from .base import CountingFilter, MessageAdmin, MessageList, count
+from .base import CountingFilter, MessageAdmin, MessageList, address, count
+from .bulk import PERMISSIONS
 from .confirm import ConfirmPages
 from .copy import CopyPages
 from .groups import GroupPages
@@ -109,6 +112,12 @@ class AgainFilter(admin.SimpleListFilter):
         return queryset.filter(deaths__gt=1) if self.value() else queryset
 
 
+class ReasonFilter(DeadFilter):
+    """Why it was buried."""
+
+    title = parameter_name = column = "reason"
+
+
 class LetterList(MessageList):
     """The list, with its filter in the words of a bulk operation."""
 
@@ -134,6 +143,7 @@ class DeadLetterAdmin(MessageAdmin):
         ResolutionFilter,
         StageFilter,
         DestinationFilter,
+        ReasonFilter,
         AgainFilter,
         FingerprintFilter,
     )
@@ -175,13 +185,8 @@ class DeadLetterAdmin(MessageAdmin):
         """Show groups, or the list when anything is asked for."""
         if request.method == "GET" and not request.GET:
             return GroupPages(self).page(request)
-        may = {
-            "redeliver": self.has_redeliver_permission(request),
-            "discard": self.has_discard_permission(request),
-        }
-        return super().changelist_view(
-            request, {"title": "Dead letters", "may": may, **(extra_context or {})}
-        )
+        more = {"title": "Dead letters", "deeds": deeds(request)}
+        return super().changelist_view(request, {**more, **(extra_context or {})})
 
     def has_redeliver_permission(self, request: HttpRequest) -> bool:
         """Whether the user may redeliver."""
@@ -220,8 +225,8 @@ class DeadLetterAdmin(MessageAdmin):
             query = bulk_filter(request.GET)
         else:
             query = {"ids": ",".join(request.POST.getlist("_selected_action"))}
-        address = reverse("admin:django_txmsg_confirm")
-        return HttpResponseRedirect(f"{address}?{urlencode({'kind': kind, **query})}")
+        page = address(request, "admin:django_txmsg_confirm")
+        return HttpResponseRedirect(f"{page}?{urlencode({'kind': kind, **query})}")
 
     @admin.display(description="state")
     def state(self, letter: DeadLetter) -> SafeString:
@@ -267,16 +272,17 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, s
         return kept
     with connections[model_admin.get_queryset(request).db].cursor() as cursor:
         cursor.execute(
-            "SELECT stage, destination, fingerprint, COUNT(*) FROM ("
-            " SELECT stage, destination, fingerprint FROM django_txmsg_deadletter"
+            "SELECT stage, destination, fingerprint, reason, COUNT(*) FROM ("
+            " SELECT stage, destination, fingerprint, reason"
+            " FROM django_txmsg_deadletter"
             " WHERE resolution = 'open' ORDER BY id DESC LIMIT %s"
-            ") AS newest GROUP BY stage, destination, fingerprint",
+            ") AS newest GROUP BY stage, destination, fingerprint, reason",
             [NEWEST + 1],
         )
         rows = cursor.fetchall()
     more = "+" if sum(row[-1] for row in rows) > NEWEST else ""
     kept = {}
-    for position, name in enumerate(("stage", "destination", "fingerprint")):
+    for position, name in enumerate(("stage", "destination", "fingerprint", "reason")):
         counts: Counter[str] = Counter()
         for row in rows:
             counts[row[position]] += row[-1]
@@ -287,10 +293,26 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, s
     return kept
 
 
+def deeds(request: HttpRequest) -> list[tuple[str, str]]:
+    """Return what the user may do to all that a list shows, each with its words."""
+    state = request.GET.get("resolution")
+    every = "all open" if state is None else "all"
+    found = {
+        Resolution.OPEN: [BulkKind.REDELIVER, BulkKind.DISCARD],
+        Resolution.DISCARDED: [BulkKind.RESTORE],
+    }.get(Resolution.OPEN if state is None else state, [])  # type: ignore[call-overload]  # any text
+    return [
+        (kind.value, f"{kind.capitalize()} {every}")
+        for kind in found
+        if request.user.has_perm(PERMISSIONS[kind])
+    ]
+
+
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
-    """Return a list's query as the filter of a bulk operation."""
-    names = ("stage", "destination", "fingerprint", "again")
-    found = {name: query[name] for name in names if name in query}
-    if query.get("q"):
-        found["search"] = query["q"]
+    """Return a list's query as the filter of a bulk operation: all of it, since what
+    is left out would make it mean more rows than the list shows."""
+    names = [one.parameter_name for one in DeadLetterAdmin.list_filter]
+    found = {name: query[name] for name in names if query.get(name) is not None}
+    if query.get(SEARCH_VAR):
+        found["search"] = query[SEARCH_VAR]
     return found

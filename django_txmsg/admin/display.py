@@ -13,7 +13,8 @@ from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..waiting import CAP
+from ..lengths import duration as duration
+from ..waiting import capped as capped
 
 #: The colour of each state's badge; the word is always there too.
 TONES = {
@@ -25,6 +26,7 @@ TONES = {
     "running": "busy",
     "paused": "warn",
     "silent": "bad",
+    "no consumer": "bad",
     "alive": "good",
     "dispatched": "good",
     "processed": "good",
@@ -40,8 +42,6 @@ TONES = {
     "unknown here": "quiet",
 }
 
-_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-
 
 def badge(word: object) -> SafeString:
     """Return a state as a coloured word."""
@@ -51,41 +51,9 @@ def badge(word: object) -> SafeString:
     )
 
 
-def capped(count: int | None, cap: int = CAP) -> str:
-    """Return a count, or the cap and a plus where it was not counted further."""
-    if count is None:
-        return "-"
-    return f"{cap:,}+" if count > cap else f"{count:,}"
-
-
 def exact(count: int) -> str:
     """Return a count that nobody has cut short."""
     return f"{count:,}"
-
-
-def duration(seconds: float | dt.timedelta | None) -> str:
-    """Return a length of time in its two largest units: "4 ms", "2 min 5 s"."""
-    if seconds is None:
-        return "-"
-    if isinstance(seconds, dt.timedelta):
-        seconds = seconds.total_seconds()
-    if seconds < 0:
-        return f"-{duration(-seconds)}"
-    if seconds < 1:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    rest = round(seconds)
-    parts = []
-    for unit, size in _UNITS:
-        if rest >= size:
-            parts.append(f"{rest // size} {unit}")
-            rest %= size
-            if len(parts) == 2:
-                break
-        elif parts:
-            break
-    return " ".join(parts)
 
 
 def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:

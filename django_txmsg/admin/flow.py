@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from django.db.models import Q
 
-from .. import wire
+from .. import conf, wire
 from ..models import InboxMessage, OutboxMessage
 
 #: The most messages of one flow that are shown.
@@ -65,8 +65,9 @@ def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node
 
 
 def _in_order(nodes: dict[uuid.UUID, Node]) -> list[Node]:
+    service = conf.get().SERVICE
     marks = {
-        wire.session_id(node.message_id, stage): node.message_id
+        wire.session_id(service, node.message_id, stage): node.message_id
         for node in nodes.values()
         for stage, _ in node.stages
     }

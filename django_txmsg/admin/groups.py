@@ -8,14 +8,13 @@ from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
 from django.db.models import Count, Max, Min
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import reverse
 
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.dead_letters import Resolution
-from .base import audit
+from .base import audit, led
 
 if TYPE_CHECKING:
     from .dead_letters import DeadLetterAdmin
@@ -70,7 +69,7 @@ class GroupPages:
                 request,
                 "The error is muted." if note.muted else "The note is kept.",
             )
-        return HttpResponseRedirect(reverse("admin:django_txmsg_deadletter_changelist"))
+        return led(request, "admin:django_txmsg_deadletter_changelist")
 
 
 def grouped(using: str) -> list[dict[str, Any]]:

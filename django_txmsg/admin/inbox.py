@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from django.contrib import admin
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
+from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from .. import status
-from ..models import InboxMessage
+from ..models import InboxMessage, StageState
 from ..stages import all_stages
 from ..waiting import OVERDUE
 from . import display
 from .base import MessageAdmin, PlaceFilter, StateFilter
 from .outbox import StoredFilter
+from .received import is_held, shown_state, with_state
+
+#: Due for long; what a paused stage would take is not.
+OVERDUE_HERE = Q(due_at__lt=Now() - OVERDUE) & ~Q(
+    stage__in=StageState.objects.filter(paused_at__isnull=False).values("stage")
+)
 
 
 class InboxStateFilter(StateFilter):
@@ -24,7 +31,7 @@ class InboxStateFilter(StateFilter):
         """Return what each choice means."""
         return {
             "redelivering": Q(due_at__isnull=False),
-            "overdue": Q(due_at__lt=Now() - OVERDUE),
+            "overdue": OVERDUE_HERE,
             "processed": Q(processed_at__isnull=False),
             "dead": Q(dead_at__isnull=False),
         }
@@ -53,14 +60,27 @@ class ReceivedFilter(StoredFilter):
 class InboxAdmin(MessageAdmin):
     """Messages received, newest first."""
 
-    list_display = ("state", "age", "stage", "message", "tries", "critical", "flow")
+    list_display = (
+        "state", "age", "stage", "message", "due", "tries", "critical", "flow",
+    )  # fmt: skip
     list_filter = (InboxStateFilter, StageFilter, ReceivedFilter)
     search_help_text = "Exact message id or correlation id"
 
     @admin.display(description="state")
     def state(self, row: InboxMessage) -> SafeString:
         """The row's state; parked messages are being redelivered."""
-        return display.badge("redelivering" if row.due_at else row.state.value)
+        return display.badge(shown_state(row))
+
+    @admin.display(description="next attempt")
+    def due(self, row: InboxMessage) -> SafeString | str:
+        """When a parked message is tried again."""
+        if row.due_at is None:
+            return "-"
+        return "when resumed" if is_held(row) else display.ago(row.due_at)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:
+        """Add what of other tables belongs to a row's state."""
+        return with_state(super().get_queryset(request))
 
     @admin.display(description="message")
     def message(self, row: InboxMessage) -> SafeString:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import reverse
 
 from .. import conf
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from . import body as bodies
+from .base import led
 from .flow import flow
+from .received import shown_state, with_state
 from .timeline import timeline
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ class MessagePages:
             outbox = list(rows.defer("body", "headers").order_by("pk"))
         if may["inbox"]:
             rows = InboxMessage.objects.using(using).filter(message_id=message_id)
-            inbox = list(rows.defer("body", "headers").order_by("pk"))
+            inbox = list(with_state(rows).defer("body", "headers").order_by("pk"))
+            for one in inbox:
+                one.shown = shown_state(one)  # type: ignore[attr-defined]  # the page's
             rows = Attempt.objects.using(using).filter(message_id=message_id)
             attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
         if may["dead"]:
@@ -58,9 +61,7 @@ class MessagePages:
                 f"Message {message_id} is not here: it was never stored or received, "
                 f"or it was pruned after its retention.",
             )
-            return HttpResponseRedirect(
-                reverse("admin:app_list", args=["django_txmsg"])
-            )
+            return led(request, "admin:app_list", "django_txmsg")
         first = known[0]
         correlation_id = next((one.correlation_id for one in known), "")
         context = {
@@ -147,10 +148,11 @@ def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
     for row in outbox:
         if row.state.value != "dispatched":
             return str(row.state.value)
-    if any(row.due_at for row in inbox):
-        return "redelivering"
+    for row in inbox:
+        if row.due_at:
+            return shown_state(row)
     if inbox:
-        return str(inbox[-1].state.value)
+        return shown_state(inbox[-1])
     return "dispatched" if outbox else str(letters[-1].resolution)
 
 

@@ -10,6 +10,7 @@ from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import path
+from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
@@ -68,7 +69,9 @@ class StoredFilter(admin.SimpleListFilter):
 class OutboxAdmin(MessageAdmin):
     """Messages stored here, newest first. Bodies are not in the list."""
 
-    list_display = ("state", "age", "destination", "message", "tries", "flow")
+    list_display = (
+        "state", "age", "destination", "message", "due", "tries", "flow",
+    )  # fmt: skip
     list_filter = (OutboxStateFilter, DestinationFilter, StoredFilter)
     search_help_text = "Exact message id, correlation id or key"
     found_by = ("correlation_id", "key")
@@ -90,7 +93,16 @@ class OutboxAdmin(MessageAdmin):
     @admin.display(description="state")
     def state(self, row: OutboxMessage) -> SafeString:
         """The row's state."""
-        return display.badge(row.state.value)
+        waits = row.dispatched_at is None and row.dead_at is None
+        late = waits and timezone.now() - row.due_at > OVERDUE
+        return display.badge("overdue" if late else row.state.value)
+
+    @admin.display(description="next attempt")
+    def due(self, row: OutboxMessage) -> SafeString | str:
+        """When a pending message is to leave."""
+        if row.dispatched_at is not None or row.dead_at is not None:
+            return "-"
+        return display.ago(row.due_at)
 
     @admin.display(description="message")
     def message(self, row: OutboxMessage) -> SafeString:

@@ -6,12 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db import router
+from django.http import HttpRequest
 
-from .. import periods, status
+from .. import alarms, periods, status
+from ..alarms import Alarm
 from ..models import OutboxMessage
 from ..periods import Hour
+from ..status import Place
+from .base import address
 
 BAR, GAP, HEIGHT = 8, 2, 44
+
+#: So many places at which nothing waits are not folded away.
+FEW = 8
+
+#: Whose permission a chart needs.
+_TABLES = {
+    "stored": "outboxmessage",
+    "dispatched": "outboxmessage",
+    "processed": "inboxmessage",
+    "dead": "deadletter",
+}
 
 _TITLES = {
     "stored": "Stored",
@@ -45,28 +60,68 @@ class Chart:
     bar: int = BAR
 
 
-def overview() -> dict[str, Any]:
-    """Return what the overview shows."""
+@dataclass
+class Line:
+    """An alarm as the banner says it."""
+
+    alarm: Alarm
+    address: str
+
+
+def overview(request: HttpRequest) -> dict[str, Any]:
+    """Return what the overview shows to this user: of each table what may be seen."""
     using = router.db_for_write(OutboxMessage)
     picture = status.read(using)
     hours = periods.last_day(using, picture.now)
-    charts = [chart(series, hours) for series in periods.SERIES]
+    charts = [
+        chart(series, hours)
+        for series in periods.SERIES
+        if _may_see(request, _TABLES[series])
+    ]
+    raised = [one for one in alarms.of(picture) if _may_see(request, one.table)]
+    consumed = status.consumers_of_queues()
     return {
         "status": picture,
         "now": picture.now,
         "charts": charts,
         "totals": {one.series: one.total for one in charts},
-        "destinations": sorted(
-            picture.destinations.values(),
-            key=lambda one: (-one.waiting.overdue, -one.dead, one.name),
-        ),
-        "stages": sorted(
-            picture.stages.values(),
-            key=lambda one: (-one.waiting.overdue, -one.dead, one.name),
-        ),
-        "queues": sorted(picture.queues.items()),
-        "silent": {worker.pk for worker in picture.silent_workers},
+        "alarms": [Line(one, _address(request, one)) for one in raised],
+        "bad": any(one.tone == "bad" for one in raised),
+        "destinations": _in_order(picture.destinations),
+        "stages": _in_order(picture.stages),
+        "queues": [
+            (name, waiting, consumed.get(name, []))
+            for name, waiting in sorted(
+                picture.queues.items(), key=lambda one: (-one[1].overdue, one[0])
+            )
+        ],
+        "living": {worker.pk for worker in picture.attendance.living},
     }
+
+
+def _may_see(request: HttpRequest, table: str) -> bool:
+    return request.user.has_perm(f"django_txmsg.view_{table}")
+
+
+def _address(request: HttpRequest, alarm: Alarm) -> str:
+    if alarm.query.startswith("#"):
+        return alarm.query
+    page = f"admin:django_txmsg_{alarm.table}_changelist"
+    return f"{address(request, page)}{alarm.query}"
+
+
+def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
+    """Return places with something to see, the worst first, and all others."""
+    ordered = sorted(
+        places.values(), key=lambda one: (-one.waiting.overdue, -one.dead, one.name)
+    )
+    busy = [one for one in ordered if _matters(one)]
+    quiet = [one for one in ordered if not _matters(one)]
+    return (busy, quiet) if len(quiet) > FEW else (ordered, [])
+
+
+def _matters(place: Place) -> bool:
+    return bool(place.waiting.count or place.dead or place.muted or place.paused_at)
 
 
 def chart(series: str, hours: list[Hour]) -> Chart:

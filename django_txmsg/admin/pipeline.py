@@ -1,4 +1,4 @@
-"""Runs of the data pipeline, and the batches that the archive has moved."""
+"""Runs of the data pipeline, and how far the archive has come."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..models import ArchiveBatch, PipelineRun
+from ..models import ArchiveMark, PipelineRun
 from . import display
 from .base import ReadOnlyAdmin
 
@@ -71,20 +71,25 @@ class PipelineRunAdmin(RecordAdmin):
         return format_html("<pre>{}</pre>", json.dumps(run.counts, indent=2))
 
 
-@admin.register(ArchiveBatch)
-class ArchiveBatchAdmin(RecordAdmin):
-    """The archive's ledger: which rows went into the lake, and their proof."""
+@admin.register(ArchiveMark)
+class ArchiveMarkAdmin(RecordAdmin):
+    """How far which table is in which lake."""
 
-    list_display = ("id", "source", "where", "first_id", "last_id", "rows", "begun")
-    list_filter = ("source", "state")
-    ordering = ("-id",)
+    list_display = ("source", "lake", "purged_through", "row_count", "changed")
+    list_filter = ("source",)
+    ordering = ("source", "id")
+    fields = (
+        "source", "lake", "lake_id", "purged_through", "begun_through", "row_count",
+        "changed",
+    )  # fmt: skip
+    readonly_fields = fields
 
-    @admin.display(description="state")
-    def where(self, batch: ArchiveBatch) -> str:
-        """Where the rows are."""
-        return batch.get_state_display()
+    @admin.display(description="rows")
+    def row_count(self, mark: ArchiveMark) -> str:
+        """Rows that have left the database for this lake."""
+        return f"{mark.rows:,}"
 
-    @admin.display(description="started")
-    def begun(self, batch: ArchiveBatch) -> SafeString:
-        """When it was planned."""
-        return format_html("{} ago", display.age(batch.started_at))
+    @admin.display(description="moved")
+    def changed(self, mark: ArchiveMark) -> SafeString:
+        """When it was moved last."""
+        return format_html("{} ago", display.age(mark.changed_at))

@@ -7,15 +7,17 @@ from typing import Any
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
-from django.urls import path, reverse
+from django.urls import path
 from django.views.decorators.http import require_POST
 
 from .. import status
-from ..models import StageState
+from ..models import DeadLetter, InboxMessage, StageState
+from ..models.dead_letters import Resolution
 from ..stages import all_stages
-from .base import ReadOnlyAdmin, audit
+from . import display
+from .base import ReadOnlyAdmin, audit, led
 from .inbox import attempts_allowed
 
 
@@ -48,10 +50,6 @@ class StageAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         picture = status.read(router.db_for_write(StageState))
         declared = {one.name: one for one in all_stages()}
-        workers: dict[str, int] = {}
-        for worker in picture.workers:
-            for name in worker.stages:
-                workers[name] = workers.get(name, 0) + 1
         context = {
             **self.page_context(request, "Stages"),
             "now": picture.now,
@@ -61,7 +59,7 @@ class StageAdmin(ReadOnlyAdmin):
                     place,
                     declared.get(place.name),
                     attempts_allowed().get(place.name),
-                    workers.get(place.name, 0),
+                    place.workers,
                 )
                 for _, place in sorted(picture.stages.items())
             ],
@@ -81,9 +79,13 @@ class StageAdmin(ReadOnlyAdmin):
         if not request.user.has_perm("django_txmsg.pause_stage"):
             raise PermissionDenied
         name = request.POST.get("stage", "")
-        states = StageState.objects.db_manager(router.db_for_write(StageState))
+        using = router.db_for_write(StageState)
+        states = StageState.objects.db_manager(using)
+        if paused and not is_known(name, using):
+            messages.error(request, f"There is no stage {display.cut(name)!r} here.")
+            return led(request, "admin:django_txmsg_stagestate_changelist")
         if paused:
-            changed = bool(name) and states.pause(name, by=request.user.get_username())
+            changed = states.pause(name, by=request.user.get_username())
         else:
             changed = states.resume(name)
         verb = "Paused" if paused else "Resumed"
@@ -94,4 +96,15 @@ class StageAdmin(ReadOnlyAdmin):
             )
         else:
             messages.warning(request, f"Stage {name} was {verb.lower()} already.")
-        return HttpResponseRedirect(reverse("admin:django_txmsg_stagestate_changelist"))
+        return led(request, "admin:django_txmsg_stagestate_changelist")
+
+
+def is_known(name: str, using: str) -> bool:
+    """Return whether a stage is declared here, or has left something behind."""
+    return bool(name) and (
+        any(one.name == name for one in all_stages())
+        or InboxMessage.objects.using(using).filter(stage=name).exists()
+        or DeadLetter.objects.using(using)
+        .filter(stage=name, resolution=Resolution.OPEN)
+        .exists()
+    )

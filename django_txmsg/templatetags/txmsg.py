@@ -45,9 +45,16 @@ def ago(instant: Any, now: Any = None) -> Any:
     return _display().ago(instant, now)
 
 
+@register.inclusion_tag("admin/django_txmsg/nav.html", takes_context=True)
+def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
+    """Show the way to the other pages, the same at the top of each."""
+    return {"pages": import_module("django_txmsg.admin.nav").pages(context["request"])}
+
+
 @register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)
 def txmsg_overview(context: dict[str, Any]) -> dict[str, Any]:
     """Show how messaging is doing, on the app's index page."""
     overview = import_module("django_txmsg.admin.overview")
-    live = "live" in context["request"].GET
-    return {"perms": context["perms"], "live": live, **overview.overview()}
+    request = context["request"]
+    more = {"perms": context["perms"], "request": request}
+    return {**more, "live": "live" in request.GET, **overview.overview(request)}

@@ -19,6 +19,27 @@ from tests.faults import wait_until
 
 WIDE, PHONE = (1280, 900), (390, 844)
 
+_CONTRAST = """
+const parts = (css) => (css.match(/[\\d.]+/g) || [0, 0, 0]).map(Number);
+const over = (top, below) => {
+  const alpha = top.length > 3 ? top[3] : 1;
+  return [0, 1, 2].map((i) => alpha * top[i] + (1 - alpha) * below[i]);
+};
+const luminance = (rgb) => rgb.reduce((sum, value, i) => {
+  const part = value / 255;
+  const linear = part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+  return sum + [0.2126, 0.7152, 0.0722][i] * linear;
+}, 0);
+const behind = [];
+for (let one = arguments[0]; one; one = one.parentElement) {
+  behind.unshift(parts(getComputedStyle(one).backgroundColor));
+}
+const ground = behind.reduce((below, top) => over(top, below), [255, 255, 255]);
+const text = over(parts(getComputedStyle(arguments[0]).color), ground);
+const [dark, light] = [luminance(ground), luminance(text)].sort((a, b) => a - b);
+return (light + 0.05) / (dark + 0.05);
+"""
+
 
 def missing() -> str:
     """Say what has to be installed, if anything."""
@@ -122,6 +143,12 @@ class Browser:
             "return document.documentElement.scrollWidth > window.innerWidth + 1"
         )
         return wide
+
+    def contrast(self, element: Any) -> float:
+        """Return how well an element's text stands out from what is behind it, as
+        WCAG counts it: 1 is invisible, 4.5 is enough."""
+        ratio: float = self.driver.execute_script(_CONTRAST, element)
+        return ratio
 
     def photograph(self, directory: Path, name: str) -> None:
         """Keep a picture of the page: as high as it is, and small enough for docs."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from django.contrib.auth.models import Permission, User
 from django.test import Client
+
+from django_txmsg import stages
 
 ALL_VIEWS = (
     "view_outboxmessage",
@@ -34,6 +36,21 @@ def somebody(db: None) -> Callable[..., Client]:
         return client
 
     return log_in
+
+
+@pytest.fixture
+def declared() -> Iterator[Callable[..., None]]:
+    """Declare stages for as long as the test runs."""
+    names: list[str] = []
+
+    def declare(*wanted: str) -> None:
+        for name in wanted:
+            stages.register(stages.Stage(name, name, handler=lambda message: None))
+            names.append(name)
+
+    yield declare
+    for name in names:
+        stages.unregister(name)
 
 
 @pytest.fixture

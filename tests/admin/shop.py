@@ -9,7 +9,7 @@ import uuid
 
 from django.utils import timezone
 
-from django_txmsg import wire
+from django_txmsg import conf, wire
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.stages import Stage
 from tests import factories
@@ -75,8 +75,10 @@ def _order(
             )
             first = message_id
         else:
-            message_id = wire.derived_id(cause, FLOW[ordinal - 1], 0)
-            session = wire.session_id(cause, FLOW[ordinal - 1])
+            message_id = wire.derived_id(
+                conf.get().SERVICE, cause, FLOW[ordinal - 1], 0
+            )
+            session = wire.session_id(conf.get().SERVICE, cause, FLOW[ordinal - 1])
         sent = at + dt.timedelta(milliseconds=chance.randint(8, 90))
         stored.append(
             OutboxMessage(

@@ -11,6 +11,7 @@ import pytest
 from django.conf import settings
 from django.contrib.auth.models import User
 from django.test import Client
+from selenium.webdriver.common.by import By
 
 from django_txmsg import stages
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage, PeriodCount
@@ -114,7 +115,66 @@ def test_every_page_in_light_dark_and_at_phone_width(
     assert PeriodCount.objects.exists()
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_every_button_can_be_read(
+    walker: Browser, pictures: Path, settings: Any, dark: bool
+) -> None:
+    settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": True}
+    letter = shop.trouble(failed_orders=3)
+    gone = factories.DeadLetterFactory(discarded=True)
+    operation = factories.BulkOperationFactory()
+    factories.StageStateFactory(stage="shipping.send")
+    page = "/admin/django_txmsg/deadletter"
+    walker.look(dark=dark)
+    for path in (
+        f"{page}/",
+        f"{page}/confirm/?kind=discard",
+        f"{page}/confirm/?kind=redeliver",
+        f"{page}/confirm/?kind=restore",
+        f"{page}/{letter.pk}/copy/",
+        f"/admin/django_txmsg/outboxmessage/{letter.message_id}/",
+        f"/admin/django_txmsg/outboxmessage/{gone.message_id}/",
+        f"/admin/django_txmsg/bulkoperation/{operation.pk}/change/",
+        "/admin/django_txmsg/stagestate/",
+    ):
+        walker.open(path)
+        walker.find("#content h1")
+        buttons = walker.driver.find_elements(
+            By.CSS_SELECTOR, ".txmsg :is(button, .button)"
+        )
+        assert buttons, path
+        for button in buttons:
+            if button.is_displayed() and button.is_enabled():
+                assert walker.contrast(button) >= 4.5, f"{button.text!r} at {path}"
+        if "discard" in path:
+            name = "discard-dark" if dark else "discard"
+            walker.photograph(pictures, name)
+
+
+def test_long_words_fit_a_phone(walker: Browser, pictures: Path) -> None:
+    word = "shop.integrations.carriers.OutOfStock" * 4
+    letter = factories.DeadLetterFactory(exception=word, stage="s" * 200)
+    factories.OutboxMessageFactory(destination="d" * 200)
+    operation = factories.BulkOperationFactory(filter={"stage": "s" * 200})
+    walker.look(size=PHONE)
+    for path in (
+        "",
+        "deadletter/",
+        "deadletter/confirm/?kind=discard",
+        f"outboxmessage/{letter.message_id}/",
+        f"bulkoperation/{operation.pk}/change/",
+        "stagestate/",
+    ):
+        walker.open(f"/admin/django_txmsg/{path}")
+        walker.find("#content h1")
+        name = path.partition("/")[0] or "overview"
+        walker.photograph(pictures, f"long-{name}")
+        assert not walker.overflows(), path
+    walker.look()
+
+
 def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
     walker.open("/admin/django_txmsg/")
     walker.until("All is well.")
     walker.click("keep up to date")
@@ -124,6 +184,35 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
 
     walker.until("1 dead letter")
     assert walker.errors() == []
+
+
+def test_a_page_that_is_not_renewed_any_more_says_so(
+    walker: Browser, pictures: Path
+) -> None:
+    """Nobody is to watch yesterday's figures, logged out or without a server."""
+    walker.open("/admin/django_txmsg/?live")
+    walker.until("As of ")
+    name = settings.SESSION_COOKIE_NAME
+    cookie = walker.driver.get_cookie(name)
+
+    walker.driver.delete_cookie(name)
+    walker.until("Not renewed since ")
+    walker.until("you are logged out")
+    walker.photograph(pictures, "not-renewed")
+    walker.driver.add_cookie(cookie)
+    walker.until("As of ")
+    assert "Not renewed" not in walker.text
+
+    command = walker.driver.execute_cdp_cmd
+    command("Network.enable", {})
+    network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    command("Network.emulateNetworkConditions", {"offline": True, **network})
+    try:
+        walker.until("the server does not answer")
+    finally:
+        command("Network.emulateNetworkConditions", {"offline": False, **network})
+    walker.until("As of ")
+    walker.errors()
 
 
 def test_from_a_group_to_an_edited_copy(

@@ -120,6 +120,7 @@ def test_a_rate_is_kept() -> None:
 
 
 def test_an_error_is_noted_on_muted_and_unmuted() -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
     letter = factories.DeadLetterFactory()
     chosen = ("--fingerprint", letter.fingerprint)
 
@@ -184,6 +185,7 @@ def test_what_is_not_clear_is_not_done(arguments: list[str], word: str) -> None:
 
 
 def test_status_of_an_idle_system_is_well() -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
     assert "All is well." in run("message_status")
     facts = as_json("message_status")
     assert facts["well"] is True
@@ -234,3 +236,22 @@ def test_status_counts_the_sessions_of_a_day_that_were_given_up() -> None:
 
     assert as_json("message_status")["sessions_given_up"] == 1
     assert "sessions given up in 24 h:     1" in run("message_status")
+
+
+def test_a_misspelt_stage_is_no_stage_without_dead_letters() -> None:
+    factories.DeadLetterFactory(stage="mail.send")
+    factories.DeadLetterFactory(stage="long.gone", discarded=True)
+
+    for action in ("list", "discard", "redeliver"):
+        with pytest.raises(CommandError, match=r"No stage 'nope'; known: mail\.send\."):
+            run("dead_letters", action, "--stage", "nope")
+    assert "Restored 1" in run("dead_letters", "restore", "--stage", "long.gone")
+    assert "0 open" in run("dead_letters", "list", "--stage", "")
+
+
+def test_the_list_says_how_many_there_are() -> None:
+    factories.DeadLetterFactory.create_batch(25)
+
+    text = run("dead_letters", "list", "--limit", "3")
+
+    assert "25 open dead letters, 3 shown (--limit)." in text

@@ -143,6 +143,9 @@ def test_a_rate_is_left_to_the_background_too(operator: Client) -> None:
         {"kind": "redeliver", "before": "yesterday"},
         {"kind": "explode"},
         {"kind": "redeliver", "ids": "4711"},
+        {"kind": "redeliver", "ids": "99999999999999999999"},
+        {"kind": "redeliver", "ids": "-1,0"},
+        {"kind": "redeliver", "ids": ",".join(map(str, range(1, 6000)))},
     ],
 )
 def test_what_cannot_be_done_leads_back(
@@ -151,6 +154,18 @@ def test_what_cannot_be_done_leads_back(
     response = operator.get(URL, query)
 
     assert response["Location"] == "/admin/django_txmsg/deadletter/"
+    assert BulkOperation.objects.count() == 0
+
+
+@pytest.mark.parametrize("rate", ["inf", "-inf", "nan", "1e-300", "1e300", "0", "x"])
+def test_a_rate_that_no_batch_could_keep_is_refused(
+    operator: Client, rate: str
+) -> None:
+    factories.DeadLetterFactory()
+
+    response = operator.post(URL, {"kind": "redeliver", "rate": rate}, follow=True)
+
+    assert "rate" in response.content.decode() or rate == "x"
     assert BulkOperation.objects.count() == 0
 
 

@@ -191,6 +191,7 @@ def test_the_number_of_queries_is_fixed(
 def test_a_muted_error_is_off_the_overview_and_the_alarms(
     operator: Client, viewer: Client
 ) -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
     muted = {"fingerprint": "a" * 16, "muted": "1"}
     factories.DeadLetterFactory.create_batch(3, fingerprint="a" * 16)
     factories.DeadLetterFactory(fingerprint="b" * 16, stage="mail.send")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from django.test import Client
 
+import django_txmsg
 from django_txmsg import status
 from django_txmsg.admin import base
 from tests import factories
@@ -186,3 +189,11 @@ def test_rows_lead_to_their_message(viewer: Client) -> None:
 @pytest.mark.parametrize("url", [OUTBOX, INBOX, WORKERS])
 def test_lists_need_their_permission(somebody: Callable[..., Client], url: str) -> None:
     assert somebody("pause_stage").get(url).status_code == 403
+
+
+def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
+    """A strict Content-Security-Policy refuses them."""
+    templates = Path(django_txmsg.__file__).parent / "templates"
+    for page in templates.rglob("*.html"):
+        text = page.read_text()
+        assert not re.search(r"style=|<style|<script(?! src=)|\son\w+=", text), page

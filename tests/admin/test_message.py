@@ -9,7 +9,7 @@ from typing import Any
 
 from django.test import Client
 
-from django_txmsg import wire
+from django_txmsg import conf, wire
 from tests import factories
 
 SCRIPT = "<script>alert('x')</script>"
@@ -222,7 +222,9 @@ def test_the_flow_is_shown_as_a_tree(operator: Client) -> None:
     payment = factories.OutboxMessageFactory(
         destination="payments.charge",
         correlation_id=flow,
-        session_id=wire.session_id(order.message_id, "orders.place"),
+        session_id=wire.session_id(
+            conf.get().SERVICE, order.message_id, "orders.place"
+        ),
     )
     factories.InboxMessageFactory(
         message_id=payment.message_id, stage="payments.charge", correlation_id=flow
@@ -230,7 +232,9 @@ def test_the_flow_is_shown_as_a_tree(operator: Client) -> None:
     parcel = factories.OutboxMessageFactory(
         destination="shipping.send",
         correlation_id=flow,
-        session_id=wire.session_id(payment.message_id, "payments.charge"),
+        session_id=wire.session_id(
+            conf.get().SERVICE, payment.message_id, "payments.charge"
+        ),
     )
     factories.OutboxMessageFactory(correlation_id="another flow")
 

@@ -18,30 +18,51 @@ URL = "/admin/django_txmsg/"
 
 
 def test_an_idle_system_is_well(viewer: Client) -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
+
     page = viewer.get(URL).content.decode()
 
     assert "All is well." in page
     assert "Look here" not in page
 
 
-def test_what_is_wrong_is_said_first_with_a_link(viewer: Client) -> None:
+def test_what_is_wrong_is_said_first_with_a_link(
+    viewer: Client, declared: Callable[..., None]
+) -> None:
+    declared("mail.send")
     factories.OutboxMessageFactory(created_at=factories.ago(minutes=14))
     factories.InboxMessageFactory(parked=True, due_at=factories.ago(minutes=5))
     factories.QueueMessageFactory(available_at=factories.ago(minutes=4))
     factories.DeadLetterFactory(created_at=factories.ago(hours=3))
     factories.WorkerFactory(host="lost-1", heartbeat_at=factories.ago(minutes=3))
-    factories.StageStateFactory(stage="payments.charge")
+    factories.StageStateFactory(stage="payments.charge", paused_by="linus")
+    factories.WorkerFactory(stages=["orders.place"])
 
     page = viewer.get(URL).content.decode()
 
     assert "All is well." not in page
+    order = [
+        page.index(text)
+        for text in (
+            "No consumer runs stage mail.send",
+            "in the outbox is overdue",
+            "embedded broker waits",
+            "1 redelivery is overdue",
+            "on lost-1",
+            "1 dead letter",
+            "Stage payments.charge is paused.",
+        )
+    ]
+    assert order == sorted(order)
     assert "1 message in the outbox is overdue" in page
     assert "14 min" in page
     assert "1 redelivery is overdue" in page
     assert "1 message in the embedded broker" in page
     assert "1 dead letter" in page
     assert "on lost-1" in page
-    assert "Stage payments.charge is paused." in page
+    assert "Stage payments.charge is paused.</a> By linus, " in page
+    assert "to orders.place (1)" in page
+    assert "No stage here consumes orders.place." in page
 
 
 def test_overdue_leads_to_where_they_are(viewer: Client) -> None:
@@ -64,6 +85,7 @@ def test_destinations_stages_queues_and_workers_have_their_rows(viewer: Client) 
     page = response.content.decode()
     assert "mail.newsletter" in page
     assert "worker-2:" in page
+    assert page.index("<h2>Workers</h2>") < page.index("Destinations <small>")
     picture = status.read()
     assert picture.destinations["mail.newsletter"].waiting.retried == 1
     assert picture.destinations["mail.newsletter"].dead == 1
@@ -133,6 +155,8 @@ def test_sections_need_the_right_to_see_their_rows(
     page = somebody("view_worker").get(URL).content.decode()
 
     assert "<h2>Workers</h2>" in page
+    for title in ("Pending", "Overdue", "Redelivering", "Dead", "Processed", "Died"):
+        assert title not in page
     assert "what this service sends to" not in page
     assert "what this service consumes" not in page
 

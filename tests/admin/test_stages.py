@@ -72,3 +72,21 @@ def test_pausing_needs_its_permission(
     assert client.get(f"{URL}pause/").status_code == 405
     assert somebody("view_worker").get(URL).status_code == 403
     assert not StageState.objects.exists()
+
+
+@pytest.mark.parametrize("name", ["nobody.knows", "", "x" * 5000])
+def test_what_is_no_stage_is_not_paused(operator: Client, name: str) -> None:
+    response = operator.post(f"{URL}pause/", {"stage": name}, follow=True)
+
+    assert "There is no stage" in response.content.decode()
+    assert not StageState.objects.exists()
+
+
+def test_a_stage_that_left_something_behind_can_be_paused(operator: Client) -> None:
+    factories.InboxMessageFactory(stage="long.gone")
+    factories.DeadLetterFactory(stage="dead.only")
+
+    for name in ("long.gone", "dead.only"):
+        operator.post(f"{URL}pause/", {"stage": name})
+
+    assert StageState.objects.paused() == {"long.gone", "dead.only"}

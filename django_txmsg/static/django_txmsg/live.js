@@ -1,26 +1,58 @@
-// Keeps parts of the page up to date: fetches it again and swaps what has changed.
+// Keeps parts of the page up to date: fetches it again and swaps what has changed. Says
+// how old the page is, and why, when it cannot be renewed: an old page must not look new.
 "use strict";
 {
   const parts = (page) => [...page.querySelectorAll("[data-txmsg-live]")];
   const [first] = parts(document);
   const pause = Number((first && first.dataset.txmsgEvery) || 1000);
+  const told = document.querySelector("[data-txmsg-updated]");
+  let renewed = new Date();
+  const tell = (trouble) => {
+    if (!told) return;
+    const at = renewed.toTimeString().slice(0, 8);
+    told.textContent = trouble ? `Not renewed since ${at}: ${trouble}` : `As of ${at}`;
+    told.classList.toggle("late", Boolean(trouble));
+    // Read aloud when it stops, and not with every renewal.
+    if (trouble) told.setAttribute("role", "alert");
+    else told.removeAttribute("role");
+  };
+  const swap = (page) => {
+    const fresh = parts(page);
+    parts(document).forEach((part, index) => {
+      const next = fresh[index];
+      if (!next) return;
+      // What the reader has opened stays open.
+      for (const box of part.querySelectorAll("input[type=checkbox][id]")) {
+        const same = next.querySelector(`#${box.id}`);
+        if (same && box.checked) same.setAttribute("checked", "");
+        if (box.checked) box.setAttribute("checked", "");
+      }
+      // What is the same stays: a button must not vanish under a finger.
+      if (!part.isEqualNode(next)) part.replaceWith(next);
+    });
+  };
   const refresh = async () => {
     if (!parts(document).some((part) => part.dataset.txmsgLive === "on")) return;
+    let trouble = "";
     try {
-      const answer = await fetch(location.href, { credentials: "same-origin" });
-      if (answer.ok) {
-        const page = new DOMParser().parseFromString(await answer.text(), "text/html");
-        const fresh = parts(page);
-        parts(document).forEach((part, index) => {
-          // What is the same stays: a button must not vanish under a finger.
-          if (fresh[index] && !part.isEqualNode(fresh[index])) {
-            part.replaceWith(fresh[index]);
-          }
-        });
+      const answer = await fetch(location.href, {
+        credentials: "same-origin",
+        cache: "no-store",
+        signal: AbortSignal.timeout(Math.max(10000, 2 * pause)),
+      });
+      const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+      if (!answer.ok) {
+        trouble = `the server answers with an error (${answer.status}).`;
+      } else if (!parts(page).length) {
+        trouble = "you are logged out. Load the page again.";
+      } else {
+        swap(page);
+        renewed = new Date();
       }
     } catch {
-      // The server is away for a moment: the next look may find it.
+      trouble = "the server does not answer.";
     }
+    tell(trouble);
     setTimeout(refresh, pause);
   };
   if (first) setTimeout(refresh, pause);

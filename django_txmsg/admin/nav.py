@@ -1,0 +1,43 @@
+"""The way between the pages, the same at the top of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from django.http import HttpRequest
+from django.urls import NoReverseMatch
+
+from .base import address
+
+_LISTS = (
+    ("outboxmessage", "Outbox"),
+    ("inboxmessage", "Inbox"),
+    ("deadletter", "Dead letters"),
+    ("bulkoperation", "Bulk operations"),
+    ("stagestate", "Stages"),
+    ("worker", "Workers"),
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """One of the pages, and whether the user is there."""
+
+    title: str
+    address: str
+    current: bool
+
+
+def pages(request: HttpRequest) -> list[Page]:
+    """Return the pages that the user may see on this admin site."""
+    first = address(request, "admin:app_list", "django_txmsg")
+    found = [Page("Overview", first, request.path == first)]
+    for name, title in _LISTS:
+        if not request.user.has_perm(f"django_txmsg.view_{name}"):
+            continue
+        try:
+            to = address(request, f"admin:django_txmsg_{name}_changelist")
+        except NoReverseMatch:
+            continue  # a site of the project's own need not have them all
+        found.append(Page(title, to, request.path.startswith(to)))
+    return found

@@ -1,0 +1,212 @@
+"""Who is at work and who is not, as pages, the terminal and the health check say."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connections
+from django.test import Client
+
+from django_txmsg import status, tasks
+from django_txmsg.models import Worker
+from tests import factories
+
+URL = "/admin/django_txmsg/"
+HEALTH = "/txmsg/health/"
+
+
+def told(*arguments: str) -> tuple[str, int]:
+    """Return what message_status prints, and its exit code."""
+    out = io.StringIO()
+    try:
+        call_command("message_status", *arguments, stdout=out)
+    except SystemExit as ended:
+        return out.getvalue(), int(ended.code or 0)
+    return out.getvalue(), 0
+
+
+def test_nobody_at_work_is_not_well(
+    viewer: Client, declared: Callable[..., None]
+) -> None:
+    declared("orders.place", "mail.send")
+
+    page = viewer.get(URL).content.decode()
+
+    assert "All is well." not in page
+    assert "No consumer is running." in page
+    assert "No relay is running." in page
+    text, code = told()
+    assert "No consumer is running. No stage is worked on" in text
+    assert ("All is well." in text, code) == (False, 0)
+    assert viewer.get(HEALTH).json() == {
+        "status": "degraded",
+        "oldest": {"outbox": 0.0, "redelivery": 0.0, "queue": 0.0},
+        "workers": {"relay": 0, "consumer": 0},
+    }
+    assert viewer.get(HEALTH, {"fail": "degraded"}).status_code == 503
+
+
+def test_with_everybody_at_work_all_is_well(
+    viewer: Client, declared: Callable[..., None]
+) -> None:
+    declared("orders.place", "mail.send")
+    factories.WorkerFactory(kind="relay", stages=[])
+    factories.WorkerFactory(stages=["orders.place"])
+
+    page = viewer.get(URL).content.decode()
+    assert "No consumer runs stage mail.send" in page
+    assert viewer.get(HEALTH).json()["status"] == "degraded"
+    assert status.read().stages["mail.send"].workers == 0
+    factories.WorkerFactory(stages=["mail.send"])
+
+    assert "All is well." in viewer.get(URL).content.decode()
+    assert told()[0].endswith("All is well.\n")
+    assert viewer.get(HEALTH).json()["status"] == "ok"
+    metrics = viewer.get("/txmsg/metrics/").content.decode()
+    assert 'txmsg_workers{kind="consumer"} 2.0' in metrics
+    assert 'txmsg_stage_workers{stage="mail.send"} 1.0' in metrics
+
+
+def test_a_silent_worker_is_nobody_at_work(
+    viewer: Client, declared: Callable[..., None]
+) -> None:
+    declared("orders.place")
+    factories.WorkerFactory(kind="relay", stages=[])
+    killed = factories.WorkerFactory(heartbeat_at=factories.ago(minutes=3))
+
+    page = viewer.get(URL).content.decode()
+    assert "No consumer is running." in page
+    assert f"process {killed.pid}) is silent" in page
+    assert viewer.get(HEALTH).json()["workers"] == {"relay": 1, "consumer": 0}
+
+    # One like it was there all the time: it may be stuck.
+    older = factories.WorkerFactory(stages=["orders.place", "more"])
+    assert "is silent" in viewer.get(URL).content.decode()
+    # The killed one has been started again.
+    Worker.objects.filter(pk=older.pk).update(started_at=factories.ago(minutes=2))
+    assert "All is well." in viewer.get(URL).content.decode()
+
+
+def test_a_paused_stage_is_a_notice_and_no_alarm(
+    viewer: Client, declared: Callable[..., None]
+) -> None:
+    declared("reports.nightly")
+    factories.WorkerFactory(kind="relay", stages=[])
+    factories.WorkerFactory(stages=["reports.nightly"])
+    factories.StageStateFactory(stage="reports.nightly", paused_by="linus")
+    late = factories.ago(minutes=45)
+    for _ in range(3):
+        factories.InboxMessageFactory(stage="reports.nightly", parked=True, due_at=late)
+    factories.QueueMessageFactory(queue="reports.nightly", available_at=late)
+
+    page = viewer.get(URL).content.decode()
+
+    assert "Stage reports.nightly is paused.</a> By linus, " in page
+    assert "3 redeliveries wait." in page
+    assert "overdue</a>" not in page
+    assert "txmsg-banner txmsg-warn" in page
+    text, code = told()
+    assert (code, "are overdue" in text) == (0, False)
+    assert "Stage reports.nightly is paused. By linus" in text
+    facts = json.loads(told("--json")[0])
+    assert facts["redelivering"]["count"] == 3
+    answer = viewer.get(HEALTH, {"fail": "late"})
+    assert (answer.status_code, answer.json()["status"]) == (200, "ok")
+    overdue = viewer.get(f"{URL}inboxmessage/?state=overdue")
+    assert not overdue.context["cl"].result_list
+
+    # Another stage's are overdue as ever.
+    factories.InboxMessageFactory(stage="mail.send", parked=True, due_at=late)
+    assert "1 redelivery is overdue" in viewer.get(URL).content.decode()
+    assert told()[1] == 1
+    assert viewer.get(HEALTH).status_code == 503
+
+
+def test_what_nobody_consumes_is_named(
+    viewer: Client, declared: Callable[..., None]
+) -> None:
+    declared("orders.place")
+    factories.WorkerFactory(kind="relay", stages=[])
+    factories.WorkerFactory(stages=["orders.place"])
+    late = factories.ago(hours=3)
+    factories.QueueMessageFactory.create_batch(
+        31, queue="orders.palce", available_at=late
+    )
+    factories.QueueMessageFactory(queue="orders.place")
+    factories.OutboxMessageFactory(destination="orders.palce", dispatched=True)
+
+    page = viewer.get(URL).content.decode()
+
+    assert "31 messages in the embedded broker wait to be consumed" in page
+    assert ", in orders.palce (31). No stage here consumes orders.palce." in page
+    assert 'href="#queues"' in page
+    assert page.count("no stage here") == 2
+    text, code = told()
+    assert "queue orders.palce: 31 waiting, 31 of them overdue" in text
+    assert code == 1
+    answer = viewer.get(HEALTH)
+    assert (answer.status_code, answer.json()["status"]) == (503, "stuck")
+    assert answer.json()["oldest"]["queue"] > 3 * 3600 - 5
+
+
+def test_an_alarm_is_shown_to_whoever_may_see_its_rows(
+    somebody: Callable[..., Client],
+) -> None:
+    factories.WorkerFactory(kind="relay", stages=[])
+    factories.DeadLetterFactory(stage="secret.place")
+    factories.OutboxMessageFactory(
+        destination="secret.place", created_at=factories.ago(hours=1)
+    )
+
+    page = somebody("view_worker").get(URL).content.decode()
+
+    assert "All is well." not in page
+    assert "you may not see what" in page
+    for hidden in ("secret.place", "dead letter", "overdue"):
+        assert hidden not in page
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_relay_that_celery_runs_is_at_work() -> None:
+    for _ in range(2):
+        tasks.relay_outbox()
+
+    (worker,) = Worker.objects.all()
+    assert (worker.kind, worker.name) == ("relay", "celery: relay_outbox")
+    assert status.read().well
+
+
+@pytest.mark.parametrize(
+    "middleware", [["django_txmsg.middleware.OutboxMiddleware"], []]
+)
+@pytest.mark.parametrize("address", ["health", "metrics"])
+def test_without_a_database_probes_are_a_503(
+    db: None,
+    client: Client,
+    settings: Any,
+    middleware: list[str],
+    address: str,
+    tmp_path: Any,
+) -> None:
+    """No view of ours that has to tell of an outage is inside a transaction."""
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, *middleware]
+    broken = dict(connections.settings["default"])
+    broken |= {"ATOMIC_REQUESTS": True, "NAME": "/no/such/file"}
+    broken |= {"HOST": "127.0.0.1", "PORT": "1"}
+    before, kept = connections.settings["default"], connections["default"]
+    connections.settings["default"] = broken
+    connections["default"] = connections.create_connection("default")
+    try:
+        response = client.get(f"/txmsg/{address}/")
+    finally:
+        connections.settings["default"] = before
+        connections["default"] = kept
+
+    assert response.status_code == 503
+    if address == "health":
+        assert response.json() == {"status": "no database"}
