@@ -2,6 +2,7 @@
 
     python -m benchmarks.relay_big_table grown  [--dispatched 2000000]
     python -m benchmarks.relay_big_table pinned [--messages 200000]
+    python -m benchmarks.relay_big_table waiting [--delayed 200000 --parked 100000]
 
 The embedded broker stands in for a real one that never slows down: a session that
 answers every batch with a receipt at once, so that the database's part is all there is.
@@ -20,15 +21,19 @@ from . import stand
 def main() -> None:
     """Measure and print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=["grown", "pinned"])
+    parser.add_argument("case", choices=["grown", "pinned", "waiting"])
     parser.add_argument("--dispatched", type=int, default=2_000_000)
     parser.add_argument("--pending", type=int, default=500_000)
     parser.add_argument("--messages", type=int, default=200_000)
+    parser.add_argument("--delayed", type=int, default=200_000)
+    parser.add_argument("--parked", type=int, default=100_000)
     options = parser.parse_args()
     database = stand.postgresql()
     stand.django(database, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
     if options.case == "grown":
         grown(options.dispatched, options.pending)
+    elif options.case == "waiting":
+        waiting(options.dispatched, options.delayed, options.parked)
     else:
         pinned(database, options.messages)
 
@@ -49,7 +54,7 @@ def lane() -> Any:
     return made
 
 
-def fill(count: int, *, dispatched: bool) -> None:
+def fill(count: int, *, dispatched: bool, due: str = "clock_timestamp()") -> None:
     """Insert rows as a long life would have left them."""
     from django.db import connection
 
@@ -62,7 +67,7 @@ def fill(count: int, *, dispatched: bool) -> None:
                 attempts, last_error, created_at, due_at, dispatched_at)
             SELECT gen_random_uuid(), '', 'default', 'bench.big', '', '', '{{}}',
                 'application/octet-stream', convert_to(repeat('x', 300), 'UTF8'), 0, '',
-                now(), clock_timestamp(), {when}
+                now(), {due}, {when}
             FROM generate_series(1, %s)
             """,
             [count],
@@ -138,6 +143,55 @@ def pinned(database: str, count: int) -> None:
     print(f"first 20,000: {first:,.0f}/s   middle: {middle:,.0f}/s")
     print(f"last 20,000: {last:,.0f}/s   ratio {last / first:.2f}")
     holder.close()
+
+
+def waiting(dispatched: int, delayed: int, parked: int) -> None:
+    """Look for work beside many rows whose time has not come."""
+    import statistics
+    import uuid
+    from collections.abc import Callable
+
+    from django.db import connection
+
+    from django_txmsg.models import InboxMessage, OutboxMessage
+
+    fill(dispatched, dispatched=True)
+    fill(delayed, dispatched=False, due="now() + interval '30 days'")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            """
+            INSERT INTO django_txmsg_inboxmessage (stage, message_id, destination,
+                deliveries, attempts, correlation_id, first_received_at,
+                last_received_at, service, last_error, headers, body, due_at)
+            SELECT 'bench.big', gen_random_uuid(), 'bench.big', 1, 1, '', now(), now(),
+                '', 'failed', '{}', 'x', now() + interval '1 hour'
+            FROM generate_series(1, %s)
+            """,
+            [parked],
+        )
+        cursor.execute("VACUUM ANALYZE django_txmsg_inboxmessage")
+    vacuum()
+
+    def milliseconds(work: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(200):
+            began = time.perf_counter()
+            assert not work()
+            taken.append((time.perf_counter() - began) * 1000)
+        return statistics.median(taken)
+
+    def claim() -> object:
+        return OutboxMessage.objects.claim(
+            broker="default", token=uuid.uuid4(), lease=60, limit=500
+        )
+
+    inbox = InboxMessage.objects
+    print(f"\n{dispatched:,} dispatched, {delayed:,} delayed, {parked:,} parked")
+    print(f"an empty claim: {milliseconds(claim):.2f} ms")
+    due = milliseconds(lambda: inbox.due_stages(["bench.big"]))
+    print(f"which stages are due: {due:.2f} ms")
+    one = milliseconds(lambda: inbox.claim_parked("bench.big", uuid.uuid4(), 60))
+    print(f"an empty claim of a parked message: {one:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ class TxmsgConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, dispatcher  # noqa: F401 - register themselves
+        from . import checks, conf, dispatcher  # noqa: F401 - register themselves
 
+        conf.hide_passwords()
         autodiscover_modules("stages")

@@ -19,7 +19,7 @@ from django.utils import timezone
 from . import serializers, signals, wire
 from .brokers.base import Delivery, Session
 from .errors import BrokerError, DecodeError
-from .message import Message
+from .message import Message, new_id
 from .models.parked import Parked
 from .models.seen import Seen
 from .redelivery import Dead, RedeliverAfter
@@ -30,15 +30,6 @@ log = logging.getLogger("django_txmsg.arrival")
 #: Largest header block taken, in characters, and most headers.
 MAX_HEADER_BLOCK = 128 * 1024
 MAX_HEADERS = 1000
-
-#: What brokers add to a delivery and what must not travel on with a copy of it.
-_OF_THE_DELIVERY = frozenset(
-    {"ack", "destination", "id", "message-id", "receipt", "redelivered", "subscription",
-     "transaction", "content-length", "persistent"}
-)  # fmt: skip
-#: What they add to a copy that has waited in them, by the beginnings of the names.
-_OF_THE_WAIT = ("x-dead-letter-", "x-death", "x-first-death-", "x-last-death-",
-                "expiration", "scheduledjobid", "amq_scheduled_")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +46,17 @@ class Duplicate:
 
 
 @dataclass(frozen=True, slots=True)
+class SentBack:
+    """A foreign message without a lasting identity lies in its queue again, under one
+    of ours."""
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The worker is stopping: leave the delivery to the broker, unacknowledged."""
 
 
-Outcome = Processed | Duplicate | RedeliverAfter | Dead | Interrupted
+Outcome = Processed | Duplicate | RedeliverAfter | Dead | SentBack | Interrupted
 
 
 @dataclass(frozen=True)
@@ -102,19 +99,17 @@ def read(delivery: Delivery, stage: Stage) -> Message:
     content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
     if "/" not in content_type:
         raise DecodeError("content_type", f"no media type: {content_type[:80]!r}")
+    written = wire.senders(headers)
+    written.pop(wire.CORRELATION_ID, None)  # a field of its own
     return Message(
         id=identity(delivery, stage.broker),
         destination=delivery.destination,
         body=serializers.decode(delivery.body, content_type),
-        headers={
-            name: value
-            for name, value in _without_the_wait(headers).items()
-            if name not in wire.RESERVED_HEADERS and name != wire.CORRELATION_ID
-        },
+        headers=written,
         key=headers.get(wire.KEY),
         created_at=_instant(headers.get(wire.CREATED)),
         redelivered=came_before(delivery),
-        correlation_id=headers.get(wire.CORRELATION_ID),
+        correlation_id=_correlation_id(headers),
         service=headers.get(wire.SERVICE),
     )
 
@@ -125,6 +120,26 @@ def identity(delivery: Delivery, broker: str) -> uuid.UUID:
     if own is not None:
         return own
     return wire.foreign_id(broker, delivery.broker_message_id or str(uuid.uuid4()))
+
+
+def has_identity(delivery: Delivery) -> bool:
+    """Return whether the message can be recognised when it is delivered again."""
+    return delivery.id_stays or wire.MESSAGE_ID in delivery.headers
+
+
+def send_back(delivery: Delivery, session: Session) -> SentBack:
+    """Give a foreign message an identity that lasts: it goes back to where it came
+    from with a `txmsg-id`, with proof, and this delivery is acknowledged.
+
+    A worker that dies in between leaves both, as two messages.
+    """
+    headers = copied_headers(delivery.headers)
+    for name, value in delivery.headers.items():
+        if name.lower().startswith(wire.OF_A_DEATH):
+            headers[name] = value
+    headers[wire.MESSAGE_ID] = str(new_id())
+    session.send_back(delivery, headers)
+    return SentBack()
 
 
 def came_before(delivery: Delivery) -> bool:
@@ -138,24 +153,26 @@ def kept_headers(delivery: Delivery) -> dict[str, str]:
 
     A foreign message keeps the identity that the broker gave it.
     """
-    kept = {
-        name: value
-        for name, value in _without_the_wait(delivery.headers).items()
-        if name.lower() not in _OF_THE_DELIVERY
-    }
+    if wire.FAILED_ATTEMPT in delivery.headers:
+        # A copy that a stage handed back: what it met in the broker is not its own.
+        kept = copied_headers(delivery.headers)
+    else:
+        kept = {
+            name: value
+            for name, value in delivery.headers.items()
+            if name.lower() not in wire.OF_A_DELIVERY
+        }
     if wire.MESSAGE_ID not in kept and delivery.broker_message_id:
         kept["txmsg-broker-id"] = delivery.broker_message_id
     return kept
 
 
-def _without_the_wait(headers: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the headers that a copy had before a stage handed it back."""
-    if wire.FAILED_ATTEMPT not in headers:
-        return headers
+def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers for a copy that is sent to the broker again."""
     return {
         name: value
         for name, value in headers.items()
-        if name != wire.FAILED_ATTEMPT and not name.lower().startswith(_OF_THE_WAIT)
+        if wire.travels(name) and name != wire.FAILED_ATTEMPT
     }
 
 
@@ -208,6 +225,12 @@ def note_dangerous_window(
         failed=error is not None,
         employed=employed,
     )
+
+
+def _correlation_id(headers: Mapping[str, str]) -> str | None:
+    """Return as much of it as has a place, in the inbox and in what it causes."""
+    found = headers.get(wire.CORRELATION_ID)
+    return None if found is None else found[: wire.MAX_CORRELATION_ID]
 
 
 def _uuid(text: str) -> uuid.UUID | None:

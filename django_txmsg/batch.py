@@ -14,9 +14,9 @@ from django.db import connections
 from . import arrival as arrivals
 from . import inbox, side_track, storing, tracing
 from .arrival import Arrival, Duplicate, Outcome, Processed
-from .demarcation import Demarcation, guarded
+from .demarcation import Demarcation, guarded, lost_conflict
 from .errors import DecodeError
-from .inbox import HANDLER_ERRORS
+from .inbox import NOT_HANDLERS
 from .message import Message
 from .models import InboxMessage
 from .models.seen import Seen
@@ -41,7 +41,7 @@ def process(batch: Sequence[Arrival]) -> list[Outcome]:
         except DecodeError:
             alone.append(arrival)
             continue
-        if message.id in readable:
+        if message.id in readable or not arrivals.has_identity(arrival.delivery):
             alone.append(arrival)
         else:
             readable[message.id] = (arrival, message)
@@ -61,15 +61,16 @@ def _together(
     first = given[0][0]
     stage, using = first.stage, first.using
     rows = InboxMessage.objects.db_manager(using)
-    recorded = rows.record(stage.name, [message for _, message in given])
+    messages = [message for _, message in given]
+    recorded = rows.record(stage.name, messages, together=True)
     work: list[Work] = []
     apart: list[tuple[Arrival, Seen]] = []
     for arrival, message in given:
         seen = recorded[message.id]
         # What has failed before, or killed its worker, takes no others along again.
-        ordinary = not seen.settled and seen.attempt == 1
+        ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
         if ordinary and not arrivals.expired(message, arrival.delivery, seen.now):
-            work.append((arrival, message.attempted(seen.attempt), seen))
+            work.append((arrival, message.attempted(1), seen))
         else:
             apart.append((arrival, seen))
     _go_alone(using, apart, alone)
@@ -77,6 +78,7 @@ def _together(
         return
     failures: list[tuple[Work, BaseException, float]] = []
     durations: dict[int, float] = {}
+    raw = connections[using].connection
     try:
         with Demarcation(stage.definition):
             locked = rows.lock([seen.id for _, _, seen in work])
@@ -86,8 +88,10 @@ def _together(
                     _run_one(item, using, savepoints, failures, durations)
             storing.flush(using)
             rows.finish(list(durations))
-    except HANDLER_ERRORS as error:
-        if side_track.is_outage(error, using):
+    except NOT_HANDLERS:
+        raise
+    except BaseException as error:
+        if side_track.is_outage(error, raw):
             raise
         # The commit failed for all: run each in a transaction of its own, so that the
         # one at fault is found.
@@ -100,10 +104,13 @@ def _together(
         elif seen.id not in locked:
             outcomes[id(arrival)] = Duplicate()
     for (arrival, message, seen), reason, duration in failures:
+        seen = arrivals.started_again(seen, rows.start_again(seen.id))
         outcome, again = side_track.failed(arrival, message, seen, reason, duration)
         if outcome is None:
+            # Blocking redelivery has counted the attempt, as recording it anew does.
             assert again is not None
-            _go_alone(using, [(arrival, again)], alone)  # blocking redelivery
+            rows.unrecord([again.id], attempts=1)
+            alone.append(arrival)
         else:
             outcomes[id(arrival)] = outcome
 
@@ -112,8 +119,7 @@ def _go_alone(
     using: str, given: list[tuple[Arrival, Seen]], alone: list[Arrival]
 ) -> None:
     """Give arrivals a pass of their own. It records them anew when their turn comes, so
-    what is recorded of them is taken back: should one of them kill the worker, that
-    costs the others no attempt."""
+    what is recorded of them is taken back."""
     if given:
         InboxMessage.objects.db_manager(using).unrecord([seen.id for _, seen in given])
         alone.extend(arrival for arrival, _ in given)
@@ -136,9 +142,12 @@ def _run_one(
             guarded(using),
         ):
             arrival.stage.handler(message)
-    except HANDLER_ERRORS as error:
-        if connections[using].needs_rollback:
-            # The savepoint could not be rolled back: this ends the whole transaction.
+    except NOT_HANDLERS:
+        raise
+    except BaseException as error:
+        if connections[using].needs_rollback or lost_conflict(error):
+            # The savepoint could not be rolled back, or the transaction cannot commit
+            # any more: this ends it as a whole.
             raise
         failures.append((item, error, time.monotonic() - began))
     else:

@@ -1,6 +1,7 @@
-"""Keeps hop 4 away from a broker that is down: one log line, then growing pauses.
+"""Keeps all hops away from a server that is down: one log line, then growing pauses.
 
-Used by the relay, by the dispatcher and by the control messages of HTTP requests.
+One for each broker that a relay, a dispatcher, a channel or a consumer talks to, and
+one for each database of the process (`outage.py`).
 """
 
 from __future__ import annotations
@@ -14,44 +15,53 @@ log = logging.getLogger("django_txmsg.breaker")
 
 
 class Breaker:
-    """Keeps away from a broker that is down, and probes it with growing pauses."""
+    """Keeps away from a server that is down, and probes it with growing pauses.
 
-    def __init__(self, name: str, max_pause: float) -> None:
-        self._name, self._max_pause = name, max_pause
+    `kind` and `name` say to the reader of the log which one it is, `follows` what an
+    outage of it means.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        max_pause: float,
+        *,
+        kind: str = "broker",
+        follows: str = "its messages wait in the outbox and count no attempt",
+    ) -> None:
+        self._name, self._max_pause = f"{kind} {name!r}", max_pause
+        self._follows = follows
         self._lock = threading.Lock()
-        #: Held while connecting, by those who share this breaker: a broker that has
+        #: Held while connecting, by those who share this breaker: a server that has
         #: come back is not stormed.
         self.connecting = threading.Lock()
         self._failures = 0
         self._until = 0.0
-        #: What went wrong last, while the broker is down.
+        #: What went wrong last, while the server is down.
         self.error: BaseException | None = None
 
     @property
     def remaining(self) -> float:
-        """Seconds until the next probe; 0 when the broker may be asked."""
+        """Seconds until the next probe; 0 when the server may be asked."""
         return max(0.0, self._until - time.monotonic())
 
     def failed(self, error: BaseException) -> None:
-        """Note that the broker is down: one log line an outage, then silence."""
+        """Note that the server is down: one log line an outage, then silence."""
         with self._lock:
-            self._failures += 1
             self.error = error
+            if self.remaining:
+                return  # another thread has met the same outage
+            self._failures += 1
             pause = min(self._max_pause, 0.2 * 2 ** min(self._failures - 1, 20))
             self._until = time.monotonic() + pause * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
             first = self._failures == 1
         if first:
-            log.warning(
-                "broker %r cannot be used; its messages wait in the outbox and "
-                "count no attempt: %s",
-                self._name,
-                error,
-            )
+            log.warning("%s cannot be used; %s: %s", self._name, self._follows, error)
 
     def worked(self) -> None:
-        """Note that the broker answers again."""
+        """Note that the server answers again."""
         if self._failures:
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0
                 self.error = None
-            log.info("broker %r works again, after %d probes", self._name, failures)
+            log.info("%s works again, after %d probes", self._name, failures)

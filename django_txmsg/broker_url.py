@@ -9,6 +9,29 @@ from __future__ import annotations
 import re
 from urllib.parse import SplitResult, urlsplit
 
+#: Options in a URL's query that are nobody's to read.
+_SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
+
+
+class BrokerUrl(str):
+    """A broker's URL that does not show its password where values are shown: on
+    Django's debug page, in mails of errors, in `diffsettings`. It is a string as any
+    other, password and all, to whoever uses it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return repr(without_password(self))
+
+
+def without_password(url: str) -> str:
+    """Return the URL with asterisks for what is secret in it."""
+    scheme, separator, rest = url.partition("://")
+    credentials, at, hosts = rest.rpartition("@")
+    user, colon, _ = credentials.partition(":")
+    shown = _SECRET.sub(r"\1***", f"{user}{':***' if colon else ''}{at}{hosts}")
+    return f"{scheme}{separator}{shown}"
+
 
 def split_url(url: str) -> SplitResult:
     """Return the parts of `url`; `netloc` is the whole list of hosts.

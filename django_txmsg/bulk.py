@@ -30,6 +30,9 @@ log = logging.getLogger("django_txmsg.bulk")
 
 FIRST_BATCH, LARGEST_BATCH = 100, 1000
 
+#: The least and the most messages a second that can be asked for.
+RATES = 0.001, 1_000_000
+
 #: How many skipped messages an operation remembers the reason of.
 REMEMBERED = 50
 
@@ -51,8 +54,11 @@ def start(
 
     `rate` limits the messages a second. What dies later is not taken in.
     """
-    if rate is not None and rate <= 0:
-        raise TxmsgError(f"The rate must be greater than zero, not {rate:g}.")
+    if rate is not None and not RATES[0] <= rate <= RATES[1]:
+        raise TxmsgError(
+            f"The rate must be greater than zero: between {RATES[0]:g} and "
+            f"{RATES[1]:,} messages a second, not {rate:g}."
+        )
     kind = BulkKind(kind)
     letters = selection.matching(kind, filters, using=using)
     with transaction.atomic(using=using):

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,8 @@ from typing import Any, Literal
 from django.conf import settings as django_settings
 from django.core.signals import setting_changed
 
+from . import redelivery
+from .broker_url import BrokerUrl
 from .errors import ConfigurationError
 
 
@@ -94,6 +97,10 @@ class HttpSettings:
     """Whether a response of 400 to 499 rolls back, as one of 500 and more does."""
     IDEMPOTENCY: bool = False
     """Whether an unsafe request with an Idempotency-Key is done once only."""
+    IDEMPOTENCY_CALLER: str | None = None
+    """Dotted path of a function from a request to who sends it, as text; None refuses
+    its key. Needed where callers are known neither by Django's users and sessions nor
+    by an Authorization header."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,26 @@ def problems() -> list[Problem]:
     return list(_problems(Settings, getattr(django_settings, "TXMSG", {}), "TXMSG"))
 
 
+def hide_passwords() -> None:
+    """Let the brokers' URLs in Django's settings show no password: Django hides values
+    by the names of their keys, and cannot know that a URL holds one."""
+    given = getattr(django_settings, "TXMSG", None)
+    brokers = given.get("BROKERS") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(brokers, Mapping):
+        return  # nothing there, or a check's affair
+    django_settings.TXMSG = {
+        **given,
+        "BROKERS": {alias: _hidden(entry) for alias, entry in brokers.items()},
+    }
+    _load.cache_clear()
+
+
+def _hidden(entry: Any) -> Any:
+    if isinstance(entry, Mapping) and isinstance(entry.get("URL"), str):
+        return {**entry, "URL": BrokerUrl(entry["URL"])}
+    return entry
+
+
 @lru_cache(maxsize=1)
 def _load() -> Settings:
     found = problems()
@@ -170,6 +197,7 @@ def _load() -> Settings:
 def _reset(*, setting: str, **_: object) -> None:
     if setting == "TXMSG":
         _load.cache_clear()
+        hide_passwords()
 
 
 setting_changed.connect(_reset, dispatch_uid="django_txmsg.conf")
@@ -205,15 +233,56 @@ def _problems(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield from _problems(hints[name], value, where)
         elif name == "BROKERS":
             yield from _broker_problems(value, where)
+        elif name == "SERVICE":
+            yield from _service_problems(value, where)
         elif not _fits(value, hints[name]):
             yield Problem(
                 where,
                 f"must be {_describe(hints[name])}, not {type(value).__name__}"
                 f" {_shown(value)}.",
             )
-        elif _is_number(value) and (value < 0 or (value == 0 and name in _POSITIVE)):
-            yield Problem(where, f"must be greater than zero, not {value!r}.")
+        elif kind is RedeliverySettings:
+            for _, problem in redelivery.problems(**{name.lower(): value}):
+                yield Problem(where, f"{problem}.")
+        elif _is_number(value):
+            yield from _number_problems(kind, name, value, where)
+        elif name == "DEAD_LETTER_DESTINATIONS" and not all(value):
+            yield Problem(where, "must name queues; one of its names is empty.")
 
+
+def _number_problems(
+    kind: Any, name: str, value: float, where: str
+) -> Iterator[Problem]:
+    most = MAX_DAYS if kind is RetentionSettings else MAX_NUMBER
+    if value < 0 or (value == 0 and name in _POSITIVE):
+        yield Problem(where, f"must be greater than zero, not {value!r}.")
+    elif not value <= most:  # nor is NaN
+        yield Problem(where, f"must be at most {most:,}, not {value!r}.")
+
+
+def _service_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, str):
+        yield Problem(path, f"must be a string, not {type(given).__name__}.")
+    elif len(given) > MAX_SERVICE_LENGTH or not _SERVICE.fullmatch(given):
+        yield Problem(
+            path,
+            f"must be a name that destinations and subscriptions can begin with, not "
+            f"{given[:40]!r}.",
+            f"Use letters, digits, '.', '-' and '_', at most {MAX_SERVICE_LENGTH} of "
+            f"them, and no '.' or '-' in front.",
+        )
+
+
+#: Two thousand million seconds, bytes or messages: what every place that takes such a
+#: number can hold.
+MAX_NUMBER = 2**31 - 1
+#: A hundred years.
+MAX_DAYS = 36_525
+MAX_SERVICE_LENGTH = 100
+#: What the tables hold of a broker's alias.
+MAX_ALIAS_LENGTH = 64
+# As message.check_destination() has it: control messages go to SERVICE.txmsg.control.
+_SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 _POSITIVE = frozenset(
     {
@@ -230,6 +299,11 @@ def _broker_problems(given: object, path: str) -> Iterator[Problem]:
         return
     for alias, entry in given.items():
         where = f'{path}["{alias}"]'
+        if not isinstance(alias, str) or not 0 < len(alias) <= MAX_ALIAS_LENGTH:
+            yield Problem(
+                where, f"must have an alias of 1 to {MAX_ALIAS_LENGTH} characters."
+            )
+            continue
         if not isinstance(entry, Mapping) or not isinstance(entry.get("URL"), str):
             yield Problem(where, 'must be a dict like {"URL": "database://"}.')
             continue

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Sequence
 
-from django.db import DatabaseError, InterfaceError, connections, router
+from django.db import Error as AnyDatabaseError
+from django.db import router
 
-from . import bulk, conf, periods, status, wire
+from . import bulk, conf, databases, outage, periods, status, upkeep, wire
 from .activity import Activity
 from .breaker import Breaker
 from .brokers import get_broker
 from .control_thread import ControlThread
+from .crew import Crew
 from .errors import BrokerUnavailable
 from .intake import IntakeThread
 from .models import StageState, Worker
@@ -43,13 +45,18 @@ class Consumer:
         self._settings = conf.get()
         self._stop = threading.Event()
         self._activity = Activity()
-        self._using = router.db_for_write(Worker)
+        self._databases = databases.with_tables()
         self._presence = Presence(
-            "consumer", self._using, [stage.name for stage in stages]
+            "consumer", router.db_for_write(Worker), [stage.name for stage in stages]
         )
         max_pause = self._settings.RELAY.BREAKER_MAX_PAUSE
         self._breakers = {
-            alias: Breaker(alias, max_pause) for alias in self._settings.BROKERS
+            alias: Breaker(
+                alias,
+                max_pause,
+                follows="its stages wait, and their messages stay where they are",
+            )
+            for alias in self._settings.BROKERS
         }
         self.threads = [
             self._stage_thread(stage, throttle, number)
@@ -57,7 +64,7 @@ class Consumer:
             for throttle in [self._throttle()]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
-        self._others: list[threading.Thread] = []
+        self._crew = Crew(self.stop)
         self._reported: set[int] = set()
 
     @property
@@ -78,31 +85,30 @@ class Consumer:
         """Work until stopped; `once`: until nothing has come for a while, and no bulk
         operation is running.
 
-        Raises BrokerUnavailable with `once` when a stage's broker is down.
+        Raises what ended one of its threads, if something did; with `once`, what keeps
+        a stage from its broker or its database.
         """
-        self._others = [
-            ControlThread(alias, self._stop, breaker, self._activity)
-            for alias, breaker in self._breakers.items()
-        ]
-        self._others += [
-            IntakeThread("default", destination, self._stop, self._activity)
-            for destination in self._settings.DEAD_LETTER_DESTINATIONS
-        ]
-        self._others.append(
-            threading.Thread(target=self._bulk, name="txmsg-bulk", daemon=True)
-        )
+        crew = self._crew
+        for thread in self.threads:
+            crew.add(thread.name, thread.run)
+        for alias, breaker in self._breakers.items():
+            control = ControlThread(alias, self._stop, breaker, self._activity)
+            crew.add(f"txmsg-control-{alias}", control.run)
+        for destination in self._settings.DEAD_LETTER_DESTINATIONS:
+            intake = IntakeThread("default", destination, self._stop, self._activity)
+            crew.add(f"txmsg-intake-{destination}", intake.run)
+        crew.add("txmsg-bulk", self._bulk)
         self._obey()
         self._presence.beat(0)
-        for thread in [*self.threads, *self._others]:
-            thread.start()
+        crew.start()
         try:
             self._watch(once)
         finally:
             self._stop.set()
-            for thread in [*self.threads, *self._others]:
-                while thread.is_alive():
-                    thread.join(0.2)
-            self._presence.leave()
+            try:
+                crew.join()
+            finally:
+                self._presence.leave()
 
     def _watch(self, once: bool) -> None:
         beat_at = 0.0
@@ -114,6 +120,7 @@ class Consumer:
             if time.monotonic() >= beat_at:
                 self._presence.beat(self.in_flight)
                 beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
+            upkeep.between()
             if once and self._all_done():
                 return
 
@@ -121,28 +128,36 @@ class Consumer:
         """Return whether every stage has asked its broker, nobody has had work for a
         while, and no bulk operation is left.
 
-        Raises BrokerUnavailable when a broker cannot be asked.
+        Raises what keeps a stage from its broker or its database.
         """
-        for alias in {thread.stage.broker for thread in self.threads}:
-            error = self._breakers[alias].error
+        for thread in self.threads:
+            alias = thread.stage.broker
+            error = self._breakers[alias].error or thread.refused.error
             if error is not None:
                 raise BrokerUnavailable(f"broker {alias!r} cannot be used: {error}")
+        for using in self._databases:
+            away = outage.error(using)
+            if away is not None:
+                raise away
         asked = all(thread.dry or thread.paused.is_set() for thread in self.threads)
         return (
             asked
             and not self.in_flight
             and self._activity.idle > IDLE
             # Who starts nothing but `--once` would never see one end.
-            and not bulk.running(self._using)
+            and not any(bulk.running(using) for using in self._databases)
         )
 
     def _obey(self) -> None:
         """Hold the stages that an operator has paused."""
+        using = router.db_for_write(StageState)
+        if not outage.usable(using):
+            return
         try:
-            paused = StageState.objects.db_manager(self._using).paused()
-        except (DatabaseError, InterfaceError) as error:
-            log.warning("cannot read which stages are paused: %s", error)
-            connections[self._using].close()
+            paused = StageState.objects.db_manager(using).paused()
+        except AnyDatabaseError as error:
+            if not outage.note(using, error):
+                log.warning("cannot read which stages are paused: %s", error)
             return
         for thread in self.threads:
             if thread.stage.name in paused:
@@ -165,20 +180,36 @@ class Consumer:
                 )
 
     def _bulk(self) -> None:
+        """Work off what was asked for in any database that holds messages."""
         kept_at = time.monotonic()
-        while not self._stop.is_set():
-            try:
-                if bulk.work_off(self._using, self._stop):
-                    self._activity.note()
-                if time.monotonic() - kept_at > PERIOD.total_seconds():
-                    kept_at = time.monotonic()
-                    # Counted now, nobody has to wait for the chart later.
-                    periods.last_day(self._using, status.clock(self._using))
-            except Exception:
-                log.exception("a bulk operation failed; it is taken up again")
-                connections[self._using].close()
-            self._stop.wait(1.0)
-        connections.close_all()
+        failing = {
+            using: Breaker(
+                using,
+                60.0,
+                kind="bulk operations in database",
+                follows="they are taken up again",
+            )
+            for using in self._databases
+        }
+        while not self._stop.wait(1.0):
+            counting = time.monotonic() - kept_at > PERIOD.total_seconds()
+            kept_at = time.monotonic() if counting else kept_at
+            for using, breaker in failing.items():
+                if breaker.remaining or not outage.usable(using):
+                    continue
+                try:
+                    if bulk.work_off(using, self._stop):
+                        self._activity.note()
+                    if counting:
+                        # Counted now, nobody has to wait for the chart later.
+                        periods.last_day(using, status.clock(using))
+                    breaker.worked()
+                except Exception as error:
+                    if not outage.note(using, error):
+                        log.debug("a bulk operation failed", exc_info=True)
+                        breaker.failed(error)
+                finally:
+                    upkeep.between()
 
     def _throttle(self) -> Throttle:
         consume = self._settings.CONSUME

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import InterfaceError, OperationalError, connections
+from django.db import OperationalError, connections
 from django.utils import timezone
 
-from . import conf, oracle, signals
+from . import conf, oracle, outage, signals
 from .brokers.base import Delivery
 from .channel import control_channel
 from .control_message import ControlMessage
@@ -35,19 +35,22 @@ log = logging.getLogger("django_txmsg.control")
 #: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
 #: in progress: what a slow commit adds to a message's way at most.
 LOOK_EVERY = 0.2
-#: Seconds that a control message is kept for messages that are not due yet.
-HOLD = 60.0
+#: Seconds, beyond the longest lease, after which messages that are committed and
+#: cannot be sent are left to the relay.
+PATIENCE = 60.0
 #: Sessions whose looks are remembered. A forgotten one is looked at as if it were new.
 REMEMBERED = 10_000
 
 
 class LookAgain(Exception):
     """The session's end is not known yet: keep the delivery, and ask again `after`
-    so many seconds."""
+    so many seconds. `control` is what was looked after."""
 
-    def __init__(self, after: float) -> None:
-        super().__init__(f"look again in {after:.3f} s")
-        self.after = after
+    def __init__(self, after: float = 0.0) -> None:
+        #: Never at once: others are waiting, and so is who wants to stop.
+        self.after = max(0.01, after)
+        self.control: ControlMessage | None = None
+        super().__init__(f"look again in {self.after:.3f} s")
 
 
 def announce(
@@ -66,6 +69,8 @@ def announce(
     if settings.CONTROL_MESSAGE == "off":
         return
     channel, connection = control_channel(), connections[using]
+    if oracle.never_commits(connection):
+        return
     mark = ""
     if getattr(channel.broker, "using", None) == using:
         # The embedded broker's tables are in this very transaction.
@@ -81,8 +86,6 @@ def announce(
         using=using,
         oracle=kind,
         transaction=mark,
-        max_commit_duration=settings.MAX_COMMIT_DURATION,
-        commit_delay_increment=settings.COMMIT_DELAY_INCREMENT,
         headers=dict(metadata or {}),
     )
     began = time.monotonic()
@@ -126,6 +129,8 @@ class Look:
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
     transit_time: float | None = None
+    #: Since when it is nothing but the messages' dispatch that is waited for.
+    stuck_since: float | None = None
 
     @property
     def waited(self) -> float:
@@ -135,6 +140,13 @@ class Look:
     def pause(self, first: float, most: float) -> float:
         """Seconds until the next look: doubled each time."""
         return min(most, first * 2.0 ** min(self.attempts - 1, 30))
+
+    def patient(self) -> bool:
+        """Whether it is worth while to wait, once more, for what should not take long:
+        whoever holds the messages may be dead, and its lease be a relay's."""
+        if self.stuck_since is None:
+            self.stuck_since = time.monotonic()
+        return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
 
 
 _looks: OrderedDict[str, Look] = OrderedDict()
@@ -156,28 +168,42 @@ def handle(
         control = ControlMessage.read(delivery)
     except ValueError as error:
         log.error("dropped an unreadable control message: %s", error)
-        _tell(None, None, "unreadable", Look(attempts=1), delivery.headers)
+        _tell(None, None, "unreadable", Look(attempts=1), {})
         return
     look = _remember(control)
     try:
         if stop.is_set():
-            raise LookAgain(after=0.0)
-        outcome = _look(control, look, dispatch)
-    except LookAgain:
+            raise LookAgain
+        outcome = _look_safely(control, look, dispatch)
+    except LookAgain as again:
+        again.control = control
         raise
-    except BrokerError as error:
-        log.info("session %s waits for a broker: %s", control.session_id, error)
-        raise LookAgain(look.pause(0.2, 5.0)) from error
-    except (OperationalError, InterfaceError) as error:
-        log.info("session %s waits for the database: %s", control.session_id, error)
-        connections[control.using].close()
-        raise LookAgain(look.pause(0.2, 5.0)) from error
-    except Exception as error:
-        log.exception("cannot look after session %s yet", control.session_id)
-        raise LookAgain(look.pause(1.0, 60.0)) from error
     with _looks_lock:
         _looks.pop(control.id, None)
-    _tell(control.session_id, control.using, outcome, look, delivery.headers)
+    _tell(control.session_id, control.using, outcome, look, control.headers)
+
+
+def _look_safely(
+    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
+) -> str:
+    """Return the session's outcome, or raise LookAgain, whatever is broken."""
+    if not outage.usable(control.using):
+        raise LookAgain(look.pause(0.2, 5.0))
+    try:
+        return _look(control, look, dispatch)
+    except LookAgain:
+        raise
+    except Exception as error:
+        if outage.note(control.using, error):
+            log.info("session %s waits for the database: %s", control.session_id, error)
+            raise LookAgain(look.pause(0.2, 5.0)) from error
+        if isinstance(error, BrokerError | OperationalError):
+            log.info("session %s waits: %s", control.session_id, error)
+        else:
+            log.exception("cannot look after session %s yet", control.session_id)
+        if look.patient():
+            raise LookAgain(look.pause(0.2, 5.0)) from error
+    return _left_to_relay(control, "looking after it fails again and again")
 
 
 def _look(
@@ -197,6 +223,15 @@ def _look(
     pending = Pending.of(control.using, control.session_id)
     if verdict is Verdict.COMMITTED or pending.count:
         return _ship(control, look, pending, dispatch)
+    if not control.signed:
+        # From before an upgrade, or of another key's time, or a stranger's: what has
+        # committed leaves, as it would by a relay, and nothing is given up for it.
+        log.warning(
+            "dropped a control message for session %s that is not signed with this "
+            "project's SECRET_KEY or one of SECRET_KEY_FALLBACKS",
+            control.session_id,
+        )
+        return "unsigned"
     return _wait_or_give_up(control, look)
 
 
@@ -208,26 +243,23 @@ def _ship(
 ) -> str:
     if not pending.count:
         return "already_dispatched"
-    if pending.wait <= 0:
+    if pending.due > pending.leased:
         dispatch(control.using, control.session_id)
         pending = Pending.of(control.using, control.session_id)
         if not pending.count:
             return "dispatched"
-    if pending.leased:
-        # The session's own process, or a relay, is sending. Or died while it was.
-        raise LookAgain(look.pause(0.05, max(0.05, min(pending.wait, 1.0))))
-    if pending.wait > HOLD:
-        log.info(
-            "session %s: %d messages are not due for %.0f s and are left to the relay",
-            control.session_id,
-            pending.count,
-            pending.wait,
-        )
-        return "left_to_relay"
-    if pending.wait > 0:
-        raise LookAgain(pending.wait)
-    # Due, and not to be had: an earlier message of the same key goes first.
-    raise LookAgain(look.pause(0.1, 5.0))
+    if not pending.due:
+        return _left_to_relay(control, f"{pending.count} messages are not due yet")
+    if look.patient():
+        # Its own process, or a relay, is sending, or died while it was; or an earlier
+        # message of the same key goes first.
+        raise LookAgain(look.pause(0.05, 1.0))
+    return _left_to_relay(control, f"{pending.due} messages are due and not to be had")
+
+
+def _left_to_relay(control: ControlMessage, why: str) -> str:
+    log.info("session %s is left to the relay: %s", control.session_id, why)
+    return "left_to_relay"
 
 
 def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
@@ -236,20 +268,20 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
     if record is not None and record.status == SessionStatus.COMMITTED:
         # Committed between the two queries, or dispatched before we came.
         if Pending.of(control.using, control.session_id).count:
-            raise LookAgain(0.0)
+            raise LookAgain
         return "already_dispatched"
-    left = control.max_commit_duration - look.waited
+    settings = conf.get().HTTP
+    left = settings.MAX_COMMIT_DURATION - look.waited
     if record is None and left > 0:
-        most = max(0.01, left)
-        raise LookAgain(look.pause(control.commit_delay_increment, most))
+        raise LookAgain(look.pause(settings.COMMIT_DELAY_INCREMENT, left))
     if record is None and not sessions.give_up(control.session_id):
-        raise LookAgain(0.0)
+        raise LookAgain
     log.warning(
         "session %s did not commit within %g s of its control message and is given up; "
         "if it commits later, it fails and is rolled back. Raise "
         'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] if this recurs',
         control.session_id,
-        control.max_commit_duration,
+        settings.MAX_COMMIT_DURATION,
     )
     return "given_up"
 
@@ -258,10 +290,8 @@ def _remember(control: ControlMessage) -> Look:
     with _looks_lock:
         look = _looks.pop(control.id, None)
         if look is None:
-            look = Look()
-            if control.sent_at is not None:
-                since = (timezone.now() - control.sent_at).total_seconds()
-                look.transit_time = max(0.0, since)
+            since = (timezone.now() - control.sent_at).total_seconds()
+            look = Look(transit_time=max(0.0, since))
         _looks[control.id] = look
         while len(_looks) > REMEMBERED:
             _looks.popitem(last=False)

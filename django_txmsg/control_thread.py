@@ -1,7 +1,9 @@
 """Receives this service's control messages and has each one settled.
 
 A control message whose session has not committed yet stays in hand, unacknowledged,
-and is looked at again; others are handled meanwhile, and a crash brings it back.
+and is looked at again; others are handled meanwhile, and a crash brings it back. None
+stays for long: it goes to the end of the queue, so that no number of them keeps another
+one from being looked at.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ import logging
 import threading
 import time
 import uuid
+from dataclasses import dataclass, field
 
-from django.db import DatabaseError, InterfaceError, connections
-
-from . import conf, control, wire
+from . import conf, control, upkeep, wire
 from .activity import Activity
 from .breaker import Breaker
 from .brokers import get_broker
 from .brokers.base import Delivery, Session
+from .control_message import ControlMessage
 from .errors import BrokerUnavailable
 from .lane import AFTER_COMMIT_LEASE, Lane
 from .models import OutboxMessage
@@ -28,71 +30,116 @@ from .models.outbox import PENDING
 log = logging.getLogger("django_txmsg.control_thread")
 
 #: Control messages in hand at a time.
-PREFETCH = 200
+PREFETCH = 1000
+#: Seconds that one is in hand at most.
+HOLD = 30.0
 
 
-class ControlThread(threading.Thread):
-    """Serves the control destination of this service on one broker."""
+@dataclass(order=True)
+class _Held:
+    """A delivery in hand: when its next look is due, and since when it is there."""
+
+    due: float = field(init=False, default=0.0)
+    number: int = field(init=False, default_factory=itertools.count().__next__)
+    since: float = field(init=False, default_factory=time.monotonic)
+    delivery: Delivery = field(compare=False)
+
+
+class ControlThread:
+    """Serves the control destination of this service on one broker: `run()`."""
 
     def __init__(
         self, broker: str, stop: threading.Event, breaker: Breaker, activity: Activity
     ) -> None:
-        super().__init__(name=f"txmsg-control-{broker}", daemon=True)
         self._broker, self._stopping = broker, stop
         self._breaker, self._activity = breaker, activity
+        #: What the broker has against this destination alone: stages are to go on.
+        self._refused = Breaker(
+            wire.control_destination(conf.get().SERVICE),
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            kind="the subscription of",
+            follows="requests whose process dies wait for the relay",
+        )
         self._lanes: dict[tuple[str, str], Lane] = {}
-        self._later: list[tuple[float, int, Delivery]] = []
-        self._numbers = itertools.count()
+        self._later: list[_Held] = []
 
     def run(self) -> None:
         """Serve until told to stop."""
-        while not self._stopping.is_set():
-            if self._breaker.remaining:
-                self._stopping.wait(min(self._breaker.remaining, 0.5))
-                continue
-            try:
-                with self._breaker.connecting:
-                    session = get_broker(self._broker).open()
-                with session:
-                    destination = wire.control_destination(conf.get().SERVICE)
-                    session.subscribe(destination, prefetch=PREFETCH)
-                    self._serve(session)
-            except BrokerUnavailable as error:
-                self._breaker.failed(error)
-            except (DatabaseError, InterfaceError) as error:
-                log.warning("control messages wait for the database: %s", error)
-                connections.close_all()
-                self._stopping.wait(1.0)
-            except Exception:
-                log.exception("a control message failed; it comes again")
-                self._stopping.wait(1.0)
-            finally:
-                self._later.clear()
-        for lane in self._lanes.values():
-            lane.close()
-        connections.close_all()
+        try:
+            while not self._stopping.is_set():
+                pause = max(self._breaker.remaining, self._refused.remaining)
+                if pause:
+                    self._stopping.wait(min(pause, 0.5))
+                    continue
+                try:
+                    with self._breaker.connecting:
+                        session = get_broker(self._broker).open()
+                    with session:
+                        if self._subscribed(session):
+                            self._serve(session)
+                except BrokerUnavailable as error:
+                    self._breaker.failed(error)
+                except Exception:
+                    log.exception("a control message failed; it comes again")
+                    self._stopping.wait(1.0)
+                finally:
+                    self._later.clear()
+        finally:
+            for lane in self._lanes.values():
+                lane.close()
+
+    def _subscribed(self, session: Session) -> bool:
+        destination = wire.control_destination(conf.get().SERVICE)
+        try:
+            session.subscribe(destination, prefetch=PREFETCH)
+        except BrokerUnavailable as error:
+            self._refused.failed(error)
+            return False
+        self._refused.worked()
+        return True
 
     def _serve(self, session: Session) -> None:
         while not self._stopping.is_set():
-            left = self._later[0][0] - time.monotonic() if self._later else 0.5
+            left = self._later[0].due - time.monotonic() if self._later else 0.5
             delivery = session.receive(max(0.0, min(left, 0.5)))
             self._breaker.worked()
-            if self._stopping.is_set():
-                return
-            if delivery is not None:
-                self._handle(session, delivery)
-            while self._later and self._later[0][0] <= time.monotonic():
-                self._handle(session, heapq.heappop(self._later)[2])
+            if delivery is not None and not self._stopping.is_set():
+                self._look(session, _Held(delivery))
+            idle, but = delivery is None, getattr(session, "using", None)
+            upkeep.between(idle=idle, but=but)
+            # Each once: what asks for another look at once lets others have theirs.
+            now = time.monotonic()
+            while self._later and self._later[0].due <= now:
+                if self._stopping.is_set():
+                    return
+                self._look(session, heapq.heappop(self._later))
 
-    def _handle(self, session: Session, delivery: Delivery) -> None:
+    def _look(self, session: Session, held: _Held) -> None:
         try:
-            control.handle(delivery, self._dispatch, self._stopping)
+            control.handle(held.delivery, self._dispatch, self._stopping)
         except control.LookAgain as again:
-            due = time.monotonic() + again.after
-            heapq.heappush(self._later, (due, next(self._numbers), delivery))
-            return
-        session.ack([delivery])
+            held.due = time.monotonic() + again.after
+            if time.monotonic() - held.since < HOLD or self._stopping.is_set():
+                heapq.heappush(self._later, held)
+                return
+            if not self._send_again(session, again.control):
+                held.since = time.monotonic()
+                heapq.heappush(self._later, held)
+                return
+        session.ack([held.delivery])
         self._activity.note()
+
+    def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
+        """Put it at the end of the queue, with what is left of its life. Returns False
+        when the broker does not take it."""
+        if message is None or not message.signed or message.left <= 0:
+            session_id = message and message.session_id
+            log.warning("session %s is looked after no longer", session_id)
+            return True
+        (error,) = session.send([message.outgoing()])
+        if error is not None:
+            log.warning("a control message is kept in hand: %s", error)
+        return error is None
 
     def _dispatch(self, using: str, session_id: uuid.UUID) -> None:
         """Dispatch what the session stored, for whichever brokers. Raises
@@ -109,7 +156,8 @@ class ControlThread(threading.Thread):
             lane = self._lanes[using, broker]
             try:
                 while lane.dispatch(session_id=session_id):
-                    pass
+                    if self._stopping.is_set():
+                        return
             except BrokerUnavailable as error:
                 lane.close()
                 down = error

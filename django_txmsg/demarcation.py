@@ -8,16 +8,16 @@ the first query comes, it knows whether one came, and it sets the isolation leve
 from __future__ import annotations
 
 import logging
-import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 
 from .errors import DurableInStage, SwallowedDatabaseError
 from .stages import TransactionDefinition
+from .upkeep import has_spoken
 
 log = logging.getLogger("django_txmsg.demarcation")
 
@@ -57,19 +57,6 @@ def guarded(using: str) -> Iterator[None]:
         )
 
 
-def _said_something(connection: Any) -> bool:
-    """Return whether the server has said something unasked, as it does when it ends an
-    idle session. Costs no query."""
-    if connection.vendor != "postgresql":
-        return False
-    raw = connection.connection
-    if raw.closed:
-        return True
-    listener = select.poll()
-    listener.register(raw.fileno(), select.POLLIN)
-    return bool(listener.poll(0))
-
-
 #: What a connection knows of the atomic blocks around the present query.
 _BLOCK = (
     "in_atomic_block",
@@ -88,10 +75,17 @@ def begins_early(using: str) -> bool:
     return (
         connection.vendor == "postgresql"
         and not connection.in_atomic_block
-        and connection.get_autocommit()
+        and connection.autocommit
         and hasattr(connection.connection, "pgconn")
         and not connection.features.uses_server_side_binding
     )
+
+
+def lost_conflict(error: BaseException) -> bool:
+    """Return whether PostgreSQL has rolled a transaction back for another one's sake,
+    which a repetition mends: a serialization failure or a deadlock."""
+    state = getattr(error.__cause__, "sqlstate", None)
+    return isinstance(error, DatabaseError) and state in ("40001", "40P01")
 
 
 def abandon(using: str) -> None:
@@ -188,7 +182,7 @@ class Demarcation:
         connection = self._connection
         if connection.in_atomic_block or connection.connection is None:
             return
-        suspect = connection.errors_occurred or _said_something(connection)
+        suspect = connection.errors_occurred or has_spoken(connection)
         if suspect and not connection.is_usable():
             connection.close()
 

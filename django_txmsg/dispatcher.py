@@ -14,9 +14,10 @@ import threading
 import time
 from typing import Any
 
-from django.db import InterfaceError, OperationalError, connections
+from django.db import Error as AnyDatabaseError
+from django.db import connections
 
-from . import conf, signals
+from . import conf, outage, signals, upkeep
 from .breaker import Breaker
 from .errors import BrokerUnavailable
 from .lane import AFTER_COMMIT_LEASE, Lane
@@ -81,8 +82,9 @@ class Dispatcher:
                     break
                 stopping = more is None
                 batch += more or ()
-            if batch and not self._breaker.remaining:
+            if batch and not self._breaker.remaining and outage.usable(self.using):
                 self._dispatch(lane, batch)
+                upkeep.between()
             ended = time.monotonic()
             rested = ended + min(LONGEST_REST, REST * (ended - began))
         lane.close()
@@ -92,11 +94,12 @@ class Dispatcher:
         try:
             try:
                 self._dispatch_all(lane, ids)
-            except (OperationalError, InterfaceError) as error:
+            except AnyDatabaseError as error:
+                if not outage.note(self.using, error):
+                    raise
                 # A server that was restarted has ended the connection, which only its
                 # next use tells. What is claimed already stays with its lease.
                 log.info("once more, with another database connection: %s", error)
-                connections[self.using].close()
                 self._dispatch_all(lane, ids)
         except BrokerUnavailable as error:
             lane.close()

@@ -13,6 +13,7 @@ TxmsgError
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
 ├── SessionError            an outbox session was used before its begin, or too late
+├── WorkerFailed            a thread of `consume` or `relay` ended before its time
 └── StageError              a stage's transaction could not be completed
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
@@ -22,6 +23,10 @@ Refuse and Redeliver are no errors but a handler's own verdict on its message.
 """
 
 from __future__ import annotations
+
+#: Longest time, in seconds, that anything can be put off: every database has a place
+#: for its end.
+MAX_SECONDS = 100 * 365.25 * 86_400
 
 
 class TxmsgError(Exception):
@@ -79,16 +84,25 @@ class DispatchUnknown(BrokerError):
     """No receipt came: the message may or may not have been taken.
 
     It is sent again with the same id, and the receiver's inbox drops the copy.
-    `written` is False when it certainly never left.
+    `written` is False when it certainly never left. `hung_up` tells a broker that ended
+    the connection from one that fell silent.
     """
 
-    def __init__(self, detail: str, *, written: bool = True) -> None:
+    def __init__(
+        self, detail: str, *, written: bool = True, hung_up: bool = False
+    ) -> None:
         super().__init__(detail)
         self.written = written
+        self.hung_up = hung_up
 
 
 class SessionError(TxmsgError):
     """An outbox session was used before it began, twice, or after it ended."""
+
+
+class WorkerFailed(TxmsgError):
+    """A thread of a worker process ended before its time, and the process with it: its
+    supervisor starts another. What it had in hand comes again."""
 
 
 class StageError(TxmsgError):
@@ -122,9 +136,11 @@ class Redeliver(Exception):
     back-off says. The attempt counts, so the policy's maximum still holds."""
 
     def __init__(self, after: float, reason: str = "") -> None:
-        if after < 0:
+        # Not the other way round: no comparison with NaN is true.
+        if not 0 <= after <= MAX_SECONDS:
             raise ValueError(
-                f"Redeliver(after={after!r}): seconds must not be negative"
+                f"Redeliver(after={after!r}): seconds must not be negative, nor more "
+                f"than a hundred years"
             )
         super().__init__(reason or f"redelivery asked for in {after:g} s")
         self.after = float(after)

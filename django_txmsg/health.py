@@ -1,20 +1,27 @@
 """Whether messaging moves, for load balancers and uptime checks: one cheap look.
 
-It tells ages and never contents. `late` after 2 minutes, `degraded` after 10 and
-`stuck` after 30; only `stuck`, or a database that does not answer, is a 503.
+It tells ages and numbers of processes, never contents. `late` after 2 minutes,
+`degraded` after 10 or where a stage has no consumer, `stuck` after 30; only `stuck`,
+or a database that does not answer, is a 503.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.http import HttpRequest, JsonResponse
-from django.views.decorators.cache import never_cache
-from django.views.decorators.http import require_safe
 
-from .models import OutboxMessage
+from . import attendance
+from .models import OutboxMessage, StageState
 from .models.fields import now_sql, read_instant
+from .probe import probe
+from .stages import all_stages
+from .status import held_queues
+from .waiting import CAP
 
 #: What is said from which age of the oldest due message on.
 THRESHOLDS = (
@@ -23,53 +30,92 @@ THRESHOLDS = (
     ("late", dt.timedelta(minutes=2)),
 )
 
-_OLDEST = """
-    SELECT {now},
-      (SELECT due_at FROM django_txmsg_outboxmessage
-       WHERE dispatched_at IS NULL AND dead_at IS NULL ORDER BY due_at, id LIMIT 1),
-      (SELECT MIN(due_at) FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL)
-"""
+#: The words from the best to the worst.
+STATES = ("ok", "late", "degraded", "stuck")
 
 
-@require_safe
-@never_cache
+@dataclass(frozen=True)
+class Health:
+    """Ages of what is due by place, and living processes by kind."""
+
+    oldest: dict[str, dt.timedelta]
+    workers: dict[str, int]
+    unattended: bool
+
+    @property
+    def state(self) -> str:
+        """The word for it: ok, late, degraded or stuck."""
+        lag = state_of(max(self.oldest.values()))
+        return max(lag, "degraded", key=STATES.index) if self.unattended else lag
+
+
+@probe
 def health(request: HttpRequest) -> JsonResponse:
-    """Answer how long the oldest due message has been waiting.
+    """Answer how long the oldest due message has been waiting, and who is at work.
 
     `?fail=late` or `?fail=degraded` answers 503 from that state on already.
     """
     try:
-        ages = oldest_ages(router.db_for_read(OutboxMessage))
+        found = look(router.db_for_read(OutboxMessage))
     except (DatabaseError, InterfaceError):
         return JsonResponse({"status": "no database"}, status=503)
-    state = state_of(max(ages.values()))
-    failing = {"stuck"}
-    if request.GET.get("fail") in ("late", "degraded"):
-        failing.add("degraded")
-    if request.GET.get("fail") == "late":
-        failing.add("late")
+    least = request.GET.get("fail")
+    failing = STATES.index(least if least in ("late", "degraded") else "stuck")
     return JsonResponse(
         {
-            "status": state,
+            "status": found.state,
             "oldest": {
-                name: round(age.total_seconds(), 1) for name, age in ages.items()
+                name: round(age.total_seconds(), 1)
+                for name, age in found.oldest.items()
             },
+            "workers": found.workers,
         },
-        status=503 if state in failing else 200,
+        status=503 if STATES.index(found.state) >= failing else 200,
     )
 
 
-def oldest_ages(using: str) -> dict[str, dt.timedelta]:
-    """Return how long the oldest due messages of outbox and inbox have been due."""
+def look(using: str) -> Health:
+    """Ask the database, in three statements."""
+    paused = StageState.objects.db_manager(using).paused()
+    now, oldest = _oldest(using, paused)
+    present = attendance.read_living(using, now)
+    kinds = Counter(one.kind for one in present.living)
+    return Health(
+        oldest,
+        {kind: kinds[kind] for kind in ("relay", "consumer")},
+        bool(present.unattended([one.name for one in all_stages()])),
+    )
+
+
+def _oldest(
+    using: str, paused: Collection[str]
+) -> tuple[dt.datetime, dict[str, dt.timedelta]]:
+    """Return the instant, and how long the oldest due messages have been due. What a
+    paused stage would take is not due."""
     connection = connections[using]
+    held = sorted(held_queues(paused))
+    sql = f"""
+        SELECT {now_sql(connection)},
+          (SELECT due_at FROM django_txmsg_outboxmessage
+           WHERE dispatched_at IS NULL AND dead_at IS NULL ORDER BY due_at, id LIMIT 1),
+          (SELECT MIN(due_at) FROM django_txmsg_inboxmessage
+           WHERE due_at IS NOT NULL{_but("stage", paused)}),
+          (SELECT MIN(available_at) FROM (
+             SELECT available_at FROM django_txmsg_queuemessage
+             WHERE 1 = 1{_but("queue", held)} ORDER BY id LIMIT {CAP}) AS first)
+    """  # noqa: S608 - constants only
     with connection.cursor() as cursor:
-        cursor.execute(_OLDEST.format(now=now_sql(connection)), [])
+        cursor.execute(sql, [*sorted(paused), *held])
         now, *oldest = (read_instant(value) for value in cursor.fetchone())
     assert now is not None
-    return {
+    return now, {
         name: max(now - due, dt.timedelta()) if due else dt.timedelta()
-        for name, due in zip(("outbox", "redelivery"), oldest, strict=True)
+        for name, due in zip(("outbox", "redelivery", "queue"), oldest, strict=True)
     }
+
+
+def _but(column: str, names: Collection[str]) -> str:
+    return f" AND {column} NOT IN ({', '.join(['%s'] * len(names))})" if names else ""
 
 
 def state_of(age: dt.timedelta) -> str:

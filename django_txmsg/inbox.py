@@ -7,16 +7,19 @@ Whatever is killed between two of these steps, the next arrival goes on from the
 
 from __future__ import annotations
 
+import random
 import time
+import uuid
+from contextlib import AbstractContextManager, nullcontext
 
 from django.db import DatabaseError, connections
 from django.utils import timezone
 
 from . import arrival as arrivals
-from . import conf, signals, storing, tracing, wire
-from .arrival import Arrival, Duplicate, Outcome, Processed
+from . import conf, outage, signals, storing, tracing, wire
+from .arrival import Arrival, Duplicate, Interrupted, Outcome, Processed
 from .brokers.base import Outgoing
-from .demarcation import Demarcation, abandon, begins_early, guarded
+from .demarcation import Demarcation, abandon, begins_early, guarded, lost_conflict
 from .errors import (
     BrokerError,
     BrokerUnavailable,
@@ -25,20 +28,26 @@ from .errors import (
     InvalidMessage,
 )
 from .failure import Failure
+from .leases import Lease
 from .message import Message
 from .models import InboxMessage, OutboxMessage
 from .models.new_message import NewMessage
 from .models.outbox import PENDING
 from .models.seen import Seen
 from .scope import Scope, in_scope
-from .side_track import bury, failed
+from .side_track import bury, failed, is_outage
 from .stages import Stage
 
 #: Seconds in a handler from which on a row marked before it is marked again after it,
 #: so that `processed_at` is no more than this too early.
 MARK_AGAIN_AFTER = 0.02
-#: What a handler may raise that is its failure. Everything else ends the worker.
-HANDLER_ERRORS = (Exception, SystemExit)
+#: What ends the attempt and is not the handler's failure. Whatever else it raises is,
+#: the time-outs and cancellations that are no `Exception` included.
+NOT_HANDLERS = (BrokerUnavailable, KeyboardInterrupt)
+
+
+#: Times that a stage runs again at once after its transaction lost against another.
+MAX_CONFLICTS = 10
 
 
 class LostRace(Exception):
@@ -48,38 +57,71 @@ class LostRace(Exception):
 def process(arrival: Arrival) -> Outcome:
     """Take one arrival through the stage and return what became of it.
 
-    Raises BrokerUnavailable or a database's OperationalError when the world broke and
-    not the message: nothing was decided then, and the arrival comes again.
+    Raises BrokerUnavailable or a database's error when the world broke and not the
+    message: nothing was decided then. Ask again with the same arrival.
     """
+    with _lease(arrival):
+        return _process(arrival)
+
+
+def _process(arrival: Arrival) -> Outcome:
     stage = arrival.stage
     try:
         message = arrivals.read(arrival.delivery, stage)
     except DecodeError as error:
-        return bury(arrival, None, error.reason, Failure.of(error))
+        seen = None if arrival.parked is None else arrival.parked.seen
+        return bury(arrival, seen, error.reason, Failure.of(error))
+    if not arrivals.has_identity(arrival.delivery):
+        return arrivals.send_back(arrival.delivery, arrival.session)
     seen, begun = _record(arrival, message)
     if seen is not None and not begun:
         outcome = _foregone(arrival, message, seen)
         if outcome is not None:
             return outcome
+    conflicts = 0
     while True:
         attempt = seen.attempt if seen else 1
+        raw = connections[arrival.using].connection
         began = time.monotonic()
         try:
             return _run(arrival, message.attempted(attempt), seen, begun)
         except LostRace:
             return Duplicate()
-        except BrokerUnavailable:
+        except NOT_HANDLERS:
             raise
-        except HANDLER_ERRORS as error:
+        except BaseException as error:
             if begun:
                 abandon(arrival.using)
             begun = False
+            if stage.transaction == "outbox" and is_outage(error, raw):
+                raise
+            if conflicts < MAX_CONFLICTS and lost_conflict(error):
+                # Nobody's fault, and no attempt: at once again, then further apart.
+                conflicts += 1
+                if stage.transaction != "outbox":
+                    arrival.session.rollback()
+                if arrival.stop.wait(random.uniform(0, min(0.5, 0.002 * 2**conflicts))):  # noqa: S311
+                    return Interrupted()
+                message = arrivals.read(arrival.delivery, stage)
+                continue
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:
                 return outcome
             # Read again: the handler may have changed what it was given.
             message = arrivals.read(arrival.delivery, stage)
+
+
+def _lease(arrival: Arrival) -> AbstractContextManager[object]:
+    """Keep a parked message for as long as it takes. In mode outbox the lock on its
+    row keeps others away, until a blocking redelivery waits without one."""
+    stage, parked, token = arrival.stage, arrival.parked, arrival.token
+    locked = stage.transaction == "outbox" and stage.policy.mode != "blocking"
+    if parked is None or token is None or locked:
+        return nullcontext()
+    pk, seconds = parked.seen.id, parked.lease
+    rows = InboxMessage.objects.db_manager(arrival.using)
+    return Lease(arrival.using, seconds, lambda: rows.extend(pk, token, seconds))
 
 
 def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
@@ -96,14 +138,21 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         if not arrivals.came_before(arrival.delivery):
             return None, False
         return inbox.record(stage.name, [message], idempotent=True)[message.id], False
+    connections[using].ensure_connection()
     if begins_early(using):
+        mark = str(uuid.uuid4())
         try:
             seen, taken = inbox.record_and_begin(
-                stage.name, message, stage.definition.isolation
+                stage.name, message, stage.definition.isolation, mark
             )
-        except DatabaseError:
+        except DatabaseError as error:
+            if outage.is_away(error):
+                raise
             # A lock's time-out, perhaps: once more, step by step.
             abandon(using)
+            already = inbox.recorded(stage.name, message, mark)
+            if already is not None:
+                return already, False
         else:
             if taken and not _reason_not_to_run(arrival, message, seen):
                 return seen, True
@@ -154,7 +203,7 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
     waiting: dict[str, list[int]] = {}
     for pk, broker in (
         OutboxMessage.objects.using(arrival.using)
-        .filter(PENDING, session_id=wire.session_id(message.id, stage.name))
+        .filter(PENDING, session_id=_session_id(message, stage))
         .values_list("id", "broker")
     ):
         waiting.setdefault(broker, []).append(pk)
@@ -171,12 +220,11 @@ def _run(
     stage, session = arrival.stage, arrival.session
     began = time.monotonic()
     inbox = InboxMessage.objects.db_manager(arrival.using)
-    with (
-        tracing.processing(message, stage.name),
-        in_scope(stage_scope(arrival, message)),
-    ):
+    scope = stage_scope(arrival, message)
+    with tracing.processing(message, stage.name):
         if stage.transaction == "broker_only":
-            stage.handler(message)
+            with in_scope(scope):
+                stage.handler(message)
             employed = False
         else:
             with Demarcation(stage.definition, begun=begun) as demarcation:
@@ -184,9 +232,11 @@ def _run(
                     assert seen is not None
                     if not inbox.take(seen.id, arrival.token):
                         raise LostRace
-                with guarded(arrival.using):
-                    stage.handler(message)
-                storing.flush(arrival.using)
+                # Left before the commit: its hooks are no part of the stage any more.
+                with in_scope(scope):
+                    with guarded(arrival.using):
+                        stage.handler(message)
+                    storing.flush(arrival.using)
                 if stage.transaction != "outbox":
                     # The last moment at which a dead broker costs nothing.
                     session.ping()
@@ -225,7 +275,7 @@ def stage_scope(arrival: Arrival, message: Message) -> Scope:
     """Return what the messages that the stage sends for `message` belong to."""
     stage = arrival.stage
     entered = Scope(
-        session_id=wire.session_id(message.id, stage.name),
+        session_id=_session_id(message, stage),
         using=arrival.using,
         cause=message,
         stage=stage.name,
@@ -249,6 +299,10 @@ def stage_scope(arrival: Arrival, message: Message) -> Scope:
     else:
         entered.gathers = connections[arrival.using]
     return entered
+
+
+def _session_id(message: Message, stage: Stage) -> uuid.UUID:
+    return wire.session_id(conf.get().SERVICE, message.id, stage.name)
 
 
 def announce_processed(

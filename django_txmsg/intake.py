@@ -10,16 +10,17 @@ import logging
 import threading
 from collections.abc import Mapping
 
-from django.db import DatabaseError, InterfaceError, connections, router, transaction
+from django.db import router, transaction
 
 from . import arrival as arrivals
-from . import conf, dead_letters
+from . import conf, dead_letters, outage, upkeep, wire
 from .activity import Activity
 from .breaker import Breaker
 from .brokers import get_broker
 from .brokers.base import Delivery, Session
-from .errors import BrokerUnavailable
+from .errors import BrokerUnavailable, InvalidMessage
 from .failure import Failure
+from .message import check_destination
 from .models import DeadLetter
 
 log = logging.getLogger("django_txmsg.intake")
@@ -29,16 +30,19 @@ _REASONS = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRES
 _ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
 
 
-class IntakeThread(threading.Thread):
-    """Empties one of the broker's dead-letter queues into ours."""
+class IntakeThread:
+    """Empties one of the broker's dead-letter queues into ours: `run()`."""
 
     def __init__(
         self, broker: str, destination: str, stop: threading.Event, activity: Activity
     ) -> None:
-        super().__init__(name=f"txmsg-intake-{destination}", daemon=True)
         self._broker, self._destination = broker, destination
         self._stopping, self._activity = stop, activity
-        self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
+        self._breaker = Breaker(
+            broker,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            follows=f"{destination} is not taken in",
+        )
         self._using = router.db_for_write(DeadLetter)
 
     def run(self) -> None:
@@ -48,26 +52,47 @@ class IntakeThread(threading.Thread):
                 with get_broker(self._broker).open() as session:
                     session.subscribe(self._destination, prefetch=10)
                     self._take_in(session)
-            except (BrokerUnavailable, DatabaseError, InterfaceError) as error:
+            except BrokerUnavailable as error:
                 self._breaker.failed(error)
-                connections[self._using].close()
                 self._stopping.wait(self._breaker.remaining)
-        connections.close_all()
+            except Exception:
+                log.exception("%s: an error of ours; going on", self._destination)
+                self._stopping.wait(1.0)
 
     def _take_in(self, session: Session) -> None:
-        while not self._stopping.is_set():
+        while outage.wait(self._using, self._stopping):
             delivery = session.receive(0.5)
             self._breaker.worked()
+            idle, but = delivery is None, getattr(session, "using", None)
+            upkeep.between(idle=idle, but=but)
             if delivery is None or self._stopping.is_set():
                 continue
-            self._bury(delivery)
-            session.ack([delivery])
-            self._activity.note()
+            if not arrivals.has_identity(delivery):
+                arrivals.send_back(delivery, session)
+                self._activity.note()
+            elif self._buried(delivery):
+                session.ack([delivery])
+                self._activity.note()
+
+    def _buried(self, delivery: Delivery) -> bool:
+        """Bury a delivery, kept in hand as long as that is not possible. Returns False
+        when told to stop before it is."""
+        while not self._stopping.is_set():
+            try:
+                self._bury(delivery)
+            except Exception as error:
+                if outage.is_away(error):
+                    outage.outlast(self._using, error, self._stopping)
+                else:
+                    log.exception("%s: it is tried again", self._destination)
+                    self._stopping.wait(1.0)
+            else:
+                return True
+        return False
 
     def _bury(self, delivery: Delivery) -> None:
         reason = _first(delivery.headers, _REASONS)
-        origin = _first(delivery.headers, _ORIGINS).removeprefix("queue://")
-        origin = origin.removeprefix("/queue/") or self._destination
+        origin = _origin(delivery.headers) or self._destination
         with transaction.atomic(using=self._using):
             dead_letters.bury(
                 using=self._using,
@@ -83,6 +108,18 @@ class IntakeThread(threading.Thread):
                 ),
                 attempts=0,
             )
+
+
+def _origin(headers: Mapping[str, str]) -> str:
+    """Return where the message was sent, if that can be sent to again: a header is what
+    anybody wrote, and a redelivery must not speak to our own control."""
+    named = _first(headers, _ORIGINS).removeprefix("queue://")
+    named = named.removeprefix("/queue/")
+    try:
+        origin = check_destination(named)
+    except InvalidMessage:
+        return ""
+    return "" if wire.is_control(origin) else origin
 
 
 def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+import threading
 import uuid
 from collections import Counter
+from collections.abc import Callable
 
-from django.db import transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 
 from . import conf, dead_letters, signals, wire
 from .brokers import get_broker
 from .brokers.base import Outgoing, Session
-from .errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
+from .errors import BrokerError, BrokerUnavailable
+from .leases import Lease
 from .models import OutboxMessage
 from .models.claimed import Claimed
+from .models.outbox import OutboxManager
+from .receipts import Receipts, judge
 from .redelivery import Dead, RedeliveryPolicy, decide
+from .sweep import Sweep
 
 log = logging.getLogger("django_txmsg.relay")
+
+_DATABASE_ERRORS = (OperationalError, InterfaceError)
 
 #: Longest lease, in seconds, of a lane that dispatches what was just committed. Web
 #: processes are killed more often than relays, and what one held waits for its end.
@@ -36,9 +43,6 @@ class Lane:
     Not thread-safe: a relay process runs several lanes, each in its own thread.
     """
 
-    #: How much of a busy lane's time may go into looking for late committers.
-    SWEEP_SHARE = 0.05
-
     def __init__(
         self,
         using: str,
@@ -46,15 +50,16 @@ class Lane:
         *,
         batch_size: int | None = None,
         longest_lease: float = math.inf,
+        stop: threading.Event | None = None,
     ) -> None:
+        """`stop`, once set, ends waiting for a database that is away."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
         self._lease = min(settings.LEASE, longest_lease)
+        self._stop = stop or threading.Event()
         self._session: Session | None = None
-        self._isolate = False
-        self._floor: str | None = None
-        self._swept_at = self._sweep_cost = 0.0
+        self._sweep = Sweep()
         self.counts: Counter[str] = Counter()
         self.in_flight = 0
 
@@ -66,22 +71,42 @@ class Lane:
         Raises BrokerUnavailable with nothing claimed, or with all of it given back.
         """
         # First the broker, then the claim: an outage must not shuffle leases.
-        session = self._open()
+        self._open()
         token = uuid.uuid4()
         claimed = self._claim(token, ids, session_id)
         if not claimed:
             return 0
         self.in_flight = len(claimed)
+        held = [row.id for row in claimed]
         try:
-            expired = [row for row in claimed if row.expired]
-            alive = [row for row in claimed if not row.expired]
-            for row in expired:
-                self._bury(row, token, "expired", f"expired at {row.expires_at}")
-            if alive:
-                self._send(session, alive, token)
+            with Lease(
+                self.using,
+                self._lease,
+                lambda: self._outbox().extend(held, token, self._lease),
+            ) as lease:
+                self._work(claimed, token, lease)
         finally:
             self.in_flight = 0
         return len(claimed)
+
+    def _work(self, claimed: list[Claimed], token: uuid.UUID, lease: Lease) -> None:
+        for row in claimed:
+            if row.expired:
+                self._bury(row, token, lease, "expired", f"expired at {row.expires_at}")
+        alive = [row for row in claimed if not row.expired]
+        # What has failed before may be what makes the broker hang up: it goes by
+        # itself, with what has to follow it, and takes no others along.
+        behind = {row.key for row in alive if row.attempts and row.key}
+        suspect = [row for row in alive if row.attempts or row.key in behind]
+        fresh = [row for row in alive if not (row.attempts or row.key in behind)]
+        try:
+            self._send(fresh, token, lease, apart=False)
+            self._send(suspect, token, lease, apart=True)
+        except BrokerUnavailable:
+            # The fence leaves alone what is settled by now.
+            left = [row.id for row in alive]
+            self._settled(lease, 0, lambda: self._outbox().release(left, token))
+            raise
 
     def close(self) -> None:
         """End the conversation with the broker."""
@@ -94,13 +119,14 @@ class Lane:
             self._session = get_broker(self.broker_alias).open()
         return self._session
 
+    def _outbox(self) -> OutboxManager:
+        return OutboxMessage.objects.db_manager(self.using)
+
     def _claim(
         self, token: uuid.UUID, ids: list[int] | None, session_id: uuid.UUID | None
     ) -> list[Claimed]:
-        manager = OutboxMessage.objects.db_manager(self.using)
-
         def claim(floor: str | None) -> list[Claimed]:
-            return manager.claim(
+            return self._outbox().claim(
                 broker=self.broker_alias,
                 token=token,
                 lease=self._lease,
@@ -110,91 +136,81 @@ class Lane:
                 floor=floor,
             )
 
-        if ids is not None or session_id is not None:
-            return claim(None)
-        # Settled rows leave dead index entries behind, which nobody may remove while
-        # an old snapshot is open anywhere. A busy lane starts where it left off, and
-        # looks from the beginning when it runs dry or has earned the time for it.
-        began = time.monotonic()
-        due = began - self._swept_at >= max(1.0, self._sweep_cost / self.SWEEP_SHARE)
-        claimed = claim(self._floor) if self._floor and not due else []
-        if not claimed:
-            began = time.monotonic()
-            claimed = claim(None)
-            self._swept_at = time.monotonic()
-            self._sweep_cost = self._swept_at - began
-            if not claimed:
-                self._floor = None
-        if claimed:
-            # Texts of one database compare as their instants do, but for a change of
-            # its clock's zone, which the next sweep mends.
-            first = claimed[0].floor
-            self._floor = max(self._floor, first) if self._floor else first
-        return claimed
+        narrowed = ids is not None or session_id is not None
+        return claim(None) if narrowed else self._sweep.claim(claim)
 
-    def _send(self, session: Session, rows: list[Claimed], token: uuid.UUID) -> None:
-        service = conf.get().SERVICE
-        batch = [
-            Outgoing(
-                row.destination, wire.headers_of(row, service, row.created), row.body
-            )
-            for row in rows
-        ]
-        isolate, self._isolate = self._isolate, False
-        try:
-            outcomes = session.send(batch, isolate=isolate)
-        except BrokerError as error:
-            self.close()
-            self._settle(rows, [DispatchUnknown(str(error))] * len(rows), token, False)
-            raise BrokerUnavailable(str(error)) from error
-        self._settle(rows, outcomes, token, isolate)
-        unknown = [one for one in outcomes if isinstance(one, DispatchUnknown)]
-        if unknown:
-            self.close()
-            # Some brokers hang up on one bad message without saying which.
-            self._isolate = not isolate
-            signals.outcome_unknown.send_robust(
-                sender=None, count=len(unknown), broker=self.broker_alias
-            )
-            raise BrokerUnavailable(
-                f"no receipt for {len(unknown)} of {len(rows)} messages, which will be "
-                f"sent again with the same ids: {unknown[0]}"
-            )
-
-    def _settle(
-        self,
-        rows: list[Claimed],
-        outcomes: list[BrokerError | None],
-        token: uuid.UUID,
-        isolated: bool,
+    def _send(
+        self, rows: list[Claimed], token: uuid.UUID, lease: Lease, *, apart: bool
     ) -> None:
+        """Send and settle. Some brokers hang up on one bad message without saying
+        which: what they leave unknown is sent again at once, one by one.
+
+        Raises BrokerUnavailable, with what is not settled still claimed.
+        """
+        service = conf.get().SERVICE
+        while rows:
+            is_new = self._session is None
+            session = self._open()
+            batch = [
+                Outgoing(
+                    row.destination,
+                    wire.headers_of(row, service, row.created),
+                    row.body,
+                )
+                for row in rows
+            ]
+            try:
+                outcomes = session.send(batch, isolate=apart)
+            except BrokerError as error:
+                self.close()
+                if not is_new:
+                    # It may have ended at any time since the last batch.
+                    continue
+                self._count("unknown", len(rows))
+                raise BrokerUnavailable(str(error)) from error
+            found = judge(rows, outcomes, apart=apart)
+            self._settle(found, token, lease)
+            if found.unknown:
+                self._count("unknown", found.unknown)
+                signals.outcome_unknown.send_robust(
+                    sender=None, count=found.unknown, broker=self.broker_alias
+                )
+            if found.silence or found.hung_up:
+                self.close()
+            if found.silence:
+                raise BrokerUnavailable(
+                    f"no receipt for {len(found.returned)} of {len(rows)} messages, "
+                    f"which will be sent again with the same ids: {found.silence}"
+                )
+            if found.again and not apart:
+                log.info(
+                    "broker %r hung up on %d messages: each again by itself",
+                    self.broker_alias,
+                    len(found.again),
+                )
+            rows, apart = found.again, True
+
+    def _settle(self, found: Receipts, token: uuid.UUID, lease: Lease) -> None:
         """Mark what is proven, back off what is refused, give back the rest."""
-        manager = OutboxMessage.objects.db_manager(self.using)
-        stored: list[Claimed] = []
-        returned: list[Claimed] = []
-        failed: list[tuple[Claimed, BrokerError]] = []
-        for row, outcome in zip(rows, outcomes, strict=True):
-            if outcome is None:
-                stored.append(row)
-            elif isinstance(outcome, DispatchRejected):
-                failed.append((row, outcome))
-            elif isolated and getattr(outcome, "written", False):
-                # Alone on the wire, and the broker hung up: this is the one.
-                failed.append((row, outcome))
-            else:
-                returned.append(row)
+        stored = [row.id for row in found.stored]
+        returned = [row.id for row in found.returned]
         if stored:
-            kept = manager.mark_dispatched([row.id for row in stored], token)
+            kept = self._settled(
+                lease,
+                len(stored),
+                lambda: self._outbox().mark_dispatched(stored, token),
+            )
             self._count("dispatched", len(stored))
             self._lost(len(stored) - kept)
         if returned:
-            self._lost(len(returned) - manager.release([r.id for r in returned], token))
-        unknown = sum(isinstance(one, DispatchUnknown) for one in outcomes)
-        self._count("unknown", unknown)
-        for row, error in failed:
-            self._refused(row, token, error)
+            kept = self._settled(
+                lease, len(returned), lambda: self._outbox().release(returned, token)
+            )
+            self._lost(len(returned) - kept)
+        for row, error in found.failed:
+            self._refused(row, token, lease, error)
         if stored and signals.announced(signals.message_dispatched):
-            for row in stored:
+            for row in found.stored:
                 signals.announce(
                     signals.message_dispatched,
                     id=row.message_id,
@@ -203,16 +219,43 @@ class Lane:
                     attempt=row.attempts + 1,
                 )
 
-    def _refused(self, row: Claimed, token: uuid.UUID, error: BrokerError) -> None:
+    def _settled(self, lease: Lease, count: int, statement: Callable[[], int]) -> int:
+        """Run a statement that the token fences, and return how many rows it changed.
+
+        A receipt must not be forgotten because the database went away behind it: the
+        statement is repeated until the lease has ended. Then nobody knows what the
+        first try did, and `count` is returned.
+        """
+        connection = connections[self.using]
+        pause, repeated = 0.05, False
+        while True:
+            try:
+                changed = statement()
+                return count if repeated else changed
+            except _DATABASE_ERRORS as error:
+                connection.close()
+                if connection.in_atomic_block or not lease.left or self._stop.is_set():
+                    raise
+                log.info("what the broker has answered is noted once more: %s", error)
+            self._stop.wait(min(pause, lease.left))
+            pause, repeated = min(2 * pause, 2.0), True
+
+    def _refused(
+        self, row: Claimed, token: uuid.UUID, lease: Lease, error: BrokerError
+    ) -> None:
         attempt = row.attempts + 1
         policy = RedeliveryPolicy(max_redeliveries=conf.get().RELAY.MAX_ATTEMPTS - 1)
         decision = decide(policy, attempt, error)
         if isinstance(decision, Dead):
-            self._bury(row, token, "rejected", str(error))
+            self._bury(row, token, lease, "rejected", str(error))
             return
-        manager = OutboxMessage.objects.db_manager(self.using)
-        kept = manager.reschedule(
-            row.id, token, delay=decision.delay, error=str(error)[:2000]
+        delay = decision.delay
+        kept = self._settled(
+            lease,
+            1,
+            lambda: self._outbox().reschedule(
+                row.id, token, delay=delay, error=str(error)[:2000]
+            ),
         )
         self._count("rejected", 1)
         self._lost(1 - kept)
@@ -225,14 +268,21 @@ class Lane:
             error,
         )
 
-    def _bury(self, row: Claimed, token: uuid.UUID, reason: str, error: str) -> None:
-        manager = OutboxMessage.objects.db_manager(self.using)
-        with transaction.atomic(using=self.using):
-            kept = manager.mark_dead(row.id, token, error=f"{reason}: {error}"[:2000])
-            if kept:
-                dead_letters.bury_outgoing(
-                    row, self.using, self.broker_alias, reason, error
+    def _bury(
+        self, row: Claimed, token: uuid.UUID, lease: Lease, reason: str, error: str
+    ) -> None:
+        def bury() -> int:
+            with transaction.atomic(using=self.using):
+                kept = self._outbox().mark_dead(
+                    row.id, token, error=f"{reason}: {error}"[:2000]
                 )
+                if kept:
+                    dead_letters.bury_outgoing(
+                        row, self.using, self.broker_alias, reason, error
+                    )
+            return kept
+
+        kept = self._settled(lease, 1, bury)
         self._count("dead", kept)
         self._lost(1 - kept)
 

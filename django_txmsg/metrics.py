@@ -9,18 +9,18 @@ give all processes one PROMETHEUS_MULTIPROC_DIR, and any web process answers for
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
-from django.db import router
+from django.db import DatabaseError, InterfaceError, router
 from django.http import HttpRequest, HttpResponse
-from django.views.decorators.cache import never_cache
-from django.views.decorators.http import require_safe
 
 from . import signals, status
 from .errors import ConfigurationError
 from .models import OutboxMessage
+from .probe import probe
 
 #: Seconds; messages are handled in milliseconds and wait for minutes.
 BUCKETS = (
@@ -122,9 +122,14 @@ class Collector:
             gauges.set("stage_dead", "stage", name, place.dead)
             gauges.set("stage_muted", "stage", name, place.muted)
             gauges.set("stage_paused", "stage", name, int(place.paused_at is not None))
+            if place.known:
+                gauges.set("stage_workers", "stage", name, place.workers)
         for name, waiting in picture.queues.items():
             gauges.waiting("queue", "destination", name, waiting, now)
-        for worker in picture.workers:
+        kinds = Counter(one.kind for one in picture.attendance.living)
+        for kind in ("relay", "consumer"):
+            gauges.set("workers", "kind", kind, kinds[kind])
+        for worker in picture.attendance.workers:
             age = (now - worker.heartbeat_at).total_seconds()
             gauges.set("worker_heartbeat_age_seconds", "worker", worker.name, age)
         yield from gauges.families.values()
@@ -163,6 +168,8 @@ _TEXTS = {
     "stage_dead": "Open dead letters of the stage, without muted errors, capped.",
     "stage_muted": "Open dead letters of the stage, of muted errors.",
     "stage_paused": "1 while an operator holds the stage.",
+    "stage_workers": "Living processes that run the stage, of those declared here.",
+    "workers": "Processes that have given a sign of life in the last 30 seconds.",
     "queue_waiting": "Messages in a queue of the embedded broker.",
     "queue_overdue": "Such messages available for more than two minutes.",
     "queue_oldest_due_age_seconds": "How long the oldest has been available.",
@@ -170,8 +177,7 @@ _TEXTS = {
 }
 
 
-@require_safe
-@never_cache
+@probe
 def metrics(request: HttpRequest) -> HttpResponse:
     """Answer a scrape: this process (or all, see above) and the database."""
     try:
@@ -185,7 +191,14 @@ def metrics(request: HttpRequest) -> HttpResponse:
         _client("prometheus_client.multiprocess").MultiProcessCollector(processes)
     else:
         processes = client.REGISTRY
-    text = client.generate_latest(processes) + client.generate_latest(database)
+    try:
+        text = client.generate_latest(processes) + client.generate_latest(database)
+    except (DatabaseError, InterfaceError) as error:
+        return HttpResponse(
+            f"The database does not answer: {type(error).__name__}.\n",
+            status=503,
+            content_type="text/plain",
+        )
     return HttpResponse(text, content_type=client.CONTENT_TYPE_LATEST)
 
 

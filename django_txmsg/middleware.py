@@ -7,25 +7,24 @@ opens its own inside `sync_to_async()`. See docs/explanation/http-outbox.md.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
-from django.db import connections
+from django.core.handlers.base import BaseHandler
 from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
 from . import conf, idempotency
+from .scope import enter_scope
 from .session import OutboxSession
 
 log = logging.getLogger("django_txmsg.middleware")
 
 View = TypeVar("View", bound=Callable[..., Any])
-
-#: The alias whose transaction the middleware has open for the request at hand.
-_covered: ContextVar[str | None] = ContextVar("django_txmsg_covered", default=None)
 
 
 def no_outbox(view: View) -> View:
@@ -45,6 +44,7 @@ class OutboxMiddleware:
     async_capable = True
 
     def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
+        _watch_views()
         self.get_response = get_response
         self._async = iscoroutinefunction(get_response)
         if self._async:
@@ -67,13 +67,14 @@ class OutboxMiddleware:
         try:
             response: HttpResponseBase = await self.get_response(request)
         except BaseException as error:
-            # As when the client has gone and the request is cancelled.
-            if _session(request) is not None:
-                await sync_to_async(_abandon)(request, error)
+            # As when the client has gone and the request is cancelled, perhaps while
+            # process_view() runs: its thread comes to this afterwards.
+            await _to_the_end(_abandon, request, error)
             raise
         if _session(request) is None:
             return response
-        return await sync_to_async(_finish)(request, response)
+        finished: HttpResponseBase = await _to_the_end(_finish, request, response)
+        return finished
 
     def process_view(
         self, request: HttpRequest, view: Callable[..., Any], *_: Any
@@ -84,26 +85,35 @@ class OutboxMiddleware:
             iscoroutinefunction(view)
             or getattr(view, "_txmsg_no_outbox", False)
             or using in getattr(view, "_non_atomic_requests", ())
+            or getattr(request, "_txmsg_over", False)
             or _session(request) is not None
         ):
+            if _session(request) is None and idempotency.wanted(request):
+                return idempotency.impossible()
             return None
-        session = OutboxSession(using)
-        session.begin()
+        reading = request.method in idempotency.SAFE_METHODS
+        session = OutboxSession(using, reading=reading)
+        # Known first: a request that is cancelled meanwhile ends it.
         request.outbox_session = session  # type: ignore[attr-defined]
-        _covered.set(using)
-        if connections.settings[using]["ATOMIC_REQUESTS"]:
-            _spare_second_transaction(view)
-        if not conf.get().HTTP.IDEMPOTENCY:
-            return None
+        session.begin()
         answer = idempotency.claim(request, using)
         if answer is not None:
             _end(session.rollback, request)
         return answer
 
     def process_exception(self, request: HttpRequest, error: Exception) -> None:
-        """Note that the view raised, whatever response is made of it."""
+        """Note what a template raised that was rendered after its view."""
         if _session(request) is not None:
             request._txmsg_error = error  # type: ignore[attr-defined]
+
+
+async def _to_the_end(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Do it in the thread of this request's sync code, whoever cancels us meanwhile."""
+    try:
+        return await asyncio.shield(sync_to_async(work)(*arguments))
+    finally:
+        # The shield's context is a copy of this one, which is left here too.
+        enter_scope(None)
 
 
 def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
@@ -116,6 +126,7 @@ def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBas
         status >= 500
         or getattr(request, "_txmsg_error", None) is not None
         or (status >= 400 and (conf.get().HTTP.ROLLBACK_ON_4XX or session.spoiled))
+        or idempotency.is_free_again(request, response)
     ):
         _end(session.rollback, request)
         return response
@@ -139,13 +150,13 @@ def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBas
 
 def _abandon(request: HttpRequest, error: BaseException) -> None:
     session = _session(request)
+    request._txmsg_over = True  # type: ignore[attr-defined]
     if session is not None:
-        _end(session.rollback, request)
+        session.rollback()
 
 
 def _end(how: Callable[[], None], request: HttpRequest) -> None:
     request._txmsg_over = True  # type: ignore[attr-defined]
-    _covered.set(None)
     how()
 
 
@@ -155,19 +166,48 @@ def _session(request: HttpRequest) -> OutboxSession | None:
     return getattr(request, "outbox_session", None)
 
 
-class _NonAtomic(set[str]):
-    """A view's `non_atomic_requests`, and the alias whose transaction is open: Django
-    would put ATOMIC_REQUESTS' own transaction, a savepoint now, into it."""
+def _watch_views() -> None:
+    """Have every handler run views as `_run` does.
 
-    def __contains__(self, alias: object) -> bool:
-        return alias == _covered.get() or super().__contains__(alias)
+    A middleware's process_exception() does not hear of what a middleware below has made
+    a response of. This method of Django's is the one place around a view alone.
+    """
+    usual = BaseHandler.make_view_atomic
+    if hasattr(usual, "_txmsg"):
+        return
+
+    @functools.wraps(usual)
+    def make_view_atomic(handler: BaseHandler, view: Callable[..., Any]) -> Any:
+        atomic: Callable[..., Any] = usual(handler, view)
+        if iscoroutinefunction(view):
+            return atomic
+
+        @functools.wraps(view)
+        def run(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+            session = _session(request)
+            if session is None:
+                return atomic(request, *args, **kwargs)
+            # The session is the transaction on its database, and those on others stay.
+            mine = usual(handler, _without_transaction(view, session.using))
+            try:
+                return mine(request, *args, **kwargs)
+            except Exception as error:
+                request._txmsg_error = error  # type: ignore[attr-defined]
+                raise
+
+        return run
+
+    make_view_atomic._txmsg = True  # type: ignore[attr-defined]
+    BaseHandler.make_view_atomic = make_view_atomic  # type: ignore[assignment,method-assign]
 
 
-def _spare_second_transaction(view: Any) -> None:
+def _without_transaction(view: Callable[..., Any], using: str) -> Callable[..., Any]:
+    """Return the view, for which ATOMIC_REQUESTS has nothing to do on `using`."""
+
+    @functools.wraps(view)
+    def bare(*args: Any, **kwargs: Any) -> Any:
+        return view(*args, **kwargs)
+
     declared: set[str] = getattr(view, "_non_atomic_requests", set())
-    if not isinstance(declared, _NonAtomic):
-        try:
-            view._non_atomic_requests = _NonAtomic(declared)
-        except AttributeError:
-            # A bound method takes no attributes; the savepoint does no harm.
-            log.debug("%r runs in a savepoint of its own", view)
+    bare._non_atomic_requests = {*declared, using}  # type: ignore[attr-defined]
+    return bare

@@ -140,8 +140,10 @@ def require_transaction(alias: str, destination: str) -> None:
     raise TransactionRequired(
         f"send_message() to {destination!r} needs an open transaction on database "
         f"{alias!r}, so that the message leaves only with your data. Wrap the call and "
-        f"your own queries in transaction.atomic(using={alias!r}), or use "
-        f"outbox_session(). In an async view or a streaming response, do so inside "
+        f"your own queries in transaction.atomic(using={alias!r}), use "
+        f"outbox_session(), or add django_txmsg.middleware.OutboxMiddleware to "
+        f"MIDDLEWARE, which does so for each request. In an async view or a streaming "
+        f"response, do so inside "
         f'sync_to_async(). TXMSG["REQUIRE_ATOMIC"] = False gives this up.'
     )
 
@@ -166,21 +168,25 @@ def _prepare(
         )
     headers = check_headers(given.get("headers"))
     correlation_id = headers.pop(wire.CORRELATION_ID, "")
-    if len(correlation_id) > 255:
-        raise InvalidMessage("The header 'correlation-id' is longer than 255.")
+    if len(correlation_id) > wire.MAX_CORRELATION_ID:
+        raise InvalidMessage(
+            f"The header 'correlation-id' is longer than {wire.MAX_CORRELATION_ID}."
+        )
     message_id = given.get("message_id")
     if message_id is not None and not isinstance(message_id, uuid.UUID):
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
     if current is not None and current.cause is not None:
         cause = current.cause
         ordinal = next(current.ordinals)
-        message_id = message_id or wire.derived_id(cause.id, current.stage, ordinal)
+        message_id = message_id or wire.derived_id(
+            settings.SERVICE, cause.id, current.stage, ordinal
+        )
         correlation_id = correlation_id or cause.correlation_id or str(cause.id)
     message_id = message_id or new_id()
     destination = check_destination(given["destination"])
     tracing.stored(message_id, destination, headers)
     if current is not None and current.cause is not None:
-        inherited = current.cause.headers.get(wire.TRACEPARENT)
+        inherited = wire.traceparent(current.cause.headers)
         if inherited is not None:
             headers.setdefault(wire.TRACEPARENT, inherited)
     delay = check_duration("delay", given.get("delay"))

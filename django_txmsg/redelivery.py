@@ -7,14 +7,42 @@ is dead. The defaults are ActiveMQ's maximum, 1 delivery and 6 redeliveries.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from .errors import DecodeError, Redeliver, Refuse
+from .errors import MAX_SECONDS, DecodeError, Redeliver, Refuse
 
 Mode = Literal["blocking", "non_blocking", "broker"]
 MODES: tuple[Mode, ...] = ("blocking", "non_blocking", "broker")
+
+
+MAX_REDELIVERIES = 1_000_000
+
+
+def problems(**values: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name of each value that no policy can have, and what it must be."""
+    for name, value in values.items():
+        low, high = _BOUNDS.get(name, (None, None))
+        if name == "mode":
+            if value not in MODES:
+                yield name, f"must be one of {', '.join(MODES)}, not {value!r}"
+        elif name == "max_redeliveries" and (
+            not isinstance(value, int) or isinstance(value, bool)
+        ):
+            yield name, f"must be an integer, not {value!r}"
+        # Not the other way round: no comparison with NaN is true.
+        elif not low <= value <= high:
+            yield name, f"must be between {low:g} and {high:g}, not {value!r}"
+
+
+_BOUNDS: dict[str, Any] = {
+    "max_redeliveries": (0, MAX_REDELIVERIES),
+    "initial_delay": (0.0, MAX_SECONDS),
+    "backoff": (1.0, 1e6),
+    "max_delay": (0.0, MAX_SECONDS),
+    "jitter": (0.0, 1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +64,15 @@ class RedeliveryPolicy:
     refuse_on: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_redeliveries", "initial_delay", "max_delay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"RedeliveryPolicy: {name} must not be negative")
-        if self.backoff < 1:
-            raise ValueError("RedeliveryPolicy: backoff must be 1 or more")
-        if not 0 <= self.jitter <= 1:
-            raise ValueError("RedeliveryPolicy: jitter must be between 0 and 1")
-        if self.mode not in MODES:
-            raise ValueError(f"RedeliveryPolicy: mode must be one of {MODES}")
+        for problem in problems(
+            max_redeliveries=self.max_redeliveries,
+            initial_delay=self.initial_delay,
+            backoff=self.backoff,
+            max_delay=self.max_delay,
+            jitter=self.jitter,
+            mode=self.mode,
+        ):
+            raise ValueError(f"RedeliveryPolicy: {problem[0]} {problem[1]}")
         object.__setattr__(self, "refuse_on", tuple(self.refuse_on))
 
     @property

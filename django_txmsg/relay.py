@@ -6,19 +6,22 @@ pauses, and found again.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
-from django.db import InterfaceError, OperationalError, connections
+from django.db import Error as AnyDatabaseError
+from django.db import OperationalError
 
-from . import conf
+from . import conf, outage, upkeep
 from .breaker import Breaker
+from .crew import Crew
 from .errors import BrokerUnavailable
 from .lane import Lane
 
-#: What a lost or restarting database raises; another try is what it takes.
-_DATABASE_ERRORS = (OperationalError, InterfaceError)
+log = logging.getLogger("django_txmsg.relay")
 
 
 class Relay:
@@ -36,11 +39,13 @@ class Relay:
         lanes: int | None = None,
     ) -> None:
         self._stop = threading.Event()
+        #: Why a broker could not be used, by its alias.
+        self.unavailable: dict[str, str] = {}
         count = lanes or conf.get().RELAY.LANES
         max_pause = conf.get().RELAY.BREAKER_MAX_PAUSE
         self._breakers = {name: Breaker(name, max_pause) for name in brokers}
         self.lanes = [
-            Lane(alias, broker, batch_size=batch_size)
+            Lane(alias, broker, batch_size=batch_size, stop=self._stop)
             for broker in brokers
             for alias in using
             for _ in range(count)
@@ -66,42 +71,41 @@ class Relay:
     def run(
         self, *, once: bool = False, on_progress: Callable[[], None] | None = None
     ) -> None:
-        """Relay until stopped; `once`: until nothing is due or a broker is down.
+        """Relay until stopped; `once`: until no lane finds anything due any more.
 
-        Raises the error that ended a lane, if one did, after all have ended.
+        Raises the error that ended a lane, if one did, after all have ended. With
+        `once` a broker or database that is away ends its own lanes only.
         """
-        errors: list[BaseException] = []
+
+        away: list[Exception] = []
 
         def work(lane: Lane) -> None:
             try:
                 self._work(lane, once, on_progress)
             except Exception as error:
-                errors.append(error)
-                self._stop.set()
+                if not once or not _is_away(error):
+                    raise
+                away.append(error)
             finally:
                 lane.close()
-                connections.close_all()
 
-        threads = [
-            threading.Thread(target=work, args=(lane,), name=f"txmsg-lane-{number}")
-            for number, lane in enumerate(self.lanes)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            # A timed join lets the main thread see its signals.
-            while thread.is_alive():
-                thread.join(0.2)
-        if errors:
-            raise errors[0]
+        crew = Crew(self.stop)
+        for number, lane in enumerate(self.lanes):
+            crew.add(f"txmsg-lane-{number}", partial(work, lane))
+        crew.start()
+        crew.join()
+        if away:
+            # A database says more than a broker: it may hold what others need.
+            raise min(away, key=lambda error: isinstance(error, BrokerUnavailable))
 
     def _work(
         self, lane: Lane, once: bool, on_progress: Callable[[], None] | None
     ) -> None:
         breaker = self._breakers[lane.broker_alias]
         interval = conf.get().RELAY.POLL_INTERVAL
-        database_down = Breaker(f"database {lane.using}", 10.0)
         while not self._stop.is_set():
+            if not once and not outage.wait(lane.using, self._stop):
+                return
             if breaker.remaining:
                 self._stop.wait(min(breaker.remaining, 1.0))
                 continue
@@ -110,18 +114,25 @@ class Relay:
             except BrokerUnavailable as error:
                 lane.close()
                 breaker.failed(error)
+                self.unavailable[lane.broker_alias] = str(error)
                 if once:
                     raise
                 continue
-            except _DATABASE_ERRORS as error:
-                connections[lane.using].close()
-                database_down.failed(error)
+            except AnyDatabaseError as error:
                 if once:
                     raise
-                self._stop.wait(database_down.remaining)
+                if outage.is_away(error):
+                    outage.outlast(lane.using, error, self._stop)
+                elif isinstance(error, OperationalError):
+                    # A deadlock, a lock's time-out: what is claimed has its lease.
+                    log.warning("%s; going on", error)
+                    self._stop.wait(interval)
+                else:
+                    raise
                 continue
+            finally:
+                upkeep.between()
             breaker.worked()
-            database_down.worked()
             if claimed:
                 if on_progress is not None:
                     on_progress()
@@ -129,3 +140,9 @@ class Relay:
             if once:
                 return
             self._stop.wait(interval)
+
+
+def _is_away(error: Exception) -> bool:
+    return isinstance(error, BrokerUnavailable | OperationalError) or outage.is_away(
+        error
+    )

@@ -19,28 +19,7 @@ from .message import check_headers, new_id
 from .models import DeadLetter, InboxMessage
 from .models.dead_letters import Resolution
 from .models.new_message import NewMessage
-
-#: Beginnings of the names of headers that a broker or this package adds.
-_BROKERS_OWN = (
-    "txmsg-",
-    "x-dead-letter",
-    "x-death",
-    "x-first-death",
-    "x-last-death",
-    "x-delivery-count",
-    "x-acquired-count",
-    "amq",
-    "jms",
-    "timestamp",
-    "priority",
-    "subscription",
-    "breadcrumbid",
-    "originaldestination",
-    "dlqdeliveryfailurecause",
-    "destination-type",
-    "durable",
-    "user-id",
-)
+from .stages import all_stages
 
 
 @dataclass
@@ -59,35 +38,56 @@ def redeliver(
     by: str = "",
     force: bool = False,
 ) -> None:
-    """Redeliver open dead letters that the caller's transaction has locked."""
+    """Redeliver open dead letters that the caller's transaction has locked.
+
+    One of a stage waits in the stage's inbox again, due now: nobody else gets it, and
+    no broker has to be there. One of the relay leaves through the outbox, and so does
+    one of a stage that is not declared here, under that name and for this database.
+    """
     inbox = InboxMessage.objects.using(using)
     pairs = {(one.message_id, one.stage) for one in batch if one.stage}
     known = {
         (row.message_id, row.stage): row
         for row in inbox.filter(message_id__in={mid for mid, _ in pairs}).only(
-            "message_id", "stage", "processed_at", "dead_at"
+            "message_id", "stage", "processed_at"
         )
         if (row.message_id, row.stage) in pairs
     }
-    chosen, reset = [], []
+    here = _stages_here(using)
+    parked, sent, reset = [], [], []
     for letter in batch:
-        row = known.get((letter.message_id, letter.stage))
+        stage, row = letter.stage, known.get((letter.message_id, letter.stage))
+        topic = letter.destination.startswith(wire.TOPIC_PREFIX)
         if row is not None and row.processed_at is not None and not force:
             tally.skipped[letter.pk] = (
-                f"stage {letter.stage!r} has processed message {letter.message_id} "
-                f"in the meantime"
+                f"stage {stage!r} has processed message {letter.message_id} in the "
+                f"meantime"
             )
-            continue
-        chosen.append(letter)
-        if row is not None:
-            reset.append(row.pk)
-    if not chosen:
-        return
-    inbox.filter(pk__in=reset).update(
-        attempts=0, dead_at=None, processed_at=None, due_at=None, last_error=""
-    )
-    _store_again(chosen, using)
-    tally.done += _resolve(chosen, using, Resolution.REDELIVERED, by)
+        elif stage in here:
+            parked.append(letter)
+        elif stage and topic and not force:
+            tally.skipped[letter.pk] = (
+                f"no stage {stage!r} is declared here for database {using!r}, and sent "
+                f"to {letter.destination!r} the message would reach every subscriber. "
+                f"Declare the stage again, by name=, or discard it; force sends it"
+            )
+        else:
+            sent.append(letter)
+            reset += [row.pk] if row is not None else []
+    if parked:
+        _park_again(parked, using, force)
+    if sent:
+        inbox.filter(pk__in=reset).update(
+            attempts=0, dead_at=None, processed_at=None, due_at=None, last_error=""
+        )
+        _store_again(sent, using)
+    if parked or sent:
+        tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
+
+
+def _stages_here(using: str) -> set[str]:
+    """Return the stages whose parked messages, in this database, somebody works off."""
+    return {one.name for one in all_stages() if one.definition.using == using}
 
 
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
@@ -130,7 +130,7 @@ def redeliver_copy(
         destination=letter.destination,
         key=letter.headers.get(wire.KEY, ""),
         correlation_id=letter.correlation_id,
-        headers=_own_headers(check_headers(user_headers(headers))),
+        headers=_own_headers(check_headers(wire.senders(headers))),
         content_type=content_type,
         body=body,
     )
@@ -139,19 +139,45 @@ def redeliver_copy(
             [letter], using, Resolution.REPLACED, by, replaced_by=copy.message_id
         ):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
-        storing.store([copy], using, new_ids=True)
+        if letter.stage in _stages_here(using):
+            _park_copy(letter, copy, using)
+        else:
+            storing.store([copy], using, new_ids=True)
     return copy.message_id
 
 
-def user_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a message's headers its sender wrote, without ours and the
-    broker's."""
-    return {
-        name: value
-        for name, value in headers.items()
-        if name.lower() not in wire.RESERVED_HEADERS
-        and not name.lower().startswith(_BROKERS_OWN)
-    }
+def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
+    """Park dead letters with the headers that they came with. That one has expired
+    meanwhile is known to who redelivers it."""
+    DeadLetter.objects.db_manager(using).park_again(
+        [
+            {
+                "id": one.pk,
+                "headers": {k: v for k, v in one.headers.items() if k != wire.EXPIRES},
+                "service": one.headers.get(wire.SERVICE, "")[:255],
+            }
+            for one in letters
+        ],
+        force=force,
+    )
+
+
+def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
+    """Let the stage alone have the copy: its destination may be a topic."""
+    kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID)
+    headers = {name: letter.headers[name] for name in kept if name in letter.headers}
+    headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
+    InboxMessage.objects.using(using).create(
+        stage=letter.stage,
+        message_id=copy.message_id,
+        destination=letter.destination,
+        correlation_id=letter.correlation_id,
+        service=letter.headers.get(wire.SERVICE, "")[:255],
+        created_at=letter.message_created_at,
+        due_at=Now(),
+        headers=headers,
+        body=copy.body,
+    )
 
 
 def _store_again(letters: list[DeadLetter], using: str) -> None:
@@ -180,7 +206,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 
 def _own_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    own = user_headers(headers)
+    own = wire.senders(headers)
     own.pop(wire.CORRELATION_ID, None)  # a column of its own
     return own
 

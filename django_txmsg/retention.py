@@ -16,13 +16,14 @@ from typing import Any
 from django.db import connections, models, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from . import conf
+from . import conf, control_message, wire
 from .models import (
     Attempt,
     DeadLetter,
     IdempotencyKey,
     InboxMessage,
     OutboxMessage,
+    QueueMessage,
     SessionRecord,
     Worker,
 )
@@ -85,6 +86,14 @@ def kinds() -> list[Kind]:
             keep.OUTBOX,
             _old,
             by="created_at",
+            logged=False,
+        ),
+        Kind(
+            "stale control messages",
+            QueueMessage,
+            control_message.KEPT / 86_400,
+            _of_no_use,
+            clock="enqueued_at",
             logged=False,
         ),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
@@ -200,6 +209,12 @@ def _resolved(cutoff: dt.datetime) -> Q:
 
 def _old(cutoff: dt.datetime) -> Q:
     return Q(created_at__lt=cutoff)
+
+
+def _of_no_use(cutoff: dt.datetime) -> Q:
+    # Other brokers forget them by themselves.
+    destination = wire.control_destination(conf.get().SERVICE)
+    return Q(queue=destination, enqueued_at__lt=cutoff)
 
 
 def _silent(cutoff: dt.datetime) -> Q:

@@ -6,6 +6,7 @@ The middleware and the stages enter a scope; `send_message()` asks for it.
 from __future__ import annotations
 
 import itertools
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class Scope:
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)
+#: The threads that are in a stage's handler.
+_inside: set[int] = set()
 
 
 def current_scope() -> Scope | None:
@@ -60,9 +63,16 @@ def enter_scope(entered: Scope | None) -> Scope | None:
 
 @contextmanager
 def in_scope(entered: Scope) -> Iterator[Scope]:
-    """Make messages sent inside belong to `entered`."""
+    """Make messages sent inside belong to `entered`: around a stage's handler."""
     token = _scope.set(entered)
+    _inside.add(threading.get_ident())
     try:
         yield entered
     finally:
+        _inside.discard(threading.get_ident())
         _scope.reset(token)
+
+
+def handlers_running() -> int:
+    """Return how many threads of this process are in a handler."""
+    return len(_inside)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,15 @@ FILTERS = {
     "destination": "where the message was sent",
     "fingerprint": "the error's fingerprint",
     "reason": "why it was buried",
+    "resolution": "what became of it: only those in this state",
     "before": "buried before this instant (RFC 3339)",
     "again": "true: only those that died again after a redelivery",
     "search": "message id, correlation id, key or fingerprint",
 }
+
+
+#: The most dead letters that can be chosen by their ids.
+MOST_IDS = 5_000
 
 
 def matching(
@@ -54,8 +59,8 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         )
     letters = DeadLetter.objects.using(using)
     if "ids" in filters:
-        letters = letters.filter(pk__in=filters["ids"])
-    for name in ("stage", "destination", "fingerprint", "reason"):
+        letters = letters.filter(pk__in=_ids(filters["ids"]))
+    for name in ("stage", "destination", "fingerprint", "reason", "resolution"):
         if name in filters:
             letters = letters.filter(**{name: filters[name]})
     if "before" in filters:
@@ -65,6 +70,16 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
     if filters.get("search"):
         letters = letters.filter(searched(filters["search"]))
     return letters
+
+
+def _ids(given: Sequence[int]) -> list[int]:
+    """Return ids that a row can have. Raises TxmsgError for too many."""
+    if len(given) > MOST_IDS:
+        raise TxmsgError(
+            f"{len(given):,} dead letters are too many to be named one by one (at most "
+            f"{MOST_IDS:,}): choose them by a filter."
+        )
+    return [one for one in given if 0 < one < 2**63]
 
 
 def searched(text: str) -> Q:

@@ -18,6 +18,7 @@ from django.db import connections, transaction
 
 from . import conf, control, signals, storing
 from .errors import SessionError, SwallowedDatabaseError
+from .late_block import LateBlock
 from .message import check_headers, new_id
 from .scope import Scope, current_scope, enter_scope
 
@@ -39,16 +40,17 @@ class OutboxSession:
 
     `metadata` are headers for the control message, which the receivers of the signal
     `control_message_handled` can read: a tenant, for example. `committed` says that the
-    transaction did, even when a hook that ran after the commit raised.
+    transaction did, even when a hook that ran after the commit raised. `reading` says
+    that the session probably writes nothing, and spares SQLite a lock.
     """
 
-    def __init__(self, using: str | None = None) -> None:
+    def __init__(self, using: str | None = None, *, reading: bool = False) -> None:
         self.using = using or conf.get().HTTP.USING
         self.id = new_id()
         self.metadata: dict[str, str] = {}
         self.committed = False
         self._connection: Any = connections[self.using]
-        self._atomic = transaction.Atomic(self.using, savepoint=True, durable=False)
+        self._block = LateBlock(self.using, reading=reading)
         self._scope: Scope | None = None
         self._outer: Scope | None = None
         self._nested = self._ended = False
@@ -75,11 +77,12 @@ class OutboxSession:
         return bool(connection.needs_rollback and not self._rollback_asked)
 
     def begin(self) -> None:
-        """Open the transaction. Raises SessionError the second time."""
+        """Open the transaction, which begins with the first use of the database.
+        Raises SessionError the second time."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
         self._nested = self._connection.in_atomic_block
-        self._atomic.__enter__()
+        self._block.enter()
         self._began = time.monotonic()
         self._depth = len(self._connection.atomic_blocks)
         self._listen_for_rollback()
@@ -118,6 +121,7 @@ class OutboxSession:
             if self._connection.needs_rollback:
                 self.rollback()
                 return
+            self._warn_of_other_databases()
             if self.stored:
                 storing.flush(self.using)
                 control.announce(
@@ -144,7 +148,7 @@ class OutboxSession:
             self._connection.set_rollback = self._heard
         try:
             kind = None if error is None else type(error)
-            self._atomic.__exit__(kind, error, None)
+            self._block.exit(kind, error)
         except BaseException:
             outcome = "committed" if self.committed else "failed"
             raise
@@ -176,6 +180,21 @@ class OutboxSession:
             raise SessionError("This outbox session has not begun.")
         if self._ended:
             raise SessionError("This outbox session has ended already.")
+
+    def _warn_of_other_databases(self) -> None:
+        for alias, count in (self._scope.stored if self._scope else {}).items():
+            if alias != self.using and count:
+                log.warning(
+                    "session %s is on database %r, and %d of its messages are on %r: "
+                    "they were committed or rolled back apart from it, and if this "
+                    "process dies after that commit, the relay of that database sends "
+                    "them. outbox_session(using=%r) takes care of those too",
+                    self.id,
+                    self.using,
+                    count,
+                    alias,
+                    alias,
+                )
 
     def _note_commit(self) -> None:
         self.committed = True

@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from django.db import InterfaceError, OperationalError, connections, transaction
+from django.db import connections, transaction
 
 from . import arrival as arrivals
-from . import dead_letters, signals, wire
-from .arrival import Arrival, Interrupted, Outcome
+from . import dead_letters, outage, signals, wire
+from .arrival import Arrival, Duplicate, Interrupted, Outcome
 from .brokers.base import Outgoing
 from .errors import BrokerUnavailable
 from .failure import Failure
@@ -60,20 +60,26 @@ def failed(
         note()
         if arrival.stop.wait(decision.delay):
             return Interrupted(), seen
-        return None, arrivals.started_again(seen, inbox.start_again(seen.id))
+        attempt = inbox.start_again(seen.id, arrival.token)
+        if not attempt:
+            return Duplicate(), seen
+        return None, arrivals.started_again(seen, attempt)
     if mode == "broker" and arrival.parked is None:
         note()
         _hand_back(arrival, seen, decision.delay)
         return decision, seen
     with transaction.atomic(using=arrival.using):
-        note()
-        inbox.park(
+        parked = inbox.park(
             seen.id,
             delay=decision.delay,
             headers=arrivals.kept_headers(arrival.delivery),
             body=arrival.delivery.body,
             error=failure.exception,
+            token=arrival.token,
         )
+        if not parked:
+            return Duplicate(), seen
+        note()
     return decision, seen
 
 
@@ -83,21 +89,28 @@ def bury(
     reason: str,
     failure: Failure,
     note: Any = None,
-) -> Dead:
-    """Make the message a dead letter, whole, in one transaction with its inbox row."""
+) -> Dead | Duplicate:
+    """Make the message a dead letter, whole, in one transaction with its inbox row.
+
+    Unless that row is another's by now: processed by a copy, or after this worker's
+    own commit, whose answer it never got; or in other hands, as its lease has ended.
+    """
     delivery, stage = arrival.delivery, arrival.stage
     discard_broken(arrival.using)
     with transaction.atomic(using=arrival.using):
+        rows = InboxMessage.objects.db_manager(arrival.using)
+        if seen is not None and not rows.mark_dead(
+            seen.id, failure.exception, arrival.token
+        ):
+            return Duplicate()
         if note is not None:
             note()
-        if seen is not None:
-            InboxMessage.objects.db_manager(arrival.using).mark_dead(
-                seen.id, failure.exception
-            )
         attempts = min(seen.attempt, stage.policy.max_attempts) if seen else 0
         dead_letters.bury(
             using=arrival.using,
-            message_id=arrivals.identity(delivery, stage.broker),
+            message_id=seen.message_id
+            if seen
+            else arrivals.identity(delivery, stage.broker),
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
@@ -119,17 +132,18 @@ def discard_broken(using: str) -> None:
         connection.close()
 
 
-def is_outage(error: BaseException, using: str) -> bool:
-    """Return whether it was the database or the broker that failed, not the message:
-    a deadlock or a lock's time-out leaves the connection usable."""
-    if isinstance(error, OperationalError | InterfaceError):
-        return not connections[using].is_usable()
-    return isinstance(error, BrokerUnavailable)
+def is_outage(error: BaseException, raw: Any) -> bool:
+    """Return whether it was the broker that failed, or the database of the stage's own
+    transaction, and not the message. `raw` is the driver's connection it ran on: what
+    the handler asks elsewhere is the handler's affair, and leaves that one open."""
+    if isinstance(error, BrokerUnavailable):
+        return True
+    return outage.is_away(error) and bool(getattr(raw, "closed", False))
 
 
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:
     """Give the broker a delayed copy, with proof; the delivery is acknowledged next."""
-    headers = arrivals.kept_headers(arrival.delivery)
+    headers = arrivals.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: as a copy it has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
     headers[wire.FAILED_ATTEMPT] = str(seen.attempt)

@@ -63,9 +63,11 @@ error."""
 
 control_message_handled = Signal()
 """A control message was settled. Arguments: session_id, using, outcome ("dispatched",
-"already_dispatched", "rolled_back", "given_up", "left_to_relay", "unreadable"),
+"already_dispatched", "rolled_back", "given_up", "left_to_relay", "unsigned",
+"unreadable"),
 attempts (looks at the session), transit_time (seconds from its sending to its first
-arrival, by two clocks, or None), headers (the message's, metadata included)."""
+arrival, by two clocks, or None), headers (those that were signed: the session's
+metadata, for example)."""
 
 _EVENTS = {
     message_stored: ("stored", logging.INFO),

@@ -2,7 +2,8 @@
 
 A thread for each unit of a stage's concurrency, with a broker session and a database
 connection of its own. A delivery is acknowledged after its outcome is committed, and
-never before.
+never before. While the database is away it stays in hand: a delivery that goes back
+and comes again counts against the limit that some brokers have.
 """
 
 from __future__ import annotations
@@ -13,19 +14,14 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from django.db import (
-    DatabaseError,
-    InterfaceError,
-    OperationalError,
-    connections,
-)
+from django.db import Error as AnyDatabaseError
 
 from . import arrival as arrivals
 from . import batch as batches
-from . import conf, inbox
+from . import conf, inbox, outage, upkeep
 from .activity import Activity
 from .arrival import Arrival, Interrupted, Outcome, Processed
 from .breaker import Breaker
@@ -41,12 +37,15 @@ log = logging.getLogger("django_txmsg.stage_thread")
 
 #: Seconds that a parked message, once claimed, belongs to one worker.
 PARKED_LEASE = 60.0
+#: Longest pause, in seconds, before a delivery is tried again of which nothing could be
+#: decided.
+LONGEST_PAUSE = 10.0
 #: Deliveries that a busy stage takes between two parked messages.
 PARKED_SHARE = 16
 
 
-class StageThread(threading.Thread):
-    """One unit of a stage's concurrency."""
+class StageThread:
+    """One unit of a stage's concurrency: the work of one thread, which is `run()`."""
 
     def __init__(
         self,
@@ -59,8 +58,10 @@ class StageThread(threading.Thread):
         activity: Activity,
         number: int = 0,
     ) -> None:
-        super().__init__(name=f"txmsg-{stage.name}-{number}", daemon=True)
-        self.stage, self.worker = stage, worker
+        self.name = f"txmsg-{stage.name}-{number}"
+        self._ident: int | None = None
+        self.stage, self.worker = stage.resolved(), worker
+        self.using = self.stage.definition.using
         self.paused = threading.Event()
         #: Set by the consumer when parked messages of the stage are due: one query a
         #: process finds out, and a stage that uses no database stays without one.
@@ -70,6 +71,13 @@ class StageThread(threading.Thread):
         self.dry = False
         self.handled = 0
         self._stopping, self._breaker = stop, breaker
+        #: What the broker has against this stage alone: the others are to go on.
+        self.refused = Breaker(
+            stage.name,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            kind="the subscription of stage",
+            follows="the stage waits, and its messages with the broker",
+        )
         self._throttle, self._activity = throttle, activity
         self._settings = conf.get()
         self._session: Session | None = None
@@ -78,44 +86,57 @@ class StageThread(threading.Thread):
 
     def run(self) -> None:
         """Work until told to stop; what breaks outside is waited for."""
-        database = Breaker(f"database {self.stage.definition.using}", 10.0)
-        while not self._stopping.is_set():
-            outage = database
-            try:
-                if self.paused.is_set():
-                    self._close()
-                    self._stopping.wait(0.2)
-                    continue
-                if self._breaker.remaining:
-                    self._work_parked_without_broker()
-                    self._stopping.wait(min(self._breaker.remaining, 0.5))
-                    continue
+        self._ident = threading.get_ident()
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        try:
+            if self.paused.is_set():
+                self._close()
+                upkeep.between(idle=True)
+                self._stopping.wait(0.2)
+            elif self._needs_database and not outage.usable(self.using):
+                outage.wait(self.using, self._stopping)
+            elif self._session is None and self._pause:
+                self._work_parked_without_broker()
+                self._stopping.wait(min(self._pause, 0.5))
+            else:
                 self._step()
-                database.worked()
-            except BrokerUnavailable as error:
-                self._close()
-                self._breaker.failed(error)
-            except (OperationalError, InterfaceError) as error:
-                # What is in hand goes back to the broker and comes again.
-                self._close()
-                connections[self.stage.definition.using].close()
-                outage.failed(error)
-                self._stopping.wait(outage.remaining)
-            except Exception:
-                log.exception("stage %r: an error of ours; going on", self.stage.name)
-                self._close()
-                self._stopping.wait(1.0)
-            finally:
-                self.busy_since = None
-        self._close()
-        connections.close_all()
+        except BrokerUnavailable as error:
+            self._close()
+            self._breaker.failed(error)
+        except AnyDatabaseError as error:
+            if not outage.outlast(self.using, error, self._stopping):
+                self._report_ours()
+        except Exception:
+            self._report_ours()
+        finally:
+            self.busy_since = None
+
+    def _report_ours(self) -> None:
+        if not self._stopping.is_set():
+            log.exception("stage %r: an error of ours; going on", self.stage.name)
+            self._close()
+            self._stopping.wait(1.0)
+
+    @property
+    def _needs_database(self) -> bool:
+        return self.stage.transaction == "outbox"
+
+    @property
+    def _pause(self) -> float:
+        return max(self._breaker.remaining, self.refused.remaining)
 
     def stuck(self, after: float) -> str | None:
         """Return the handler's stack when it has been running for `after` seconds."""
         began = self.busy_since
-        if began is None or time.monotonic() - began < after or self.ident is None:
+        if began is None or time.monotonic() - began < after or self._ident is None:
             return None
-        frame = sys._current_frames().get(self.ident)
+        frame = sys._current_frames().get(self._ident)
         return "".join(traceback.format_stack(frame)) if frame else None
 
     def _step(self) -> None:
@@ -133,6 +154,7 @@ class StageThread(threading.Thread):
         if first is None:
             self._breaker.worked()
             self.dry = True
+            upkeep.between(idle=True, but=getattr(session, "using", None))
             return
         self.dry = False
         deliveries = [first]
@@ -154,12 +176,10 @@ class StageThread(threading.Thread):
 
     def _work(self, session: Session, deliveries: Sequence[Delivery]) -> None:
         arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]
-        self.busy_since = time.monotonic()
-        if len(arrivals_) > 1:
-            outcomes = batches.process(arrivals_)
-        else:
-            outcomes = [inbox.process(arrivals_[0])]
-        self.busy_since = None
+        outcomes = self._decided(lambda: batches.process(arrivals_))
+        if outcomes is None:
+            self._close()  # told to stop: what is in hand goes back untouched
+            return
         settled = [
             delivery
             for delivery, outcome in zip(deliveries, outcomes, strict=True)
@@ -171,12 +191,45 @@ class StageThread(threading.Thread):
         for outcome in outcomes:
             self._note(outcome)
 
+    def _decided(
+        self, process: Callable[[], list[Outcome]], *, once: bool = False
+    ) -> list[Outcome] | None:
+        """Return what `process` says, asked until it can say something: while the
+        database is away, or something else keeps us from deciding, the delivery stays
+        in hand. None when told to stop before that, or after one failure (`once`)."""
+        tries = 0
+        while not tries or not (once or self._stopping.is_set()):
+            upkeep.between()
+            self.busy_since = time.monotonic()
+            try:
+                return process()
+            except BrokerUnavailable:
+                raise
+            except Exception as error:
+                self.busy_since = None
+                tries += 1
+                if outage.is_away(error):
+                    outage.outlast(self.using, error, self._stopping)
+                    continue
+                pause = min(LONGEST_PAUSE, 0.1 * 2 ** min(tries, 10))
+                log.warning(
+                    "stage %r: nothing could be decided about a message; it is kept, "
+                    "and tried again in %.1f s",
+                    self.stage.name,
+                    pause,
+                    exc_info=True,
+                )
+                self._stopping.wait(pause)
+            finally:
+                self.busy_since = None
+                upkeep.between()
+        return None
+
     def _work_parked(self, session: Session) -> bool:
         """Run one parked message that has become due, if there is one."""
         if not self.parked_due.is_set():
             return False
-        using = self.stage.definition.using
-        rows = InboxMessage.objects.db_manager(using)
+        rows = InboxMessage.objects.db_manager(self.using)
         parked = rows.claim_parked(self.stage.name, self._token, PARKED_LEASE)
         if parked is None:
             self.parked_due.clear()
@@ -187,10 +240,13 @@ class StageThread(threading.Thread):
         delivery = arrivals.from_parked(
             parked.destination, parked.headers, parked.body, parked.seen.message_id
         )
-        self.busy_since = time.monotonic()
+        arrival = self._arrival(session, delivery, parked)
         with self._throttle.turn():
-            outcome = inbox.process(self._arrival(session, delivery, parked))
-        self._note(outcome)
+            # Once: its claim counted the attempt, and it comes again when its lease
+            # ends. Repeated in hand, what brings a server down would do so for ever.
+            outcomes = self._decided(lambda: [inbox.process(arrival)], once=True)
+        for outcome in outcomes or ():
+            self._note(outcome)
         return True
 
     def _work_parked_without_broker(self) -> None:
@@ -223,18 +279,19 @@ class StageThread(threading.Thread):
         of all that wait for it only one knocks."""
         if self._session is None:
             stage = self.stage
-            topic = stage.destination.startswith("topic:")
-            subscriber = f"{self._settings.SERVICE}.{stage.name}" if topic else None
+            subscriber = stage.subscriber
             prefetch = max(self._settings.CONSUME.PREFETCH, 2 * stage.batch)
             with self._breaker.connecting:
-                if self._breaker.remaining:
+                if self._pause:
                     return None
                 try:
                     session = get_broker(stage.broker).open(
                         transacted=stage.transaction != "outbox", subscriber=subscriber
                     )
                 except BrokerUnavailable as error:
-                    self._breaker.failed(error)
+                    # A durable subscriber's connection has a name of its own, which
+                    # may be taken.
+                    (self.refused if subscriber else self._breaker).failed(error)
                     return None
             try:
                 session.subscribe(
@@ -242,9 +299,14 @@ class StageThread(threading.Thread):
                     prefetch=1 if stage.transaction != "outbox" else prefetch,
                     subscriber=subscriber,
                 )
+            except BrokerUnavailable as error:
+                session.close()
+                self.refused.failed(error)
+                return None
             except BaseException:
                 session.close()
                 raise
+            self.refused.worked()
             self._session = session
             self._activity.note()  # it takes a moment until the first message is here
         return self._session
@@ -263,14 +325,16 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
     """
     by_alias: dict[str, dict[str, list[StageThread]]] = {}
     for thread in threads:
-        named = by_alias.setdefault(thread.stage.definition.using, {})
+        named = by_alias.setdefault(thread.using, {})
         named.setdefault(thread.stage.name, []).append(thread)
     for using, named in by_alias.items():
+        if not outage.usable(using):
+            continue
         try:
             due = InboxMessage.objects.db_manager(using).due_stages(list(named))
-        except (DatabaseError, InterfaceError) as error:
-            log.warning("cannot see which parked messages are due: %s", error)
-            connections[using].close()
+        except AnyDatabaseError as error:
+            if not outage.note(using, error):
+                log.warning("cannot see which parked messages are due: %s", error)
             continue
         for name in due:
             for thread in named[name]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from django.utils.module_loading import import_string
@@ -69,6 +69,13 @@ class Stage:
     concurrency: int = 1
     broker: str = "default"
     batch: int = 1
+    #: What `resolved()` has found out.
+    _definition: TransactionDefinition | None = None
+
+    def resolved(self) -> Stage:
+        """Return the stage with its policy and its transaction found out once and for
+        all, as a consumer runs it: two answers for one message would be a split one."""
+        return replace(self, redelivery=self.policy, _definition=self.definition)
 
     @property
     def policy(self) -> RedeliveryPolicy:
@@ -86,8 +93,17 @@ class Stage:
         )
 
     @property
+    def subscriber(self) -> str | None:
+        """The name of the stage's subscription, where its destination is a topic."""
+        if not self.destination.startswith("topic:"):
+            return None
+        return f"{conf.get().SERVICE}.{self.name}"
+
+    @property
     def definition(self) -> TransactionDefinition:
         """The stage's transaction: its own words, else TRANSACTION_DEFINITION's."""
+        if self._definition is not None:
+            return self._definition
         default = TransactionDefinition()
         path = conf.get().TRANSACTION_DEFINITION
         if path is not None:

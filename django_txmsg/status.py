@@ -6,22 +6,22 @@ What the overview, `manage.py message_status`, the health view and the metrics a
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import connections
 
-from .models import StageState, Worker
+from . import attendance
+from .attendance import Attendance
+from .models import StageState
 from .models.fields import now_sql, read_instant
+from .models.queue import queue_name
 from .stages import all_stages
 from .waiting import CAP, Waiting, in_inbox, in_outbox, in_queues, total
 
 #: The rows looked at to say what happened last at each destination and stage.
 RECENT = 2_000
-
-#: A worker that has been silent for so long may be dead.
-SILENT = dt.timedelta(seconds=30)
 
 
 @dataclass
@@ -39,6 +39,11 @@ class Place:
     paused_at: dt.datetime | None = None
     paused_by: str = ""
     known: bool = True
+    """Whether the stage is declared here."""
+    workers: int = 0
+    """The living processes that run the stage."""
+    consumers: list[str] = field(default_factory=list)
+    """The stages declared here that consume the destination."""
 
 
 @dataclass
@@ -49,7 +54,10 @@ class Status:
     destinations: dict[str, Place] = field(default_factory=dict)
     stages: dict[str, Place] = field(default_factory=dict)
     queues: dict[str, Waiting] = field(default_factory=dict)
-    workers: list[Worker] = field(default_factory=list)
+    attendance: Attendance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attendance = Attendance(self.now, [])
 
     @property
     def outbox(self) -> Waiting:
@@ -96,14 +104,15 @@ class Status:
         return self.outbox.overdue + self.parked.overdue + self.queued.overdue
 
     @property
-    def silent_workers(self) -> list[Worker]:
-        """Workers whose heart has not beaten for a while."""
-        return [one for one in self.workers if self.now - one.heartbeat_at > SILENT]
+    def unattended(self) -> list[str]:
+        """The stages declared here that no living process runs."""
+        declared = [name for name, place in self.stages.items() if place.known]
+        return self.attendance.unattended(declared)
 
     @property
-    def paused(self) -> list[str]:
+    def paused(self) -> list[Place]:
         """The stages that an operator holds."""
-        return [place.name for place in self.stages.values() if place.paused_at]
+        return [place for place in self.stages.values() if place.paused_at]
 
     @property
     def oldest_due(self) -> dt.datetime | None:
@@ -119,8 +128,15 @@ class Status:
 
     @property
     def well(self) -> bool:
-        """Whether nobody needs to do anything."""
-        return not (self.overdue or self.dead or self.silent_workers or self.paused)
+        """Whether nobody needs to do anything: nothing is late or dead, and everybody
+        is at work who has to be."""
+        return self.attendance.relayed and not (
+            self.overdue
+            or self.dead
+            or self.attendance.lost
+            or self.unattended
+            or self.paused
+        )
 
     @property
     def _places(self) -> list[Place]:
@@ -128,15 +144,20 @@ class Status:
 
 
 def read(using: str = "default") -> Status:
-    """Return the whole picture, in eight queries."""
+    """Return the whole picture, in nine queries."""
     status = Status(now=clock(using))
+    pauses = StageState.objects.using(using).filter(paused_at__isnull=False)
+    held = {state.stage: state for state in pauses}
     for name, waiting in in_outbox(using).items():
         _place(status.destinations, name).waiting = waiting
     for name, last in _last_dispatched(using).items():
         _place(status.destinations, name).last = last
     for declared in all_stages():
         _place(status.stages, declared.name)
-    for name, waiting in in_inbox(using).items():
+        if declared.destination in status.destinations:
+            consumed = status.destinations[declared.destination]
+            consumed.consumers.append(declared.name)
+    for name, waiting in in_inbox(using, held).items():
         _place(status.stages, name).waiting = waiting
     for name, last, processing, critical in _last_processed(using):
         place = _place(status.stages, name)
@@ -149,15 +170,36 @@ def read(using: str = "default") -> Status:
         place.dead += dead
         place.muted += muted
         place.oldest_dead = min(filter(None, (place.oldest_dead, oldest)), default=None)
-    for state in StageState.objects.using(using).filter(paused_at__isnull=False):
+    for state in held.values():
         place = _place(status.stages, state.stage)
         place.paused_at, place.paused_by = state.paused_at, state.paused_by
+    status.attendance = attendance.read(using, status.now)
     known = {declared.name for declared in all_stages()}
+    serving = status.attendance.serving
     for name, place in status.stages.items():
         place.known = name in known
-    status.queues = in_queues(using)
-    status.workers = list(Worker.objects.using(using).order_by("kind", "name"))
+        place.workers = serving[name]
+    status.queues = in_queues(using, held_queues(held))
     return status
+
+
+def consumers_of_queues() -> dict[str, list[str]]:
+    """Return the embedded broker's queues that stages declared here consume, each with
+    its stages."""
+    found: dict[str, list[str]] = {}
+    for one in all_stages():
+        queue = queue_name(one.destination, one.subscriber)
+        found.setdefault(queue, []).append(one.name)
+    return found
+
+
+def held_queues(paused: Collection[str]) -> set[str]:
+    """Return the queues that wait for a resumed stage: all of theirs are paused."""
+    return {
+        queue
+        for queue, stages in consumers_of_queues().items()
+        if all(name in paused for name in stages)
+    }
 
 
 def clock(using: str) -> dt.datetime:

@@ -7,11 +7,12 @@ the transaction's on_commit hook, and share one INSERT right before the commit.
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import uuid
 from collections.abc import Collection
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 from django.utils import timezone
 
 from . import signals
@@ -19,6 +20,8 @@ from .errors import DuplicateMessage
 from .models import OutboxMessage
 from .models.new_message import NewMessage
 from .scope import current_scope
+
+log = logging.getLogger("django_txmsg.storing")
 
 #: Messages that wait for one INSERT at most.
 MAX_GATHERED = 1000
@@ -50,7 +53,14 @@ def store(
 
 
 def flush(alias: str) -> None:
-    """Insert what was gathered in the open transaction and not rolled back since."""
+    """Insert what was gathered in the open transaction and not rolled back since.
+
+    The last thing before the commit: the scope that calls it gathers no more, and what
+    is sent in it from now on is inserted where it is sent.
+    """
+    current = current_scope()
+    if current is not None and current.gathers is connections[alias]:
+        current.gathers = None
     hooks = [
         hook
         for _, hook, *_ in connections[alias].run_on_commit
@@ -154,14 +164,12 @@ def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
 
 
 class AfterCommit:
-    """The one on_commit hook of a transaction, for all messages of one savepoint.
-
-    A plain callable object with a `__qualname__`, since Django's robust hooks log it.
-    """
-
-    __qualname__ = "django_txmsg.outbox"
+    """The one on_commit hook of a transaction, for all messages of one savepoint."""
 
     def __init__(self, alias: str, broker: str) -> None:
+        # Django names a robust hook by it when it fails; of a class, an instance has
+        # none.
+        self.__qualname__ = "django_txmsg.outbox"
         self.alias, self.broker = alias, broker
         self.ids: list[int] = []
         self.stored: list[tuple[uuid.UUID, str]] = []
@@ -176,6 +184,8 @@ class AfterCommit:
             self.stored += [(row.message_id, row.destination) for row in rows]
 
     def __call__(self) -> None:
+        if self.gathered:
+            self._store_late()
         for message_id, destination in self.stored:
             signals.announce(
                 signals.message_stored,
@@ -186,3 +196,19 @@ class AfterCommit:
         signals.messages_committed.send_robust(
             sender=None, using=self.alias, broker=self.broker, ids=self.ids
         )
+
+    def _store_late(self) -> None:
+        """Store what was accepted and never flushed: the transaction has committed, so
+        it is due to leave, and a message is never dropped in silence."""
+        connection, count = connections[self.alias], len(self.gathered)
+        if not connection.in_atomic_block:  # as it is when a TestCase runs its hooks
+            log.error(
+                "%d messages, the first %s to %r, were gathered in a transaction that "
+                "committed without a flush. They are stored now and leave, but a crash "
+                "in between would have lost them: please report how this came about.",
+                count,
+                self.gathered[0].message_id,
+                self.gathered[0].destination,
+            )
+        with transaction.atomic(using=self.alias):
+            _flush([self], self.alias)

@@ -6,14 +6,17 @@ no message is claimed twice. See docs/how-to/celery.md.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from django.db import router
 
 from . import conf, retention
+from .databases import with_tables
 from .errors import BrokerUnavailable
 from .models import OutboxMessage
 from .relay import Relay
+from .worker import Presence
 
 try:
     from celery import shared_task
@@ -34,19 +37,24 @@ def relay_outbox(
 ) -> dict[str, Any]:
     """Dispatch what is due, and return how many messages met which end.
 
-    A broker that is down is logged and named under "unavailable"; its messages wait
+    `databases` are those that the settings and the stages name, when not given. A
+    broker that is down is logged and named under "unavailable"; its messages wait
     for the next run, and those of other brokers leave.
     """
-    using = databases or [router.db_for_write(OutboxMessage)]
-    counts: dict[str, Any] = {}
-    for broker in brokers or sorted(conf.get().BROKERS):
-        relay = Relay(using, [broker], batch_size=batch_size)
-        try:
-            relay.run(once=True)
-        except BrokerUnavailable as error:
-            counts.setdefault("unavailable", {})[broker] = str(error)
-        for what, number in relay.counts.items():
-            counts[what] = counts.get(what, 0) + number
+    using = databases or with_tables()
+    # One row for all runs: it falls silent when beat does.
+    Presence("relay", using[0], name="celery: relay_outbox").beat(0)
+    relay = Relay(
+        using,
+        brokers or sorted(conf.get().BROKERS),
+        batch_size=batch_size,
+    )
+    # relay.unavailable says which.
+    with contextlib.suppress(BrokerUnavailable):
+        relay.run(once=True)
+    counts: dict[str, Any] = dict(relay.counts)
+    if relay.unavailable:
+        counts["unavailable"] = relay.unavailable
     return counts
 
 

@@ -1,6 +1,7 @@
 """`path("txmsg/", include("django_txmsg.urls"))`: health/ and metrics/.
 
-They ask for no password: let your proxy decide who may come here.
+They need no authentication: restrict access at your proxy, or give each view an address
+and a guard of your own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Counts stop at CAP, so that asking stays cheap when there is much to count.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from django.db import connections
@@ -42,6 +42,13 @@ class Waiting:
         return self.count > CAP
 
 
+def capped(count: int | None, cap: int = CAP) -> str:
+    """Return a count, or the cap and a plus where it was not counted further."""
+    if count is None:
+        return "-"
+    return f"{cap:,}+" if count > cap else f"{count:,}"
+
+
 def total(parts: Iterable[Waiting]) -> Waiting:
     """Return the sum of several places."""
     summed = Waiting()
@@ -67,23 +74,35 @@ def in_outbox(using: str) -> dict[str, Waiting]:
     )
 
 
-def in_inbox(using: str) -> dict[str, Waiting]:
-    """Return what waits for another attempt, by stage."""
-    return _waiting(
+def in_inbox(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
+    """Return what waits for another attempt, by stage; of the `held` ones, which an
+    operator has paused, nothing is due."""
+    found = _waiting(
         using,
         "SELECT stage AS name, due_at, TRUE AS retried, lease_until >= {now} AS leased"
         " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL LIMIT {limit}",
     )
+    return _hold(found, held)
 
 
-def in_queues(using: str) -> dict[str, Waiting]:
-    """Return what lies in the embedded broker, by queue."""
-    return _waiting(
+def in_queues(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
+    """Return what lies in the embedded broker, by queue; in the `held` ones, whose
+    stages are all paused, nothing is due."""
+    found = _waiting(
         using,
         "SELECT queue AS name, available_at AS due_at, deliveries > 1 AS retried,"
         " lease_token IS NOT NULL AND available_at > {now} AS leased"
         " FROM django_txmsg_queuemessage LIMIT {limit}",
     )
+    return _hold(found, held)
+
+
+def _hold(found: dict[str, Waiting], held: Collection[str]) -> dict[str, Waiting]:
+    for name, waiting in found.items():
+        if name in held:
+            waiting.due = waiting.overdue = 0
+            waiting.oldest_due = None
+    return found
 
 
 def _waiting(using: str, rows: str) -> dict[str, Waiting]:

@@ -6,7 +6,10 @@ Pure standard library and without state, since the Spark jobs import it too.
 from __future__ import annotations
 
 import datetime as dt
+import json
+import re
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 MESSAGE_ID = "txmsg-id"
@@ -17,6 +20,8 @@ EXPIRES = "txmsg-expires"
 #: On the copy that a stage hands back to the broker: the attempt that has failed.
 FAILED_ATTEMPT = "txmsg-failed-attempt"
 CORRELATION_ID = "correlation-id"
+#: Characters of a correlation id; of a longer one that comes from outside, the first.
+MAX_CORRELATION_ID = 255
 TRACEPARENT = "traceparent"
 CONTENT_TYPE = "content-type"
 CONTENT_LENGTH = "content-length"
@@ -27,45 +32,86 @@ BYTES = "application/octet-stream"
 
 TOPIC_PREFIX = "topic:"
 
-#: Headers that the package or the broker owns: a caller cannot set them.
-RESERVED_HEADERS = frozenset(
+#: How the names of all our own headers begin, those of later versions included.
+PREFIX = "txmsg-"
+
+#: Headers of one frame or of one delivery, in lower case: no copy of a message has
+#: them.
+OF_A_DELIVERY = frozenset(
     {
-        MESSAGE_ID,
-        SERVICE,
-        CREATED,
-        KEY,
-        EXPIRES,
-        CONTENT_TYPE,
         CONTENT_LENGTH,
         PERSISTENT,
         "ack",
         "destination",
-        "expires",
-        "expiration",
         "id",
         "message-id",
         "receipt",
+        "receipt-id",
         "redelivered",
         "subscription",
         "transaction",
     }
 )
 
-#: Ids of derived messages live in this namespace, so that they never meet others.
-NAMESPACE = uuid.UUID("6f0d4a3e-5b0b-5d5c-9a58-3d8e5a1f7c42")
+#: Headers that a caller cannot set: ours, with `PREFIX`, and the protocol's.
+RESERVED_HEADERS = OF_A_DELIVERY | {
+    MESSAGE_ID,
+    SERVICE,
+    CREATED,
+    KEY,
+    EXPIRES,
+    CONTENT_TYPE,
+    "expires",
+    "expiration",
+}
+
+#: Headers that a broker writes on what lies in it, or obeys on what it is sent.
+OF_A_BROKER = frozenset(
+    {
+        "amqp-message-id",
+        "breadcrumbid",
+        "destination-type",
+        "dlqdeliveryfailurecause",
+        "durable",
+        "expiration",
+        "expires",
+        "original-destination",
+        "originaldestination",
+        "originalexpiration",
+        "priority",
+        "scheduledjobid",
+        "timestamp",
+        "user-id",
+        "x-acquired-count",
+        "x-death",
+        "x-delivery-count",
+    }
+)
+#: In which a broker notes why a message lies in its dead letters.
+OF_A_DEATH = ("x-first-death-", "x-last-death-")
+#: The broker's, by the beginnings of their names.
+OF_A_BROKER_BEGIN = ("_amq_", "amq_", "jms", "x-dead-letter-", *OF_A_DEATH)
+
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+#: Ids that are made of names live in this namespace, so that they never meet others.
+#: One formula, one namespace: who changes what an id is made of takes a new one.
+NAMESPACE = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
 
 
-def derived_id(cause: uuid.UUID, stage: str, ordinal: int) -> uuid.UUID:
+def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid.UUID:
     """Return the id of the `ordinal`-th message that `stage` sends for `cause`.
 
     A stage that runs again sends the same ids, and every inbox catches the copies.
+    Two services that consume one topic send different ones, whatever their stages
+    are called.
     """
-    return uuid.uuid5(NAMESPACE, f"{cause}/{stage}/{ordinal}")
+    return _named("sent", service, str(cause), stage, ordinal)
 
 
-def session_id(cause: uuid.UUID, stage: str) -> uuid.UUID:
+def session_id(service: str, cause: uuid.UUID, stage: str) -> uuid.UUID:
     """Return the id that marks all messages stored by `stage` for `cause`."""
-    return uuid.uuid5(NAMESPACE, f"{cause}/{stage}")
+    return _named("session", service, str(cause), stage)
 
 
 def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
@@ -76,9 +122,22 @@ def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
     return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
 
 
+def _named(*parts: str | int) -> uuid.UUID:
+    # Names may hold any separator; JSON keeps one from running into the next.
+    return uuid.uuid5(NAMESPACE, json.dumps(parts, separators=(",", ":")))
+
+
+_CONTROL = ".txmsg.control"
+
+
 def control_destination(service: str) -> str:
     """Return the destination of a service's control messages to itself."""
-    return f"{service}.txmsg.control"
+    return f"{service}{_CONTROL}"
+
+
+def is_control(destination: str) -> bool:
+    """Return whether a service receives its control messages there."""
+    return destination.endswith(_CONTROL)
 
 
 def format_instant(instant: dt.datetime) -> str:
@@ -95,6 +154,39 @@ def parse_instant(text: str) -> dt.datetime:
     if instant.tzinfo is None:
         raise ValueError(f"instant without a time zone: {text!r}")
     return instant
+
+
+def traceparent(headers: Mapping[str, str]) -> str | None:
+    """Return a message's trace context, unless it is none that W3C knows."""
+    found = headers.get(TRACEPARENT, "")
+    return found if _TRACEPARENT.fullmatch(found) else None
+
+
+def travels(name: str) -> bool:
+    """Return whether a header goes on with its message when that is sent again: what
+    the sender wrote and what is ours, and nothing that a broker added."""
+    lowered = name.lower()
+    return (
+        lowered not in OF_A_DELIVERY
+        and lowered not in OF_A_BROKER
+        and not lowered.startswith(OF_A_BROKER_BEGIN)
+    )
+
+
+def reserved(name: str) -> bool:
+    """Return whether a header is ours, the protocol's or a broker's, so that no caller
+    sets it."""
+    lowered = name.lower()
+    return (
+        lowered in RESERVED_HEADERS
+        or lowered in OF_A_BROKER
+        or lowered.startswith((PREFIX, *OF_A_BROKER_BEGIN))
+    )
+
+
+def senders(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what of a message's headers its sender wrote, and may send again."""
+    return {name: value for name, value in headers.items() if not reserved(name)}
 
 
 def headers_of(row: Any, service: str, created: str) -> dict[str, str]:

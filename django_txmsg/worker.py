@@ -8,9 +8,10 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 
-from django.db import DatabaseError, InterfaceError
+from django.db import Error as AnyDatabaseError
 from django.db.models.functions import Now
 
+from . import outage
 from .models import Worker
 
 log = logging.getLogger("django_txmsg.worker")
@@ -20,9 +21,11 @@ class Presence:
     """Says in the database that this process lives. Never fails: a worker works on
     when nobody can be told."""
 
-    def __init__(self, kind: str, using: str, stages: Sequence[str] = ()) -> None:
+    def __init__(
+        self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
+    ) -> None:
         self.host, self.pid = socket.gethostname(), os.getpid()
-        self.name = f"{self.host}:{self.pid}:{uuid.uuid4().hex[:6]}"
+        self.name = name or f"{self.host}:{self.pid}:{uuid.uuid4().hex[:6]}"
         self._kind, self._using, self._stages = kind, using, list(stages)
 
     def beat(self, in_flight: int) -> None:
@@ -31,7 +34,12 @@ class Presence:
         self._quietly(
             lambda: workers.update_or_create(
                 name=self.name,
-                defaults={"heartbeat_at": Now(), "in_flight": in_flight},
+                defaults={
+                    "heartbeat_at": Now(),
+                    "in_flight": in_flight,
+                    "host": self.host,
+                    "pid": self.pid,
+                },
                 create_defaults={
                     "kind": self._kind,
                     "host": self.host,
@@ -48,7 +56,10 @@ class Presence:
         self._quietly(lambda: workers.filter(name=self.name).delete())
 
     def _quietly(self, action: Callable[[], object]) -> None:
+        if not outage.usable(self._using):
+            return
         try:
             action()
-        except (DatabaseError, InterfaceError) as error:
+        except AnyDatabaseError as error:
+            outage.note(self._using, error)
             log.warning("worker %s cannot tell that it lives: %s", self.name, error)

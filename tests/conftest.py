@@ -26,6 +26,8 @@ hypothesis.settings.load_profile("tests")
 
 #: Asking for one of these means using Django's database.
 DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "admin_client"}
+#: Asking for one of these, or naming it as a parameter, means using a server.
+SERVER_FIXTURES = {"activemq", "chromium", "pgbouncer", "postgres", "rabbitmq", "spark"}
 
 S = TypeVar("S", bound=services.Server)
 
@@ -41,10 +43,19 @@ def pytest_collection_modifyitems(
         fixtures = set(getattr(item, "fixturenames", ()))
         if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
             item.add_marker("database")
+        if (fixtures | _parameters(item)) & SERVER_FIXTURES:
+            item.add_marker("server")
         (left_out if item.get_closest_marker(other) else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+
+
+def _parameters(item: pytest.Item) -> set[str]:
+    """Return the texts among a test's parameters: often the name of a fixture."""
+    callspec = getattr(item, "callspec", None)
+    values = callspec.params.values() if callspec else ()
+    return {value for value in values if isinstance(value, str)}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -63,22 +74,32 @@ def ask_for(kind: type[S]) -> S:
     return services.shared(kind)
 
 
-@pytest.fixture(scope="session")
+# Not of the session's scope: pytest keeps a failed set-up for as long as the scope
+# lasts, and the servers are shared anyway.
+
+
+@pytest.fixture
 def postgres() -> services.PostgreSQL:
     """A real PostgreSQL server."""
     return ask_for(services.PostgreSQL)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def activemq() -> services.ActiveMQ:
     """A real ActiveMQ Classic broker."""
     return ask_for(services.ActiveMQ)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def rabbitmq() -> services.RabbitMQ:
     """A real RabbitMQ broker with its STOMP plugin."""
     return ask_for(services.RabbitMQ)
+
+
+@pytest.fixture
+def pgbouncer(postgres: services.PostgreSQL) -> services.PgBouncer:
+    """A real PgBouncer in transaction mode, before the server of `postgres`."""
+    return ask_for(services.PgBouncer)
 
 
 @pytest.fixture(scope="session")

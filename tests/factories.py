@@ -186,3 +186,15 @@ class QueueMessageFactory(DjangoModelFactory):
 
     queue = "orders.place"
     body = b"{}"
+
+
+class BulkOperationFactory(DjangoModelFactory):
+    """A bulk operation that nobody has worked on yet."""
+
+    class Meta:
+        model = models.BulkOperation
+
+    kind = "redeliver"
+    total = 120
+    by = "grace"
+    created_at = factory.LazyFunction(lambda: ago(minutes=5))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 from django.test import override_settings
 
 from django_txmsg import conf, stages
@@ -22,6 +22,7 @@ from django_txmsg.activity import Activity
 from django_txmsg.breaker import Breaker
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
+from django_txmsg.crew import Crew
 from django_txmsg.lane import Lane
 from django_txmsg.message import Message
 from django_txmsg.outbox import send_message
@@ -133,21 +134,21 @@ def running(
         for number in range(concurrency)
     ]
     # What the consumer's own thread does for them.
-    waker = threading.Thread(target=_wake, args=(threads, stop), daemon=True)
-    for thread in [*threads, waker]:
-        thread.start()
+    crew = Crew(stop.set)
+    for thread in threads:
+        crew.add(thread.name, thread.run)
+    crew.add("waker", lambda: _wake(threads, stop))
+    crew.start()
     try:
         yield threads
     finally:
         stop.set()
-        for thread in [*threads, waker]:
-            thread.join(30)
+        crew.join()
 
 
 def _wake(threads: list[StageThread], stop: threading.Event) -> None:
     while not stop.wait(0.02):
         wake_for_parked(threads)
-    connections.close_all()
 
 
 def send(destination: str, body: object = None, **arguments: Any) -> Message:

@@ -53,6 +53,8 @@ def server(url: str) -> dict[str, object]:
     config: dict[str, object] = environ.Env.db_url_config(url)
     config["NAME"] = f"test_{config['NAME']}"
     config["TEST"] = {"NAME": config["NAME"]}
+    # What a test says for a process it starts.
+    config["OPTIONS"] = json.loads(os.environ.get("TXMSG_TEST_DATABASE_OPTIONS", "{}"))
     return config
 
 

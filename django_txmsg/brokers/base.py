@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ..errors import BrokerError
+from ..errors import BrokerError, BrokerUnavailable
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message as it goes on the wire. `delay` is in seconds."""
+    """A message as it goes on the wire. `delay` is in seconds, as is `time_to_live`,
+    after which a broker that can forgets a message that nobody has taken."""
 
     destination: str
     headers: Mapping[str, str]
     body: bytes
     delay: float = 0.0
+    time_to_live: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Delivery:
 
     `headers` are the raw ones as text, `handle` is the session's own and is needed to
     acknowledge. `problem` says what could not be read of the header block, or "".
+    `id_stays` says whether a redelivery has the same `broker_message_id`.
     """
 
     destination: str
@@ -40,6 +43,7 @@ class Delivery:
     broker_message_id: str
     handle: Any = None
     problem: str = ""
+    id_stays: bool = True
 
 
 class Session(abc.ABC):
@@ -82,6 +86,15 @@ class Session(abc.ABC):
 
         In a transacted session, acknowledges in a transaction of its own.
         """
+
+    def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
+        """Store a copy with other headers where the delivery came from, with proof,
+        and acknowledge the delivery at once; `ack()` need not do so any more."""
+        copy = Outgoing(delivery.destination, headers, delivery.body)
+        for error in self.send_delayed([copy]):
+            if error is not None:
+                raise BrokerUnavailable(str(error)) from error
+        self.ack([delivery])
 
     @abc.abstractmethod
     def enlist(self, outgoing: Outgoing) -> None:

@@ -20,19 +20,15 @@ from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from django.conf import settings as django_settings
-from django.db import (
-    DataError,
-    InterfaceError,
-    OperationalError,
-    connections,
-    transaction,
-)
+from django.db import DataError, OperationalError, connections, transaction
+from django.db import Error as AnyDatabaseError
 from django.db.models import Value
 from django.db.models.functions import Now
 
+from .. import outage, upkeep
 from ..broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
-from ..models.queue import QueueMessage, QueueSubscription
+from ..models.queue import QueueMessage, QueueSubscription, queue_name
 from .base import Broker, Delivery, Outgoing, Session
 
 log = logging.getLogger("django_txmsg.brokers.database")
@@ -113,7 +109,7 @@ class DatabaseSession(Session):
         if destination.startswith("topic:"):
             self._durable = subscriber is not None
             name = subscriber or str(self._token)
-            self._queue = f"{destination}@{name}"
+            self._queue = queue_name(destination, name)
             self._asked(
                 lambda: QueueSubscription.objects.using(self.using).get_or_create(
                     topic=destination, subscriber=name
@@ -209,7 +205,7 @@ class DatabaseSession(Session):
                 .filter(topic__in=topics)
                 .values_list("topic", "subscriber")
             ):
-                subscribers.setdefault(topic, []).append(f"{topic}@{name}")
+                subscribers.setdefault(topic, []).append(queue_name(topic, name))
         QueueMessage.objects.using(self.using).bulk_create(
             [
                 QueueMessage(
@@ -266,14 +262,19 @@ class DatabaseSession(Session):
             ids = list(self._held)
             try:
                 self._rows.extend(ids, self._token, self._lease)
-            except (OperationalError, InterfaceError) as error:
+            except Exception as error:
+                # Whatever it was: without this thread, all leases would run out.
+                outage.note(self.using, error)
                 log.warning("cannot extend the leases of %d: %s", len(ids), error)
-                connections[self.using].close()
+            upkeep.between()
         connections[self.using].close()
 
     def _asked(self, question: Callable[[], Result]) -> Result:
         try:
             return question()
-        except (OperationalError, InterfaceError) as error:
-            connections[self.using].close()
+        except AnyDatabaseError as error:
+            if outage.is_away(error):
+                outage.discard(self.using)
+            elif not isinstance(error, OperationalError):
+                raise
             raise BrokerUnavailable(f"database {self.using!r}: {error}") from error

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -25,6 +28,10 @@ from ..errors import (
 from .base import Broker, Delivery, Outgoing, Session
 
 Result = TypeVar("Result")
+
+
+#: Seconds for which acknowledgements are gathered at most.
+LONGEST_GROUP = 1.0
 
 
 class StompBroker(Broker):
@@ -62,16 +69,19 @@ class StompSession(Session):
         self._session = connection.create_session(transacted=transacted)
         self._producer: jms.MessageProducer | None = None
         self._consumer: jms.MessageConsumer | None = None
-        self._destination = ""
+        self._destination = self._home = ""
+        # Acknowledged already, by send_back().
+        self._sent_back: list[jms.Message] = []
         # What the jms session's open transaction will acknowledge.
         self._enlisted: list[jms.Message] = []
         self._unsent_acks: list[jms.Message] = []
+        self._acknowledged_at = time.monotonic()
         self._prefetch = 1
 
     def send(
         self, batch: Sequence[Outgoing], *, isolate: bool = False
     ) -> list[BrokerError | None]:
-        messages = [(one.destination, _message(one)) for one in batch]
+        messages = [(one.destination, self._mortal(one)) for one in batch]
         if self._transacted:
             raise BrokerError("a transacted session sends by enlist()")
         keys = [one.headers.get(wire.KEY, "") for one in batch]
@@ -79,6 +89,14 @@ class StompSession(Session):
             lambda: self._session.send_batch(messages, isolate=isolate, keys=keys)
         )
         return [_outcome(one) for one in outcomes]
+
+    def _mortal(self, outgoing: Outgoing) -> jms.Message:
+        message = _message(outgoing)
+        if outgoing.time_to_live is not None:
+            now, left = time.time() * 1000, outgoing.time_to_live * 1000
+            dialect = self._session.link.dialect
+            message.headers.update(dialect.expiry_headers(int(now), int(left)))
+        return message
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = []
@@ -101,6 +119,9 @@ class StompSession(Session):
     ) -> None:
         topic = destination.startswith("topic:")
         self._destination, self._prefetch = destination, prefetch
+        # Where a copy reaches this subscriber alone. Without a name its subscription
+        # ends with it: nothing comes again.
+        self._home = (subscriber or "") if topic else destination
         self._consumer = _asked(
             lambda: self._session.create_consumer(
                 destination,
@@ -128,21 +149,60 @@ class StompSession(Session):
             headers=headers,
             body=message.raw_body,
             redelivered=message.redelivered,
-            broker_message_id=headers.get("message-id", ""),
+            broker_message_id=self._broker_id(message),
             handle=message,
             problem=message.problem or "",
+            id_stays=self._ids_stay or "amqp-message-id" in headers or not self._home,
         )
 
+    @property
+    def _ids_stay(self) -> bool:
+        return self._session.link.dialect.message_ids_stay
+
+    def _broker_id(self, message: jms.Message) -> str:
+        """Return the broker's name for the message, or else the sender's, with a digest
+        of what was sent: senders use their ids again for something else."""
+        headers = message.raw_headers
+        given = headers.get("amqp-message-id")
+        if self._ids_stay or given is None:
+            return headers.get("message-id", "")
+        written = {name: headers[name] for name in headers if wire.travels(name)}
+        digest = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
+        digest.update(message.raw_body)
+        return f"{given}/{digest.hexdigest()}"
+
+    def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
+        copy = Outgoing(self._home, headers, delivery.body)
+        with self._connection.create_session() as session:
+            _asked(
+                lambda: session.create_producer().send(
+                    _message(copy), destination=copy.destination
+                )
+            )
+        # Not in a group: a worker that dies in between leaves two messages.
+        if self._transacted:
+            self.commit([delivery])
+        else:
+            _asked(partial(self._session.acknowledge, delivery.handle))
+        self._sent_back.append(delivery.handle)
+
     def ack(self, deliveries: Sequence[Delivery]) -> None:
+        deliveries = [one for one in deliveries if one.handle not in self._sent_back]
+        self._sent_back.clear()
+        if not deliveries:
+            return
         if self._transacted:
             self.commit(deliveries)
             return
-        # A busy consumer acknowledges in groups: what a crash costs is duplicates.
+        # A busy consumer acknowledges in groups: what a crash costs is duplicates. A
+        # slow one at once: some brokers hang up on who keeps a delivery for too long.
         self._unsent_acks += [delivery.handle for delivery in deliveries]
-        if len(self._unsent_acks) * 2 >= self._prefetch:
+        slow = time.monotonic() - self._acknowledged_at > LONGEST_GROUP
+        if slow or len(self._unsent_acks) * 2 >= self._prefetch:
             self._send_acks()
 
     def _send_acks(self) -> None:
+        self._acknowledged_at = time.monotonic()
         unsent, self._unsent_acks = self._unsent_acks, []
         for handle in unsent:
             _asked(partial(self._session.acknowledge, handle))
@@ -210,4 +270,8 @@ def _outcome(error: Any) -> BrokerError | None:
     )
     if isinstance(error, about_the_message):
         return DispatchRejected(str(error))
-    return DispatchUnknown(str(error), written=getattr(error, "written", True))
+    return DispatchUnknown(
+        str(error),
+        written=getattr(error, "written", True),
+        hung_up=isinstance(error, jms.ConnectionLostError),
+    )

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from django.conf import settings
 from django.core.checks import CheckMessage, Warning
 from django.db import connections
 
 from .. import conf
 from ..broker_url import split_url
+from ..stages import all_stages
 
 #: Credentials that everybody knows.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
@@ -22,7 +24,7 @@ def check() -> list[CheckMessage]:
     found: list[CheckMessage] = []
     for alias, entry in conf.get().BROKERS.items():
         found += _exposed(alias, entry["URL"])
-    return [*found, *_default_service(), *_deferred_sqlite()]
+    return [*found, *_default_service(), *_deferred_sqlite(), *_no_receiver()]
 
 
 def _exposed(alias: str, url: str) -> Iterator[CheckMessage]:
@@ -71,6 +73,21 @@ def _deferred_sqlite() -> Iterator[CheckMessage]:
                 hint='Set OPTIONS = {"transaction_mode": "IMMEDIATE", "timeout": 20}.',
                 id="txmsg.W104",
             )
+
+
+def _no_receiver() -> Iterator[CheckMessage]:
+    sends = conf.get().HTTP.CONTROL_MESSAGE != "off"
+    middleware = "django_txmsg.middleware.OutboxMiddleware"
+    if sends and middleware in settings.MIDDLEWARE and not all_stages():
+        yield Warning(
+            "Requests send control messages to this service, which has no stage and so "
+            "perhaps no `manage.py consume` to receive them: they would pile up on the "
+            "broker, each for a day.",
+            hint='Run `manage.py consume` beside the relay, or set TXMSG["HTTP"]'
+            '["CONTROL_MESSAGE"] = "off": then the relay alone stands in for a web '
+            "process that dies.",
+            id="txmsg.W105",
+        )
 
 
 def _local(host: str) -> bool:

@@ -70,8 +70,11 @@ def _brokers() -> Iterator[CheckMessage]:
 
 def _paths() -> Iterator[CheckMessage]:
     settings = conf.get()
-    for name in ("TRANSACTION_DEFINITION", "MASK"):
-        path = getattr(settings, name)
+    for name, path in (
+        ('["TRANSACTION_DEFINITION"]', settings.TRANSACTION_DEFINITION),
+        ('["MASK"]', settings.MASK),
+        ('["HTTP"]["IDEMPOTENCY_CALLER"]', settings.HTTP.IDEMPOTENCY_CALLER),
+    ):
         if path is None:
             continue
         try:
@@ -81,7 +84,7 @@ def _paths() -> Iterator[CheckMessage]:
             usable, why = False, f"{type(error).__name__}: {error}"
         if not usable:
             yield Error(
-                f'TXMSG["{name}"] names {path!r}, which cannot be used: {why}.',
+                f"TXMSG{name} names {path!r}, which cannot be used: {why}.",
                 hint="Give the dotted path of a function.",
                 id="txmsg.E005",
             )

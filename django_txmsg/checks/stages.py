@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from django.core.checks import CheckMessage, Error, Warning
-from django.db import connections, router
+from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 
-from .. import brokers, conf, stages, wire
-from ..models import OutboxMessage
+from .. import brokers, conf, databases, stages, wire
 from ..redelivery import RedeliveryPolicy
 from ..stages import Stage
 
@@ -70,7 +69,7 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _isolation(stage: Stage) -> Iterator[CheckMessage]:
-    using = _quiet_using(stage)
+    using = databases.of_stage(stage)
     if using is None or using not in connections:
         return
     if stage.definition.isolation and connections[using].vendor == "sqlite":
@@ -84,13 +83,7 @@ def _isolation(stage: Stage) -> Iterator[CheckMessage]:
 
 def _databases() -> Iterator[CheckMessage]:
     """Check each database that holds messages: who asks for it, and its kind."""
-    asking = {router.db_for_write(OutboxMessage): "the outbox"}
-    asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
-    for stage in stages.all_stages():
-        using = _quiet_using(stage)
-        if using is not None:
-            asking.setdefault(using, f"stage {stage.name!r}")
-    for alias, who in asking.items():
+    for alias, who in databases.in_use().items():
         try:
             connection: Any = connections[alias]
         except ConnectionDoesNotExist:
@@ -113,6 +106,27 @@ def _databases() -> Iterator[CheckMessage]:
                 hint="Use SQLite 3.35 or newer, or PostgreSQL.",
                 id="txmsg.E007",
             )
+        yield from _options(alias, connection.settings_dict)
+
+
+def _options(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
+    if "sqlite" in options["ENGINE"] and options.get("TIME_ZONE"):
+        yield Error(
+            f"The SQLite database {alias!r} has a TIME_ZONE of its own: Django writes "
+            f"instants in it, and due times and leases are computed by SQLite, which "
+            f"knows UTC alone.",
+            hint=f'Remove DATABASES["{alias}"]["TIME_ZONE"]; settings.TIME_ZONE is '
+            f"what people see.",
+            id="txmsg.E010",
+        )
+    if not options.get("AUTOCOMMIT", True):
+        yield Error(
+            f"The database {alias!r} has AUTOCOMMIT off: claims, receipts and counted "
+            f"attempts are statements that commit by themselves, and would not.",
+            hint=f'Remove DATABASES["{alias}"]["AUTOCOMMIT"]; transaction.atomic() '
+            f"makes the transactions.",
+            id="txmsg.E011",
+        )
 
 
 def _retention() -> Iterator[CheckMessage]:
@@ -144,11 +158,3 @@ def _retention() -> Iterator[CheckMessage]:
 def _redelivery_window(policy: RedeliveryPolicy) -> float:
     tries = range(1, min(policy.max_redeliveries, 10_000) + 1)
     return sum(policy.delay(attempt, lambda: 1.0) for attempt in tries)
-
-
-def _quiet_using(stage: Stage) -> str | None:
-    """Return the database of a stage, or None where `_definition` complains."""
-    try:
-        return stage.definition.using
-    except Exception:
-        return None

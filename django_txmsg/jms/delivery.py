@@ -44,8 +44,13 @@ class Delivery:
 
     def __post_init__(self) -> None:
         """Refuse what no broker could mean."""
-        if not 0 <= self.priority <= 9:
+        if not isinstance(self.mode, DeliveryMode):
+            raise ValueError(f"A mode is a DeliveryMode, not {self.mode!r}.")
+        if type(self.priority) is not int or not 0 <= self.priority <= 9:
             raise ValueError(f"A priority is 0 to 9, not {self.priority!r}.")
+        for given in (self.time_to_live, self.delay):
+            if not isinstance(given, timedelta):
+                raise ValueError(f"A duration is a timedelta, not {given!r}.")
         if min(self.time_to_live, self.delay) < timedelta(0):
             raise ValueError("time_to_live and delay are not negative.")
 
@@ -125,9 +130,9 @@ def encode_message(
                     "have a time to live as well."
                 )
             headers |= held_by
-    head = b"%spersistent:%s\ncontent-length:%d\n%s" % (
+    head = b"%s%scontent-length:%d\n%s" % (
         session.address_lines(via),
-        delivery.mode.value.encode(),
+        dialect.mode_header(persistent=delivery.mode is DeliveryMode.PERSISTENT),
         len(body),
         frames.header_lines(headers.items()),
     )

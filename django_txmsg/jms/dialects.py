@@ -1,12 +1,13 @@
 """What differs between the brokers that speak STOMP, as far as a client must know.
 
-The facts behind each field are in ``docs/reference/jms-compliance.md``: ActiveMQ
+The facts behind each field are in ``docs/explanation/broker-facts.md``: ActiveMQ
 Classic 5.17 and RabbitMQ 3.10 were run, Artemis is written from its sources and
 documentation and was not run.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -20,6 +21,8 @@ from django_txmsg.jms.errors import (
 
 #: Milliseconds in which RabbitMQ can let a message expire.
 MAX_EXPIRATION = 2**32 - 1
+#: AMQP's codes for what one frame did wrong; the others are the connection's.
+_CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Dialect:
     errors_name_receipts: bool = True
     #: Frames in a transaction are handled as they arrive, not kept until COMMIT.
     answers_inside_transaction: bool = True
+    #: A redelivery has the `message-id` of the first delivery.
+    message_ids_stay: bool = True
     #: An acknowledgement in a transaction waits for its COMMIT.
     acks_join_transaction: bool = True
 
@@ -82,6 +87,15 @@ class Dialect:
                 raise MessageFormatError(
                     f"Header {name} is a whole number on {self.name}, not {value!r}."
                 )
+
+    def mode_header(self, *, persistent: bool) -> bytes:
+        """Return the line of SEND that says whether the message survives a restart."""
+        return b"persistent:true\n" if persistent else b"persistent:false\n"
+
+    def blames_frame(self, said: str) -> bool:
+        """Whether an ERROR that names no receipt finds fault with a frame, and does
+        not merely say that the connection ends."""
+        return True
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
         """Headers that let a message expire."""
@@ -176,12 +190,25 @@ class RabbitMQDialect(Dialect):
     commit_proves_sends: bool = False
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
+    message_ids_stay: bool = False
 
     def address(self, destination: Destination) -> str:
         """RabbitMQ decodes percent escapes in names, so they are written."""
         Dialect.address(self, destination)
         kind = "topic" if destination.is_topic else "queue"
         return f"/{kind}/{quote(destination.name, safe='.:-_~')}"
+
+    def mode_header(self, *, persistent: bool) -> bytes:
+        """Leave it out for a volatile message: ``persistent:false`` makes RabbitMQ
+        declare the queue as one of this connection's own, which ends with it."""
+        return b"persistent:true\n" if persistent else b""
+
+    def blames_frame(self, said: str) -> bool:
+        """RabbitMQ says with an ERROR, too, that an operator closes the connection."""
+        code = re.search(r"server_initiated_close,\s*(\d+)", said)
+        if code is not None:
+            return code[1] in _CODES_OF_A_FRAME
+        return not re.search("died|connection_forced|internal_error", said, re.I)
 
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
@@ -198,9 +225,14 @@ class RabbitMQDialect(Dialect):
                 f"{self.name} proves no send by its COMMIT. Send a delayed message "
                 "outside the transaction, or let the outbox hold it."
             )
+        if delay_ms > MAX_EXPIRATION:
+            raise UnsupportedOperationError(
+                f"{self.name} delays a message by 49 days at most. Let the outbox hold "
+                "it, which delays it for as long as you like."
+            )
         seconds = 1 << ((delay_ms - 1) // 1000).bit_length()
         return Destination(f"{destination}.delay-{seconds}s"), {
-            "expiration": str(min(delay_ms, MAX_EXPIRATION)),
+            "expiration": str(delay_ms),
             "x-dead-letter-exchange": "amq.topic" if destination.is_topic else "",
             "x-dead-letter-routing-key": destination.name,
         }

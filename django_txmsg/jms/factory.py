@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from django_txmsg.broker_url import split_url
+from django_txmsg.broker_url import split_url, without_password
 from django_txmsg.jms.connection import Connection
 from django_txmsg.jms.consumer import AckMode
 from django_txmsg.jms.context import Context
@@ -87,19 +87,20 @@ class ConnectionFactory:
         Raises ``ValueError`` for a malformed URL or an unknown option, and ``OSError``
         or ``ssl.SSLError`` when a certificate file cannot be read.
         """
+        shown = without_password(url)
         try:
             parts = split_url(url)
         except ValueError as error:
-            raise ValueError(f"{_redact(url)} is no broker URL: {error}") from None
+            raise ValueError(f"{shown} is no broker URL: {error}") from None
         if parts.scheme not in DEFAULT_PORTS:
             raise ValueError(
-                f"{_redact(url)} is no broker URL: it starts with "
+                f"{shown} is no broker URL: it starts with "
                 f"{' or '.join(f'{scheme}://' for scheme in DEFAULT_PORTS)}."
             )
         credentials, _, hosts = parts.netloc.rpartition("@")
         if parts.path not in ("", "/") or parts.fragment:
             raise ValueError(
-                f"{_redact(url)}: a virtual host goes into the query, ?vhost=NAME."
+                f"{shown}: a virtual host goes into the query, ?vhost=NAME."
             )
         user, colon, password = credentials.partition(":")
         given: dict[str, Any] = {"user": unquote(user) if credentials else None}
@@ -150,11 +151,6 @@ class ConnectionFactory:
         """Make a connection and a session of it, as one object."""
         connection = self.create_connection()
         return Context(connection, transacted=transacted, ack_mode=ack_mode)
-
-
-def _redact(url: str) -> str:
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

@@ -2,8 +2,9 @@
 
 Hop 4 and 6 of a message. The encoder refuses what would let a header become another
 frame; the parser takes bytes in any split, reads RECEIPT frames by a short cut, and
-hands a frame with a broken header on with the problem noted, so that one bad message
-never stops the stream behind it.
+hands a frame that cannot be read whole on with the problem noted - a broken header, a
+NUL in one, a body too long to keep - so that one bad message never stops the stream
+behind it. Only where nothing tells any more where a frame ends is the stream given up.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from typing import NamedTuple
 from django_txmsg.jms.errors import MessageFormatError
 
 #: A header block longer than this is no header block: the stream is out of step.
-MAX_HEADER_BYTES = 1 << 20
-#: A body longer than this is refused instead of filling the memory.
+MAX_HEADER_BYTES = 1 << 24
+#: A body longer than this is passed over instead of filling the memory ...
 MAX_BODY_BYTES = 1 << 28
+#: ... but for its beginning.
+KEPT_OF_TOO_LONG = 1 << 16
+#: A length of more digits is none that a broker could mean.
+_MOST_DIGITS = 12
 
 _RECEIPT = re.compile(rb"RECEIPT\r?\nreceipt-id:([0-9a-z-]+)\r?\n\r?\n\x00")
 _HEADERS_END = re.compile(rb"\r?\n\r?\n")
@@ -102,34 +107,88 @@ def encode_connect(headers: Mapping[str, str]) -> bytes:
     return f"CONNECT\n{lines}\n\x00".encode()
 
 
+class _TooLong:
+    """A frame with a body too long to keep: its beginning stays, the rest goes by."""
+
+    __slots__ = ("_frame", "_kept", "_left")
+
+    def __init__(self, frame: Frame, length: int | None) -> None:
+        """``length``: of the body, or None when a NUL ends it."""
+        self._frame = frame
+        self._left = length
+        self._kept = b""
+
+    def take(self, data: bytes) -> int | None:
+        """Return where the frame ends in these bytes, or None: not in them.
+
+        Raises ``ProtocolError``.
+        """
+        end = data.find(b"\x00") if self._left is None else self._left
+        if len(self._kept) < KEPT_OF_TOO_LONG:
+            body = data if end < 0 else data[:end]
+            self._kept += body[: KEPT_OF_TOO_LONG - len(self._kept)]
+        if self._left is None:
+            return None if end < 0 else end + 1
+        if end >= len(data):
+            self._left -= len(data)
+            return None
+        if data[end]:
+            raise ProtocolError("no NUL after the body of a frame that was too long")
+        return end + 1
+
+    def frame(self) -> Frame:
+        """Return what there is of it."""
+        return self._frame._replace(body=self._kept)
+
+
 class FrameParser:
     """Turns the bytes of one connection, in any split, into frames."""
 
-    __slots__ = ("_chunks", "_have", "_need", "_tail", "_wants_nul")
+    __slots__ = (
+        "_chunks", "_have", "_max_body", "_need", "_tail", "_too_long", "_wants_nul",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, max_body: int = MAX_BODY_BYTES) -> None:
         """Start at a frame border."""
+        self._max_body = max_body
         self._tail = b""
         self._chunks: list[bytes] = []
         self._have = 0
         self._need = 0
         self._wants_nul = False
+        self._too_long: _TooLong | None = None
 
     def feed(self, data: bytes) -> list[Frame | Receipt]:
         """Return the frames completed by these bytes; heart-beats give none.
 
         Raises ``ProtocolError`` when the stream is out of step.
         """
-        waits = self._wants_nul and 0 not in data
-        if waits or self._have + len(data) < self._need:
+        found: list[Frame | Receipt] = []
+        while True:
+            if self._too_long is not None:
+                end = self._too_long.take(data)
+                if end is None:
+                    return found
+                found.append(self._too_long.frame())
+                data, self._too_long = data[end:], None
+            data = self._read(data, found)
+            if self._too_long is None:
+                return found
+
+    def _read(self, data: bytes, found: list[Frame | Receipt]) -> bytes:
+        """Find frames, and keep what is none yet; return what is to be passed over."""
+        have = self._have + len(data)
+        waits = (
+            self._wants_nul and 0 not in data and have <= self._need + self._max_body
+        )
+        if waits or have < self._need:
             # Joined and searched once, not again for every packet of a long body.
             self._chunks.append(data)
-            self._have += len(data)
-            return []
+            self._have = have
+            return b""
         buffer = b"".join([self._tail, *self._chunks, data])
         self._chunks.clear()
         self._wants_nul = False
-        found: list[Frame | Receipt] = []
         position, size = 0, len(buffer)
         while position < size:
             if buffer[position] in b"\r\n":
@@ -148,15 +207,21 @@ class FrameParser:
             position = end
         else:
             self._need = 0
+        if self._too_long is not None:
+            self._tail, self._have, self._need = b"", 0, 0
+            return buffer[end:]
         self._tail = buffer[position:]
         self._have = len(self._tail)
-        return found
+        return b""
 
     def _read_frame(self, buffer: bytes, start: int) -> tuple[int, Frame | None]:
         """Read one frame; without a whole one, say how far the buffer must reach."""
         blank = _HEADERS_END.search(buffer, start)
         nul = buffer.find(b"\x00", start, blank.start() if blank else len(buffer))
-        if nul >= 0 or (blank is None and len(buffer) - start > MAX_HEADER_BYTES):
+        # RabbitMQ passes a NUL in a header of a message that came by another protocol
+        # on. A blank line follows all the same, and it says how long the body is.
+        lost = nul >= 0 and not buffer.startswith(b"MESSAGE", start)
+        if lost or (blank is None and len(buffer) - start > MAX_HEADER_BYTES):
             raise ProtocolError(
                 f"frame without end of headers: {buffer[start : start + 80]!r}"
             )
@@ -165,22 +230,31 @@ class FrameParser:
         command, headers, problem = _read_headers(buffer[start : blank.start()])
         length = headers.get("content-length", "")
         if length and not (length.isascii() and length.isdigit()):
-            problem = problem or f"content-length {length!r} is no number"
+            problem = problem or f"content-length {length[:80]!r} is no number"
             length = ""
-        if not length:
-            end = buffer.find(b"\x00", blank.end())
-            if end < 0:
-                self._wants_nul = True
-                return len(buffer) + 1, None
+        if len(length.lstrip("0")) > _MOST_DIGITS:
+            raise ProtocolError(f"a frame of {length[:80]} bytes is out of all reason")
+        expected = int(length) if length else None
+        begin = blank.end()
+        if expected is None:
+            end = buffer.find(b"\x00", begin)
+            size = (end if end >= 0 else len(buffer)) - begin
         else:
-            if len(length) > 12 or int(length) > MAX_BODY_BYTES:
-                raise ProtocolError(f"frame of {length} bytes, more than is taken")
-            end = blank.end() + int(length)
-            if end >= len(buffer):
-                return end + 1, None
-            if buffer[end]:
-                raise ProtocolError(f"no NUL after the {length} bytes of the body")
-        return end + 1, Frame(command, headers, buffer[blank.end() : end], problem)
+            size, end = expected, begin + expected
+        if size > self._max_body:
+            much = "without end" if expected is None else f"of {expected} bytes"
+            problem = problem or f"a body {much} is more than is taken"
+            frame = Frame(command, headers, b"", problem)
+            self._too_long = _TooLong(frame, expected)
+            return begin, None
+        if end < 0:
+            self._wants_nul = True
+            return len(buffer) + 1, None
+        if end >= len(buffer):
+            return end + 1, None
+        if buffer[end]:
+            raise ProtocolError(f"no NUL after the {length} bytes of the body")
+        return end + 1, Frame(command, headers, buffer[begin:end], problem)
 
 
 def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
@@ -190,6 +264,9 @@ def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
     except UnicodeDecodeError as error:
         problem = f"headers are no UTF-8: {error.reason} at byte {error.start}"
         text = block.decode(errors="replace")
+    if "\x00" in text:
+        problem = problem or "a header holds NUL"
+        text = text.replace("\x00", "\ufffd")  # which nobody further on could store
     command, *lines = text.replace("\r\n", "\n").split("\n")
     headers: dict[str, str] = {}
     for line in lines:

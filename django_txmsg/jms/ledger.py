@@ -118,14 +118,16 @@ class Ledger:
             self._loose.popleft()
         self.settle(entry, State.ACKED, None)
 
-    def error(self, receipt: str, said: str, *, names_receipts: bool) -> bool:
+    def error(
+        self, receipt: str, said: str, *, names_receipts: bool, blames: bool = True
+    ) -> bool:
         """Take an ERROR frame; false when it cannot be told what it means.
 
         With a receipt id it is that entry's; an id nobody waits for is ignored.
         Without one, where the broker ``names_receipts``, it is for a frame that asked
         for none: it spoils the transactions that have such frames, and no more. Where
-        it does not, it is the only frame's without an answer, or spoils the only
-        transaction that all of those are in.
+        it does not, and ``blames`` a frame at all, it is the only frame's without an
+        answer, or spoils the only transaction that all of those are in.
         """
         if receipt:
             entry = self.open.get(receipt.encode())
@@ -143,6 +145,8 @@ class Ledger:
                 self._unclaimed = (self._sequence, said)
             self.ignored += 1
             return True
+        if not blames:
+            return False
         if len(open_owners) == 1 and not loose_owners:
             self._reject(next(iter(self.open.values())), said)
             return True

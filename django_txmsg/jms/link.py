@@ -117,7 +117,11 @@ class Link:
         self._transport.write(login, timeout=options.connect_timeout, tick=lambda: None)
         answered = self._connected.wait(max(0.0, give_up - time.monotonic()))
         if self._refusal or not answered:
-            why = self._refusal or f"no CONNECTED within {options.connect_timeout:g} s"
+            why = (
+                f"{self._refusal}. Check the URL's user, password and virtual host"
+                if self._refusal
+                else f"no CONNECTED within {options.connect_timeout:g} s"
+            )
             raise ConnectionFailedError(
                 f"{self.address[0]}:{self.address[1]} refused the connection: {why}."
             )
@@ -170,7 +174,8 @@ class Link:
             return
         receipt = frame.headers.get("receipt-id", "")
         names = self.dialect.errors_name_receipts
-        if not self.ledger.error(receipt, said, names_receipts=names):
+        blames = self.dialect.blames_frame(said)
+        if not self.ledger.error(receipt, said, names_receipts=names, blames=blames):
             self._said = said
             self.lose(f"the broker answered ERROR: {said}")
         elif not receipt:

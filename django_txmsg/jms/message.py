@@ -9,10 +9,12 @@ copy taken at the send.
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from django_txmsg import wire
 from django_txmsg.jms.destination import Destination
 from django_txmsg.jms.errors import MessageFormatError, MessageNotAccessibleError
 
@@ -23,14 +25,9 @@ if TYPE_CHECKING:
     from django_txmsg.jms.frames import Frame
 
 #: The header that carries a message's identity over every resend.
-ID_HEADER = "txmsg-id"
+ID_HEADER = wire.MESSAGE_ID
 #: Headers that belong to the protocol; a message cannot set them.
-RESERVED_HEADERS = frozenset(
-    {
-        "ack", "content-length", "destination", "id", "message-id", "persistent",
-        "receipt", "receipt-id", "redelivered", "subscription", "transaction",
-    }
-)  # fmt: skip
+RESERVED_HEADERS = wire.OF_A_DELIVERY
 
 
 class DeliveryMode(Enum):
@@ -99,7 +96,7 @@ class Message:
             delivery_mode=DeliveryMode(
                 "true" if headers.get("persistent") == "true" else "false"
             ),
-            priority=int(priority) if priority.isascii() and priority.isdigit() else 4,
+            priority=int(priority) if re.fullmatch("[0-9]", priority) else 4,
         )
         return message
 
@@ -192,19 +189,23 @@ def encode_body(body: Any) -> tuple[bytes, str | None]:
             return bytes(body), "application/octet-stream"
         text = json.dumps(body, allow_nan=False, separators=(",", ":"))
         return text.encode(), "application/json"
-    except (TypeError, ValueError) as error:
+    except (RecursionError, TypeError, ValueError) as error:
         raise MessageFormatError(
             f"A body of type {type(body).__name__} cannot be sent: {error}"
         ) from error
 
 
 def _decode(raw: bytes, headers: Mapping[str, str]) -> Any:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind, _, parameters = headers.get("content-type", "").lower().partition(";")
+    kind = kind.strip()
     try:
         if kind == "application/json":
             return json.loads(raw)
-        return raw.decode() if kind.startswith("text/") else raw
-    except ValueError as error:
+        if not kind.startswith("text/"):
+            return raw
+        charset = re.search(r"charset=\"?([a-z0-9_.:-]+)", parameters)
+        return raw.decode(charset[1] if charset else "utf-8")
+    except (LookupError, RecursionError, ValueError) as error:
         raise MessageFormatError(
             f"The body is no {kind}, though its content type says so: {error}"
         ) from error

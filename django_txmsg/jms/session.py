@@ -199,7 +199,7 @@ class Session(Closing):
         """Commit the sends, and the acknowledgements of all that was received.
 
         Raises ``TransactionRolledBackError`` - none of it happened, what was received
-        is received again, unless ``redeliver=False``, as for ``rollback`` - or
+        is received again, unless `redeliver=False`, as for ``rollback`` - or
         ``TransactionInDoubtError``.
         """
         self._refuse_own_callback("commit")
@@ -219,8 +219,8 @@ class Session(Closing):
     def rollback(self, *, redeliver: bool = True, timeout: float | None = None) -> None:
         """Abort the transaction; what it received is received again.
 
-        With ``redeliver=False`` it is not: it stays unacknowledged until the
-        connection ends, unless the caller ``adopt``s it into the next transaction.
+        With `redeliver=False` it is not: it stays unacknowledged until the
+        connection ends, unless the caller adopts it into the next transaction.
         """
         self._refuse_own_callback("rollback")
         transaction = self._end_transaction("rollback")

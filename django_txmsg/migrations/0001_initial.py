@@ -67,72 +67,39 @@ class Migration(migrations.Migration):
             ],
         ),
         migrations.CreateModel(
-            name="ArchiveBatch",
+            name="ArchiveMark",
             fields=[
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 (
                     "source",
                     models.CharField(help_text="outbox, inbox, …", max_length=32),
                 ),
+                (
+                    "lake_id",
+                    models.UUIDField(help_text="What the lake's table calls itself."),
+                ),
                 ("lake", models.CharField(max_length=1024)),
-                ("first_id", models.BigIntegerField()),
-                ("last_id", models.BigIntegerField()),
+                ("purged_through", models.BigIntegerField(default=0)),
                 (
-                    "cutoff",
-                    models.DateTimeField(
-                        help_text="Rows settled before it belong to this."
-                    ),
-                ),
-                (
-                    "horizon",
+                    "begun_through",
                     models.BigIntegerField(
-                        blank=True,
-                        help_text="Rows last changed by an older transaction belong to this.",
-                        null=True,
+                        default=0,
+                        help_text="Batches up to it may be on their way into the lake.",
                     ),
                 ),
-                (
-                    "state",
-                    models.CharField(
-                        choices=[
-                            ("planned", "planned"),
-                            ("committed", "in the lake, not yet deleted here"),
-                            ("purged", "in the lake only"),
-                            ("abandoning", "being withdrawn from the lake"),
-                            ("abandoned", "withdrawn"),
-                        ],
-                        default="planned",
-                        max_length=16,
-                    ),
-                ),
-                (
-                    "token",
-                    models.CharField(help_text="Its name in the lake.", max_length=36),
-                ),
-                ("attempt", models.CharField(blank=True, default="", max_length=36)),
-                ("lake_version", models.BigIntegerField(blank=True, null=True)),
                 ("rows", models.BigIntegerField(default=0)),
-                ("checksum", models.CharField(blank=True, default="", max_length=40)),
-                ("run_by", models.CharField(blank=True, default="", max_length=255)),
-                ("error", models.TextField(blank=True, default="")),
                 (
-                    "started_at",
+                    "changed_at",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now()
                     ),
                 ),
-                ("finished_at", models.DateTimeField(blank=True, null=True)),
             ],
             options={
-                "verbose_name": "archive batch",
-                "verbose_name_plural": "archive batches",
-                "indexes": [
-                    models.Index(
-                        condition=models.Q(
-                            ("state__in", ["planned", "committed", "abandoning"])
-                        ),
-                        fields=["source", "id"],
-                        name="txmsg_batch_unfinished",
+                "verbose_name": "archive mark",
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("source", "lake_id"), name="txmsg_archive_mark"
                     )
                 ],
             },
@@ -345,6 +312,7 @@ class Migration(migrations.Migration):
                             "stage",
                             "destination",
                             "fingerprint",
+                            "reason",
                             "created_at",
                         ],
                         name="txmsg_dead_open",
@@ -510,7 +478,7 @@ class Migration(migrations.Migration):
                 "indexes": [
                     models.Index(
                         condition=models.Q(("due_at__isnull", False)),
-                        fields=["stage", "due_at"],
+                        fields=["stage", "due_at", "id"],
                         name="txmsg_inbox_parked",
                     ),
                     models.Index(
@@ -797,6 +765,29 @@ class Migration(migrations.Migration):
                 "indexes": [
                     models.Index(fields=["created_at"], name="txmsg_session_created")
                 ],
+            },
+        ),
+        migrations.CreateModel(
+            name="StoredRun",
+            fields=[
+                (
+                    "name",
+                    models.CharField(max_length=64, primary_key=True, serialize=False),
+                ),
+                ("messages", models.BigIntegerField()),
+                (
+                    "ids",
+                    models.CharField(help_text="The sum of their ids.", max_length=32),
+                ),
+                (
+                    "stored_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "stored run",
             },
         ),
         migrations.CreateModel(

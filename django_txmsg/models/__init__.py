@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .archive import ArchiveBatch, PipelineRun, StagedMessage
+from .archive import ArchiveMark, PipelineRun, StagedMessage, StoredRun
 from .attempts import Attempt
 from .bulk import BulkOperation
 from .dead_letters import DeadLetter
@@ -17,7 +17,7 @@ from .stages import StageState
 from .workers import Worker
 
 __all__ = [
-    "ArchiveBatch",
+    "ArchiveMark",
     "Attempt",
     "BulkOperation",
     "DeadLetter",
@@ -32,5 +32,6 @@ __all__ = [
     "SessionRecord",
     "StageState",
     "StagedMessage",
+    "StoredRun",
     "Worker",
 ]

@@ -1,4 +1,4 @@
-"""The data pipeline's own rows: its runs, the archive's ledger, and staged replays.
+"""The data pipeline's own rows: its runs, the archive's marks, and staged replays.
 
 The Spark jobs read and write them through plain SQL, since they run without Django;
 the tables belong to the migrations all the same.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from django.db import DEFAULT_DB_ALIAS, connections, models
-from django.db.models import Q
 from django.db.models.functions import Now
 
 
@@ -78,61 +77,51 @@ class PipelineRun(models.Model):
         return True
 
 
-class BatchState(models.TextChoices):
-    """Where a batch of rows is on its way into the lake."""
+class ArchiveMark(models.Model):
+    """How far a lake's batches of one table are settled: those up to `purged_through`
+    are in the lake only. It moves in the transaction that deletes their rows.
 
-    PLANNED = "planned", "planned"
-    COMMITTED = "committed", "in the lake, not yet deleted here"
-    PURGED = "purged", "in the lake only"
-    ABANDONING = "abandoning", "being withdrawn from the lake"
-    ABANDONED = "abandoned", "withdrawn"
-
-
-class ArchiveBatch(models.Model):
-    """A frozen range of settled rows of one table: the unit of commit and of purge.
-
-    States: `planned → committed → purged`, and `committed → abandoning → abandoned`
-    for a batch whose rows changed on the way. The row is the proof: rows are deleted
-    in the transaction that has compared them with `rows` and `checksum`.
+    The batches themselves are numbered entries of the lake's own log, and so a database
+    or a lake that comes from a backup is noticed by comparing two numbers.
     """
 
     id = models.BigAutoField(primary_key=True)
     source = models.CharField(max_length=32, help_text="outbox, inbox, …")
+    lake_id = models.UUIDField(help_text="What the lake's table calls itself.")
     lake = models.CharField(max_length=1024)
-    first_id = models.BigIntegerField()
-    last_id = models.BigIntegerField()
-    cutoff = models.DateTimeField(help_text="Rows settled before it belong to this.")
-    horizon = models.BigIntegerField(
-        null=True,
-        blank=True,
-        help_text="Rows last changed by an older transaction belong to this.",
+    purged_through = models.BigIntegerField(default=0)
+    begun_through = models.BigIntegerField(
+        default=0, help_text="Batches up to it may be on their way into the lake."
     )
-    state = models.CharField(
-        max_length=16, choices=BatchState.choices, default=BatchState.PLANNED
-    )
-    token = models.CharField(max_length=36, help_text="Its name in the lake.")
-    attempt = models.CharField(max_length=36, default="", blank=True)
-    lake_version = models.BigIntegerField(null=True, blank=True)
     rows = models.BigIntegerField(default=0)
-    checksum = models.CharField(max_length=40, default="", blank=True)
-    run_by = models.CharField(max_length=255, default="", blank=True)
-    error = models.TextField(default="", blank=True)
-    started_at = models.DateTimeField(db_default=Now())
-    finished_at = models.DateTimeField(null=True, blank=True)
+    changed_at = models.DateTimeField(db_default=Now())
 
     class Meta:
-        verbose_name = "archive batch"
-        verbose_name_plural = "archive batches"
-        indexes = [
-            models.Index(
-                fields=["source", "id"],
-                condition=Q(state__in=["planned", "committed", "abandoning"]),
-                name="txmsg_batch_unfinished",
+        verbose_name = "archive mark"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["source", "lake_id"], name="txmsg_archive_mark"
             )
         ]
 
     def __str__(self) -> str:
-        return f"{self.source} {self.first_id} to {self.last_id} ({self.state})"
+        return f"{self.source} in {self.lake} through {self.purged_through}"
+
+
+class StoredRun(models.Model):
+    """A replay, a send or a write that has stored its messages: its name stands for
+    these, for good, whatever becomes of their rows. Written with them."""
+
+    name = models.CharField(max_length=64, primary_key=True)
+    messages = models.BigIntegerField()
+    ids = models.CharField(max_length=32, help_text="The sum of their ids.")
+    stored_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        verbose_name = "stored run"
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.messages} messages"
 
 
 class StagedMessage(models.Model):

@@ -16,7 +16,9 @@ from typing import Any
 from django.db import connections, models
 
 from ..wire import format_instant
+from .claiming import bounds, claim_sql
 from .fields import (
+    began_sql,
     ids_sql,
     instant_text_sql,
     later_sql,
@@ -26,7 +28,6 @@ from .fields import (
     prepared,
     read_instant,
     read_uuid,
-    skip_locked_sql,
 )
 
 #: "Pending" in other words than those of the index that the claim walks: that one looks
@@ -71,6 +72,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         floor: str | None = None,
     ) -> list[Claimed]:
         """Take due rows for `lease` seconds, oldest first; no other relay gets them.
+        At most `limit` of them, and no more bytes than claiming.MAX_BYTES.
 
         A row with a key is taken only together with all earlier pending rows of that
         key; one that is due later than its followers, for another try, goes before
@@ -78,7 +80,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         due before it: a busy relay need not walk again over what it has just settled.
         """
         connection, table = connections[self.db], self.model._meta.db_table
-        now = now_sql(connection)
+        now = began_sql(connection)
         narrow, pending = "", "c.dispatched_at IS NULL AND c.dead_at IS NULL"
         earlier = PENDING_OTHERWISE.format("e.")
         parameters: list[Any] = [broker]
@@ -96,35 +98,39 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
         no_wait, waits_not = no_wait_sql(connection)
-        first_due = "min(due_at)"
+        first_due = "min(due)"
         if connection.vendor == "postgresql":
             first_due += "::text"
-        sql = f"""
-            WITH {no_wait and no_wait + ","} picked AS MATERIALIZED (
-                SELECT c.id, c.due_at FROM {table} c
-                WHERE {pending}
-                  AND c.broker = %s AND c.due_at <= {now}
-                  AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
-                  AND (c.key = '' OR NOT EXISTS (
-                      SELECT 1 FROM {table} e
-                      WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
-                        AND e.broker = c.broker AND {earlier}
-                        AND (e.due_at > c.due_at OR e.lease_until >= {now})))
-                ORDER BY c.due_at, c.id LIMIT %s {skip_locked_sql(connection)})
-            UPDATE {table} AS o
-            SET lease_until = {later_sql(connection)}, lease_token = %s
-            WHERE o.id IN (SELECT id FROM picked) AND {waits_not}
-              AND (o.key = '' OR NOT EXISTS (
-                  SELECT 1 FROM {table} e
-                  WHERE e.key = o.key AND NOT (e.key = '') AND e.id < o.id
-                    AND e.broker = o.broker AND {earlier}
-                    AND e.id NOT IN (SELECT id FROM picked)))
-            RETURNING {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
+        sql = claim_sql(
+            connection,
+            table,
+            before=no_wait,
+            due="due_at",
+            where=f"""
+                {pending} AND c.broker = %s AND c.due_at <= {now}
+                AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
+                AND (c.key = '' OR NOT EXISTS (
+                    SELECT 1 FROM {table} e
+                    WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
+                      AND e.broker = c.broker AND {earlier}
+                      AND (e.due_at > c.due_at OR e.lease_until >= {now})))
+            """,  # noqa: S608 - constants only
+            assign=f"lease_until = {later_sql(connection)}, lease_token = %s",
+            also=f"""
+                {waits_not} AND (o.key = '' OR NOT EXISTS (
+                    SELECT 1 FROM {table} e
+                    WHERE e.key = o.key AND NOT (e.key = '') AND e.id < o.id
+                      AND e.broker = o.broker AND {earlier}
+                      AND e.id NOT IN (SELECT id FROM picked)))
+            """,  # noqa: S608 - constants only
+            returning=f"""
+                {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
                 {instant_text_sql(connection, "created_at")},
                 (SELECT {first_due} FROM picked)
-        """  # noqa: S608 - constants only
+            """,  # noqa: S608 - constants only
+        )
         parameters += [
-            limit,
+            *bounds(limit),
             later_value(connection, lease),
             prepared(self.model, "lease_token", token, connection),
         ]
@@ -141,6 +147,14 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
     def release(self, ids: list[int], token: uuid.UUID) -> int:
         """Give rows back untouched, since the broker could not be asked."""
         return self._leased(ids, token, "lease_until = NULL, lease_token = NULL")
+
+    def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
+        """Keep rows for `lease` seconds from now. Returns how many were still held."""
+        connection = connections[self.db]
+        value = later_value(connection, lease)
+        return self._leased(
+            ids, token, f"lease_until = {later_sql(connection)}", [value]
+        )
 
     def reschedule(self, pk: int, token: uuid.UUID, *, delay: float, error: str) -> int:
         """Count a failed dispatch and make the row due again in `delay` seconds."""

@@ -39,15 +39,8 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
         Returns row id and message id of what was stored.
         """
         connection = connections[self.db]
-        if connection.vendor == "postgresql":
-            source = (
-                "jsonb_to_recordset(%s::jsonb)"
-                " AS again(id bigint, key text, headers jsonb, replay_id text)"
-            )
-        else:
-            names = ("id", "key", "headers", "replay_id")
-            columns = ", ".join(f"json_extract(value, '$.{n}') AS {n}" for n in names)
-            source = f"(SELECT {columns} FROM json_each(%s)) AS again"  # noqa: S608 - constants only
+        source = _given(connection, id="bigint", key="text", headers="jsonb",
+                        replay_id="text")  # fmt: skip
         now = now_sql(connection)
         with connection.cursor() as cursor:
             cursor.execute(
@@ -66,6 +59,39 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
                 [wire.BYTES, json.dumps(list(again))],
             )
             return [(pk, read_uuid(message_id)) for pk, message_id in cursor.fetchall()]
+
+    def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
+        """Park dead letters of stages in the inbox, due now, within the database.
+
+        Each of `again` says `id`, and the row's `headers` and `service`. What is parked
+        already stays as it is, and so does what is processed, but by `force`.
+        """
+        connection = connections[self.db]
+        source = _given(connection, id="bigint", headers="jsonb", service="text")
+        now = now_sql(connection)
+        settled = "TRUE" if force else "i.processed_at IS NULL"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"""
+                INSERT INTO django_txmsg_inboxmessage AS i
+                    (stage, message_id, destination, correlation_id, service,
+                     created_at, deliveries, attempts, first_received_at,
+                     last_received_at, due_at, headers, body, last_error)
+                SELECT letter.stage, letter.message_id, letter.destination,
+                    letter.correlation_id, again.service, letter.message_created_at,
+                    1, 0, {now}, {now}, {now}, again.headers, letter.body, ''
+                FROM {source} JOIN django_txmsg_deadletter letter
+                    ON letter.id = again.id
+                WHERE TRUE ORDER BY again.id
+                ON CONFLICT (message_id, stage) DO UPDATE SET
+                    attempts = 0, dead_at = NULL, processed_at = NULL,
+                    due_at = excluded.due_at, headers = excluded.headers,
+                    body = excluded.body, lease_until = NULL, lease_token = NULL,
+                    last_error = ''
+                WHERE i.due_at IS NULL AND {settled}
+                """,  # noqa: S608 - constants only
+                [json.dumps(list(again))],
+            )
 
 
 class DeadLetter(models.Model):
@@ -122,7 +148,14 @@ class DeadLetter(models.Model):
             models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
             # The newest are counted by place from this index alone.
             models.Index(
-                fields=["id", "stage", "destination", "fingerprint", "created_at"],
+                fields=[
+                    "id",
+                    "stage",
+                    "destination",
+                    "fingerprint",
+                    "reason",
+                    "created_at",
+                ],
                 condition=Q(resolution="open"),
                 name="txmsg_dead_open",
             ),
@@ -156,3 +189,12 @@ class DeadLetter(models.Model):
 
     def __str__(self) -> str:
         return f"{self.message_id} ({self.reason})"
+
+
+def _given(connection: Any, **columns: str) -> str:
+    """Return SQL for the parameter, a JSON array, as a table `again`."""
+    if connection.vendor == "postgresql":
+        typed = ", ".join(f"{name} {kind}" for name, kind in columns.items())
+        return f"jsonb_to_recordset(%s::jsonb) AS again({typed})"
+    read = ", ".join(f"json_extract(value, '$.{n}') AS {n}" for n in columns)
+    return f"(SELECT {read} FROM json_each(%s)) AS again"  # noqa: S608 - constants only

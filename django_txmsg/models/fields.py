@@ -32,9 +32,6 @@ class XidField(models.Field):  # type: ignore[type-arg]  # not generic at run ti
     which no sequence and no timestamp can say.
     """
 
-    #: Nobody needs it after an INSERT, and returning it costs a conversion a row.
-    db_returning = False
-
     def __init__(self, **options: Any) -> None:
         options |= {"null": True, "editable": False, "db_default": CurrentXid()}
         super().__init__(**options)
@@ -54,9 +51,17 @@ class XidField(models.Field):  # type: ignore[type-arg]  # not generic at run ti
 
 def now_sql(connection: Any) -> str:
     """Return SQL for the database's present instant, which moves on within a
-    transaction. For a statement with parameters."""
+    transaction. For what is assigned, in a statement with parameters."""
     if connection.vendor == "postgresql":
         return "clock_timestamp()"
+    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+
+
+def began_sql(connection: Any) -> str:
+    """Return SQL for the instant at which the statement came. For conditions: it stays
+    the same for all rows, so that an index can be searched by it."""
+    if connection.vendor == "postgresql":
+        return "statement_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
 

@@ -34,16 +34,25 @@ class InboxManager(ParkedManager):
     """The transitions of received messages, each in a single statement."""
 
     def record(
-        self, stage: str, messages: Sequence[Message], *, idempotent: bool = False
+        self,
+        stage: str,
+        messages: Sequence[Message],
+        *,
+        idempotent: bool = False,
+        together: bool = False,
     ) -> dict[uuid.UUID, Seen]:
         """Count an arrival of each message, and an attempt for each that is to run.
 
         Commits at once, so that a message that kills its worker is still counted; on
         PostgreSQL without waiting for the disk, since losing a count costs no more
         than one attempt. `idempotent` stages run again what they have processed.
+        Of messages that are to run `together` none is counted an attempt: should their
+        worker die, nobody could tell whose it was, and each comes again alone.
         """
         connection = connections[self.db]
-        sql, parameters = self._recording(stage, messages, idempotent)
+        sql, parameters = self._recording(
+            stage, messages, idempotent, 0 if together else 1
+        )
         no_wait, waits_not = no_wait_sql(connection)
         if no_wait:
             sql = f"WITH {no_wait} {sql}, {waits_not}"
@@ -53,7 +62,7 @@ class InboxManager(ParkedManager):
         return {one.message_id: one for one in seen}
 
     def record_and_begin(
-        self, stage: str, message: Message, isolation: str | None
+        self, stage: str, message: Message, isolation: str | None, mark: str
     ) -> tuple[Seen, bool]:
         """Record an arrival, commit that, begin the stage's transaction and take the
         row in it: `record()` and `take()` in one round trip instead of three.
@@ -61,17 +70,23 @@ class InboxManager(ParkedManager):
         Returns what was recorded, and whether the row is taken. The transaction is
         open in any case: `Demarcation` takes it over, or the caller rolls it back. For
         a connection of psycopg 3 that is outside of any block (`begins_early()`).
+        When it fails, `recorded()` tells by the `mark` whether the first half stayed.
         """
         connection = connections[self.db]
-        recording, parameters = self._recording(stage, [message], False)
+        recording, parameters = self._recording(stage, [message], False, 1)
+        # OPTIONS' level is the driver's to say, and the driver says no BEGIN here.
+        own = getattr(connection.connection, "isolation_level", None)
+        if isolation is None and own is not None:
+            isolation = own.name.replace("_", " ")
         level = f" ISOLATION LEVEL {isolation}" if isolation else ""
         with connection.cursor() as cursor:
             cursor.execute(
-                f"BEGIN; SET LOCAL synchronous_commit = off; {recording}; COMMIT;"  # noqa: S608 - constants only
+                f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
+                f" set_config('{_MARK}', %s, false); COMMIT;"
                 f" BEGIN{level};"
                 f" UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))}"
                 f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {_OPEN}",
-                [*parameters, message.id, stage],
+                [*parameters, mark, message.id, stage],
             )
             for _passed in ("BEGIN", "SET"):
                 cursor.nextset()
@@ -80,14 +95,30 @@ class InboxManager(ParkedManager):
                 pass
             return seen, bool(cursor.rowcount)
 
+    def recorded(self, stage: str, message: Message, mark: str) -> Seen | None:
+        """Return what `record_and_begin()` has recorded before it failed, if it has:
+        a setting of the session that was made in a transaction ends with that, unless
+        it commits."""
+        now = now_sql(connections[self.db])
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(
+                f"SELECT {SEEN_COLUMNS.format(now=now)} FROM {_TABLE}"  # noqa: S608 - constants only
+                " WHERE message_id = %s AND stage = %s"
+                f" AND current_setting('{_MARK}', true) = %s",
+                [message.id, stage, mark],
+            )
+            row = cursor.fetchone()
+        return None if row is None else read_seen(row)
+
     def _recording(
-        self, stage: str, messages: Sequence[Message], idempotent: bool
+        self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int
     ) -> tuple[str, list[Any]]:
         connection = connections[self.db]
         now = now_sql(connection)
         given = {message.id: message for message in messages}
         rows = ", ".join(
-            [f"(%s, %s, %s, %s, %s, %s, 1, 1, {now}, {now}, {now}, '')"] * len(given)
+            [f"(%s, %s, %s, %s, %s, %s, 1, {counted}, {now}, {now}, {now}, '')"]
+            * len(given)
         )
         parameters: list[Any] = []
         for message in given.values():
@@ -95,7 +126,7 @@ class InboxManager(ParkedManager):
                 stage,
                 prepared(self.model, "message_id", message.id, connection),
                 message.destination,
-                (message.correlation_id or "")[:255],
+                message.correlation_id or "",
                 (message.service or "")[:255],
                 prepared(self.model, "created_at", message.created_at, connection),
             ]
@@ -111,37 +142,39 @@ class InboxManager(ParkedManager):
             VALUES {rows}
             ON CONFLICT (message_id, stage) DO UPDATE SET
                 deliveries = i.deliveries + 1, last_received_at = {now},
-                attempts = CASE WHEN {again} THEN 1 WHEN {runs} THEN i.attempts + 1
+                attempts = CASE WHEN {again} THEN 1
+                                WHEN {runs} THEN i.attempts + {counted}
                                 ELSE i.attempts END,
                 started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
             RETURNING {SEEN_COLUMNS.format(now=now)}
         """  # noqa: S608 - constants only
         return sql, parameters
 
-    def start_again(self, pk: int) -> int:
-        """Count another attempt in place, as blocking redelivery makes. Returns it."""
+    def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
+        """Count another attempt in place, as blocking redelivery makes. Returns it, or
+        0 when the message is somebody else's by now."""
         connection = connections[self.db]
+        held, fence = self.fence(token)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {_TABLE} SET attempts = attempts + 1,"  # noqa: S608 - constants only
-                f" started_at = {now_sql(connection)} WHERE id = %s RETURNING attempts",
-                [pk],
+                f" started_at = {now_sql(connection)} WHERE id = %s{held}"
+                " RETURNING attempts",
+                [pk, *fence],
             )
             row = cursor.fetchone()
         return int(row[0]) if row else 0
 
-    def unrecord(self, ids: list[int]) -> None:
-        """Take back an arrival that is to be recorded anew, and the attempt that was
-        counted with it and not started."""
+    def unrecord(self, ids: list[int], *, attempts: int = 0) -> None:
+        """Take back an arrival that is to be recorded anew, and so many attempts that
+        were counted with it and not started."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {_TABLE} SET deliveries = deliveries - 1,"  # noqa: S608 - constants only
-                " attempts = attempts - CASE WHEN processed_at IS NULL"
-                " AND dead_at IS NULL AND due_at IS NULL THEN 1 ELSE 0 END"
-                f" WHERE {condition}",
-                parameters,
+                f" attempts = attempts - %s WHERE {condition}",
+                [attempts, *parameters],
             )
 
     def lock(self, ids: list[int]) -> set[int]:
@@ -184,14 +217,22 @@ class InboxManager(ParkedManager):
         condition, parameters = ids_sql(connection, "id", ids)
         with connection.cursor() as cursor:
             cursor.execute(
-                f"UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
-                f" WHERE {condition}",
+                f"UPDATE {_TABLE} SET {_PROCESSED.format(now=now_sql(connection))},"  # noqa: S608 - constants only
+                " attempts = CASE attempts WHEN 0 THEN 1 ELSE attempts END"
+                f" WHERE {condition} AND dead_at IS NULL",
                 parameters,
             )
 
-    def mark_dead(self, pk: int, error: str) -> int:
-        """Give a received message up. Its bytes are in the dead letter."""
-        changed: int = self.filter(pk=pk, processed_at=None, dead_at=None).update(
+    def mark_dead(self, pk: int, error: str, token: uuid.UUID | None = None) -> int:
+        """Give a received message up. Its bytes are in the dead letter.
+
+        Returns 0 when it is processed or dead by now, or when `token`, the lease it
+        was held under, has ended and somebody else has it.
+        """
+        rows = self.filter(pk=pk, processed_at=None, dead_at=None)
+        if token is not None:
+            rows = rows.filter(lease_token=token)
+        changed: int = rows.update(
             dead_at=Now(),
             due_at=None,
             headers=None,
@@ -265,7 +306,7 @@ class InboxMessage(models.Model):
         ]
         indexes = [
             models.Index(
-                fields=["stage", "due_at"],
+                fields=["stage", "due_at", "id"],
                 condition=Q(due_at__isnull=False),
                 name="txmsg_inbox_parked",
             ),
@@ -293,6 +334,7 @@ class InboxMessage(models.Model):
 
 
 _TABLE = InboxMessage._meta.db_table
+_MARK = "txmsg.arrival"
 _OPEN = "processed_at IS NULL AND dead_at IS NULL"
 _PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"

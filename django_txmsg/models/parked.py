@@ -9,10 +9,19 @@ import json
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from django.db import connections, models
 
-from .fields import later_sql, later_value, now_sql, prepared, skip_locked_sql
+from .claiming import bounds, claim_sql
+from .fields import (
+    began_sql,
+    later_sql,
+    later_value,
+    now_sql,
+    prepared,
+    skip_locked_sql,
+)
 from .seen import SEEN_COLUMNS, Seen, read_seen
 
 
@@ -24,6 +33,8 @@ class Parked:
     destination: str
     headers: dict[str, str]
     body: bytes
+    #: Seconds from one renewal of the lease to its end.
+    lease: float
 
 
 class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -37,28 +48,45 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         headers: Mapping[str, str],
         body: bytes,
         error: str,
-    ) -> None:
-        """Keep the whole message here until it is due again in `delay` seconds."""
+        token: uuid.UUID | None = None,
+    ) -> bool:
+        """Keep the whole message here until it is due again in `delay` seconds.
+
+        False when it is processed or dead by now, or when `token`, the lease it was
+        held under, has ended and somebody else has it.
+        """
         connection = connections[self.db]
+        held, fence = self.fence(token)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
                 " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
-                " lease_token = NULL"
-                " WHERE id = %s AND processed_at IS NULL AND dead_at IS NULL",
+                " lease_token = NULL WHERE id = %s AND processed_at IS NULL"
+                f" AND dead_at IS NULL{held}",
                 [
                     later_value(connection, delay),
                     prepared(self.model, "headers", dict(headers), connection),
                     prepared(self.model, "body", body, connection),
                     error,
                     pk,
+                    *fence,
                 ],
             )
+            return bool(cursor.rowcount)
+
+    def fence(self, token: uuid.UUID | None) -> tuple[str, list[Any]]:
+        """Return the condition that a parked message is still held under `token`, and
+        its parameters; none for a message that came from the broker."""
+        if token is None:
+            return "", []
+        connection = connections[self.db]
+        held = prepared(self.model, "lease_token", token, connection)
+        return " AND lease_token = %s", [held]
 
     def due_stages(self, stages: Sequence[str]) -> set[str]:
         """Return which of the stages have parked messages that are due and free."""
         connection = connections[self.db]
-        now = now_sql(connection)
+        now = began_sql(connection)
         one = f"""
             SELECT %s AS stage WHERE EXISTS (
                 SELECT 1 FROM {self._table} WHERE stage = %s AND due_at <= {now}
@@ -75,23 +103,24 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         """Take one due parked message of a stage, counting the attempt it is for."""
         connection = connections[self.db]
         now = now_sql(connection)
-        sql = f"""
-            UPDATE {self._table} SET lease_until = {later_sql(connection)},
-                lease_token = %s, attempts = attempts + 1, started_at = {now}
-            WHERE id IN (
-                SELECT id FROM {self._table}
-                WHERE stage = %s AND due_at <= {now}
-                  AND (lease_until IS NULL OR lease_until < {now})
-                ORDER BY due_at LIMIT 1 {skip_locked_sql(connection)})
-            RETURNING {SEEN_COLUMNS.format(now=now)}, destination, headers, body
-        """  # noqa: S608 - constants only
+        sql = claim_sql(
+            connection,
+            self._table,
+            due="due_at",
+            where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
+            f" (c.lease_until IS NULL OR c.lease_until < {began_sql(connection)})",
+            assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
+            f" attempts = attempts + 1, started_at = {now}",
+            returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body",
+        )
         with connection.cursor() as cursor:
             cursor.execute(
                 sql,
                 [
+                    stage,
+                    *bounds(1),
                     later_value(connection, lease),
                     prepared(self.model, "lease_token", token, connection),
-                    stage,
                 ],
             )
             row = cursor.fetchone()
@@ -103,7 +132,24 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
             destination=destination,
             headers=json.loads(headers) if isinstance(headers, str) else headers,
             body=bytes(body),
+            lease=lease,
         )
+
+    def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
+        """Keep a claimed parked message for `lease` seconds from now, unless its row
+        is locked: then nobody else can claim it."""
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
+                f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
+                f" AND lease_token = %s {skip_locked_sql(connection)})",
+                [
+                    later_value(connection, lease),
+                    pk,
+                    prepared(self.model, "lease_token", token, connection),
+                ],
+            )
 
     def unpark(self, pk: int, token: uuid.UUID) -> None:
         """Give a claimed parked message back unstarted."""

@@ -10,7 +10,14 @@ from typing import Any, ClassVar
 from django.db import connections, models
 from django.db.models.functions import Now
 
-from .fields import ids_sql, later_sql, later_value, now_sql, prepared, skip_locked_sql
+from .claiming import bounds, claim_sql
+from .fields import began_sql, ids_sql, later_sql, later_value, now_sql, prepared
+
+
+def queue_name(destination: str, subscriber: str | None) -> str:
+    """Return the queue that a destination's messages lie in; each subscriber of a
+    topic has one."""
+    return f"{destination}@{subscriber}" if subscriber else destination
 
 
 class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -20,28 +27,29 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def claim(
         self, queue: str, token: uuid.UUID, *, limit: int, lease: float
     ) -> list[tuple[int, dict[str, str], bytes, int]]:
-        """Take due messages of a queue, in order.
+        """Take due messages of a queue, in order: at most `limit`, and no more bytes
+        than claiming.MAX_BYTES.
 
         Returns id, headers, body and number of deliveries of each.
         """
         connection = connections[self.db]
-        sql = f"""
-            UPDATE {_TABLE} SET available_at = {later_sql(connection)},
-                lease_token = %s, deliveries = deliveries + 1
-            WHERE id IN (
-                SELECT id FROM {_TABLE}
-                WHERE queue = %s AND available_at <= {now_sql(connection)}
-                ORDER BY available_at, id LIMIT %s {skip_locked_sql(connection)})
-            RETURNING id, headers, body, deliveries
-        """  # noqa: S608 - constants only
+        sql = claim_sql(
+            connection,
+            _TABLE,
+            due="available_at",
+            where=f"c.queue = %s AND c.available_at <= {began_sql(connection)}",
+            assign=f"available_at = {later_sql(connection)},"
+            " lease_token = %s, deliveries = deliveries + 1",
+            returning="id, headers, body, deliveries",
+        )
         with connection.cursor() as cursor:
             cursor.execute(
                 sql,
                 [
+                    queue,
+                    *bounds(limit),
                     later_value(connection, lease),
                     prepared(self.model, "lease_token", token, connection),
-                    queue,
-                    limit,
                 ],
             )
             rows = sorted(cursor.fetchall())

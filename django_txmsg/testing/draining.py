@@ -164,8 +164,7 @@ class _Worker:
     @contextmanager
     def open(self) -> Iterator[None]:
         stage = self._stage
-        own = f"{conf.get().SERVICE}.{stage.name}"
-        subscriber = own if stage.destination.startswith("topic:") else None
+        subscriber = stage.subscriber
         transacted = stage.transaction != "outbox"
         broker = get_broker(stage.broker)
         with broker.open(transacted=transacted, subscriber=subscriber) as session:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -34,9 +35,13 @@ class Channel(Protocol):
 class Loop:
     """Waits on channels and timers on a thread of its own."""
 
-    def __init__(self, lock: threading.Condition) -> None:
-        """Share the broker's lock; ``start`` begins."""
+    def __init__(
+        self, lock: threading.Condition, on_error: Callable[[Exception], None]
+    ) -> None:
+        """Share the broker's lock; ``start`` begins. What a test's function raises is
+        handed to ``on_error``, and the loop goes on."""
         self._lock = lock
+        self._on_error = on_error
         self._channels: set[Channel] = set()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -102,14 +107,20 @@ class Loop:
                     if key.data is None:
                         self._alarmed.recv(4096)
                     elif key.data in self._channels:
-                        key.data.ready(events)
+                        self._attempt(partial(key.data.ready, events))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._on_error(error)
 
     def _run_timers(self) -> float | None:
         while self._timers:
             left = self._timers[0][0] - time.monotonic()
             if left > 0:
                 return left
-            heapq.heappop(self._timers)[2]()
+            self._attempt(heapq.heappop(self._timers)[2])
         return None
 
     def _register(self) -> None:

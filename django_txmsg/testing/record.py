@@ -30,6 +30,19 @@ class Record:
         self.frames: list[ReceivedFrame] = []
         #: What clients did that STOMP forbids; an honest client leaves it empty.
         self.violations: list[str] = []
+        #: What the broker's thread has raised: the test's own functions, in rules.
+        self.errors: list[Exception] = []
+
+    def failed(self, error: Exception) -> None:
+        """Keep an error for whoever waits; with the lock held."""
+        self.errors.append(error)
+        self.changed.notify_all()
+
+    def check(self) -> None:
+        """Raise the first error of the broker's thread, once."""
+        with self.changed:
+            if self.errors:
+                raise self.errors.pop(0)
 
     def received(
         self,
@@ -74,11 +87,15 @@ class Record:
     ) -> None:
         """Wait for a condition on the broker; it is asked again after every event.
 
-        Raises ``AssertionError`` that says what did happen.
+        Raises ``AssertionError`` that says what did happen, or what a function of the
+        test's own has raised on the broker's thread.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
-            while not condition():
+            while True:
+                self.check()
+                if condition():
+                    return
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise AssertionError(

@@ -1,8 +1,9 @@
 """What a test tells the scripted broker to do with the frames it gets.
 
 A rule picks frames (``broker.on("SEND", nth=3)``) and one verb says what happens to
-them (``.reject("quota")``). The first rule that picks a frame and has not run out
-decides; without one the broker does what its profile does.
+them (``.reject("quota")``). Every rule counts every frame that matches it; the first
+that picks a frame and has not run out decides over it. Without one the broker does
+what its profile does.
 """
 
 from __future__ import annotations
@@ -76,20 +77,23 @@ class Rule:
         self._where = where
         self._seen = 0
 
-    def picks(self, frame: Frame) -> bool:
-        """Whether this rule decides over the frame; counts what it has seen."""
-        if self.verb is Verb.HANDLE or self._command not in (frame.command, "*"):
+    def matches(self, frame: Frame) -> bool:
+        """Whether the frame is one of the rule's; counts it, if it is."""
+        if self._command not in (frame.command, "*"):
             return False
         if self._destination is not None and frame.destination != self._destination:
             return False
         if self._where is not None and not self._where(frame):
             return False
         self._seen += 1
-        if self._nth is not None and self._seen != self._nth:
+        return self._nth is None or self._seen == self._nth
+
+    def decides(self) -> bool:
+        """Whether it may decide once more, which it then has done."""
+        if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:
             self._left -= 1
-            return self._left >= 0
         return True
 
     # -- the verbs ----------------------------------------------------------------
@@ -180,7 +184,8 @@ class Script:
 
     def rule_for(self, frame: Frame) -> Rule | None:
         """The rule that decides over the frame, if any does."""
-        return next((rule for rule in self.rules if rule.picks(frame)), None)
+        picking = [rule for rule in self.rules if rule.matches(frame)]
+        return next((rule for rule in picking if rule.decides()), None)
 
     def hold(self, rule: Rule, held: Held) -> None:
         """Keep what the rule holds back, or let a full window go, shuffled."""

@@ -61,18 +61,21 @@ class ScriptedBroker(Record):
         heart_beat: tuple[int, int] | None = None,
         tls: ssl.SSLContext | None = None,
         receive_buffer: int | None = None,
+        strict: bool = True,
     ) -> None:
         """Listen at once; ``port`` 0 takes a free one.
 
         ``users``: who may log in, by password; None lets everybody in. ``heart_beat``:
         what the broker offers and wants, in milliseconds; None: whatever the client
         does. ``receive_buffer``: bytes a stalled broker's socket still takes.
+        ``strict``: leaving the ``with`` block fails when a client has broken the rules
+        of STOMP.
         """
         self.profile = PROFILES[profile] if isinstance(profile, str) else profile
         self.versions, self.users, self.heart_beat = versions, users, heart_beat
-        self.tls = tls
+        self.tls, self._strict = tls, strict
         super().__init__()
-        self.loop = Loop(self.changed)
+        self.loop = Loop(self.changed, self.failed)
         self.script = Script()
         self.store = Store()
         self.split = Split()
@@ -111,8 +114,9 @@ class ScriptedBroker(Record):
     ) -> Rule:
         """Pick frames for one of the rule's verbs; "*" is every command.
 
-        ``nth``: only the n-th (from 1) of those that match from now on. ``times``: the
-        first so many. Rules are asked in the order they were made.
+        ``nth``: only the n-th (from 1) of those that match from now on, whatever other
+        rules do to them. ``times``: it decides over so many, and then no more. Rules
+        are asked in the order they were made.
         """
         rule = Rule(command, nth=nth, times=times, destination=destination, where=where)
         with self.changed:
@@ -263,9 +267,13 @@ class ScriptedBroker(Record):
         self.changed.notify_all()
 
     def close(self) -> None:
-        """Go down for good and free the port."""
+        """Go down for good and free the port.
+
+        Raises what one of the test's own functions, in a rule, has raised.
+        """
         self.stop()
         self.loop.stop()
+        self.check()
 
     def __enter__(self) -> ScriptedBroker:
         """It listens already."""
@@ -277,5 +285,11 @@ class ScriptedBroker(Record):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Go down."""
-        self.close()
+        """Go down; raise ``AssertionError`` for a client that was not honest."""
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # it would hide what the test itself has raised
+                raise
+        if self._strict and error is None and self.violations:
+            raise AssertionError(f"Clients broke STOMP's rules. {self.describe()}")

@@ -24,6 +24,8 @@ class StoredMessage:
     headers: dict[str, str]
     body: bytes
     redelivered: bool = False
+    #: How often it was handed out.
+    deliveries: int = 0
     #: Epoch seconds after which it is not delivered any more.
     expires_at: float | None = None
     number: int = field(default_factory=lambda: next(_numbers))
@@ -72,6 +74,7 @@ class Subscription:
     def give(self, message: StoredMessage) -> None:
         """Deliver one message, to be acknowledged unless the mode is ``auto``."""
         ack_id = f"{self.name}:{next(_numbers)}"
+        message.deliveries += 1
         if self.ack != "auto":
             self.pending[ack_id] = message
         self._deliver(self, ack_id, message)

@@ -37,14 +37,18 @@ def declare() -> None:
 class Stream:
     """Messages on their way from the outbox to their effects."""
 
-    def __init__(self, manage: Manage, url: str, destination: str, batch: int) -> None:
+    def __init__(
+        self, manage: Manage, url: str, destination: str, batch: int, **options: Any
+    ) -> None:
         self._manage, self._destination = manage, destination
         self._settings: dict[str, Any] = {
             **IMPATIENT,
             "BROKERS": {"default": {"URL": url}},
             "RELAY": {"POLL_INTERVAL": 0.1, "LEASE": 5, "BREAKER_MAX_PAUSE": 1.0},
         }
-        self._stage = {"destination": destination, "batch": batch}
+        self._stage = {"destination": destination, "batch": batch, **options}
+        #: What else its processes have in their environment.
+        self.env: dict[str, str] = {}
         self.total = 0
         self.workers: list[ManageProcess] = []
 
@@ -57,7 +61,7 @@ class Stream:
                 *arguments,
                 hook="tests.acceptance.test_kill_servers.declare",
                 txmsg=self._settings,
-                env={"BUSY_STAGE": json.dumps(self._stage)},
+                env={"BUSY_STAGE": json.dumps(self._stage), **self.env},
             )
         )
         return self.workers[-1]

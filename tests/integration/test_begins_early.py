@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, connections, transaction
+from psycopg import IsolationLevel
 
+from django_txmsg import inbox
+from django_txmsg.demarcation import begins_early
 from django_txmsg.message import Message
 from django_txmsg.models import InboxMessage
 from django_txmsg.redelivery import RedeliveryPolicy
 from tests.app.models import Effect
-from tests.running import committing, declared, put, step
+from tests.running import committing, declared, put, step, thread_of
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -53,6 +56,38 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 
 
 @pytest.mark.postgresql
+@pytest.mark.parametrize("own", [None, "read committed"])
+def test_a_stage_without_a_level_has_the_one_of_its_connection(own: Any) -> None:
+    """The one of OPTIONS, in the first message of a connection and in those after."""
+    seen: list[str] = []
+
+    def handler(message: Message) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            seen.append(cursor.fetchone()[0])
+
+    options = connection.settings_dict["OPTIONS"]
+    connection.close()
+    options["isolation_level"] = IsolationLevel.SERIALIZABLE
+    try:
+        with declared(handler, isolation=own) as stage:
+            for _ in range(3):
+                put(stage.destination)
+            step(stage, times=3, parked=False)
+    finally:
+        del options["isolation_level"]
+        connection.close()
+    assert seen == [own or "serializable"] * 3
+
+
+@pytest.mark.postgresql
+def test_asking_whether_it_can_begin_early_does_not_connect() -> None:
+    connection.close()
+    assert not begins_early("default")
+    assert connection.connection is None
+
+
+@pytest.mark.postgresql
 def test_a_locks_time_out_leaves_no_transaction_behind() -> None:
     message_id = uuid.uuid4()
     other = connections["default"].copy()
@@ -67,15 +102,21 @@ def test_a_locks_time_out_leaves_no_transaction_behind() -> None:
                 [stage.name, message_id],
             )
             cursor.execute("SET lock_timeout = '20ms'")
+            thread = thread_of(stage)
+            session = thread._open()
+            assert session is not None
+            delivery = session.receive(5)
+            assert delivery is not None
             try:
                 with pytest.raises(OperationalError, match="lock timeout"):
-                    step(stage, parked=False)
+                    inbox.process(thread._arrival(session, delivery))
                 assert not connection.in_atomic_block
                 with transaction.atomic():
                     Effect.objects.create(name="next", message_id="")
             finally:
                 cursor.execute("SET lock_timeout = 0")
                 elsewhere.execute("ROLLBACK")
+                session.close()
         other.close()
         step(stage, parked=False)
     assert InboxMessage.objects.get().state == "processed"

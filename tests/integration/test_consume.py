@@ -60,7 +60,7 @@ def test_inbox_row_effect_and_outgoing_rows_are_one_transaction() -> None:
         assert row.state == "processed"
         assert (row.deliveries, row.attempts) == (1, 1)
         outgoing = OutboxMessage.objects.get(destination="tests.next")
-        assert outgoing.message_id == wire.derived_id(sent.id, stage.name, 0)
+        assert outgoing.message_id == wire.derived_id("tests", sent.id, stage.name, 0)
         assert outgoing.correlation_id == str(sent.id)
     assert names() == ["done"]
     assert not QueueMessage.objects.filter(queue=stage.destination).exists()

@@ -57,14 +57,13 @@ def test_redelivered_with_its_id_and_processed_once() -> None:
         handler.mended = True
         operation = resolve("redeliver", by="anna")
         assert (operation.done, operation.skipped) == (1, 0)
-        ship()
+        assert ship() == 0
         step(stage)
         # And once more, as a duplicate of the redelivery would come.
         put(stage.destination, message_id=sent.id)
         step(stage)
-    row = OutboxMessage.objects.get(replay_id__startswith="dead-letter")
-    assert row.expires_at is None
-    again = handler.seen[-1]
+    first, again = handler.seen[0], handler.seen[-1]
+    assert (again.created_at, again.service) == (first.created_at, first.service)
     assert (again.id, again.body, again.key) == (sent.id, {"n": 1}, "k")
     assert again.headers["a"] == "b"
     assert again.delivery_attempt == 1
@@ -204,3 +203,108 @@ def test_a_dead_outbox_row_says_why() -> None:
         OutboxMessage.objects.update(
             dead_at=row.created_at, dispatched_at=row.created_at, last_error="x"
         )
+
+
+TOPIC = "topic:orders.placed"
+
+
+def test_a_topics_dead_letter_comes_again_to_the_stage_where_it_died() -> None:
+    """Not to the other subscribers, though they remember nothing of it any more."""
+    handler, others = Stubborn(), []
+    with (
+        declared(handler, TOPIC, name="billing") as stage,
+        declared(others.append, TOPIC, name="shipping") as other,
+    ):
+        step(stage)
+        step(other)
+        send(TOPIC, {"n": 1})
+        step(other)
+        step(stage, times=3)
+        InboxMessage.objects.filter(stage="shipping").delete()
+        handler.mended = True
+        letter = DeadLetter.objects.get()
+        copy = None
+        for attempt in (1, 2):
+            if attempt == 1:
+                assert resolve("redeliver").done == 1
+            else:
+                DeadLetter.objects.update(resolution="open", resolved_at=None)
+                letter.refresh_from_db()
+                copy = resolution.redeliver_copy(letter, headers={}, body=b"2")
+            ship()
+            step(stage)
+            step(other)
+    assert OutboxMessage.objects.filter(destination=TOPIC).count() == len(others) == 1
+    assert [one.body for one in handler.seen[-2:]] == [{"n": 1}, 2]
+    assert handler.seen[-1].id == copy
+    assert not InboxMessage.objects.filter(processed_at=None).exists()
+
+
+def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
+    """A queue has one who takes it now, whatever he is called; a topic has many."""
+    handler = Stubborn()
+    with declared(handler, "tests.kept", name="old") as stage:
+        send(stage.destination)
+        step(stage, times=3)
+    with declared(handler, TOPIC, name="gone") as stage:
+        step(stage)
+        send(TOPIC)
+        step(stage, times=3)
+    operation = resolve("redeliver")
+    assert (operation.done, operation.skipped) == (1, 1)
+    letter = DeadLetter.objects.get(resolution="open")
+    assert letter.stage == "gone"
+    assert "reach every subscriber" in operation.skipped_why[str(letter.pk)]
+    handler.mended = True
+    with declared(handler, "tests.kept", name="renamed") as stage:
+        assert ship() == 1
+        step(stage)
+    assert Effect.objects.count() == 1
+    assert resolve("redeliver", force=True).done == 1
+    assert OutboxMessage.objects.filter(destination=TOPIC, dispatched_at=None).exists()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "application/json"},
+        {"content-type": "application/json", "txmsg-id": "seven"},
+        {"content-type": "application/json", "txmsg-expires": "2001-01-01T00:00:00Z"},
+    ],
+    ids=["foreign", "malformed id", "expired"],
+)
+def test_what_could_not_be_read_comes_again_and_dies_again_or_not(
+    headers: dict[str, str],
+) -> None:
+    """It is the same dead letter then, and stays parked for ever in no case."""
+    got: list[Message] = []
+    body = b"1" if "txmsg-expires" in headers else b"{"
+    with declared(got.append) as stage:
+        put(stage.destination, body, headers)
+        step(stage)
+        before = DeadLetter.objects.get()
+        assert resolve("redeliver").done == 1
+        step(stage)
+    row = InboxMessage.objects.get()
+    assert row.message_id == before.message_id
+    if got:
+        assert row.state == "processed"
+    else:
+        assert row.state == "dead"
+        assert DeadLetter.objects.get().deaths == 2
+        assert DeadLetter.objects.get().resolution == "open"
+
+
+def test_a_redelivery_is_of_the_letters_own_database() -> None:
+    handler = Stubborn()
+    with declared(handler, using="other") as stage:
+        send(stage.destination)
+        step(stage, times=3)
+        handler.mended = True
+        operation = bulk.finish(bulk.start("redeliver", {}, using="other"))
+        assert operation.done == 1
+        assert ship("other") == 0
+        step(stage)
+    row = InboxMessage.objects.using("other").get()
+    assert row.state == "processed"
+    assert handler.seen[-1].delivery_attempt == 1

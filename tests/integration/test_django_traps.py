@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, connection, connections, transaction
 
 from django_txmsg.errors import DurableInStage, SwallowedDatabaseError
 from django_txmsg.message import Message
@@ -205,9 +205,10 @@ def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> Non
 @pytest.mark.postgresql
 @drawn
 def test_a_connection_that_died_between_messages_is_replaced(
-    options: dict[str, Any],
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It costs no attempt: nothing of the handler has run when it is noticed."""
+    monkeypatch.setitem(connections.databases["default"], "CONN_MAX_AGE", None)
     backends: list[int] = []
 
     def handler(message: Message) -> None:

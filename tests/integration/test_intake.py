@@ -12,8 +12,10 @@ import pytest
 
 from django_txmsg import jms
 from django_txmsg.activity import Activity
+from django_txmsg.crew import Crew
 from django_txmsg.intake import IntakeThread
 from django_txmsg.models import DeadLetter
+from tests import factories
 from tests.faults import wait_until
 from tests.running import committing, txmsg
 from tests.services import ActiveMQ
@@ -21,18 +23,19 @@ from tests.services.stomp_server import StompServer
 
 
 @contextmanager
-def taking_in(server: StompServer, destination: str) -> Iterator[None]:
+def taking_in(url: str, destination: str) -> Iterator[None]:
     """Take in what lies there until there is a dead letter."""
     stop = threading.Event()
-    with txmsg(BROKERS={"default": {"URL": server.url()}}):
-        thread = IntakeThread("default", destination, stop, Activity())
-        thread.start()
+    with txmsg(BROKERS={"default": {"URL": url}}):
+        crew = Crew(stop.set)
+        crew.add("intake", IntakeThread("default", destination, stop, Activity()).run)
+        crew.start()
         try:
             yield
             wait_until(DeadLetter.objects.exists)
         finally:
             stop.set()
-            thread.join(30)
+            crew.join()
 
 
 @pytest.fixture(params=["activemq", "rabbitmq"])
@@ -58,7 +61,7 @@ def test_a_message_in_the_broker_s_dead_letter_queue_is_taken_in(
     session.create_producer(f"DLQ.{destination}").send(
         jms.Message(b"given up\x00", {"txmsg-id": message_id, "colour": "red"})
     )
-    with taking_in(server, f"DLQ.{destination}"):
+    with taking_in(server.url(), f"DLQ.{destination}"):
         pass
 
     letter = DeadLetter.objects.get()
@@ -83,10 +86,36 @@ def test_a_message_that_expired_is_taken_in_with_the_broker_s_reason(
     if isinstance(server, ActiveMQ):
         # It notices when somebody would read.
         assert session.create_consumer(destination).receive(0.5) is None
-    with taking_in(server, dead):
+    with taking_in(server.url(), dead):
         pass
 
     letter = DeadLetter.objects.get()
     assert (letter.reason, letter.destination) == ("broker", destination)
     assert "expired" in letter.exception.lower()
     assert bytes(letter.body) == b"too late"
+
+
+@committing
+@pytest.mark.parametrize(
+    ("header", "destination"),
+    [
+        ("orders.place", "orders.place"),
+        ("queue://orders.place", "orders.place"),
+        ("/queue/orders.place", "orders.place"),
+        ("shop.txmsg.control", "DLQ"),
+        ("queue://shop.txmsg.control", "DLQ"),
+        ("orders place\n", "DLQ"),
+        ("", "DLQ"),
+        ("x" * 300, "DLQ"),
+    ],
+)
+def test_a_header_sends_nobody_where_no_message_may_go(
+    header: str, destination: str
+) -> None:
+    """A redelivery goes to the dead letter's destination."""
+    factories.QueueMessageFactory(queue="DLQ", headers={"original-destination": header})
+
+    with taking_in("database://", "DLQ"):
+        pass
+
+    assert DeadLetter.objects.get().destination == destination

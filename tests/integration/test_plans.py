@@ -11,13 +11,19 @@ import pytest
 from django.db import connection, transaction
 from django.db.models.functions import Now
 
-from django_txmsg.models import OutboxMessage
+from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
 from django_txmsg.outbox import send_messages
 from tests.running import committing
 
-pytestmark = [committing, pytest.mark.postgresql]
+pytestmark = [
+    committing,
+    pytest.mark.postgresql,
+    pytest.mark.usefixtures("impatient"),
+]
 
 BACKLOG = 3000
+#: Messages whose time has not come: much more than what a claim may read.
+LATER = 5000
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +97,100 @@ def test_settling_walks_over_nothing_else(backlog: list[int]) -> None:
 def test_a_key_is_looked_up(backlog: list[int]) -> None:
     # A hundred rows, and for each of them: is an earlier one of its key pending?
     assert read_for(claim) < 2000
+
+
+def copies(model: Any, **columns: str) -> None:
+    """Fill a table with LATER rows more, by the server itself: `columns` are SQL."""
+    filled = {
+        field.column: columns.get(field.column, field.column)
+        for field in model._meta.concrete_fields
+        if not field.primary_key
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {model._meta.db_table} ({', '.join(filled)})"
+            f" SELECT {', '.join(filled.values())} FROM (SELECT * FROM"
+            f" {model._meta.db_table} ORDER BY id LIMIT 1) AS one,"
+            f" generate_series(1, {LATER}) AS n"
+        )
+
+
+def nothing_due() -> None:
+    claimed = OutboxMessage.objects.claim(
+        broker="default", token=uuid.uuid4(), lease=60, limit=100
+    )
+    assert claimed == []
+
+
+def test_delayed_messages_are_not_read_before_their_time() -> None:
+    OutboxMessage.objects.update(dispatched_at=Now())
+    copies(
+        OutboxMessage,
+        message_id="gen_random_uuid()",
+        key="''",
+        dispatched_at="NULL",
+        due_at="now() + interval '30 days'",
+    )
+    assert read_for(nothing_due) < 100
+
+
+def test_parked_messages_are_not_read_before_their_time() -> None:
+    InboxMessage.objects.create(
+        stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
+    )
+    copies(
+        InboxMessage,
+        message_id="gen_random_uuid()",
+        due_at="now() + interval '1 hour'",
+        headers="'{}'",
+        body="'x'",
+        last_error="'failed'",
+    )
+    inbox = InboxMessage.objects
+
+    def none_of_them() -> None:
+        assert inbox.claim_parked("tests.q", uuid.uuid4(), 60) is None
+
+    assert read_for(none_of_them) < 100
+    assert read_for(lambda: inbox.due_stages(["tests.q", "tests.r"])) < 100
+
+
+def test_of_many_due_parked_messages_one_is_read() -> None:
+    InboxMessage.objects.create(
+        stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
+    )
+    copies(
+        InboxMessage,
+        message_id="gen_random_uuid()",
+        due_at="now() - n * interval '1 second'",
+        headers="'{}'",
+        body="'x'",
+        last_error="'failed'",
+    )
+    inbox = InboxMessage.objects
+    assert read_for(lambda: inbox.claim_parked("tests.q", uuid.uuid4(), 60)) < 100
+
+
+def test_queued_messages_are_not_read_before_their_time() -> None:
+    QueueMessage.objects.create(queue="tests.r", body=b"x")
+    copies(QueueMessage, available_at="now() + interval '1 hour'")
+
+    def claim_one() -> None:
+        rows = QueueMessage.objects.claim("tests.r", uuid.uuid4(), limit=10, lease=60)
+        assert len(rows) == 1
+
+    assert read_for(claim_one) < 100
+
+
+def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
+    """A plan that joins row by row would look for the first free one again each time,
+    and find another."""
+    QueueMessage.objects.bulk_create(
+        QueueMessage(queue="tests.q", body=b"x") for _ in range(50)
+    )
+    with transaction.atomic(), connection.cursor() as cursor:
+        for way in ("hashjoin", "mergejoin", "hashagg", "sort", "material"):
+            cursor.execute(f"SET LOCAL enable_{way} = off")
+        rows = QueueMessage.objects.claim("tests.q", uuid.uuid4(), limit=1, lease=60)
+        parked = QueueMessage.objects.filter(deliveries=1).count()
+    assert (len(rows), parked) == (1, 1)

@@ -20,6 +20,7 @@ from django_txmsg.models import (
     IdempotencyKey,
     InboxMessage,
     OutboxMessage,
+    QueueMessage,
     SessionRecord,
     Worker,
 )
@@ -174,6 +175,18 @@ def test_records_of_the_http_outbox_go_too() -> None:
 
     assert left(IdempotencyKey) == {fresh.pk}
     assert SessionRecord.objects.count() == 4
+
+
+def test_control_messages_that_nobody_receives_are_forgotten_after_a_day() -> None:
+    queues = {"mine.txmsg.control": 30, "orders.place": 30, "other.txmsg.control": 30}
+    for queue, hours in [*queues.items(), ("mine.txmsg.control", 20)]:
+        row = QueueMessage.objects.create(queue=queue, body=b"")
+        aged(QueueMessage, row, enqueued_at=ago(hours=hours))
+
+    with txmsg(SERVICE="mine"):
+        assert "stale control messages: 1 deleted." in prune()
+    left_in = QueueMessage.objects.values_list("queue", flat=True)
+    assert sorted(left_in) == sorted(queues)
 
 
 def test_a_worker_that_was_killed_is_forgotten_after_a_day() -> None:

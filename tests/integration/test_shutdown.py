@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from django_txmsg.crew import Crew
 from django_txmsg.message import Message
 from django_txmsg.models import InboxMessage
 from django_txmsg.models.queue import QueueMessage
@@ -35,12 +36,13 @@ def test_a_stop_finishes_the_message_in_hand_and_burns_no_attempt(
         for _ in range(10):
             put(stage.destination)
         stop = threading.Event()
-        thread = thread_of(stage, stop)
-        thread.start()
+        crew = Crew(stop.set)
+        crew.add("stage", thread_of(stage, stop).run)
+        crew.start()
         assert inside.wait(30)
         stop.set()
         go_on.set()
-        thread.join(30)
+        crew.join()
         assert Effect.objects.count() == 1
         waiting = QueueMessage.objects.filter(queue=stage.destination)
         assert waiting.count() == 9

@@ -7,9 +7,11 @@ touched. `tests/conftest.py` makes fixtures of them.
 
 from __future__ import annotations
 
+import sys
 from typing import TypeVar
 
 from .activemq import ActiveMQ
+from .pgbouncer import PgBouncer
 from .postgresql import PostgreSQL
 from .rabbitmq import RabbitMQ
 from .server import Server, ServerFailedError, free_port
@@ -20,6 +22,7 @@ _shared: dict[type[Server], Server] = {}
 
 __all__ = [
     "ActiveMQ",
+    "PgBouncer",
     "PostgreSQL",
     "RabbitMQ",
     "Server",
@@ -34,10 +37,30 @@ def shared(kind: type[S]) -> S:
     """Return this process's one server of a kind, running."""
     server = _shared.get(kind)
     if server is None:
-        server = _shared[kind] = kind()
+        server = _shared[kind] = _begin(kind)
     assert isinstance(server, kind)
     server.start()
     return server
+
+
+def _begin(kind: type[S]) -> S:
+    """Start a server for the first time: nobody knows its ports yet, so that another
+    on other ports does as well where a busy machine made this one fail."""
+    server = _new(kind)
+    try:
+        server.start()
+    except ServerFailedError as error:
+        sys.stderr.write(f"{error}\nAnother {kind.name} is started.\n")
+        server.remove()
+        server = _new(kind)
+        server.start()
+    return server
+
+
+def _new(kind: type[S]) -> S:
+    if issubclass(kind, PgBouncer):
+        return kind(shared(PostgreSQL))
+    return kind()
 
 
 def running_servers() -> list[Server]:

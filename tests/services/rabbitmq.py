@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -87,12 +88,39 @@ class RabbitMQ(StompServer):
         # It speaks STOMP before it listens for AMQP, and ends when it cannot.
         return super().ready() and accepts(self.amqp_port)
 
+    def close_all_connections(self) -> None:
+        """End every connection as an operator does before maintenance."""
+        tool = PROGRAM.with_name("rabbitmqctl")
+        node = f"txmsg{self.port}@localhost"
+        subprocess.run(
+            [str(tool), "-n", node, "close_all_connections", "maintenance"],
+            env={**os.environ, **self._environment()},
+            check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
+
     def remove(self) -> None:
         super().remove()
         if self._epmd is not None:
             self._epmd.kill()
             self._epmd.wait(30)
             KEEPER.forget(self._epmd.pid)
+
+    def control(self, *command: str, given: str | None = None) -> str:
+        """Run `rabbitmqctl` against this node and return what it printed."""
+        program = PROGRAM.with_name("rabbitmqctl")
+        environment = {**os.environ, **self._environment()}
+        node = environment["RABBITMQ_NODENAME"]
+        result = subprocess.run(
+            [str(program), "-n", node, *command],
+            env=environment,
+            input=given,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode:
+            raise RuntimeError(f"rabbitmqctl {command[0]}: {result.stderr}")
+        return result.stdout
 
     def _environment(self) -> dict[str, str]:
         here = self.directory

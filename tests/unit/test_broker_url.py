@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import io
+import sys
+from collections.abc import Callable
+from pprint import pformat
+from typing import Any
 
-from django_txmsg.broker_url import split_url
+import pytest
+from django.core.management import call_command
+from django.test import RequestFactory
+from django.views.debug import ExceptionReporter, get_default_exception_reporter_filter
+
+from django_txmsg import conf
+from django_txmsg.broker_url import BrokerUrl, split_url
+from tests.faults import ManageProcess
 
 
 @pytest.mark.parametrize(
@@ -31,3 +42,75 @@ def test_the_parts_of_a_url(url: str, parts: tuple[str, str, str, str]) -> None:
 def test_brackets_that_do_not_match_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="not closed"):
         split_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("stomp://shop:TopSecret1@mq:61613", "stomp://shop:***@mq:61613"),
+        ("stomp://shop:Top@Secret1@mq", "stomp://shop:***@mq"),
+        ("stomp://shop:Top/Secret1@mq", "stomp://shop:***@mq"),
+        ("stomp://shop:Top?Secret1@mq?vhost=/", "stomp://shop:***@mq?vhost=/"),
+        (
+            "stomp://mq?user=shop&password=TopSecret1",
+            "stomp://mq?user=shop&password=***",
+        ),
+        ("stomp://shop@mq", "stomp://shop@mq"),
+        ("stomp://[::1]:61613,[::2]:61613", "stomp://[::1]:61613,[::2]:61613"),
+        ("database://other?lease=30", "database://other?lease=30"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    secret = BrokerUrl(url)
+
+    assert repr(secret) == repr(shown)
+    assert secret == url
+    assert f"{secret}" == str(secret) == url
+
+
+def test_the_debug_page_and_its_likes_show_no_password(settings: Any) -> None:
+    url = "stomp://shop:TopSecret1@mq:61613"
+    settings.TXMSG = {"SERVICE": "shop", "BROKERS": {"default": {"URL": url}}}
+
+    hidden = get_default_exception_reporter_filter()
+    shown = hidden.get_safe_settings()["TXMSG"]
+    out = io.StringIO()
+    call_command("diffsettings", stdout=out)
+
+    assert conf.get().BROKERS["default"]["URL"] == url
+    for text in (pformat(shown), repr(conf.get()), str(shown), out.getvalue()):
+        assert "TopSecret1" not in text
+        assert "stomp://shop:***@mq:61613" in text
+
+
+def failed() -> Any:
+    """Return an error whose frame has the brokers' settings in its variables."""
+    try:
+        brokers = conf.get().BROKERS
+        raise RuntimeError(len(brokers), [one["URL"] for one in brokers.values()])
+    except RuntimeError:
+        return sys.exc_info()
+
+
+def test_an_error_page_shows_no_password(settings: Any, rf: RequestFactory) -> None:
+    settings.DEBUG = True
+    url = "stomp://shop:TopSecret1@mq:61613"
+    settings.TXMSG = {"BROKERS": {"default": {"URL": url}}}
+
+    reporter = ExceptionReporter(rf.get("/"), *failed())
+
+    for text in (reporter.get_traceback_html(), reporter.get_traceback_text()):
+        assert "TopSecret1" not in text
+        assert "shop:***@mq" in text
+
+
+def test_a_process_hides_them_from_its_start(
+    manage: Callable[..., ManageProcess],
+) -> None:
+    text = manage(
+        "diffsettings",
+        txmsg={"BROKERS": {"default": {"URL": "stomp://shop:TopSecret1@mq:61613"}}},
+    ).succeed()
+
+    assert "shop:***@mq" in text
+    assert "TopSecret1" not in text

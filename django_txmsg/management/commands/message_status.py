@@ -11,10 +11,12 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.db import router
 
-from ... import status
+from ... import alarms, status
+from ...lengths import duration
 from ...models import OutboxMessage, SessionRecord
 from ...status import Place, Status
-from ...waiting import CAP, Waiting
+from ...waiting import CAP, Waiting, capped
+from ._tables import require_tables
 
 
 class Command(BaseCommand):
@@ -28,6 +30,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = options["database"] or router.db_for_read(OutboxMessage)
+        require_tables(using)
         picture = status.read(using)
         sessions = SessionRecord.objects.db_manager(using)
         given_up = sessions.given_up(dt.timedelta(days=1))
@@ -61,16 +64,20 @@ class Command(BaseCommand):
             for name, place in sorted(places.items()):
                 if place.waiting.count or place.dead or place.paused_at:
                     line(f"  {title} {name}: {_place(place, now)}")
+        for name, waiting in sorted(picture.queues.items()):
+            line(f"  queue {name}: {_waiting(waiting, now)}")
         if given_up:
             line(f"{'sessions given up in 24 h:':<31}{given_up}")
-        silent = picture.silent_workers
+        living = picture.attendance.living
+        silent = len(picture.attendance.workers) - len(living)
         line(
-            f"{'workers:':<31}{len(picture.workers)}"
-            + (f", {len(silent)} of them silent" if silent else "")
+            f"{'workers:':<31}{len(living)} at work"
+            + (f", {silent} silent" if silent else "")
         )
-        if picture.overdue:
-            line(self.style.ERROR(f"{picture.overdue} messages are overdue."))
-        elif picture.well:
+        for alarm in alarms.of(picture):
+            style = self.style.ERROR if alarm.tone == "bad" else self.style.WARNING
+            line(style(str(alarm)))
+        if picture.well:
             line(self.style.SUCCESS("All is well."))
 
 
@@ -101,6 +108,7 @@ def facts(picture: Status) -> dict[str, Any]:
         "at": now.isoformat(),
         "well": picture.well,
         "overdue": picture.overdue,
+        "alarms": [str(one) for one in alarms.of(picture)],
         "outbox": waiting(picture.outbox),
         "queued": waiting(picture.queued),
         "redelivering": waiting(picture.parked),
@@ -117,6 +125,7 @@ def facts(picture: Status) -> dict[str, Any]:
                 "processing_p95": p.processing,
                 "critical_p95": p.critical,
                 "paused": p.paused_at is not None,
+                "workers": p.workers,
             }
             for n, p in picture.stages.items()
         },
@@ -129,24 +138,24 @@ def facts(picture: Status) -> dict[str, Any]:
                 "in_flight": worker.in_flight,
                 "heartbeat_age": _seconds(worker.heartbeat_at, now),
             }
-            for worker in picture.workers
+            for worker in picture.attendance.workers
         ],
     }
 
 
 def _waiting(waiting: Waiting, now: dt.datetime) -> str:
-    text = f"{CAP}+" if waiting.capped else str(waiting.count)
-    if waiting.oldest_due is not None:
-        text += f", oldest due for {_age(waiting.oldest_due, now)}"
+    text = f"{capped(waiting.count)} waiting"
     if waiting.overdue:
-        text += f", {waiting.overdue} overdue"
+        text += f", {capped(waiting.overdue)} of them overdue"
+    if waiting.oldest_due is not None:
+        text += f", the oldest due for {_age(waiting.oldest_due, now)}"
     return text
 
 
 def _place(place: Place, now: dt.datetime) -> str:
     parts = []
     if place.waiting.count:
-        parts.append(f"{_waiting(place.waiting, now)} waiting")
+        parts.append(_waiting(place.waiting, now))
     if place.dead:
         parts.append(f"{place.dead} dead")
     if place.paused_at is not None:
@@ -161,8 +170,4 @@ def _seconds(instant: dt.datetime | None, now: dt.datetime) -> float | None:
 
 
 def _age(instant: dt.datetime | None, now: dt.datetime) -> str:
-    seconds = _seconds(instant, now) or 0.0
-    for size, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    return duration(_seconds(instant, now) or 0.0)

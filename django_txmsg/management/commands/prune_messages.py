@@ -10,6 +10,7 @@ from django.db import router
 
 from ... import conf, retention
 from ...models import OutboxMessage
+from ._tables import require_tables
 
 
 class Command(BaseCommand):
@@ -33,6 +34,7 @@ class Command(BaseCommand):
         if size < 1:
             raise CommandError("--batch-size must be 1 or more.")
         using = options["database"] or router.db_for_write(OutboxMessage)
+        require_tables(using)
         for kind in retention.kinds():
             if not retention.prunable(kind):
                 self._say(options, f"{kind.name}: {self._why(kind)}.")

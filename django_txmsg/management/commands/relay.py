@@ -6,14 +6,15 @@ import argparse
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import DatabaseError, router
+from django.db import Error as AnyDatabaseError
 
 from ... import conf
-from ...errors import BrokerUnavailable, ConfigurationError
-from ...models import OutboxMessage
+from ...databases import left_out, with_tables
+from ...errors import TxmsgError
 from ...relay import Relay
 from ...worker import Presence
 from ._process import heartbeat, stay_light, stop_on_signals
+from ._tables import require_tables
 
 
 class Command(BaseCommand):
@@ -35,31 +36,48 @@ class Command(BaseCommand):
         batch_size = options["batch_size"]
         if batch_size is not None and batch_size < 1:
             raise CommandError("--batch-size must be 1 or more.")
-        databases = options["database"] or [router.db_for_write(OutboxMessage)]
+        databases = options["database"] or with_tables()
+        if options["verbosity"] > 0 and not options["database"] and left_out():
+            self.stdout.write(
+                f"Serving the databases {', '.join(databases)}, and not "
+                f"{', '.join(left_out())}: where messages are stored there with using=,"
+                f" say --database for each."
+            )
         brokers = options["broker"] or sorted(conf.get().BROKERS)
         unknown = [name for name in brokers if name not in conf.get().BROKERS]
         if unknown:
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
+        require_tables(*databases)
         relay = Relay(databases, brokers, batch_size=batch_size)
         presence = Presence("relay", databases[0])
         if not options["once"]:
+            if options["verbosity"] > 0:
+                self.stderr.write(
+                    f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. "
+                    f"Stop with Ctrl-C."
+                )
             stay_light()
         with stop_on_signals(relay.stop, self.stderr), heartbeat(presence, relay):
             try:
                 relay.run(once=options["once"])
-            except (BrokerUnavailable, ConfigurationError, DatabaseError) as error:
+            except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(
-                    f"The relay ended: {error} What is not dispatched stays in the "
-                    f"outbox."
+                    f"{_said(relay)} The relay ended: {str(error).rstrip('.')}. What "
+                    f"is not dispatched stays in the outbox."
                 ) from error
         if options["verbosity"] > 0:
-            counts = relay.counts
-            self.stdout.write(
-                f"Dispatched {counts['dispatched']} messages"
-                + "".join(
-                    f", {counts[name]} {name.replace('_', ' ')}"
-                    for name in ("rejected", "dead", "unknown", "lease_lost")
-                    if counts[name]
-                )
-                + "."
-            )
+            self.stdout.write(_said(relay))
+
+
+def _said(relay: Relay) -> str:
+    counts = relay.counts
+    sent = counts["dispatched"]
+    return (
+        f"Dispatched {sent} message{'s' * (sent != 1)}"
+        + "".join(
+            f", {counts[name]} {name.replace('_', ' ')}"
+            for name in ("rejected", "dead", "unknown", "lease_lost")
+            if counts[name]
+        )
+        + "."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import threading
 import time
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+from django.core import signing
 from django.db import connections, transaction
 from django.test import override_settings
 from django.utils import timezone
@@ -89,6 +91,11 @@ def handle_to_the_end(delivery: Delivery) -> list[float]:
     assert not thread.is_alive()
     assert not errors
     return pauses
+
+
+def waits(limit: float, step: float) -> dict[str, object]:
+    """Settings that say how long to wait for a commit."""
+    return txmsg(MAX_COMMIT_DURATION=limit, COMMIT_DELAY_INCREMENT=step)
 
 
 def send_two() -> None:
@@ -237,10 +244,9 @@ def test_a_transaction_id_from_the_future_falls_back_to_waiting(
 ) -> None:
     """As after a failover to a standby that has not seen it."""
     session_id = uuid.uuid4()
-    _forge(
-        session_id, kind="transaction", transaction="99999999999", limit=0.3, step=0.1
-    )
-    pauses = handle_to_the_end(arrivals.receive(5))
+    _forge(session_id, kind="transaction", transaction="99999999999")
+    with override_settings(TXMSG=waits(0.3, 0.1)):
+        pauses = handle_to_the_end(arrivals.receive(5))
 
     assert pauses[0] == pytest.approx(0.1)
     assert heard["handled"][0]["outcome"] == "given_up"
@@ -248,10 +254,11 @@ def test_a_transaction_id_from_the_future_falls_back_to_waiting(
 
 def test_without_an_oracle_it_waits_longer_each_time(arrivals, heard) -> None:
     session_id = uuid.uuid4()
-    _forge(session_id, limit=1.0, step=0.1)
+    _forge(session_id)
     delivery = arrivals.receive(5)
 
-    pauses = handle_to_the_end(delivery)
+    with override_settings(TXMSG=waits(1.0, 0.1)):
+        pauses = handle_to_the_end(delivery)
 
     assert pauses[:3] == [pytest.approx(one) for one in (0.1, 0.2, 0.4)]
     assert sum(pauses) == pytest.approx(1.0, abs=0.5)
@@ -371,18 +378,17 @@ def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
     assert arrived() == 2
 
 
-def test_messages_due_much_later_are_left_to_the_relay(arrivals, heard) -> None:
+def test_messages_that_are_not_due_are_left_to_the_relay(arrivals, heard) -> None:
     with outbox_session():
         send_message("http.orders", {}, delay=dt.timedelta(hours=1))
     handle(arrivals.receive(5))
     with outbox_session():
-        send_message("http.orders", {}, delay=dt.timedelta(seconds=0.5))
-    handle_to_the_end(arrivals.receive(5))
+        send_message("http.orders", {"part": "pay"})
+        send_message("http.orders", {}, delay=dt.timedelta(seconds=30))
+    handle(arrivals.receive(5))
 
-    assert [one["outcome"] for one in heard["handled"]] == [
-        "left_to_relay",
-        "dispatched",
-    ]
+    outcomes = [one["outcome"] for one in heard["handled"]]
+    assert outcomes == ["left_to_relay", "left_to_relay"]
     assert arrived() == 1
 
 
@@ -406,14 +412,16 @@ def test_a_broker_that_is_down_is_asked_again(arrivals, heard) -> None:
     [
         {"txmsg-session": "nonsense"},
         {"txmsg-using": "nowhere"},
-        {"txmsg-max-commit-duration": "long"},
+        {"txmsg-created": "yesterday"},
         {"txmsg-session": None},
+        {"body": b"what is this?"},
     ],
 )
+@pytest.mark.parametrize("sign", [True, False])
 def test_an_unreadable_control_message_is_dropped(
-    arrivals, heard, caplog, change
+    arrivals, heard, caplog, change, sign
 ) -> None:
-    _forge(uuid.uuid4(), **change)
+    _forge(uuid.uuid4(), sign=sign, **change)
     handle(arrivals.receive(5))
 
     assert heard["handled"][0]["outcome"] == "unreadable"
@@ -421,14 +429,108 @@ def test_an_unreadable_control_message_is_dropped(
     assert not DeadLetter.objects.exists()
 
 
-def test_a_time_of_sending_that_cannot_be_read_harms_nothing(arrivals, heard) -> None:
-    _forge(uuid.uuid4(), limit=0.1, step=0.05, **{"txmsg-created": "yesterday"})
-    handle_to_the_end(arrivals.receive(5))
-    assert heard["handled"][0]["transit_time"] is None
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"txmsg-signature": "AAAA", "txmsg-signed": '["txmsg-session"]'},
+        {"txmsg-signed": "[" * 100_000},
+        {"txmsg-signed": "7", "txmsg-signature": ""},
+        {"txmsg-max-commit-duration": "0", "txmsg-commit-delay-increment": "0"},
+        {"txmsg-max-commit-duration": "1e300", "txmsg-commit-delay-increment": "-1"},
+        {"txmsg-max-commit-duration": "nan", "txmsg-commit-delay-increment": "nan"},
+    ],
+)
+def test_nothing_is_given_up_on_a_stranger_s_word(
+    arrivals, heard, caplog, facts
+) -> None:
+    _forge(uuid.uuid4(), sign=False, tenant="south", **facts)
+    handle(arrivals.receive(5))
+
+    (handled,) = heard["handled"]
+    assert (handled["outcome"], handled["headers"]) == ("unsigned", {})
+    assert "not signed" in caplog.text
+    assert not SessionRecord.objects.exists()
 
 
-def _forge(session_id: uuid.UUID, **facts: object) -> None:
-    """Send a control message of a session that does not exist."""
+def test_a_signature_is_for_each_of_the_headers(arrivals, heard) -> None:
+    with outbox_session() as session:
+        session.metadata["tenant"] = "north"
+        send_two()
+    row = QueueMessage.objects.using("other").get()
+    dispatch("default", session.id)
+    for name, value in {"tenant": "south", "txmsg-session": str(uuid.uuid4())}.items():
+        changed = {**row.headers, name: value}
+        with get_broker().open() as broker:
+            broker.send([Outgoing("web.txmsg.control", changed, b"")])
+    for _ in range(3):
+        handle(arrivals.receive(5))
+    outcomes = [one["outcome"] for one in heard["handled"]]
+    assert outcomes == ["already_dispatched", "unsigned", "unsigned"]
+
+
+def test_one_that_is_not_signed_is_a_hint(arrivals, heard) -> None:
+    """As of the time before an upgrade: what has committed leaves."""
+    with outbox_session() as session:
+        send_two()
+    _forge(session.id, sign=False)
+    arrivals.receive(5)
+    handle(arrivals.receive(5))
+
+    assert heard["handled"][0]["outcome"] == "dispatched"
+    assert arrived() == 2
+
+
+def test_a_key_that_was_rotated_is_honoured(arrivals, heard, settings) -> None:
+    _forge(uuid.uuid4())
+    delivery = arrivals.receive(5)
+    settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
+    settings.SECRET_KEY = "a new one"
+    with pytest.raises(control.LookAgain):
+        handle(delivery)
+    settings.SECRET_KEY_FALLBACKS = []
+    handle(delivery)
+    assert heard["handled"][0]["outcome"] == "unsigned"
+
+
+def test_it_does_not_outlive_its_use_on_the_broker() -> None:
+    message = control_message.ControlMessage("1", uuid.uuid4(), "default", "delay")
+    left = message.outgoing().time_to_live
+    assert left is not None
+    assert 86_400 < left <= 86_415
+
+
+def test_what_can_never_be_looked_at_is_left_to_the_relay(
+    arrivals, heard, caplog, monkeypatch
+) -> None:
+    """As for a database without our tables. Logged, and no place is held for ever."""
+    monkeypatch.setattr(control, "PATIENCE", 0.5)
+
+    def broken(using: str, session_id: uuid.UUID) -> None:
+        raise LookupError("no such thing")
+
+    with outbox_session() as session, override_settings(TXMSG=lease(0.1)):
+        send_two()
+    delivery = arrivals.receive(5)
+    with override_settings(TXMSG=lease(0.1)):
+        ends = time.monotonic() + 30
+        while not heard["handled"] and time.monotonic() < ends:
+            with suppress(control.LookAgain):
+                control.handle(delivery, broken, threading.Event())
+    assert heard["handled"][0]["outcome"] == "left_to_relay"
+    assert heard["handled"][0]["session_id"] == session.id
+    assert "no such thing" in caplog.text
+
+
+def lease(seconds: float) -> dict[str, object]:
+    """Settings with a short lease."""
+    return {**txmsg(), "RELAY": {"LEASE": seconds}}
+
+
+def _forge(session_id: uuid.UUID, *, sign: bool = True, **facts: object) -> None:
+    """Send a control message of a session that does not exist; what is not signed
+    looks as it did before there were signatures."""
+    body = facts.pop("body", b"")
     headers = {
         wire.MESSAGE_ID: str(uuid.uuid4()),
         wire.CREATED: wire.format_instant(timezone.now()),
@@ -436,13 +538,18 @@ def _forge(session_id: uuid.UUID, **facts: object) -> None:
         control_message.USING: "default",
         control_message.ORACLE: facts.pop("kind", "delay"),
         control_message.TRANSACTION: facts.pop("transaction", ""),
-        control_message.MAX_COMMIT_DURATION: str(facts.pop("limit", 15)),
-        control_message.COMMIT_DELAY_INCREMENT: str(facts.pop("step", 0.5)),
         **facts,
     }
     headers = {name: value for name, value in headers.items() if value is not None}
+    if sign:
+        headers |= {
+            control_message.SIGNED: json.dumps(sorted(headers)),
+            control_message.SIGNATURE: signing.Signer(
+                salt="django_txmsg.control"
+            ).signature(json.dumps(headers, sort_keys=True)),
+        }
     with get_broker().open() as session:
-        session.send([Outgoing("web.txmsg.control", headers, b"")])
+        session.send([Outgoing("web.txmsg.control", headers, body)])
 
 
 def _elsewhere(work: object) -> None:

@@ -11,6 +11,7 @@ import pytest
 from django.contrib.auth.models import User
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.db import connections
+from django.http import HttpRequest
 from django.test import Client, override_settings
 
 from django_txmsg import signals
@@ -36,9 +37,13 @@ def settings_in_force() -> Iterator[None]:
         yield
 
 
+#: Who sends requests, unless a test says otherwise.
+ME = {"Authorization": "Bearer mine"}
+
+
 def post(key: str | None, client: Client | None = None, **form: Any) -> Any:
     """Place an order under a key."""
-    client = client or Client(raise_request_exception=False)
+    client = client or Client(raise_request_exception=False, headers=ME)
     headers = {} if key is None else {"Idempotency-Key": key}
     then = form.pop("then", "")
     return client.post(f"/order?then={then}", {"number": "1", **form}, headers=headers)
@@ -132,7 +137,7 @@ def test_a_refusal_is_a_result_too() -> None:
 
 
 def test_a_stream_is_not_repeated() -> None:
-    key = {"Idempotency-Key": "a-key"}
+    key = {"Idempotency-Key": "a-key", **ME}
     first = Client().post("/stream", headers=key)
     assert first.status_code == 201
     assert next(iter(first.streaming_content)) == b"first\n"
@@ -196,6 +201,92 @@ def test_many_at_once_have_one_effect() -> None:
     assert 201 in statuses
     assert Order.objects.count() == 1
     assert OutboxMessage.objects.count() == 2
+
+
+def by_api_key(request: HttpRequest) -> str | None:
+    """Say who has sent a request."""
+    return request.headers.get("X-Api-Key")
+
+
+def test_nobody_gets_a_response_who_is_not_the_same_for_sure() -> None:
+    """Callers that the view alone could tell apart, and who would see one another's."""
+    for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
+        client = Client(headers=headers)
+        response = post("a-key", client)
+        assert response.status_code == 400
+        assert "caller" in response.json()["title"]
+    assert not Order.objects.exists()
+    assert not IdempotencyKey.objects.exists()
+    # Without a key they are served as ever.
+    assert post(None, Client(headers={"X-Api-Key": "alice"})).status_code == 201
+
+
+def test_a_project_says_who_its_callers_are() -> None:
+    named = txmsg(IDEMPOTENCY=True, IDEMPOTENCY_CALLER=f"{__name__}.by_api_key")
+    alice, bob = (Client(headers={"X-Api-Key": one}) for one in ("alice", "bob"))
+    with override_settings(TXMSG=named):
+        assert post("a-key", Client(headers=ME)).status_code == 400
+        assert post("a-key", alice).status_code == 201
+        assert post("a-key", alice)["Idempotency-Replayed"] == "true"
+        assert "Idempotency-Replayed" not in post("a-key", bob, number="2")
+    assert Order.objects.count() == 2
+
+
+def test_a_session_with_something_in_it_is_a_caller() -> None:
+    client = Client()
+    session = client.session
+    session["cart"] = 7
+    session.save()
+    assert post("a-key", client).status_code == 201
+    assert post("a-key", client)["Idempotency-Replayed"] == "true"
+
+
+def test_the_same_address_on_another_host_is_another_request() -> None:
+    assert (
+        post("a-key", Client(headers=ME, SERVER_NAME="north.test")).status_code == 201
+    )
+    other = post("a-key", Client(headers=ME, SERVER_NAME="south.test"))
+    assert other.status_code == 422
+
+
+@pytest.mark.parametrize("status", ["401", "403", "429"])
+def test_an_answer_that_asks_for_another_try_is_not_kept(status) -> None:
+    assert post("a-key", then=status).status_code == int(status)
+    assert not IdempotencyKey.objects.exists()
+    assert not Order.objects.exists()
+    assert post("a-key").status_code == 201
+    assert post("a-key")["Idempotency-Replayed"] == "true"
+
+
+def test_a_response_that_is_too_large_is_not_kept(monkeypatch) -> None:
+    monkeypatch.setattr("django_txmsg.idempotency.MAX_KEPT", 10, raising=False)
+    assert post("a-key").status_code == 201
+    assert IdempotencyKey.objects.get().body is None
+    assert post("a-key").status_code == 409
+    assert Order.objects.count() == 1
+
+
+def test_a_body_that_cannot_be_compared_is_refused() -> None:
+    def send(headers: dict[str, str]) -> Any:
+        return Client().post(
+            "/order?number=1",
+            b"x" * 3_000_000,
+            content_type="application/octet-stream",
+            headers=headers,
+        )
+
+    assert send({"Idempotency-Key": "a-key", **ME}).status_code == 413
+    assert not Order.objects.exists()
+    assert send(ME).status_code == 201
+
+
+@pytest.mark.parametrize("path", ["/without", "/non_atomic", "/async_right"])
+def test_a_view_without_a_session_says_that_it_keeps_no_keys(path) -> None:
+    response = Client().post(path, headers={"Idempotency-Key": "a-key", **ME})
+    assert response.status_code == 400
+    assert "not supported" in response.json()["title"]
+    assert not Order.objects.exists()
+    assert Client().get("/without", headers={"Idempotency-Key": "a"}).status_code == 200
 
 
 def test_it_is_off_unless_switched_on() -> None:

@@ -195,6 +195,41 @@ def test_the_fluent_producer_sets_delivery_and_properties(
     assert plain.headers.keys().isdisjoint({"priority", "colour", "expires"})
 
 
+@pytest.mark.parametrize("profile", ["classic", "artemis", "rabbitmq"])
+def test_a_volatile_message_is_told_apart_the_way_the_broker_wants_it(
+    scripted: Callable[..., ScriptedBroker], connect: Connect, profile: str
+) -> None:
+    broker = scripted(profile)
+    producer = connect(broker).create_session().create_producer(DESTINATION)
+    volatile = jms.Delivery(jms.DeliveryMode.NON_PERSISTENT)
+
+    producer.send(jms.Message("x"), delivery=volatile)
+
+    # RabbitMQ would declare a queue of this connection's own.
+    expected = None if profile == "rabbitmq" else "false"
+    assert broker.received("SEND")[0].headers.get("persistent") == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"priority": 4.5},
+        {"priority": True},
+        {"priority": 10},
+        {"mode": -1},
+        {"mode": "true"},
+        {"delay": 5},
+        {"time_to_live": 1.5},
+        {"delay": timedelta(seconds=-1)},
+    ],
+)
+def test_a_delivery_no_broker_could_mean_is_refused_where_it_is_made(
+    options: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError, match=r"priority|mode|duration|negative"):
+        jms.Delivery(**options)
+
+
 @pytest.mark.parametrize(
     "body", ["tëxt", "", b"\0bytes\0", b"", {"a": [1, None, "é"]}, 0, None]
 )

@@ -69,7 +69,7 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
         (2_000, "x.delay-2s"),
         (4_001, "x.delay-8s"),
         (300_000, "x.delay-512s"),
-        (10**12, "x.delay-1073741824s"),
+        (MAX_EXPIRATION, "x.delay-8388608s"),
     ],
 )
 def test_what_waits_for_long_holds_up_only_what_waits_nearly_as_long(
@@ -78,4 +78,9 @@ def test_what_waits_for_long_holds_up_only_what_waits_nearly_as_long(
     """One queue for each power of two: at its head is never twice somebody's delay."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue
-    assert int(headers["expiration"]) == min(milliseconds, MAX_EXPIRATION)
+    assert int(headers["expiration"]) == milliseconds
+
+
+def test_a_delay_beyond_what_the_broker_can_is_refused_and_not_shortened() -> None:
+    with pytest.raises(jms.UnsupportedOperationError, match="49 days"):
+        RABBITMQ.delayed(Destination("x"), MAX_EXPIRATION + 1, transacted=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -122,6 +123,11 @@ def test_any_header_block_of_a_parsable_frame_is_handed_on(block: bytes) -> None
         (b":no name", "without a name or colon"),
         (b"a:\xff", "no UTF-8"),
         (b"content-length:many", "content-length"),
+        (b"content-length:-1", "content-length"),
+        ("content-length:\u0661".encode(), "content-length"),
+        (b"a:b\0c", "NUL"),
+        (b"a\0:b", "NUL"),
+        (b"\0", "NUL"),
     ],
 )
 def test_a_broken_header_is_noted_and_the_stream_goes_on(
@@ -146,15 +152,66 @@ def test_a_broken_header_is_noted_and_the_stream_goes_on(
 @pytest.mark.parametrize(
     "data",
     [
-        b"MESSAGE\nack:1\x00",
+        b"RECEIPT\nreceipt-id:1\x00",
         b"MESSAGE\ncontent-length:2\n\nabc\x00",
-        b"MESSAGE\ncontent-length:99999999999\n\n",
-        b"x" * ((1 << 20) + 1),
+        b"MESSAGE\ncontent-length:" + b"9" * 5000 + b"\n\n",
+        b"x" * ((1 << 24) + 1),
     ],
 )
 def test_a_stream_out_of_step_is_a_protocol_error(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         FrameParser().feed(data)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 1 << 20])
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_body_too_long_to_keep_goes_by_and_the_stream_goes_on(
+    size: int, counted: bool
+) -> None:
+    parser = FrameParser(max_body=100_000)
+    body = b"b" * 300_000
+    length = b"content-length:%d\n" % len(body) if counted else b""
+    data = b"MESSAGE\nack:1\n%s\n%s\0RECEIPT\nreceipt-id:1-1\n\n\0" % (length, body)
+
+    found = [
+        frame
+        for start in range(0, len(data), size)
+        for frame in parser.feed(data[start : start + size])
+    ]
+
+    long, after = found
+    assert isinstance(long, Frame)
+    assert long.headers["ack"] == "1"
+    assert "more than is taken" in str(long.problem)
+    assert body.startswith(long.body)
+    assert len(long.body) == 1 << 16
+    assert after == Receipt(b"1-1")
+
+
+def test_a_body_without_a_length_or_an_end_does_not_fill_the_memory() -> None:
+    parser, packet = FrameParser(max_body=1 << 20), b"x" * (1 << 16)
+
+    parser.feed(b"MESSAGE\nack:1\n\n")
+    tracemalloc.start()
+    try:
+        for _ in range(500):
+            parser.feed(packet)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 1 << 24
+
+
+def test_a_nul_in_a_header_hides_no_frame_behind_it() -> None:
+    message = b"MESSAGE\nack:1\nkey:a\0b\ncontent-length:3\n\n\0\n\0\0"
+
+    first, second = FrameParser().feed(message * 2)
+
+    assert first == second
+    assert isinstance(first, Frame)
+    assert first.body == b"\0\n\0"
+    assert first.headers["key"] == "a\ufffdb"
 
 
 def test_the_first_of_a_repeated_header_counts() -> None:

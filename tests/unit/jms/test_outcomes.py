@@ -90,7 +90,7 @@ def test_receipts_late_repeated_or_for_nobody_are_ignored_and_counted(
     connection, listener = session.connection, Listener()
     producer = session.create_producer(DESTINATION)
     broker.on("SEND", nth=1).duplicate_receipt(3)
-    broker.on("SEND", nth=1).hold_receipt()
+    broker.on("SEND", nth=2).hold_receipt()
 
     producer.send_async(jms.Message("repeated"), listener)
     producer.send_async(jms.Message("late"), listener, timeout=0.2)
@@ -140,6 +140,27 @@ def test_an_error_without_id_and_one_frame_outstanding_is_that_frames(
     producer.send(jms.Message("y"))
 
     assert not connection.failed
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Reason: {shutdown, {connection_closing, {server_initiated_close,320,<<>>}}}",
+        "CONNECTION_FORCED - broker forced connection closure",
+        "Reason: {server_initiated_close,541,<<>>}",
+    ],
+)
+def test_an_operator_who_closes_the_connection_refuses_no_message(
+    scripted: Scripted, connect: Connect, said: str
+) -> None:
+    broker = scripted("rabbitmq")
+    producer = connect(broker).create_session().create_producer(DESTINATION)
+    broker.on("SEND", nth=1).reject("AMQP channel died", said)
+
+    with pytest.raises(jms.SendOutcomeUnknownError) as caught:
+        producer.send(jms.Message("x"))
+
+    assert said in caught.value.broker_said
 
 
 def test_an_acknowledgement_counts_among_the_outstanding_frames(

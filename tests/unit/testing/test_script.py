@@ -98,9 +98,67 @@ def test_a_dropped_receipt_never_comes_and_a_doubled_comes_twice(
     broker.on("SEND", nth=1).drop_receipt()
     broker.on("SEND", nth=2).duplicate_receipt(3)
     send(client, "1", "2", "3", "4")
-    # The first SEND is not counted by the second rule: the first has decided over it.
-    assert receipts(client, 5) == ["2", "3", "3", "3", "4"]
+    assert receipts(client, 5) == ["2", "2", "2", "3", "4"]
     assert stored(broker) == 4
+
+
+def test_a_rule_counts_what_an_earlier_rule_decided_over(
+    broker: ScriptedBroker, client: RawClient
+) -> None:
+    broker.on("SEND", times=2).drop_receipt()
+    broker.on("SEND", nth=3).duplicate_receipt()
+    broker.on("SEND", nth=4).reject(closes=False)
+    send(client, "1", "2", "3", "4")
+    assert receipts(client, 2) == ["3", "3"]
+    assert client.expect("ERROR")["receipt-id"] == "4"
+
+
+@pytest.mark.parametrize("where", [True, False])
+def test_what_a_tests_function_raises_in_a_rule_is_raised_in_the_test(
+    broker: ScriptedBroker, client: RawClient, where: bool
+) -> None:
+    def broken(*_: object) -> bool:
+        raise KeyError("a mistake of the test")
+
+    if where:
+        broker.on("SEND", where=broken, times=1).drop_receipt()
+    else:
+        broker.on("SEND", nth=1).call_with(broken)
+    send(client, "1")
+    with pytest.raises(KeyError, match="a mistake of the test"):
+        broker.wait_for("COMMIT")
+    broker.forget_rules()
+    send(client, "2")
+    assert receipts(client, 1) == ["2"], "the broker goes on"
+
+
+def test_an_error_nobody_waited_for_is_raised_as_the_broker_closes() -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a mistake of the test")
+
+    def play() -> None:
+        with ScriptedBroker() as broker, RawClient(broker.address) as client:
+            broker.on("SEND").call_with(broken)
+            send(client, "1")
+            with broker.changed:
+                assert broker.changed.wait_for(lambda: broker.errors, 10)
+
+    with pytest.raises(KeyError, match="a mistake of the test"):
+        play()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_client_that_breaks_the_rules_fails_the_test(strict: bool) -> None:
+    def play() -> None:
+        with ScriptedBroker(strict=strict) as broker, RawClient(broker.address) as bad:
+            bad.send("ACK", id="what was never delivered")
+            broker.wait_until(lambda: bool(broker.violations))
+
+    if strict:
+        with pytest.raises(AssertionError, match="broke STOMP's rules"):
+            play()
+    else:
+        play()
 
 
 def test_rules_pick_by_destination_condition_and_number(
@@ -318,7 +376,7 @@ def test_writes_are_split_where_the_test_says() -> None:
 
 
 def test_heartbeats_go_both_ways_until_silenced() -> None:
-    with ScriptedBroker() as broker:
+    with ScriptedBroker(strict=False) as broker:
         client = RawClient(broker.address, heart_beat="50,50")
         with client:
             assert client.connected["heart-beat"] == "50,50"

@@ -1,0 +1,78 @@
+"""Whether the connection pools are as large as what runs in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.checks import CheckMessage, Warning
+from django.db import connections, router
+from django.db.models import Model
+
+from .. import brokers, conf, databases, stages
+from ..models import DeadLetter, Worker
+
+#: How large a pool of psycopg is that says nothing, or that it says no maximum for.
+DEFAULT_SIZE = 4
+
+
+def check() -> Iterator[CheckMessage]:
+    """Warn of pools in which threads of `consume` or `relay` wait for each other."""
+    for alias in databases.in_use():
+        if alias not in connections:
+            continue
+        pool = connections[alias].settings_dict.get("OPTIONS", {}).get("pool")
+        if not pool:
+            continue
+        size = size_of(pool)
+        for command, need in (("consume", consumer(alias)), ("relay", relay(alias))):
+            if need > size:
+                yield Warning(
+                    f"The pool of database {alias!r} has {size} connections, and "
+                    f"`manage.py {command}` uses up to {need} at a time: its threads "
+                    f"wait for each other.",
+                    hint=f'Set OPTIONS = {{"pool": {{"max_size": {need}}}}} where it '
+                    f"runs, and more if handlers use threads of their own.",
+                    id="txmsg.W005",
+                )
+
+
+def size_of(pool: Any) -> int:
+    """Return how many connections OPTIONS["pool"] allows."""
+    given: dict[str, Any] = {} if pool is True else pool
+    return int(given.get("max_size") or given.get("min_size", DEFAULT_SIZE))
+
+
+def consumer(alias: str) -> int:
+    """Return how many of a consumer's threads can have a connection at a time, if one
+    process runs all stages."""
+    settings = conf.get()
+    embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
+    need = 1 + 1 + 1  # its main thread, bulk operations, leases
+    need += len(settings.BROKERS)  # control messages
+    for stage in stages.all_stages():
+        own = databases.of_stage(stage) == alias
+        if own or stage.broker in embedded:
+            need += stage.concurrency
+        if stage.broker in embedded:
+            need += stage.concurrency  # what keeps the leases of its deliveries
+    if _writes(DeadLetter) == alias:
+        need += len(settings.DEAD_LETTER_DESTINATIONS)
+    if settings.DISPATCH_ON_COMMIT == "thread":
+        need += len(settings.BROKERS)
+    return need
+
+
+def relay(alias: str) -> int:
+    """Return the same of a relay's."""
+    settings = conf.get()
+    lanes = settings.RELAY.LANES * len(settings.BROKERS)
+    return lanes + 1 + int(alias == _writes(Worker))  # leases, its sign of life
+
+
+def _writes(model: type[Model]) -> str:
+    return router.db_for_write(model)
+
+
+def _works_in(broker: str, alias: str) -> bool:
+    return getattr(brokers.get_broker(broker), "using", None) == alias

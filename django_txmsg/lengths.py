@@ -1,0 +1,35 @@
+"""A length of time in words, the same on every page and on the terminal.
+
+Pure: no Django, no I/O.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+def duration(seconds: float | dt.timedelta | None) -> str:
+    """Return a length of time in its two largest units: "4 ms", "2 min 5 s"."""
+    if seconds is None:
+        return "-"
+    if isinstance(seconds, dt.timedelta):
+        seconds = seconds.total_seconds()
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    rest = round(seconds)
+    parts = []
+    for unit, size in _UNITS:
+        if rest >= size:
+            parts.append(f"{rest // size} {unit}")
+            rest %= size
+            if len(parts) == 2:
+                break
+        elif parts:
+            break
+    return " ".join(parts)

@@ -1,0 +1,24 @@
+"""What a command needs before it begins: the package's tables."""
+
+from __future__ import annotations
+
+from django.core.management.base import CommandError
+from django.db import DatabaseError, InterfaceError, connections
+
+from ...models import OutboxMessage
+
+
+def require_tables(*aliases: str) -> None:
+    """Raise CommandError where the migrations have not been applied; without a database
+    to ask, the command itself says so or waits."""
+    for alias in aliases:
+        try:
+            names = connections[alias].introspection.table_names()
+        except (DatabaseError, InterfaceError):
+            continue
+        if OutboxMessage._meta.db_table not in names:
+            where = "" if alias == "default" else f" --database {alias}"
+            raise CommandError(
+                f"The tables of django_txmsg are not in database {alias!r}. Run "
+                f"manage.py migrate{where}."
+            )

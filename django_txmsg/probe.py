@@ -1,0 +1,24 @@
+"""A view that machines ask, again and again: GET only, never from a cache.
+
+No transaction is around it, since it has to answer where the database does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.db import connections, transaction
+from django.http import HttpResponse
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
+
+
+def probe(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+    """Make a view such a one. Neither the middleware nor ATOMIC_REQUESTS begins a
+    transaction for it, in no database."""
+    asked: Any = require_safe(never_cache(view))
+    for alias in connections:
+        asked = transaction.non_atomic_requests(using=alias)(asked)
+    made: Callable[..., HttpResponse] = asked
+    return made

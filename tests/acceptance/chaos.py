@@ -1,0 +1,380 @@
+"""Orders over HTTP while everything they pass is killed, stopped, cut and failed over.
+
+A web server, two relays and two consumers work through PgBouncer on PostgreSQL; who is
+killed is started again, as by systemd. Each order is two messages, and the stage of
+each sends a third: nothing of a placed order may be lost, doubled or stuck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import psycopg
+from django.db import DatabaseError, InterfaceError, connection, connections
+
+from django_txmsg import Message, conf, send_message, stages
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from tests.app.models import Effect, Order
+from tests.faults import ManageProcess, wait_until
+from tests.integration.http.server import SETTINGS, WebServer
+from tests.services import PgBouncer, PostgreSQL
+from tests.services.stomp_server import StompServer
+
+Manage = Callable[..., ManageProcess]
+PARTS = ("pay", "ship")
+#: Every lease of the run, in seconds; a process stands still for longer than that.
+LEASE = 3.0
+STANDSTILL = 2 * LEASE
+#: Seconds in which everything has come to rest once nothing is broken any more.
+REST = 180.0
+
+
+def declare() -> None:
+    """In the consumers: an effect of each message, and one of what its stage sends."""
+    service = conf.get().SERVICE
+
+    def effect(message: Message, what: str) -> None:
+        name = f"{message.body['order']}:{message.body['part']}:{what}"
+        Effect.objects.create(name=name, message_id=str(message.id))
+
+    @stages.stage(f"{service}.orders", name=f"{service}.placed")
+    def placed(message: Message) -> None:
+        effect(message, "placed")
+        send_message(f"{service}.done", message.body)
+
+    @stages.stage(f"{service}.done", name=f"{service}.done")
+    def done(message: Message) -> None:
+        effect(message, "done")
+
+
+@dataclass
+class Report:
+    """What came of a run."""
+
+    seed: int
+    kills: Counter[str] = field(default_factory=Counter)
+    answers: Counter[int] = field(default_factory=Counter)
+    placed: int = 0
+    lost: list[str] = field(default_factory=list)
+    doubled: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"orders {self.placed}, kills and faults {self.kills.total()}, "
+            f"lost {len(self.lost)}, doubled {len(self.doubled)}, "
+            f"stuck {len(self.stuck)}, dead {len(self.dead)}\n"
+            f"  seed {self.seed}, answers {dict(self.answers)}\n"
+            f"  {dict(sorted(self.kills.items()))}"
+        )
+
+    @property
+    def clean(self) -> bool:
+        """Whether every order happened exactly once."""
+        return not (self.lost or self.doubled or self.stuck or self.dead)
+
+
+class Chaos:
+    """One run: its processes, its servers, and what is done to them."""
+
+    def __init__(
+        self,
+        manage: Manage,
+        directory: Path,
+        service: str,
+        postgres: PostgreSQL,
+        pgbouncer: PgBouncer,
+        broker: StompServer | None,
+    ) -> None:
+        self._manage, self._directory, self._service = manage, directory, service
+        self._postgres, self._pgbouncer, self._broker = postgres, pgbouncer, broker
+        self._enough = threading.Event()
+        self._numbers = iter(range(10**9))
+        self._acknowledged: set[str] = set()
+        self._workers: dict[str, ManageProcess] = {}
+        self._old_workers: list[ManageProcess] = []
+        self._web: WebServer | None = None
+        self.report = Report(seed=random.randrange(2**32))
+        self._random = random.Random(self.report.seed)
+        url = f"database://?poll=0.05&lease={LEASE:g}"
+        self._txmsg: dict[str, Any] = {
+            "SERVICE": service,
+            "BROKERS": {"default": {"URL": broker.url() if broker else url}},
+            "RELAY": {"LEASE": LEASE, "POLL_INTERVAL": 0.2, "BREAKER_MAX_PAUSE": 2.0},
+            "CONSUME": {"POLL_INTERVAL": 0.2, "HEARTBEAT": 2.0},
+            # A killed worker's attempt counts, and here they are killed in minutes.
+            "REDELIVERY": {
+                "MAX_REDELIVERIES": 50,
+                "INITIAL_DELAY": 0.2,
+                "MAX_DELAY": 2,
+            },
+        }
+        # As in the processes, whose settings add the prefix.
+        name = str(connection.settings_dict["NAME"]).removeprefix("test_")
+        self._env = {
+            "DJANGO_SETTINGS_MODULE": SETTINGS,
+            "TXMSG_TEST_DATABASE_URL": pgbouncer.url(name),
+        }
+
+    def run(
+        self, seconds: float, faults: list[Callable[[Chaos], None]], pause: float
+    ) -> Report:
+        """Let orders come in for so long while faults strike, and count what came."""
+        self._web = self._start_web()
+        for name in ("relay-1", "relay-2", "consume-1", "consume-2"):
+            self._start_worker(name)
+        with ThreadPoolExecutor(4) as clients:
+            placing = [clients.submit(self._place_orders) for _ in range(3)]
+            try:
+                end = time.monotonic() + seconds
+                while time.monotonic() < end:
+                    self._enough.wait(self._random.uniform(0.5, 1.5) * pause)
+                    self._keep_alive()
+                    fault = self._random.choice(faults)
+                    self.report.kills[fault.__name__] += 1
+                    fault(self)
+            finally:
+                self._enough.set()
+                for one in placing:
+                    one.result()
+        self._keep_alive()
+        self._count()
+        for worker in self._workers.values():
+            worker.terminate()
+        for worker in self._workers.values():
+            worker.succeed()
+        self._web.close()
+        return self.report
+
+    # What is done to them. -----------------------------------------------------------
+
+    def web_worker_killed(self) -> None:
+        """One of the web server's processes; its master replaces it."""
+        assert self._web is not None
+        for pid in self._web.workers()[:1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(pid).kill()
+
+    def web_killed(self) -> None:
+        """The whole web server."""
+        assert self._web is not None
+        self._web.close()
+
+    def relay_killed(self) -> None:
+        """One relay."""
+        self._workers[f"relay-{self._random.randint(1, 2)}"].kill()
+
+    def consumer_killed(self) -> None:
+        """One consumer."""
+        self._workers[f"consume-{self._random.randint(1, 2)}"].kill()
+
+    def worker_stopped_in_good_order(self) -> None:
+        """SIGTERM, as at a deployment: it ends with 0, whatever else is broken."""
+        name = self._random.choice(list(self._workers))
+        if self._workers[name].running:
+            self._workers[name].terminate()
+            self._workers[name].succeed()
+
+    def worker_stands_still(self) -> None:
+        """SIGSTOP for longer than every lease; then it goes on, as if nothing was."""
+        worker = self._workers[self._random.choice(list(self._workers))]
+        self._stand_still([worker.pid])
+
+    def web_stands_still(self) -> None:
+        """The same to the web processes, in the middle of their requests."""
+        assert self._web is not None
+        self._stand_still(self._web.workers())
+
+    def broker_killed(self) -> None:
+        """The broker, a power cut; nothing where it is the database."""
+        if self._broker is not None:
+            self._broker.kill()
+            self._enough.wait(self._random.uniform(0, 3))
+            self._broker.start()
+
+    def broker_stands_still(self) -> None:
+        """The broker says nothing for a while."""
+        if self._broker is not None and self._broker.process is not None:
+            self._stand_still([self._broker.process.pid])
+
+    def postgresql_killed(self) -> None:
+        """A power cut of the database."""
+        self._postgres.kill()
+        self._enough.wait(self._random.uniform(0, 3))
+        self._postgres.start()
+
+    def postgresql_restarted(self) -> None:
+        """A restart in good order: sessions are ended by name."""
+        self._postgres.restart()
+
+    def sessions_terminated(self) -> None:
+        """Every session is ended by an administrator."""
+        self._as_administrator(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+
+    def failed_over_to_read_only(self) -> None:
+        """The server we talk to has been demoted, and is promoted again."""
+        self._as_administrator(
+            "ALTER SYSTEM SET default_transaction_read_only = on",
+            "SELECT pg_reload_conf()",
+        )
+        self._enough.wait(self._random.uniform(2, 6))
+        self._as_administrator(
+            "SET transaction_read_only = off",
+            "ALTER SYSTEM RESET default_transaction_read_only",
+            "SELECT pg_reload_conf()",
+        )
+
+    def pgbouncer_restarted(self) -> None:
+        """The pooler is ended, and started again."""
+        self._pgbouncer.restart()
+
+    def pgbouncer_stands_still(self) -> None:
+        """The database is there and answers nothing."""
+        assert self._pgbouncer.process is not None
+        self._stand_still([self._pgbouncer.process.pid])
+
+    # How it is kept going, and counted. ----------------------------------------------
+
+    def _stand_still(self, pids: list[int]) -> None:
+        processes = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one = psutil.Process(pid)
+                one.send_signal(signal.SIGSTOP)
+                processes.append(one)
+        self._enough.wait(STANDSTILL)
+        for one in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGCONT)
+
+    def _as_administrator(self, *statements: str) -> None:
+        with psycopg.connect(self._postgres.url("postgres"), autocommit=True) as admin:
+            for statement in statements:
+                admin.execute(statement)
+
+    def _keep_alive(self) -> None:
+        """Start again what was killed, as the machine's own supervisor does."""
+        for name, worker in list(self._workers.items()):
+            if not worker.running:
+                self._start_worker(name)
+        assert self._web is not None
+        if self._web.process.poll() is not None:
+            self._web = self._start_web()
+
+    def _start_web(self) -> WebServer:
+        return WebServer(
+            self._directory, txmsg=self._txmsg, workers=2, threads=2, env=self._env
+        )
+
+    def _start_worker(self, name: str) -> None:
+        command = name.partition("-")[0]
+        named = [f"{self._service}.placed", f"{self._service}.done"]
+        if name in self._workers:
+            self._old_workers.append(self._workers[name])
+        self._workers[name] = self._manage(
+            *([command, *named] if command == "consume" else [command]),
+            hook="tests.acceptance.chaos.declare",
+            txmsg=self._txmsg,
+            env=self._env,
+        )
+
+    def _place_orders(self) -> None:
+        while not self._enough.wait(0.05):
+            number = f"r{next(self._numbers)}"
+            try:
+                assert self._web is not None
+                answer = self._web.post(f"order?number={number}", timeout=20)
+            except httpx.TransportError:
+                self.report.answers[0] += 1
+                self._enough.wait(0.2)
+                continue
+            self.report.answers[answer.status_code] += 1
+            if answer.status_code == 201:
+                self._acknowledged.add(number)
+
+    def _count(self) -> None:
+        """Wait until all has come to rest, and say what did not happen once."""
+        deadline = time.monotonic() + REST
+
+        def at_rest() -> bool:
+            try:
+                return not self._unfinished() or time.monotonic() > deadline
+            except (DatabaseError, InterfaceError):
+                connections.close_all()
+                return False
+
+        wait_until(at_rest, deadline=REST + 60, interval=0.5)
+        report = self.report
+        placed = set(Order.objects.values_list("number", flat=True))
+        report.placed = len(placed)
+        effects = Counter(Effect.objects.values_list("name", flat=True))
+        wanted = {
+            f"{number}:{part}:{what}"
+            for number in placed
+            for part in PARTS
+            for what in ("placed", "done")
+        }
+        report.lost = sorted(self._acknowledged - placed) + sorted(
+            wanted - set(effects)
+        )
+        report.doubled = [name for name, count in effects.items() if count > 1]
+        report.doubled += sorted(set(effects) - wanted)
+        report.stuck = self._unfinished()
+        report.dead = [str(one) for one in DeadLetter.objects.all()]
+
+    def _unfinished(self) -> list[str]:
+        pending = OutboxMessage.objects.filter(dispatched_at=None, dead_at=None)
+        waiting = InboxMessage.objects.filter(processed_at=None)
+        return [
+            *(f"outbox {one}" for one in pending.values_list("message_id", flat=True)),
+            *(f"inbox {one}" for one in waiting.values_list("message_id", flat=True)),
+            *(
+                f"queue {one}"
+                for one in QueueMessage.objects.values_list("queue", "id", "deliveries")
+            ),
+        ]
+
+    def told(self) -> str:
+        """Return what the processes have said of late."""
+        workers = [*self._workers.values(), *self._old_workers[-6:]]
+        said = [f"{one}\n{one.output[-1500:]}" for one in workers]
+        return "\n".join([*said, self._web.log()[-3000:] if self._web else ""])
+
+
+#: What a pooler does to everybody behind it.
+POOLER = [Chaos.pgbouncer_restarted, Chaos.pgbouncer_stands_still]
+#: What databases do in ordinary operation.
+DATABASE = [
+    *POOLER,
+    Chaos.failed_over_to_read_only,
+    Chaos.postgresql_killed,
+    Chaos.postgresql_restarted,
+    Chaos.sessions_terminated,
+]
+PROCESSES = [
+    Chaos.consumer_killed,
+    Chaos.relay_killed,
+    Chaos.web_killed,
+    Chaos.web_stands_still,
+    Chaos.web_worker_killed,
+    Chaos.worker_stands_still,
+    Chaos.worker_stopped_in_good_order,
+]
+BROKER = [Chaos.broker_killed, Chaos.broker_stands_still]

@@ -1,0 +1,80 @@
+"""Orders through kills and faults of everything, on each broker, behind PgBouncer.
+
+`make soak` runs it for an hour in all, or for as long as TXMSG_SOAK_SECONDS says;
+`make test` runs the pooler's part for seconds.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance import chaos
+from tests.acceptance.chaos import Chaos, Manage
+from tests.services import PgBouncer, PostgreSQL, Server
+from tests.services.stomp_server import StompServer
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "other"]),
+    pytest.mark.postgresql,
+]
+
+BROKERS = ["activemq", "rabbitmq", "embedded"]
+#: Seconds of the soak, over all brokers.
+SOAK = float(os.environ.get("TXMSG_SOAK_SECONDS", 3600))
+
+
+@pytest.fixture
+def run(
+    manage: Manage,
+    tmp_path: Path,
+    destination: str,
+    postgres: PostgreSQL,
+    pgbouncer: PgBouncer,
+) -> object:
+    """Make a run on a broker; the embedded one is None."""
+
+    def make(broker: StompServer | None) -> Chaos:
+        return Chaos(manage, tmp_path, destination, postgres, pgbouncer, broker)
+
+    return make
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("broker", ["activemq", "embedded"])
+def test_everything_works_through_a_pooler_that_comes_and_goes(
+    broker: str, run, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(run(_server(broker, request)), 12.0, chaos.POOLER, 2.0, capsys)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK + 600)
+@pytest.mark.parametrize("broker", BROKERS)
+def test_orders_happen_once_whatever_is_killed(
+    broker: str, run, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = [*chaos.PROCESSES, *chaos.DATABASE, *chaos.BROKER]
+    seconds = SOAK / len(BROKERS)
+    play(run(_server(broker, request)), seconds, faults, 2.0, capsys)
+
+
+def play(
+    chaos: Chaos,
+    seconds: float,
+    faults: list[object],
+    pause: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = chaos.run(seconds, faults, pause)
+    with capsys.disabled():
+        print(f"\n{report}")  # noqa: T201 - what a soak is for
+    assert report.placed > 0, chaos.told()
+    wrong = [*report.lost, *report.doubled, *report.stuck, *report.dead]
+    assert report.clean, "\n".join([str(report), *wrong, chaos.told()])
+
+
+def _server(broker: str, request: pytest.FixtureRequest) -> Server | None:
+    return None if broker == "embedded" else request.getfixturevalue(broker)

@@ -1,0 +1,161 @@
+"""SIGTERM in every state of every thread: an end soon, with 0, and nothing is lost.
+
+The states are in `stop_states.py`. What was on its way is processed once by whoever
+comes next.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+
+import pytest
+from django.db import connections
+
+from django_txmsg.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, Worker
+from django_txmsg.models.queue import QueueMessage
+from tests.acceptance import stop_states as states
+from tests.acceptance.stop_states import Manage, World
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, running, ship, txmsg
+
+pytestmark = committing
+
+State = Callable[[World, str], AbstractContextManager[None]]
+
+#: Seconds from the signal to the end: the processes' patience, and a busy machine.
+GRACE = 12.0
+
+ON_SQLITE = [
+    states.broker_is_silent,
+    states.broker_keeps_its_answers,
+    states.broker_refuses,
+    states.host_drops_packets,
+]
+CONSUME = [
+    states.in_blocking_redelivery,
+    states.in_bulk,
+    states.in_the_handler,
+    states.in_the_handler_of_1pc,
+    states.in_the_handler_of_a_batch,
+    states.looks_again,
+    states.throttled,
+    states.with_parked_messages,
+]
+ON_POSTGRESQL = [
+    states.database_is_silent,
+    states.database_refuses,
+    states.waits_for_a_lock,
+]
+#: What is the same on every database is tried on one.
+MARKS = [
+    *((state, pytest.mark.sqlite) for state in ON_SQLITE),
+    *((state, pytest.mark.postgresql) for state in ON_POSTGRESQL),
+    (states.idle, pytest.mark.database),
+]
+
+
+def _table() -> Iterator[object]:
+    for state, marks in MARKS:
+        for command in ("relay", "consume"):
+            name = f"{command}-{state.__name__}"
+            yield pytest.param(state, command, id=name, marks=marks)
+    for state in CONSUME:
+        yield pytest.param(state, "consume", id=f"consume-{state.__name__}")
+
+
+@pytest.fixture
+def world(
+    request: pytest.FixtureRequest, manage: Manage, tmp_path: Path, destination: str
+) -> Iterator[World]:
+    """Messages on their way."""
+    with ExitStack() as stack:
+        made = World(manage, tmp_path, destination, stack)
+        if "TXMSG_TEST_DATABASE_URL" in os.environ:
+            made.postgres = request.getfixturevalue("postgres")
+        if request.node.callspec.params.get("state") is states.broker_keeps_its_answers:
+            made.activemq = request.getfixturevalue("activemq")
+        yield made
+
+
+@pytest.mark.parametrize(("state", "command"), list(_table()))
+def test_a_stop_ends_the_process_and_loses_nothing(
+    state: State, command: str, world: World
+) -> None:
+    with state(world, command):
+        began = time.monotonic()
+        world.process.terminate()
+        assert world.process.wait(deadline=60) == 0, world.process.output
+        took = time.monotonic() - began
+    assert took < GRACE, f"{took:.1f} s:\n{world.process.output}"
+    everything_happens_once(world)
+
+
+@pytest.mark.parametrize("command", ["relay", "consume"])
+def test_a_worker_that_was_stopped_says_so(command: str, world: World) -> None:
+    with states.idle(world, command):
+        wait_until(Worker.objects.exists)
+        world.process.terminate()
+        world.process.succeed()
+    assert not Worker.objects.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_at_once(number: signal.Signals, world: World) -> None:
+    world.script["hold_at"] = 2
+    world.dispatch()
+    world.start("consume")
+    world.waiting("in the handler")
+    world.process.process.send_signal(number)
+    world.waiting("Stopping")
+    assert world.process.running
+    world.process.process.send_signal(number)
+    assert world.process.wait(deadline=10) == 128 + number
+    everything_happens_once(world)
+
+
+def everything_happens_once(world: World) -> None:
+    """Mend the world, let others work on, and count."""
+    connections.close_all()
+
+    def effect(message: Message) -> None:
+        Effect.objects.create(name=world.destination, message_id=str(message.id))
+
+    options = world.script.get("options", {})
+    with (
+        txmsg(**world.settings()),
+        declared(effect, world.destination, **options) as stage,
+        running(stage),
+    ):
+
+        def all_happened() -> bool:
+            ship()
+            return (
+                Effect.objects.count() >= world.stored
+                and not QueueMessage.objects.exists()
+            )
+
+        wait_until(all_happened, deadline=60, message=lambda: _count(world))
+    effects = Counter(Effect.objects.values_list("message_id", flat=True))
+    assert len(effects) == world.stored, _count(world)
+    assert set(effects.values()) == {1}, effects
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    assert not InboxMessage.objects.filter(processed_at=None).exists()
+    assert not DeadLetter.objects.exists()
+
+
+def _count(world: World) -> str:
+    return (
+        f"stored {world.stored}, effects {Effect.objects.count()}, "
+        f"outbox {OutboxMessage.objects.filter(dispatched_at=None).count()}, "
+        f"queue {list(QueueMessage.objects.values_list('queue', 'deliveries'))}, "
+        f"dead {list(DeadLetter.objects.values_list('reason', 'exception'))}\n"
+        f"{world.process.output}"
+    )

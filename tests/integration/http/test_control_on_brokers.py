@@ -1,0 +1,46 @@
+"""Control messages on the real brokers: they go when nobody needs them any more."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import uuid
+
+import pytest
+from django.test import override_settings
+
+from django_txmsg import wire
+from django_txmsg.brokers import get_broker
+from django_txmsg.control_message import ControlMessage
+from tests.services.stomp_server import StompServer
+
+
+@pytest.fixture(params=["activemq", "rabbitmq"])
+def server(request: pytest.FixtureRequest) -> StompServer:
+    """Each of the brokers in turn."""
+    found: StompServer = request.getfixturevalue(request.param)
+    return found
+
+
+def test_one_that_nobody_receives_is_gone_in_time(server, destination) -> None:
+    """A service without a consumer leaves no more than what its life allows."""
+    brokers = {"default": {"URL": server.url()}}
+    with override_settings(TXMSG={"SERVICE": destination, "BROKERS": brokers}):
+        sent = [
+            ControlMessage(str(uuid.uuid4()), uuid.uuid4(), "default", "delay")
+            for _ in range(2)
+        ]
+        mortal, lasting = (one.outgoing() for one in sent)
+        assert mortal.time_to_live == pytest.approx(86_415, abs=60)
+        mortal = dataclasses.replace(mortal, time_to_live=0.5)
+        with get_broker().open() as session:
+            assert session.send([mortal, lasting]) == [None, None]
+        threading.Event().wait(1.0)
+        with get_broker().open() as session:
+            session.subscribe(wire.control_destination(destination), prefetch=10)
+            first = session.receive(20)
+            assert first is not None
+            assert ControlMessage.read(first).signed
+            assert ControlMessage.read(first).session_id == sent[1].session_id
+            session.ack([first])
+            assert session.receive(0.5) is None

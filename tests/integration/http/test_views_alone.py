@@ -1,0 +1,374 @@
+"""What leaves a view rolls back, whatever is made of it above; and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import unittest
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import (
+    DatabaseError,
+    OperationalError,
+    connection,
+    connections,
+    transaction,
+)
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.template import engines
+from django.template.response import TemplateResponse
+from django.test import AsyncClient, Client, TestCase, override_settings
+from django.urls import path
+
+from django_txmsg import no_outbox, outbox_session, send_message
+from django_txmsg.models import OutboxMessage, QueueMessage, SessionRecord
+from tests.app.models import Order
+
+from .conftest import MIDDLEWARE, txmsg
+from .urls import order, place
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+HOOKS: list[str] = []
+
+
+class Answers:
+    """A middleware that makes a response of whatever a view raises."""
+
+    def __init__(self, get_response: Any) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        response: HttpResponse = self.get_response(request)
+        return response
+
+    def process_exception(
+        self, request: HttpRequest, error: Exception
+    ) -> HttpResponse | None:
+        return JsonResponse({"error": str(error)}, status=int(request.GET["as"]))
+
+
+def nothing(request: HttpRequest) -> HttpResponse:
+    """Use no database, and have hooks nevertheless."""
+    transaction.on_commit(lambda: HOOKS.append("ran"))
+    if "undo" in request.GET:
+        transaction.set_rollback(True)
+    return HttpResponse("nothing")
+
+
+def read(request: HttpRequest) -> HttpResponse:
+    """Read a little."""
+    return JsonResponse({"orders": Order.objects.count()})
+
+
+def writing_get(request: HttpRequest) -> HttpResponse:
+    """Do what a GET should not."""
+    Order.objects.count()
+    place(request.GET["number"])
+    if "fail" in request.GET:
+        raise RuntimeError
+    return HttpResponse(status=201)
+
+
+def inner(request: HttpRequest) -> HttpResponse:
+    """Begin with a block of its own."""
+    with contextlib.suppress(RuntimeError), transaction.atomic():
+        place("lost")
+        raise RuntimeError
+    with transaction.atomic():
+        place("kept")
+    return HttpResponse(status=201)
+
+
+def tries_again(request: HttpRequest) -> HttpResponse:
+    """Go on when the database cannot be reached at first."""
+    with contextlib.suppress(DatabaseError):
+        Order.objects.count()
+    place("second")
+    return HttpResponse(status=201)
+
+
+def durable(request: HttpRequest) -> HttpResponse:
+    """Want a transaction of its own."""
+    with transaction.atomic(durable=True):
+        place("durable")
+    return HttpResponse(status=201)
+
+
+def rendered(request: HttpRequest) -> HttpResponse:
+    """Fail after the view, in the template."""
+    place("rendered")
+    template = engines["django"].from_string("{% for one in broken %}{% endfor %}")
+    return TemplateResponse(request, template, {"broken": _broken()})
+
+
+def _broken() -> Iterator[str]:
+    raise LookupError("in the template")
+    yield ""
+
+
+def two_databases(request: HttpRequest) -> HttpResponse:
+    """Send from another database too."""
+    place("here")
+    with transaction.atomic(using="other"):
+        send_message("http.orders", {}, using="other")
+    return HttpResponse(status=201)
+
+
+def api(request: HttpRequest) -> HttpResponse:
+    """Do as an API framework does: it catches what a view raises, inside of it."""
+    try:
+        place("half done")
+        raise ValueError("amount is missing")
+    except ValueError as error:
+        return JsonResponse({"detail": str(error)}, status=400)
+
+
+urlpatterns = [
+    path("order", order),
+    path("nothing", nothing),
+    path("read", read),
+    path("writing_get", writing_get),
+    path("inner", inner),
+    path("tries_again", tries_again),
+    path("durable", durable),
+    path("own_durable", no_outbox(_own := (lambda request: durable(request)))),
+    path("rendered", rendered),
+    path("two_databases", two_databases),
+    path("api", api),
+]
+
+
+@pytest.fixture
+def client(web: Any) -> Iterator[Client]:
+    HOOKS.clear()
+    with override_settings(ROOT_URLCONF=__name__):
+        yield Client(raise_request_exception=False)
+
+
+def control_messages() -> int:
+    queue = QueueMessage.objects.using("other").filter(queue="web.txmsg.control")
+    return queue.count()
+
+
+def nothing_happened() -> bool:
+    return not (
+        Order.objects.exists()
+        or OutboxMessage.objects.exists()
+        or control_messages()
+        or SessionRecord.objects.exists()
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["", "atomic_requests"])
+def atomic_requests(request: pytest.FixtureRequest) -> Iterator[bool]:
+    settings = connections.settings["default"]
+    settings["ATOMIC_REQUESTS"] = request.param
+    connection.settings_dict["ATOMIC_REQUESTS"] = request.param
+    yield request.param
+    settings["ATOMIC_REQUESTS"] = connection.settings_dict["ATOMIC_REQUESTS"] = False
+
+
+@pytest.mark.parametrize("status", [200, 400])
+@pytest.mark.parametrize("then", ["raise", "not_found", "denied"])
+def test_an_exception_that_is_answered_below_rolls_back(
+    client, atomic_requests, then, status
+) -> None:
+    with override_settings(MIDDLEWARE=[*MIDDLEWARE, f"{__name__}.Answers"]):
+        response = client.post(f"/order?number=1&then={then}&as={status}")
+        assert response.status_code == status
+        assert nothing_happened()
+        post = async_to_sync(AsyncClient(raise_request_exception=False).post)
+        assert post(f"/order?number=1&then={then}&as={status}").status_code == status
+        assert nothing_happened()
+        assert client.post("/order?number=1&as=400").status_code == 201
+        assert (Order.objects.count(), control_messages()) == (1, 1)
+
+
+def test_a_template_that_fails_rolls_back_too(client) -> None:
+    assert client.post("/rendered").status_code == 500
+    assert nothing_happened()
+
+
+def test_views_are_left_as_they_are(client, atomic_requests) -> None:
+    before = dict(vars(order))
+    assert client.post("/order?number=1").status_code == 201
+    assert vars(order) == before
+
+
+@pytest.mark.parametrize("query", ["", "?undo"])
+def test_a_view_without_queries_opens_no_connection(
+    client, atomic_requests, query
+) -> None:
+    for method in (client.get, client.post):
+        connection.close()
+        assert method(f"/nothing{query}").content == b"nothing"
+        assert connection.connection is None
+    assert ([] if query else ["ran", "ran"]) == HOOKS
+    assert not connection.in_atomic_block
+    # And what comes next on this connection is as ever.
+    assert client.post("/order?number=1").status_code == 201
+    assert control_messages() == 1
+
+
+@pytest.fixture
+def writing() -> Iterator[None]:
+    """Somebody else holds the lock for writing."""
+    other = connections["default"].copy()
+    try:
+        with other.cursor() as cursor:
+            cursor.execute("BEGIN IMMEDIATE")
+            yield
+            cursor.execute("ROLLBACK")
+    finally:
+        other.close()
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("path", ["/nothing", "/read"])
+def test_a_get_waits_for_no_writer(client, writing, path) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA busy_timeout = 100")
+    try:
+        assert client.get(path).status_code == 200
+    finally:
+        connection.close()
+
+
+@pytest.mark.sqlite
+def test_a_post_that_reads_first_has_the_lock(client) -> None:
+    """What it read is what it changes: nobody writes in between."""
+    seen: list[bool] = []
+
+    def look(execute: Any, sql: str, *rest: Any) -> Any:
+        result = execute(sql, *rest)
+        if sql.startswith("SELECT"):
+            other = connections["default"].copy()
+            with other.cursor() as cursor:
+                cursor.execute("PRAGMA busy_timeout = 0")
+                with contextlib.suppress(OperationalError):
+                    cursor.execute("BEGIN IMMEDIATE")
+                    seen.append(True)
+            other.close()
+        return result
+
+    with connection.execute_wrapper(look):
+        assert client.post("/read").status_code == 200
+        assert seen == []
+        assert client.get("/read").status_code == 200
+        assert seen == [True]
+
+
+def test_a_get_that_writes_and_sends_does_both_or_neither(client) -> None:
+    assert client.get("/writing_get?number=1&fail").status_code == 500
+    assert nothing_happened()
+    assert client.get("/writing_get?number=1").status_code == 201
+    assert (Order.objects.count(), OutboxMessage.objects.count()) == (1, 2)
+    assert control_messages() == 1
+
+
+def test_blocks_inside_are_savepoints(client) -> None:
+    connection.close()
+    assert client.post("/inner").status_code == 201
+    assert Order.objects.get().number == "kept"
+    assert (OutboxMessage.objects.count(), control_messages()) == (2, 1)
+
+
+def test_a_database_that_comes_back_in_mid_request(client, monkeypatch) -> None:
+    connection.close()
+    connect, refused = connection.get_new_connection, []
+
+    def refuse_once(*arguments: Any) -> Any:
+        if not refused:
+            refused.append(True)
+            raise OperationalError("connection refused")
+        return connect(*arguments)
+
+    monkeypatch.setattr(connection, "get_new_connection", refuse_once)
+    assert client.post("/tries_again").status_code == 201
+    assert Order.objects.get().number == "second"
+    assert (OutboxMessage.objects.count(), control_messages()) == (2, 1)
+
+
+def test_outside_of_requests_it_is_the_same() -> None:
+    with override_settings(TXMSG=txmsg()):
+        connection.close()
+        with outbox_session():
+            assert connection.in_atomic_block
+        assert connection.connection is None
+        with outbox_session():
+            send_message("http.orders", {})
+        assert OutboxMessage.objects.count() == control_messages() == 1
+
+
+def test_a_durable_block_wants_a_view_that_is_left_alone(client) -> None:
+    assert client.post("/durable").status_code == 500
+    assert nothing_happened()
+    assert client.post("/own_durable").status_code == 201
+    assert OutboxMessage.objects.count() == 2
+
+
+def test_messages_on_another_database_are_told_of(client, caplog) -> None:
+    assert client.post("/two_databases").status_code == 201
+    assert OutboxMessage.objects.count() == 2
+    assert OutboxMessage.objects.using("other").count() == 1
+    assert "1 of its messages are on 'other'" in caplog.text
+
+
+def test_what_a_framework_answers_with_400_is_rolled_back_if_told(client, web) -> None:
+    with web(ROLLBACK_ON_4XX=True):
+        assert client.post("/api").status_code == 400
+    assert nothing_happened()
+    # Told nothing, it takes the answer for a result.
+    assert client.post("/api").status_code == 400
+    assert Order.objects.count() == 1
+
+
+def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> None:
+    """A broker rolls nothing back with a TestCase: what is sent to it stays sent."""
+
+    class Case(TestCase):
+        databases = frozenset({"default", "other"})
+
+        def runTest(self) -> None:
+            assert client.post("/order?number=1").status_code == 201
+            assert OutboxMessage.objects.count() == 2
+
+    result = unittest.TestResult()
+    unittest.TestSuite([Case()]).run(result)
+    assert result.testsRun == 1
+    assert not result.errors + result.failures, result.errors + result.failures
+    assert heard["sent"] == []
+
+
+@pytest.mark.sqlite
+def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None:
+    """Its thread is another one's next."""
+    other = connections["default"].copy()
+    with other.cursor() as cursor:
+        cursor.execute("BEGIN IMMEDIATE")
+
+    async def scenario() -> None:
+        ours = AsyncClient(raise_request_exception=False)
+        task = asyncio.ensure_future(ours.post("/order?number=cancelled"))
+        began = threading.Event()
+        await asyncio.to_thread(began.wait, 0.5)
+        task.cancel()
+        await asyncio.to_thread(began.wait, 0.2)
+        await asyncio.to_thread(other.connection.execute, "ROLLBACK")
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert not await sync_to_async(lambda: connection.in_atomic_block)()
+        assert (await ours.post("/order?number=next")).status_code == 201
+
+    try:
+        async_to_sync(scenario)()
+        with other.cursor() as cursor:
+            cursor.execute("SELECT number FROM app_order")
+            assert cursor.fetchall() == [("next",)]
+    finally:
+        other.close()

@@ -1,0 +1,100 @@
+"""Transactions that lose against others are repeated at once: no attempt is lost."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection
+
+from django_txmsg.message import Message
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.redelivery import RedeliveryPolicy
+from tests.app.models import Effect, Order
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, step
+
+pytestmark = [
+    committing,
+    pytest.mark.usefixtures("impatient"),
+    pytest.mark.postgresql,  # SQLite's transactions run one after another
+]
+
+ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_contention_buries_nobody(batch: int) -> None:
+    """Four threads read and write one row, serializably; each message has one attempt,
+    and there is none that would not have succeeded alone."""
+    total = 20
+    Order.objects.create(number="1", total=0)
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        order = Order.objects.get(number="1")
+        Effect.objects.create(name="done", message_id=str(message.id))
+        Order.objects.filter(number="1").update(total=order.total + 1)
+
+    options = {"isolation": "serializable", "redelivery": ONCE, "batch": batch}
+    with declared(handler, **options) as stage:
+        for _ in range(total):
+            put(stage.destination)
+        with running(stage, concurrency=4):
+            wait_until(
+                lambda: (
+                    not InboxMessage.objects.filter(processed_at=None).exists()
+                    and InboxMessage.objects.count() == total
+                ),
+                deadline=45,
+            )
+    assert not DeadLetter.objects.exists()
+    assert not Attempt.objects.exists()
+    assert Order.objects.get().total == Effect.objects.count() == total
+    assert set(runs) == {1}
+    assert len(runs) > total, "nobody was in anybody's way"
+
+
+def test_who_always_loses_has_an_attempt_in_the_end() -> None:
+    """As from a trigger that says so whatever happens: it does not go on for ever."""
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "DO $$ BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40001'; END $$"
+            )
+
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+    with declared(handler, redelivery=policy) as stage:
+        put(stage.destination)
+        step(stage, times=2)
+    assert runs == [1] * 11 + [2] * 11
+    assert DeadLetter.objects.get().attempts == 2
+
+
+def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
+    """The count is committed when the row cannot be taken, and is not made again."""
+    with connection.cursor() as cursor:
+        # A sequence remembers what its transaction does not.
+        cursor.execute(
+            "CREATE SEQUENCE refusals;"
+            " CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+            " IF NEW.processed_at IS NOT NULL AND nextval('refusals') = 1 THEN"
+            " RAISE EXCEPTION 'no lock in time' USING ERRCODE = '55P03'; END IF;"
+            " RETURN NEW; END $$;"
+            " CREATE TRIGGER refuse BEFORE UPDATE ON django_txmsg_inboxmessage"
+            " FOR EACH ROW EXECUTE FUNCTION refuse()"
+        )
+    try:
+        with declared(lambda message: None, redelivery=ONCE) as stage:
+            put(stage.destination)
+            step(stage)
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "DROP TRIGGER refuse ON django_txmsg_inboxmessage;"
+                " DROP FUNCTION refuse(); DROP SEQUENCE refusals"
+            )
+    row = InboxMessage.objects.get()
+    assert (row.state, row.deliveries, row.attempts) == ("processed", 1, 1)

@@ -1,0 +1,135 @@
+"""No thread ends unnoticed: a handler's worst is its message's failure, and what does
+end a thread ends its process, for a supervisor to start another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from django_txmsg import signals, stages
+from django_txmsg.crew import Crew
+from django_txmsg.errors import WorkerFailed
+from django_txmsg.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage, Worker
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_message
+from tests.app.models import Effect
+from tests.faults import ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, declared, put, running, txmsg
+
+pytestmark = committing
+
+Manage = Callable[..., ManageProcess]
+
+
+class TimedOut(BaseException):
+    """What gevent's and other libraries' time-outs are: no `Exception`."""
+
+
+WORST: dict[str, type[BaseException]] = {
+    "cancelled": asyncio.CancelledError,
+    "exit": GeneratorExit,
+    "time-out": TimedOut,
+    "system": SystemExit,
+}
+
+
+def handler(message: Message) -> None:
+    """Leave an effect, and raise what the message's body names."""
+    Effect.objects.create(name=str(message.body), message_id=str(message.id))
+    if message.body in WORST:
+        raise WORST[str(message.body)]
+
+
+@pytest.mark.parametrize("worst", WORST)
+@pytest.mark.parametrize(
+    ("mode", "batch"), [("outbox", 1), ("outbox", 4), ("best_effort_1pc", 1)]
+)
+def test_whatever_a_handler_raises_is_a_failure_of_its_message(
+    mode: Any, batch: int, worst: str
+) -> None:
+    with (
+        txmsg(),
+        declared(handler, transaction=mode, batch=batch) as stage,
+    ):
+        for body in (b'"first"', f'"{worst}"'.encode(), b'"last"'):
+            put(stage.destination, body)
+        with running(stage):
+            wait_until(lambda: DeadLetter.objects.count() == 1)
+            wait_until(lambda: Effect.objects.count() == 2)
+            wait_until(lambda: not QueueMessage.objects.exists())
+            # The thread lives: it takes another.
+            put(stage.destination, b'"after"')
+            wait_until(lambda: Effect.objects.filter(name="after").exists())
+    assert DeadLetter.objects.get().reason == "attempts_exhausted"
+    assert InboxMessage.objects.get(dead_at__isnull=False).attempts == 3
+
+
+def test_a_crew_ends_together_and_says_why() -> None:
+    stop = threading.Event()
+    crew = Crew(stop.set)
+    ended: list[str] = []
+
+    def lasting() -> None:
+        stop.wait(30)
+        ended.append("lasting")
+
+    def failing() -> None:
+        raise GeneratorExit
+
+    crew.add("lasting", lasting)
+    crew.add("failing", failing)
+    crew.start()
+    with pytest.raises(WorkerFailed, match="Thread failing ended by GeneratorExit"):
+        crew.join()
+    assert ended == ["lasting"]
+
+
+def hook() -> None:
+    """In the worker: end the thread that the test names, in its own user's code."""
+
+    def interrupted(message: Message) -> None:
+        raise KeyboardInterrupt
+
+    stages.stage("tests.crew")(interrupted)
+
+    def receiver(**_: Any) -> None:
+        raise GeneratorExit
+
+    which = os.environ["TXMSG_TEST_ENDS"]
+    if which != "stage":
+        getattr(signals, which).connect(receiver, weak=False)
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(
+    ("command", "which"),
+    [
+        ("consume", "stage"),
+        ("consume", "control_message_handled"),
+        ("relay", "message_dispatched"),
+    ],
+)
+def test_a_thread_that_ends_ends_its_process(
+    command: str, which: str, once: bool, manage: Manage
+) -> None:
+    with txmsg(), transaction.atomic():
+        send_message("tests.crew", None)
+    put("tests.crew")
+    put("tests.txmsg.control", b"", {"txmsg-id": "no control message"})
+    worker = manage(
+        command,
+        *(["--once"] if once else []),
+        txmsg=IMPATIENT,
+        hook="tests.integration.test_crew.hook",
+        env={"TXMSG_TEST_ENDS": which},
+    )
+    assert worker.wait() == 1
+    assert "ended, and its process with it" in worker.output
+    assert not Worker.objects.exists()

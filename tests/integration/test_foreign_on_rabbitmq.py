@@ -1,0 +1,185 @@
+"""Messages without a `txmsg-id` on RabbitMQ, which names each delivery anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from django_txmsg import inbox, stages
+from django_txmsg.broker_url import split_url
+from django_txmsg.brokers import get_broker
+from django_txmsg.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage
+from django_txmsg.redelivery import RedeliveryPolicy
+from tests import services
+from tests.acceptance import crash_points
+from tests.acceptance.crash_play import Manage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.raw_client import RawClient
+from tests.running import IMPATIENT, committing, declared, running, txmsg
+from tests.services.stomp_server import PASSWORD, USER
+
+# One database will do: what matters here is the broker.
+pytestmark = [committing, pytest.mark.postgresql]
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def settings(rabbitmq: services.RabbitMQ) -> dict[str, Any]:
+    return {**IMPATIENT, "BROKERS": {"default": {"URL": rabbitmq.url()}}}
+
+
+@pytest.fixture(autouse=True)
+def in_force(settings: dict[str, Any]) -> Iterator[None]:
+    with txmsg(**settings):
+        yield
+
+
+def put_foreign(destination: str, body: bytes, **headers: str) -> None:
+    """Send as somebody does who knows nothing of us: our client would add its id."""
+    address = split_url(get_broker()._url)
+    assert address.port is not None
+    kind, _, name = destination.rpartition(":")
+    with RawClient(
+        ("127.0.0.1", address.port), login=USER, passcode=PASSWORD
+    ) as client:
+        to = {"destination": f"/{kind or 'queue'}/{name}", "persistent": "true"}
+        client.send("SEND", {**to, **JSON, **headers}, body, receipt="sent")
+        client.expect_receipt("sent")
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name=str(message.body), message_id=str(message.id))
+
+
+def effects() -> list[str]:
+    return sorted(Effect.objects.values_list("name", flat=True))
+
+
+def left(destination: str) -> int:
+    with get_broker().open() as opened:
+        opened.subscribe(destination, prefetch=10)
+        return len(list(iter(lambda: opened.receive(0.5), None)))
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_equal_messages_are_two_and_equal_ids_for_equal_content_are_one(
+    destination: str, batch: int
+) -> None:
+    with declared(effect, destination, batch=batch) as stage:
+        for _ in range(2):
+            put_foreign(destination, b'"equal"')
+            put_foreign(destination, b'"named"', **{"amqp-message-id": "7"})
+        put_foreign(destination, b'"used again"', **{"amqp-message-id": "7"})
+        put_foreign(destination, b'"named"', **{"amqp-message-id": "7", "retry": "1"})
+        with running(stage) as (thread,):
+            wait_until(lambda: len(effects()) == 5, deadline=60)
+            wait_until(lambda: thread.dry)
+        assert left(destination) == 0
+    assert effects() == ["equal", "equal", "named", "named", "used again"]
+
+
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_other_modes_have_them_once_too(destination: str, mode: Any) -> None:
+    with declared(effect, destination, transaction=mode) as stage:
+        put_foreign(destination, b"1")
+        put_foreign(destination, b"1")
+        with running(stage) as (thread,):
+            wait_until(lambda: len(effects()) == 2, deadline=60)
+            wait_until(lambda: thread.dry)
+        assert left(destination) == 0
+    assert effects() == ["1", "1"]
+
+
+def test_a_topics_message_goes_back_to_its_subscriber_alone(destination: str) -> None:
+    topic = f"topic:{destination}"
+    first = {"name": f"{destination}.first"}
+    second = {"name": f"{destination}.second"}
+    with (
+        declared(effect, topic, **first) as one,
+        declared(effect, topic, **second) as two,
+        running(one) as (left_thread,),
+        running(two) as (right_thread,),
+    ):
+        wait_until(lambda: left_thread.dry and right_thread.dry)
+        put_foreign(topic, b"1")
+        wait_until(lambda: len(effects()) == 2, deadline=60)
+        wait_until(lambda: left_thread.dry and right_thread.dry)
+    assert sorted(InboxMessage.objects.values_list("stage", flat=True)) == [
+        first["name"],
+        second["name"],
+    ]
+
+
+def declare() -> None:
+    """In the worker: a stage, killed by its message or right after its commit."""
+
+    def handler(message: Message) -> None:
+        if os.environ.get("DEADLY"):
+            print("attempt", message.delivery_attempt, flush=True)  # noqa: T201
+            os.kill(os.getpid(), signal.SIGKILL)
+        effect(message)
+
+    policy = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.0)
+    stages.stage(os.environ["FOREIGN"], redelivery=policy)(handler)
+    crash_points.after(inbox, "_run", "committed")
+
+
+def test_a_worker_killed_before_each_acknowledgement(
+    destination: str, manage: Manage, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    put_foreign(destination, b'"once"')
+
+    def consume(point: str) -> Any:
+        return manage(
+            *("consume", destination, "--once"),
+            hook="tests.integration.test_foreign_on_rabbitmq.declare",
+            txmsg=settings,
+            env={
+                "FOREIGN": destination,
+                "CRASH_POINT": point,
+                "CRASH_GO": str(tmp_path / "never"),
+            },
+        )
+
+    first = consume("committed")
+    first.wait_for_line("at committed")
+    first.kill()
+    # Copies are dropped before they run: this one is killed while it does that.
+    second = consume("")
+    wait_until(InboxMessage.objects.filter(deliveries=2).exists, deadline=60)
+    second.kill()
+    consume("").succeed()
+    assert effects() == ["once"]
+    assert InboxMessage.objects.get().state == "processed"
+    assert left(destination) == 0
+
+
+def test_poison_ends_in_the_dead_letters(
+    destination: str, manage: Manage, settings: dict[str, Any]
+) -> None:
+    put_foreign(destination, b'"deadly"')
+    attempts: list[str] = []
+    for _ in range(4):
+        worker = manage(
+            *("consume", destination, "--once"),
+            hook="tests.integration.test_foreign_on_rabbitmq.declare",
+            txmsg=settings,
+            env={"FOREIGN": destination, "DEADLY": "1"},
+        )
+        worker.wait()
+        attempts += [one for one in worker.output.split("\n") if "attempt " in one]
+    assert attempts == ["attempt 1", "attempt 2", "attempt 3"]
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts, letter.deaths) == ("worker_lost", 3, 1)
+    assert InboxMessage.objects.get().message_id == letter.message_id
+    assert json.loads(bytes(letter.body)) == "deadly"
+    assert left(destination) == 0

@@ -1,0 +1,133 @@
+"""What another protocol's client can put on a RabbitMQ queue, and STOMP cannot carry.
+
+The broker hands it through, raw: the message ends in the dead letters, and those behind
+it are processed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import amqp
+import pytest
+
+from django_txmsg import jms
+from django_txmsg.models import DeadLetter, InboxMessage
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, txmsg
+from tests.services import RabbitMQ
+from tests.services.stomp_server import LIMITED_USER, PASSWORD, USER
+
+# One database will do: what differs here is the broker.
+pytestmark = [committing, pytest.mark.postgresql]
+
+#: Properties and headers of AMQP messages that become broken header blocks.
+HOSTILE: list[dict[str, Any]] = [
+    {"application_headers": {"key": "abc\0def"}},
+    {"application_headers": {"txmsg-id": "\0", "txmsg-key": "\0"}},
+    {"application_headers": {"": "no name"}},
+    {"content_type": "a\0b", "correlation_id": "c\0\n\nd", "reply_to": "r\0"},
+]
+#: Those that a stage may take as they are.
+HARMLESS: list[dict[str, Any]] = [
+    {"application_headers": {"priority": "9" * 5000}},
+    {"application_headers": {"subscription": "other", "ack": "x", "receipt": "y"}},
+    {"application_headers": {"content-length": "7", "destination": "/queue/else"}},
+    {"application_headers": {"a\nb": "c\n\nd", "e:f": "\\x"}},
+]
+
+
+def publish(server: RabbitMQ, queue: str, body: bytes, **properties: Any) -> None:
+    """Put a message on the queue as a client of AMQP does."""
+    with amqp.Connection(f"127.0.0.1:{server.amqp_port}", USER, PASSWORD) as link:
+        properties.setdefault("delivery_mode", 2)
+        properties.setdefault("content_type", "application/octet-stream")
+        link.channel().basic_publish(
+            amqp.Message(body, **properties), routing_key=queue
+        )
+
+
+@pytest.mark.parametrize("mode", ["outbox", "broker_only"])
+def test_a_header_stomp_cannot_carry_buries_its_message_and_no_other(
+    rabbitmq: RabbitMQ, destination: str, mode: str
+) -> None:
+    with txmsg(BROKERS={"default": {"URL": rabbitmq.url()}}):
+        bodies: list[Any] = []
+        put(destination, b'"first"')
+        for number, properties in enumerate(HOSTILE):
+            publish(
+                rabbitmq, destination, b"hostile %d \0\n\n\0" % number, **properties
+            )
+        publish(rabbitmq, destination, b"", application_headers={"key": "a\0b"})
+        for properties in HARMLESS:
+            publish(rabbitmq, destination, b"harmless", **properties)
+        put(destination, b'"last"')
+
+        def handler(message: Any) -> None:
+            bodies.append(message.body)
+
+        with declared(handler, destination, transaction=mode) as stage, running(stage):
+            wait_until(lambda: "last" in bodies, deadline=60)
+            wait_until(lambda: DeadLetter.objects.count() == 5, deadline=60)
+
+    assert bodies == ["first", *[b"harmless"] * len(HARMLESS), "last"]
+    letters = DeadLetter.objects.order_by("pk")
+    assert {letter.reason for letter in letters} == {"malformed_headers"}
+    assert [bytes(letter.body) for letter in letters] == [
+        b"hostile 0 \0\n\n\0", b"hostile 1 \0\n\n\0", b"hostile 2 \0\n\n\0",
+        b"hostile 3 \0\n\n\0", b"",
+    ]  # fmt: skip
+    if mode == "outbox":
+        assert InboxMessage.objects.filter(processed_at__isnull=False).count() >= 6
+    with jms.ConnectionFactory(rabbitmq.url()).create_connection() as connection:
+        consumer = connection.create_session().create_consumer(destination)
+        assert consumer.receive(0.5) is None, "nothing is left on the queue"
+
+
+def test_a_volatile_message_goes_to_a_durable_queue_and_outlives_its_sender(
+    rabbitmq: RabbitMQ, destination: str
+) -> None:
+    volatile = jms.Delivery(jms.DeliveryMode.NON_PERSISTENT)
+    factory = jms.ConnectionFactory(rabbitmq.url())
+    for queue in (destination, f"{destination}.new"):
+        with factory.create_connection() as connection:
+            producer = connection.create_session().create_producer(queue)
+            if queue == destination:
+                producer.send(jms.Message("durable"))
+            producer.send(jms.Message("volatile"), delivery=volatile)
+
+    with factory.create_connection() as connection:
+        session = connection.create_session()
+        old = session.create_consumer(destination)
+        new = session.create_consumer(f"{destination}.new")
+        arrived = [old.receive(30), old.receive(30), new.receive(30)]
+    bodies = [message and message.body for message in arrived]
+    assert bodies == ["durable", "volatile", "volatile"]
+
+
+def test_an_operator_who_closes_connections_refuses_no_message(
+    rabbitmq: RabbitMQ, destination: str
+) -> None:
+    outcomes: list[jms.MessagingError | None] = []
+    factory = jms.ConnectionFactory(rabbitmq.url())
+    with factory.create_connection() as connection:
+        session = connection.create_session()
+        for isolate in (False, True):
+            sent = [(destination, jms.Message(n)) for n in range(3)]
+            assert session.send_batch(sent, isolate=isolate) == [None] * 3
+        rabbitmq.close_all_connections()
+        while not connection.failed:
+            outcomes += session.send_batch([(destination, jms.Message("late"))])
+
+    assert not any(isinstance(one, jms.SendRejectedError) for one in outcomes)
+
+
+def test_a_forbidden_message_alone_is_still_refused_for_good(
+    rabbitmq: RabbitMQ, destination: str
+) -> None:
+    factory = jms.ConnectionFactory(rabbitmq.url(user=LIMITED_USER, password=PASSWORD))
+    for name in (destination, "/exchange/none"):
+        with factory.create_connection() as connection:
+            producer = connection.create_session().create_producer()
+            with pytest.raises((jms.SendRejectedError, jms.InvalidDestinationError)):
+                producer.send(jms.Message("x"), destination=name)

@@ -1,0 +1,216 @@
+"""A message that was accepted is stored, however late in its transaction it was sent.
+
+Hooks and receivers of signals run before, between and after the package's own last
+steps. What they send leaves, or the sender hears of it: never neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connection, connections, transaction
+from django.dispatch import Signal
+
+from django_txmsg import outbox_session, send_message, signals
+from django_txmsg.message import Message, new_id
+from django_txmsg.models import OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.scope import Scope, in_scope
+from django_txmsg.testing import drain
+from tests.app.models import Effect
+from tests.running import committing, declared, send, step, txmsg
+
+pytestmark = committing
+
+LATE = "tests.late"
+MODES = ["outbox", "best_effort_1pc", "broker_only"]
+KEYS = [None, "k"]
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Iterator[None]:
+    """The broker is in another database, so that control messages are real ones."""
+    with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
+        yield
+
+
+def late() -> int:
+    """Return how many were stored, or enlisted in the broker's own transaction."""
+    stored = OutboxMessage.objects.filter(destination=LATE)
+    queued = QueueMessage.objects.using("other").filter(queue=LATE)
+    ids = {str(one) for one in stored.values_list("message_id", flat=True)}
+    return len(ids | {one.headers["txmsg-id"] for one in queued})
+
+
+def send_late(key: str | None) -> None:
+    """Send as code outside of any transaction has to."""
+    with transaction.atomic():
+        Effect.objects.create(name="late")
+        send_message(LATE, None, key=key)
+
+
+@contextmanager
+def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
+    """Act once, on a signal's first coming; what that raised is in the list."""
+    failed: list[Exception] = []
+    acted: list[bool] = []
+
+    def receiver(**_: Any) -> None:
+        if not acted:
+            acted.append(True)
+            try:
+                act()
+            except Exception as error:
+                failed.append(error)
+
+    signal.connect(receiver, weak=False)
+    try:
+        yield failed
+    finally:
+        signal.disconnect(receiver)
+        assert acted, "the signal was never sent"
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("drained", [False, True], ids=["consume", "drain"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stages_hooks(mode: Any, batch: int, drained: bool, key: str | None) -> None:
+    """The hooks of its transaction, and the hooks that those make, have transactions
+    of their own."""
+    if batch > 1 and mode != "outbox":
+        batch = 1
+
+    def hook() -> None:
+        send_late(key)
+        with transaction.atomic():
+            transaction.on_commit(lambda: send_late(key))
+
+    def handler(message: Message) -> None:
+        send_message("tests.next", None)
+        with transaction.atomic():
+            transaction.on_commit(hook)
+
+    with declared(handler, transaction=mode, batch=batch) as stage:
+        for _ in range(3):
+            send(stage.destination)
+        if drained:
+            drain(stage.name)
+        else:
+            step(stage, times=3)
+    assert Effect.objects.count() == 6
+    assert late() == 6
+
+
+@pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc"])
+def test_a_stages_hook_without_a_transaction_hears_of_it(
+    mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def handler(message: Message) -> None:
+        Effect.objects.create(name="done")
+        transaction.on_commit(lambda: send_message(LATE, None))
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage)
+    assert "needs an open transaction" in caplog.text
+    assert (Effect.objects.count(), late()) == (1, 0)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "signal",
+    [
+        signals.message_stored,
+        signals.messages_committed,
+        signals.message_processed,
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_receiver_of_a_stages_signal(
+    signal: Signal, batch: int, key: str | None
+) -> None:
+    def handler(message: Message) -> None:
+        send_message("tests.next", None)
+
+    with declared(handler, batch=batch) as stage:
+        for _ in range(batch):
+            send(stage.destination)
+        with received(signal, lambda: send_late(key)) as failed:
+            step(stage)
+    assert not failed
+    assert late() == 1
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(
+    "signal",
+    [
+        signals.control_message_sent,
+        signals.message_stored,
+        signals.messages_committed,
+        signals.session_ended,
+    ],
+)
+def test_a_receiver_of_a_sessions_signal(signal: Signal, key: str | None) -> None:
+    """One of them is sent right before the commit, and has to be in it."""
+    with (
+        received(signal, lambda: send_late(key)) as failed,
+        outbox_session() as session,
+    ):
+        send_message("tests.next", None)
+    assert not failed
+    assert late() == Effect.objects.count() == 1
+    inside = OutboxMessage.objects.filter(destination=LATE, session_id=session.id)
+    assert inside.exists() == (signal is signals.control_message_sent)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_sessions_hooks(key: str | None) -> None:
+    def hook() -> None:
+        send_late(key)
+        with outbox_session():
+            send_message(LATE, None, key=key)
+            transaction.on_commit(lambda: send_late(key))
+
+    with outbox_session():
+        transaction.on_commit(hook)
+        send_message("tests.next", None)
+        with outbox_session(), transaction.atomic():
+            transaction.on_commit(hook)
+    assert late() == 6
+
+
+def never_flushed() -> None:
+    """Accept a message in a scope that promises to flush, and does not."""
+    scope = Scope(session_id=new_id(), using="default", gathers=connections["default"])
+    with transaction.atomic():
+        with in_scope(scope):
+            send_message(LATE, None)
+        assert late() == 0
+
+
+def test_a_commit_without_a_flush_loses_nothing_and_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    never_flushed()
+    assert late() == 1
+    assert "gathered in a transaction that committed without a flush" in caplog.text
+
+
+def test_what_cannot_be_stored_late_is_told_of_by_django(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(execute: Any, sql: str, *given: Any) -> Any:
+        if "INSERT" in sql:
+            raise DatabaseError("the disk is full")
+        return execute(sql, *given)
+
+    with caplog.at_level(logging.ERROR), connection.execute_wrapper(refuse):
+        never_flushed()
+    assert late() == 0
+    assert "Error calling django_txmsg.outbox in on_commit()" in caplog.text

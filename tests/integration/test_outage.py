@@ -1,0 +1,248 @@
+"""Which errors say that a database is away, and how its threads wait for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import (
+    DatabaseError,
+    InterfaceError,
+    OperationalError,
+    ProgrammingError,
+    connection,
+    connections,
+    transaction,
+)
+
+from django_txmsg import outage
+from tests import services
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing
+
+pytestmark = committing
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """No test's outage is another's."""
+    yield
+    outage.breaker("default").worked()
+    connections.close_all()
+
+
+def error_of(question: Callable[[], object]) -> BaseException:
+    """Return what the question raises."""
+    with pytest.raises((DatabaseError, InterfaceError)) as caught:
+        question()
+    return caught.value
+
+
+def ask(sql: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+
+
+def ended_backend() -> None:
+    """Meet the end that an administrator, or a restart, gives to a connection."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        (pid,) = cursor.fetchone()
+    other: Any = connections["default"].copy()
+    with other.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+    other.close()
+    ask("SELECT 1")
+
+
+@pytest.mark.postgresql
+def test_a_connection_that_the_server_ended_is_an_outage_and_so_is_its_next_use() -> (
+    None
+):
+    assert outage.is_away(error_of(ended_backend))
+    assert outage.is_away(error_of(lambda: ask("SELECT 1")))
+
+
+@pytest.mark.postgresql
+def test_a_server_that_takes_no_writes_is_an_outage() -> None:
+    ask("SET default_transaction_read_only = on")
+    assert outage.is_away(error_of(lambda: Effect.objects.create(name="no")))
+
+
+@pytest.mark.postgresql
+def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) -> None:
+    connections.close_all()
+    postgres.stop()
+    try:
+        assert outage.is_away(error_of(lambda: ask("SELECT 1")))
+    finally:
+        postgres.start()
+
+
+@pytest.mark.postgresql
+def test_a_time_out_or_a_lost_race_is_no_outage() -> None:
+    ask("SET statement_timeout = '20ms'")
+    assert not outage.is_away(error_of(lambda: ask("SELECT pg_sleep(5)")))
+    ask("SET statement_timeout = 0")
+    other: Any = connections["default"].copy()
+    with transaction.atomic():
+        Effect.objects.create(name="held")
+        ask("LOCK TABLE app_effect")
+        with other.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '20ms'")
+            with pytest.raises(OperationalError) as caught:
+                cursor.execute("SELECT 1 FROM app_effect")
+    other.close()
+    assert not outage.is_away(caught.value)
+    assert not outage.is_away(error_of(lambda: ask("SELECT 1 FROM nowhere")))
+    assert not outage.is_away(ProgrammingError("of Django's own"))
+    assert not outage.is_away(OperationalError("of our own"))
+    assert not outage.is_away(ValueError("of a handler"))
+
+
+@pytest.mark.sqlite
+def test_a_file_that_cannot_be_opened_or_written_is_an_outage_and_a_lock_is_none(
+    tmp_path: Path,
+) -> None:
+    other: Any = connections["other"].copy()
+    other.settings_dict = {**other.settings_dict, "NAME": str(tmp_path / "no" / "file")}
+
+    def ask_other(sql: str) -> None:
+        with other.cursor() as cursor:
+            cursor.execute(sql)
+
+    assert outage.is_away(error_of(lambda: ask_other("SELECT 1")))
+    other.close()
+    other.settings_dict["NAME"] = f"file:{connections['other'].settings_dict['NAME']}"
+    other.settings_dict["NAME"] += "?mode=ro"
+    other.settings_dict["OPTIONS"] = {"uri": True, "timeout": 0.01}
+    write = "INSERT INTO app_effect (name, message_id) VALUES ('', '')"
+    assert outage.is_away(error_of(lambda: ask_other(write)))
+    other.close()
+    other.settings_dict["NAME"] = connections["other"].settings_dict["NAME"]
+    with transaction.atomic(using="other"):
+        Effect.objects.using("other").create(name="held")
+        assert not outage.is_away(error_of(lambda: ask_other(write)))
+    other.close()
+
+
+@pytest.mark.postgresql
+def test_a_connection_that_broke_alone_stops_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = error_of(ended_backend)
+    assert outage.outlast("default", error, threading.Event())
+    assert Effect.objects.count() == 0
+    assert outage.error("default") is None
+    assert "cannot be used" not in caplog.text
+
+
+@pytest.mark.postgresql
+def test_all_threads_wait_for_one_probe_and_go_on_when_the_server_is_back(
+    postgres: services.PostgreSQL, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "django_txmsg")
+    stop = threading.Event()
+    met, back = [], []
+    go_on = threading.Barrier(9)
+
+    def work() -> None:
+        ask("SELECT 1")
+        go_on.wait(30)
+        go_on.wait(60)
+        error = error_of(lambda: ask("SELECT 1"))
+        met.append(error)
+        back.append(outage.outlast("default", error, stop))
+        ask("SELECT 1")
+        connections.close_all()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    go_on.wait(30)
+    connections.close_all()
+    postgres.stop()
+    go_on.wait(60)
+    wait_until(lambda: len(met) == 8 and outage.error("default"))
+    postgres.start()
+    for thread in threads:
+        thread.join(60)
+    assert back == [True] * 8
+    said = [one.getMessage() for one in caplog.records if "breaker" in one.name]
+    assert len(said) == 2
+    assert said[0].startswith("database 'default' cannot be used; what needs it waits")
+    assert said[1].startswith("database 'default' works again")
+
+
+@pytest.mark.postgresql
+def test_a_read_only_server_is_waited_for_until_it_takes_writes(
+    postgres: services.PostgreSQL,
+) -> None:
+    ask("ALTER SYSTEM SET default_transaction_read_only = on")
+    ask("SELECT pg_reload_conf()")
+    try:
+        error = wait_until(lambda: read_only_error())
+        done = threading.Event()
+
+        def work() -> None:
+            outage.outlast("default", error, threading.Event())
+            Effect.objects.create(name="written")
+            connections.close_all()
+            done.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        wait_until(lambda: outage.error("default"))
+        assert not done.is_set()
+    finally:
+        ask("ALTER SYSTEM RESET default_transaction_read_only")
+        ask("SELECT pg_reload_conf()")
+    thread.join(60)
+    assert Effect.objects.get().name == "written"
+
+
+def read_only_error() -> DatabaseError | None:
+    try:
+        with transaction.atomic():
+            Effect.objects.create(name="too early")
+            transaction.set_rollback(True)
+    except DatabaseError as error:
+        return error
+    return None
+
+
+@pytest.mark.postgresql
+def test_a_stop_ends_the_wait_at_once(postgres: services.PostgreSQL) -> None:
+    connections.close_all()
+    postgres.stop()
+    try:
+        error = error_of(lambda: ask("SELECT 1"))
+        stop = threading.Event()
+        back: list[bool] = []
+        thread = threading.Thread(
+            target=lambda: back.append(outage.outlast("default", error, stop))
+        )
+        thread.start()
+        wait_until(lambda: outage.error("default"))
+        stop.set()
+        began = time.monotonic()
+        thread.join(30)
+        assert back == [False]
+        assert time.monotonic() - began < 5
+    finally:
+        postgres.start()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_process_finds_out_for_itself() -> None:
+    outage.breaker("default").failed(OperationalError("away"))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if outage.error("default") is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0

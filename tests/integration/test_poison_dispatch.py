@@ -1,0 +1,151 @@
+"""A broker that hangs up on one message: the others leave, in whatever way the outbox
+is relayed, and that one ends in the dead letters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import transaction
+from django.db.models.functions import Now
+
+from django_txmsg import tasks
+from django_txmsg.models import DeadLetter, OutboxMessage
+from django_txmsg.outbox import send_messages
+from django_txmsg.relay import Relay
+from django_txmsg.testing import RABBITMQ, ScriptedBroker
+from tests.running import IMPATIENT, committing, txmsg
+from tests.services.rabbitmq import RabbitMQ
+
+pytestmark = committing
+
+ATTEMPTS = 3
+Way = Callable[[], object]
+
+#: Each begins anew, as cron and Celery beat do.
+WAYS: dict[str, Way] = {
+    "relay --once": lambda: call_command("relay", "--once", verbosity=0),
+    "the Celery task": lambda: tasks.relay_outbox(),
+    "one lane": lambda: Relay(["default"], ["default"], lanes=1).run(once=True),
+}
+
+
+@pytest.fixture(params=WAYS)
+def relay(request: pytest.FixtureRequest) -> Way:
+    """Each way of relaying once."""
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptedBroker]:
+    """A broker that ends the connection on each message to `tests.poison`."""
+    with (
+        ScriptedBroker(RABBITMQ) as broker,
+        txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),
+    ):
+        broker.on("SEND", destination="/queue/tests.poison").cut()
+        yield broker
+
+
+def relaying() -> dict[str, Any]:
+    return {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": ATTEMPTS}
+
+
+def store(*destinations: str, **more: Any) -> None:
+    with transaction.atomic():
+        send_messages(
+            {"destination": one, "body": n, **more}
+            for n, one in enumerate(destinations)
+        )
+
+
+def settle(relay: Way) -> None:
+    """Run as often as the poison has attempts, each when it is due."""
+    for _ in range(ATTEMPTS):
+        OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(
+            due_at=Now()
+        )
+        relay()
+
+
+def states() -> Counter[str]:
+    return Counter(row.state for row in OutboxMessage.objects.all())
+
+
+def test_the_innocent_leave_at_once_and_the_poison_dies(
+    scripted: ScriptedBroker, relay: Way
+) -> None:
+    store(*["tests.q"] * 15, "tests.poison", *["tests.q"] * 15)
+    relay()
+    assert states() == {"dispatched": 30, "pending": 1}
+    poison = OutboxMessage.objects.get(dispatched_at=None)
+    assert poison.attempts == 1
+
+    settle(relay)
+    assert states() == {"dispatched": 30, "dead": 1}
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("rejected", ATTEMPTS)
+
+
+def test_a_suspect_takes_no_fresh_message_along(scripted: ScriptedBroker) -> None:
+    relay = WAYS["one lane"]
+    store("tests.poison")
+    relay()
+    store(*["tests.q"] * 20)
+    OutboxMessage.objects.update(due_at=Now())
+    relay()
+    assert states() == {"dispatched": 20, "pending": 1}
+    assert len(scripted.stored("/queue/tests.q")) == 20, "nothing went twice"
+
+
+def test_what_follows_the_poison_of_its_key_waits_for_it(
+    scripted: ScriptedBroker,
+) -> None:
+    relay = WAYS["one lane"]
+    store("tests.q", "tests.poison", "tests.q", "tests.q", key="order-1")
+    store("tests.q", "tests.q", key="order-2")
+    relay()
+    stored = scripted.stored("/queue/tests.q")
+    assert states() == {"dispatched": 3, "pending": 3}
+    assert len({one.headers["txmsg-id"] for one in stored}) == 3
+
+    settle(relay)
+    assert states() == {"dispatched": 5, "dead": 1}
+    of_one = [
+        one.body
+        for one in scripted.stored("/queue/tests.q")
+        if one.headers["txmsg-key"] == "order-1"
+    ]
+    assert sorted(of_one) == of_one
+
+
+def test_a_broker_that_goes_away_behind_the_hang_up_costs_the_others_nothing(
+    scripted: ScriptedBroker,
+) -> None:
+    scripted.on("SEND", destination="/queue/tests.end").call_with(
+        lambda *_: scripted.stop()
+    )
+    store(*["tests.q"] * 3, "tests.end", *["tests.q"] * 3)
+    counts = tasks.relay_outbox()
+    assert "default" in counts["unavailable"]
+    rows = OutboxMessage.objects.all()
+    assert sum(row.attempts for row in rows) <= 1
+    assert not rows.filter(lease_token__isnull=False).exists()
+
+
+@pytest.mark.parametrize("way", ["relay --once", "the Celery task"])
+def test_on_a_real_server(rabbitmq: RabbitMQ, destination: str, way: str) -> None:
+    """This user may only send to names that begin with `allowed.`; RabbitMQ hangs up
+    on everything else, and says nothing about which."""
+    good, bad = f"allowed.{destination}", destination
+    url = rabbitmq.url(user="limited")
+    with txmsg(BROKERS={"default": {"URL": url}}, RELAY=relaying()):
+        store(*[good] * 15, bad, *[good] * 15)
+        WAYS[way]()
+        assert states() == {"dispatched": 30, "pending": 1}
+        settle(WAYS[way])
+    assert states() == {"dispatched": 30, "dead": 1}
+    assert DeadLetter.objects.get().attempts == ATTEMPTS

@@ -1,0 +1,157 @@
+"""What a broker has answered is not forgotten when the database goes away."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connection, connections, transaction
+from django.db.models.functions import Now
+
+from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.lane import Lane
+from django_txmsg.models import OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.outbox import send_messages
+from tests.faults import wait_until
+from tests.running import IMPATIENT, committing, ship, txmsg
+
+pytestmark = [
+    committing,
+    pytest.mark.postgresql,
+    pytest.mark.usefixtures("impatient"),
+]
+
+COUNT = 500
+
+
+@pytest.fixture(autouse=True)
+def stored() -> None:
+    with transaction.atomic():
+        send_messages({"destination": "tests.q", "body": n} for n in range(COUNT))
+
+
+def copies() -> Counter[str]:
+    """Return how often the queue holds each message."""
+    return Counter(one.headers["txmsg-id"] for one in QueueMessage.objects.all())
+
+
+def terminate() -> None:
+    """End this connection at the server, as a restart or a failover does."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        (pid,) = cursor.fetchone()
+    settings = connection.get_connection_params()
+    known = ("user", "password", "host", "port")
+    with psycopg.connect(
+        dbname="postgres",
+        **{name: settings[name] for name in known if settings.get(name)},
+    ) as other:
+        other.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+
+
+def after_the_receipts(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None]
+) -> None:
+    """Let `fault` happen between the broker's answers and the mark, once."""
+    real, left = DatabaseSession.send, [fault]
+
+    def send(session: Any, batch: Any, **options: Any) -> Any:
+        outcomes = real(session, batch, **options)
+        if left:
+            left.pop()()
+        return outcomes
+
+    monkeypatch.setattr(DatabaseSession, "send", send)
+
+
+def test_a_lost_connection_doubles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    after_the_receipts(monkeypatch, terminate)
+    lane = Lane("default", "default")
+    try:
+        assert lane.dispatch() == COUNT
+    finally:
+        lane.close()
+    assert lane.counts == {"dispatched": COUNT}
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    # What a lease that ended would have let another relay do.
+    OutboxMessage.objects.update(lease_until=Now())
+    assert ship() == 0
+    assert set(copies().values()) == {1}
+    assert len(copies()) == COUNT
+
+
+def test_the_lane_waits_for_a_database_that_refuses_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "django_txmsg.relay")
+    name = connection.ops.quote_name(str(connection.settings_dict["NAME"]))
+
+    def allow(yes: bool) -> None:
+        settings = connection.get_connection_params()
+        known = ("user", "password", "host", "port")
+        with psycopg.connect(
+            dbname="postgres",
+            autocommit=True,
+            **{one: settings[one] for one in known if settings.get(one)},
+        ) as other:
+            other.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS {yes}")
+
+    def fault() -> None:
+        allow(False)
+        terminate()
+
+    after_the_receipts(monkeypatch, fault)
+    lane = Lane("default", "default")
+
+    def work() -> None:
+        lane.dispatch()
+        lane.close()
+        connections.close_all()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        # The first try finds its connection gone, the next ones find nobody.
+        wait_until(lambda: caplog.text.count("noted once more") >= 3)
+        assert not lane.counts["dispatched"]
+    finally:
+        allow(True)
+    thread.join(30)
+    assert lane.counts["dispatched"] == COUNT
+    assert set(copies().values()) == {1}
+
+
+def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is far shorter than the broker takes; it is kept meanwhile, and no
+    other relay sends a second copy."""
+    slow = threading.Event()
+
+    def take_ones_time() -> None:
+        def somebody_else_looks() -> bool:
+            other = Lane("default", "default")
+            try:
+                return other.dispatch() > 0
+            finally:
+                other.close()
+
+        began = threading.Event()
+        for _ in range(40):
+            assert not somebody_else_looks()
+            began.wait(0.1)
+        slow.set()
+
+    after_the_receipts(monkeypatch, take_ones_time)
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 1.0}):
+        lane = Lane("default", "default")
+        try:
+            assert lane.dispatch() == COUNT
+        finally:
+            lane.close()
+    assert slow.is_set()
+    assert lane.counts == {"dispatched": COUNT}
+    assert set(copies().values()) == {1}

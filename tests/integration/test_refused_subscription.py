@@ -1,0 +1,88 @@
+"""One stage that may not subscribe is that stage's affair: the others of its broker do
+not notice, by what the broker sees of them."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from django_txmsg import wire
+from django_txmsg.activity import Activity
+from django_txmsg.breaker import Breaker
+from django_txmsg.control_thread import ControlThread
+from django_txmsg.crew import Crew
+from django_txmsg.message import Message
+from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
+from django_txmsg.testing.scripted_broker import ScriptedBroker
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, thread_of, txmsg
+
+pytestmark = committing
+
+
+@pytest.fixture(params=[CLASSIC, RABBITMQ], ids=lambda profile: profile.name)
+def broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
+    """A broker, and the package's settings with it."""
+    with (
+        ScriptedBroker(request.param) as scripted,
+        txmsg(BROKERS={"default": {"URL": scripted.url}}),
+    ):
+        yield scripted
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name="done", message_id=str(message.id))
+
+
+def test_a_stage_that_may_not_subscribe_slows_nobody(
+    broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    destination = wire.control_destination("tests")
+    for refused in ("tests.forbidden", destination):
+        broker.on("SUBSCRIBE", destination=f"/queue/{refused}").reject()
+    stop, shared = threading.Event(), Breaker("default", 1.0)
+    crew = Crew(stop.set)
+    with (
+        declared(effect, "tests.healthy") as healthy,
+        declared(effect, "tests.forbidden") as forbidden,
+    ):
+        good = thread_of(healthy, stop, breaker=shared)
+        bad = thread_of(forbidden, stop, breaker=shared)
+        control = ControlThread("default", stop, shared, Activity())
+        crew.add("good", good.run)
+        crew.add("bad", bad.run)
+        crew.add("control", control.run)
+        crew.start()
+        try:
+            wait_until(lambda: bad.refused.error and control._refused.error)
+            for _ in range(200):
+                broker.put(
+                    "/queue/tests.healthy",
+                    "null",
+                    {"txmsg-id": str(uuid.uuid4()), "content-type": "application/json"},
+                )
+            wait_until(lambda: good.handled == 200)
+            refusals = broker.received(
+                "SUBSCRIBE", where=lambda one: "healthy" not in one.destination
+            )
+            assert len(refusals) >= 2
+            assert shared.error is None
+            mine = broker.received("SUBSCRIBE", destination="/queue/tests.healthy")
+            assert len(mine) == 1
+            broker.forget_rules()
+            broker.put(
+                "/queue/tests.forbidden",
+                "null",
+                {"txmsg-id": str(uuid.uuid4()), "content-type": "application/json"},
+            )
+            wait_until(lambda: bad.handled == 1)
+        finally:
+            stop.set()
+            crew.join()
+    assert Effect.objects.count() == 201
+    assert "the subscription of stage 'tests.forbidden' cannot be used" in caplog.text
+    assert "broker 'default' cannot be used" not in caplog.text

@@ -1,0 +1,240 @@
+"""Time: what outlasts every lease, clocks that jump, processes that stand still.
+
+The leases are made short here. What holds one renews it; who stands still does not, and
+is fenced off when it goes on.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.utils import timezone
+
+from django_txmsg import stage_thread, stages
+from django_txmsg.message import Message
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.redelivery import RedeliveryPolicy
+from tests.acceptance.crash_play import Manage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import IMPATIENT, committing, declared, put, running, step, txmsg
+
+pytestmark = committing
+
+LEASE = 0.6
+#: Every lease and pause of the package, made short; the broker is in another database.
+SHORT: dict[str, Any] = {
+    **IMPATIENT,
+    "BROKERS": {"default": {"URL": f"database://other?poll=0.01&lease={LEASE}"}},
+    "RELAY": {**IMPATIENT["RELAY"], "LEASE": LEASE},
+    "CONSUME": {**IMPATIENT["CONSUME"], "HEARTBEAT": 0.2, "STUCK_AFTER": 0.2},
+}
+MODES = ["outbox", "best_effort_1pc", "broker_only"]
+#: With SQLite's one writer, a handler in a transaction holds up all others.
+IN_PARALLEL = [pytest.param("outbox", marks=pytest.mark.postgresql), *MODES[1:]]
+
+
+def processed() -> bool:
+    return InboxMessage.objects.filter(processed_at__isnull=False).exists()
+
+
+@pytest.mark.parametrize("redelivery", ["non_blocking", "blocking"])
+@pytest.mark.parametrize("mode", IN_PARALLEL)
+def test_a_handler_longer_than_every_lease_runs_once(
+    mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two others wait for its message, which is parked, or redelivered in place."""
+    monkeypatch.setattr(stage_thread, "PARKED_LEASE", LEASE)
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        if message.delivery_attempt == 1:
+            raise ValueError
+        began = time.monotonic()
+        wait_until(lambda: time.monotonic() - began > 4 * LEASE)
+
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0, mode=redelivery)
+    with (
+        txmsg(**SHORT),
+        declared(handler, transaction=mode, redelivery=policy) as stage,
+        running(stage, concurrency=3),
+    ):
+        put(stage.destination)
+        wait_until(processed, deadline=60)
+    assert runs == [1, 2]
+    row = InboxMessage.objects.get()
+    assert (row.attempts, row.deliveries) == (2, 1)
+    assert not DeadLetter.objects.exists()
+
+
+def test_who_fails_after_another_has_processed_it_buries_nothing() -> None:
+    """Two copies at once; the last attempt fails, and the other has succeeded."""
+    inside = threading.Event()
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            assert inside.wait(30)
+            Effect.objects.create(name="done")
+            return
+        inside.set()
+        wait_until(processed)
+        raise ValueError
+
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+    options = {"transaction": "best_effort_1pc", "redelivery": policy}
+    with txmsg(**SHORT), declared(handler, **options) as stage:
+        headers = {"content-type": "application/json", "txmsg-failed-attempt": "1"}
+        headers["txmsg-id"] = "8a1c2b52-6f52-4a0e-8a6e-1f2d3c4b5a69"
+        for _ in range(2):
+            put(stage.destination, b"1", headers)
+        with running(stage, concurrency=2) as threads:
+            wait_until(processed)
+            wait_until(lambda: all(one.dry for one in threads))
+    assert Effect.objects.count() == 1
+    assert InboxMessage.objects.get().state == "processed"
+    assert not DeadLetter.objects.exists()
+    assert not Attempt.objects.exists()
+
+
+def slow() -> None:
+    """In the worker: a stage whose second attempt waits for a file."""
+    stage_thread.PARKED_LEASE = LEASE
+    go = Path(os.environ["GO"])
+
+    def handler(message: Message) -> None:
+        if message.delivery_attempt == 1:
+            raise ValueError("parked now")
+        print("inside", flush=True)  # noqa: T201
+        wait_until(go.exists, deadline=60)
+        if os.environ.get("FAILS"):
+            raise ValueError("after its lease")
+        Effect.objects.create(name="done", message_id=str(message.id))
+
+    stages.stage(
+        os.environ["SLOW"],
+        transaction=os.environ["MODE"],  # type: ignore[arg-type]
+        redelivery=RedeliveryPolicy(max_redeliveries=2, initial_delay=0.0),
+    )(handler)
+
+
+@pytest.mark.parametrize("fails", ["", "1"], ids=["succeeds", "fails"])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("best_effort_1pc", marks=pytest.mark.postgresql), "broker_only"],
+)
+def test_who_stood_still_for_longer_than_its_lease_is_fenced(
+    mode: str, fails: str, manage: Manage, destination: str, tmp_path: Path
+) -> None:
+    """Another has taken its message and processed it; what the first then says of it
+    counts no more, be it that it failed for the last time."""
+    go = tmp_path / "go"
+
+    def consume(fails: str) -> Any:
+        return manage(
+            *("consume", destination),
+            hook="tests.integration.test_time.slow",
+            txmsg=SHORT,
+            env={"GO": str(go), "SLOW": destination, "MODE": mode, "FAILS": fails},
+        )
+
+    with txmsg(**SHORT):
+        put(destination)
+        first = consume(fails)
+        first.wait_for_line("inside")
+        first.pause()
+        second = consume("")
+        second.wait_for_line("inside")
+        assert not processed()
+        go.touch()
+        wait_until(processed, message=lambda: second.output)
+        first.resume()
+        first.terminate()
+        first.succeed()
+        second.terminate()
+        second.succeed()
+    row = InboxMessage.objects.get()
+    assert (row.state, row.attempts) == ("processed", 3)
+    assert Effect.objects.count() == (1 if fails else 2)
+    assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.postgresql
+def test_who_stood_still_in_a_transaction_is_the_only_one(
+    manage: Manage, destination: str, tmp_path: Path
+) -> None:
+    """Mode outbox: the lock on the row lasts longer than the lease."""
+    go = tmp_path / "go"
+
+    def consume() -> Any:
+        return manage(
+            *("consume", destination),
+            hook="tests.integration.test_time.slow",
+            txmsg=SHORT,
+            env={"GO": str(go), "SLOW": destination, "MODE": "outbox"},
+        )
+
+    def lease_is_over() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT lease_until < clock_timestamp() FROM django_txmsg_inboxmessage"
+            )
+            return bool(cursor.fetchone()[0])
+
+    with txmsg(**SHORT):
+        put(destination)
+        first = consume()
+        first.wait_for_line("inside")
+        first.pause()
+        second = consume()
+        wait_until(lease_is_over, message=lambda: second.output)
+        put(destination, b"1", {"content-type": "application/json"})
+        wait_until(lambda: "inside" in second.output, deadline=60)
+        assert InboxMessage.objects.filter(processed_at=None).count() == 2
+        go.touch()
+        first.resume()
+        wait_until(lambda: Effect.objects.count() == 2)
+        for one in (first, second):
+            one.terminate()
+            one.succeed()
+    assert not InboxMessage.objects.exclude(attempts=2).exists()
+    assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.parametrize("days", [-400, 400])
+def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
+    days: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process's clock, that is. The database's is the one that counts."""
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        raise ValueError
+
+    def jump(seconds: float) -> None:
+        real, now = time.time, timezone.now
+        monkeypatch.setattr(time, "time", lambda: real() + seconds)
+        monkeypatch.setattr(
+            timezone, "now", lambda: now() + dt.timedelta(seconds=seconds)
+        )
+
+    later = RedeliveryPolicy(initial_delay=600.0, max_delay=600.0, jitter=0.0)
+    with txmsg(**SHORT), declared(handler, redelivery=later) as stage:
+        put(stage.destination)
+        step(stage)
+        jump(days * 86_400.0)
+        step(stage)
+        put(stage.destination)
+        step(stage, times=2)
+        monkeypatch.undo()
+        for row in InboxMessage.objects.all():
+            assert 599 < (row.due_at - row.started_at).total_seconds() < 640
+    assert runs == [1, 1]

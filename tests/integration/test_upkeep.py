@@ -1,0 +1,197 @@
+"""A worker's connections are kept as a request's are: CONN_MAX_AGE, CONN_HEALTH_CHECKS,
+and none that has broken is used for a second message. Seen at the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import connection, connections
+
+from django_txmsg.crew import Crew
+from django_txmsg.message import Message
+from django_txmsg.models import InboxMessage
+from django_txmsg.stage_thread import StageThread
+from django_txmsg.stages import Stage
+from tests import services
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.integration.test_lazy_connection import Received
+from tests.running import committing, declared, put, running, thread_of, txmsg
+
+pytestmark = [committing, pytest.mark.postgresql]
+
+APART = {"default": {"URL": "database://other?poll=0.01"}}
+
+
+@pytest.fixture
+def second(transactional_db: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Another alias of the same server, for threads that start from now on."""
+    mine = {**connections.databases["default"]}
+    monkeypatch.setitem(connections.databases, "other", mine)
+    return "other"
+
+
+@contextmanager
+def default(**settings: Any) -> Iterator[None]:
+    """The settings of the default database, for connections opened from now on."""
+    given: dict[str, Any] = connections.databases["default"]
+    before = dict(given)
+    given.update(settings)
+    try:
+        yield
+    finally:
+        given.clear()
+        given.update(before)
+
+
+@contextmanager
+def alone(stage: Stage) -> Iterator[StageThread]:
+    """One thread of the stage, and none beside it that uses the database."""
+    stop = threading.Event()
+    crew = Crew(stop.set)
+    thread = thread_of(stage, stop)
+    crew.add("stage", thread.run)
+    crew.start()
+    try:
+        yield thread
+    finally:
+        stop.set()
+        crew.join()
+
+
+def backends() -> set[int]:
+    """Return the server's processes that serve anybody but us."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
+            " AND pid <> pg_backend_pid()"
+        )
+        return {pid for (pid,) in cursor.fetchall()}
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name="done", message_id=str(message.id))
+
+
+def test_a_restart_of_another_database_costs_no_message(second: str) -> None:
+    """Its connections end while nobody uses them; the next message has new ones."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.using(second).exists()
+        effect(message)
+
+    with txmsg(), declared(handler) as stage, running(stage):
+        put(stage.destination)
+        wait_until(lambda: Effect.objects.count() == 1)
+        for pid in backends():
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+        for _ in range(5):
+            put(stage.destination)
+        wait_until(lambda: Effect.objects.count() == 6)
+    attempts = InboxMessage.objects.values_list("attempts", flat=True)
+    assert sum(attempts) <= 7, "at most the one in hand was tried again"
+
+
+def test_a_connection_that_breaks_in_a_handlers_hands_breaks_one_attempt(
+    second: str,
+) -> None:
+    def handler(message: Message) -> None:
+        with connections[second].cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            (pid,) = cursor.fetchone()
+            if message.body == "breaks" and message.delivery_attempt == 1:
+                with connection.cursor() as mine:
+                    mine.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+            cursor.execute("SELECT 1")
+        effect(message)
+
+    with txmsg(), declared(handler) as stage, running(stage):
+        for body in (b'"well"', b'"breaks"', b'"well"', b'"well"'):
+            put(stage.destination, body)
+        wait_until(lambda: Effect.objects.count() == 4)
+    attempts = InboxMessage.objects.values_list("attempts", flat=True)
+    assert sorted(attempts) == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("age", "kept"), [(0, False), (None, True), (600, True)])
+def test_a_thread_without_work_keeps_what_its_age_allows(
+    age: int | None, kept: bool
+) -> None:
+    with (
+        default(CONN_MAX_AGE=age),
+        txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}),
+        declared(effect) as stage,
+        alone(stage) as thread,
+    ):
+        wait_until(lambda: not backends())
+        put(stage.destination)
+        wait_until(lambda: thread.handled == 1 and thread.dry)
+        if kept:
+            assert len(backends()) == 1
+        else:
+            wait_until(lambda: not backends())
+
+
+def test_a_connection_past_its_age_is_replaced() -> None:
+    seen: list[int] = []
+
+    def handler(message: Message) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            seen.append(cursor.fetchone()[0])
+
+    with (
+        default(CONN_MAX_AGE=1),
+        txmsg(BROKERS=APART),
+        declared(handler) as stage,
+        alone(stage),
+    ):
+
+        def another() -> bool:
+            put(stage.destination)
+            return len(set(seen)) >= 2
+
+        wait_until(another)
+    assert seen == sorted(seen, key=seen.index), "one after the other"
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_ping_is_sent_where_django_sends_one(
+    checks: bool, postgres: services.PostgreSQL
+) -> None:
+    with (
+        default(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=checks),
+        txmsg(BROKERS=APART),
+        declared(effect) as stage,
+        alone(stage) as thread,
+    ):
+        put(stage.destination)
+        wait_until(lambda: thread.handled == 1)
+        received = Received(postgres)
+        for _ in range(2):
+            put(stage.destination)
+        wait_until(lambda: thread.handled == 3)
+        statements = received.statements()
+    assert statements.count("SELECT 1") == (2 if checks else 0)
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER SYSTEM RESET log_statement")
+        cursor.execute("ALTER SYSTEM RESET log_connections")
+        cursor.execute("SELECT pg_reload_conf()")
+
+
+def test_a_stage_without_a_database_stays_without_one() -> None:
+    with (
+        txmsg(BROKERS=APART),
+        declared(lambda message: None, transaction="broker_only") as stage,
+        alone(stage) as thread,
+    ):
+        wait_until(lambda: not backends())
+        for _ in range(5):
+            put(stage.destination)
+        wait_until(lambda: thread.handled == 5)
+        assert not backends()

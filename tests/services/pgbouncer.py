@@ -1,0 +1,91 @@
+"""PgBouncer in transaction mode, before a PostgreSQL server of the tests' own.
+
+Two transactions of one client may run on two connections of the server, and one
+connection of the server runs the transactions of many clients: whatever the package
+keeps in a session (a setting, a prepared statement, an advisory lock) is found out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import psycopg
+
+from .postgresql import PASSWORD, USER, PostgreSQL
+from .server import Server, free_port
+
+CONFIGURATION = """\
+[databases]
+* = host=127.0.0.1 port={target}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {port}
+unix_socket_dir =
+auth_type = scram-sha-256
+auth_file = {users}
+pool_mode = transaction
+default_pool_size = {pool}
+max_client_conn = 300
+server_login_retry = 1
+"""
+
+
+class PgBouncer(Server):
+    """Hands a small pool of PostgreSQL's connections to many clients."""
+
+    name = "pgbouncer"
+    debian_packages = "pgbouncer"
+    stop_signal = signal.SIGTERM  # at once: SIGINT waits for the clients
+
+    def __init__(self, postgresql: PostgreSQL, pool: int = 6) -> None:
+        super().__init__()
+        self.port = free_port()
+        self._target, self._pool = postgresql.port, pool
+
+    @classmethod
+    def programs(cls) -> dict[str, Path | None]:
+        # Debian's place is not on everybody's PATH.
+        found = shutil.which("pgbouncer", path=f"{os.environ['PATH']}:/usr/sbin")
+        return {"pgbouncer": Path(found) if found else None}
+
+    def prepare(self) -> None:
+        users = self.directory / "users.txt"
+        users.write_text(f'"{USER}" "{PASSWORD}"\n')
+        configuration = self.directory / "pgbouncer.ini"
+        configuration.write_text(
+            CONFIGURATION.format(
+                target=self._target, port=self.port, users=users, pool=self._pool
+            )
+        )
+        if _user():
+            for path in (self.directory, users, configuration):
+                shutil.chown(path, _user(), _user())
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        program = self.programs()["pgbouncer"]
+        configuration = str(self.directory / "pgbouncer.ini")
+        return self.spawn([str(program), configuration], user=_user())
+
+    def ready(self) -> bool:
+        url = f"postgres://{USER}:{PASSWORD}@127.0.0.1:{self.port}/postgres"
+        try:
+            psycopg.connect(url, connect_timeout=2, prepare_threshold=None).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def url(self, database: str = "txmsg") -> str:
+        """Return the URL of a database, with what Django must know of a pooler."""
+        return (
+            f"postgres://{USER}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
+            "?DISABLE_SERVER_SIDE_CURSORS=true"
+        )
+
+
+def _user() -> str | None:
+    """Return whom to run as: PgBouncer refuses to run as root."""
+    return "postgres" if os.geteuid() == 0 else None

@@ -1,0 +1,40 @@
+"""No class of ours *is* a thread, a process or a dict: each new Python may give those
+another attribute of a name that we use."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import multiprocessing.process
+import pkgutil
+import threading
+
+import pytest
+
+import django_txmsg
+
+#: Whose private names are not ours to share.
+FOREIGN = (
+    threading.Thread,
+    threading.local,
+    multiprocessing.process.BaseProcess,
+    dict,
+    list,
+)
+#: Programs of their own, and what needs an extra or a configured project.
+APART = ("django_txmsg.spark", "django_txmsg.jms", "django_txmsg.migrations")
+
+
+def modules() -> list[str]:
+    """Every module of the package."""
+    found = pkgutil.walk_packages(django_txmsg.__path__, "django_txmsg.")
+    return [one.name for one in found if not one.name.startswith(APART)]
+
+
+@pytest.mark.parametrize("name", modules())
+def test_no_class_inherits_the_private_names_of_a_thread(name: str) -> None:
+    module = importlib.import_module(name)
+    for _, kind in inspect.getmembers(module, inspect.isclass):
+        if kind.__module__ != name:
+            continue
+        assert not issubclass(kind, FOREIGN), f"{kind} is a {kind.__mro__[1]}"
