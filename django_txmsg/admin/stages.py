@@ -13,7 +13,7 @@ from django.urls import path
 from django.views.decorators.http import require_POST
 
 from .. import status
-from ..models import DeadLetter, InboxMessage, StageState
+from ..models import DeadLetter, InboxMessage, StageState, Worker
 from ..models.dead_letters import Resolution
 from ..stages import all_stages
 from . import display
@@ -100,9 +100,12 @@ class StageAdmin(ReadOnlyAdmin):
 
 
 def is_known(name: str, using: str) -> bool:
-    """Return whether a stage is declared here, or has left something behind."""
+    """Return whether a stage is declared here, is consumed by a process elsewhere, or
+    has left something behind."""
+    consumed = Worker.objects.using(using).values_list("stages", flat=True)
     return bool(name) and (
         any(one.name == name for one in all_stages())
+        or any(name in stages for stages in consumed)
         or InboxMessage.objects.using(using).filter(stage=name).exists()
         or DeadLetter.objects.using(using)
         .filter(stage=name, resolution=Resolution.OPEN)

@@ -56,8 +56,9 @@ def relays() -> None:
     after(relay.Lane, "_settle", "settled")
     real = relay.Lane._send
 
-    def half(lane: Any, session: Any, rows: Any, token: Any) -> None:
-        if os.environ.get("CRASH_POINT") == "half sent":
+    def half(lane: Any, rows: Any, *given: Any, **named: Any) -> None:
+        if rows and os.environ.get("CRASH_POINT") == "half sent":
+            session = lane._open()
             handed_over = session.send
 
             def send(batch: Any, **options: Any) -> Any:
@@ -66,7 +67,7 @@ def relays() -> None:
                 return outcomes + handed_over(batch[len(batch) // 2 :], **options)
 
             session.send = send
-        real(lane, session, rows, token)
+        real(lane, rows, *given, **named)
 
     relay.Lane._send = half  # type: ignore[method-assign]
 

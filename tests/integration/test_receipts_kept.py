@@ -30,7 +30,7 @@ COUNT = 500
 
 
 @pytest.fixture(autouse=True)
-def stored() -> None:
+def stored(impatient: None) -> None:
     with transaction.atomic():
         send_messages({"destination": "tests.q", "body": n} for n in range(COUNT))
 

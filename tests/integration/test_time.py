@@ -75,6 +75,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
     assert not DeadLetter.objects.exists()
 
 
+@pytest.mark.postgresql
 def test_who_fails_after_another_has_processed_it_buries_nothing() -> None:
     """Two copies at once; the last attempt fails, and the other has succeeded."""
     inside = threading.Event()
