@@ -85,7 +85,7 @@ def fill(outbox: int, inbox: int, dead: int) -> None:
 
 def pages() -> dict[str, str]:
     """Return the address of every page by its name."""
-    from django_txmsg import bulk
+    from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 
     outbox = "/admin/django_txmsg/outboxmessage/"
@@ -144,7 +144,7 @@ def measure(ask: Callable[[], Any], rounds: int) -> list[float]:
 
 def redelivery_rate(count: int) -> float:
     """Redeliver so many dead letters as `manage.py consume` does; return the rate."""
-    from django_txmsg import bulk
+    from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 
     stored = OutboxMessage.objects.count()

@@ -104,7 +104,7 @@ def consume(count: int, concurrency: int = 1, **stage: Any) -> float:
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
-    from django_txmsg.consumer import Consumer
+    from django_txmsg.consuming.consumer import Consumer
     from django_txmsg.stages import Stage
 
     clean()

@@ -62,7 +62,7 @@ def consume(good: int, poison: int) -> float:
     from django_txmsg import signals, wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
-    from django_txmsg.consumer import Consumer
+    from django_txmsg.consuming.consumer import Consumer
     from django_txmsg.stages import Stage
 
     clean()

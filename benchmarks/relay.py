@@ -107,7 +107,7 @@ def store(count: int) -> str:
 
 def relay(broker: Any, count: int) -> float:
     """Return the rate at which the outbox is emptied."""
-    from django_txmsg.relay import Relay
+    from django_txmsg.relaying.relay import Relay
 
     destination = store(count)
     began = time.perf_counter()

@@ -41,7 +41,7 @@ def main() -> None:
 def lane() -> Any:
     """Return a lane whose broker takes everything at once."""
     from django_txmsg.brokers.base import Outgoing
-    from django_txmsg.lane import Lane
+    from django_txmsg.relaying.lane import Lane
 
     class Instant:
         def send(self, batch: Sequence[Outgoing], *, isolate: bool = False) -> Any:

@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .envelope.message import Message
+    from .envelope.redelivery import RedeliveryPolicy
     from .errors import Redeliver, Refuse
-    from .message import Message
     from .middleware import no_outbox
-    from .outbox import send_message, send_messages
-    from .redelivery import RedeliveryPolicy
-    from .session import outbox_session
+    from .sending.outbox import send_message, send_messages
+    from .sessions.session import outbox_session
     from .stages import stage
 
 __version__ = "0.1.0"
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 _HOME = {
-    "Message": "message",
+    "Message": "envelope.message",
     "Redeliver": "errors",
-    "RedeliveryPolicy": "redelivery",
+    "RedeliveryPolicy": "envelope.redelivery",
     "Refuse": "errors",
     "no_outbox": "middleware",
-    "outbox_session": "session",
-    "send_message": "outbox",
-    "send_messages": "outbox",
+    "outbox_session": "sessions.session",
+    "send_message": "sending.outbox",
+    "send_messages": "sending.outbox",
     "stage": "stages",
 }
 

@@ -15,7 +15,8 @@ class TxmsgConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, conf, dispatcher  # noqa: F401 - register themselves
+        from . import checks, conf  # noqa: F401 - checks register themselves
+        from .relaying import dispatcher  # noqa: F401 - as does the dispatcher
 
         conf.hide_passwords()
         autodiscover_modules("stages")

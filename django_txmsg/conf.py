@@ -18,8 +18,8 @@ from typing import Any, Literal
 from django.conf import settings as django_settings
 from django.core.signals import setting_changed
 
-from . import redelivery
-from .broker_url import BrokerUrl
+from .envelope import redelivery
+from .envelope.broker_url import BrokerUrl
 from .errors import ConfigurationError
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.http import HttpRequest, JsonResponse
 
-from . import attendance
 from .models import OutboxMessage, StageState
 from .models.fields import now_sql, read_instant
-from .probe import probe
+from .monitoring import attendance
+from .monitoring.probe import probe
+from .monitoring.status import held_queues
+from .monitoring.waiting import CAP
 from .stages import all_stages
-from .status import held_queues
-from .waiting import CAP
 
 #: What is said from which age of the oldest due message on.
 THRESHOLDS = (

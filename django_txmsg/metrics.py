@@ -17,10 +17,11 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, router
 from django.http import HttpRequest, HttpResponse
 
-from . import signals, status
+from . import signals
 from .errors import ConfigurationError
 from .models import OutboxMessage
-from .probe import probe
+from .monitoring import status
+from .monitoring.probe import probe
 
 #: Seconds; messages are handled in milliseconds and wait for minutes.
 BUCKETS = (

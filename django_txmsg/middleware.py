@@ -18,9 +18,10 @@ from django.core.handlers.base import BaseHandler
 from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
-from . import conf, idempotency
-from .scope import enter_scope
-from .session import OutboxSession
+from . import conf
+from .sending.scope import enter_scope
+from .sessions import idempotency
+from .sessions.session import OutboxSession
 
 log = logging.getLogger("django_txmsg.middleware")
 

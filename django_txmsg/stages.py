@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 from django.utils.module_loading import import_string
 
 from . import conf
+from .envelope.message import Message, check_destination
+from .envelope.redelivery import RedeliveryPolicy
 from .errors import ConfigurationError
-from .message import Message, check_destination
-from .redelivery import RedeliveryPolicy
 
 TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only"]
 TRANSACTION_MODES: tuple[TransactionMode, ...] = (

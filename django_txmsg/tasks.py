@@ -11,12 +11,13 @@ from typing import Any
 
 from django.db import router
 
-from . import conf, retention
-from .databases import with_tables
+from . import conf
 from .errors import BrokerUnavailable
 from .models import OutboxMessage
-from .relay import Relay
-from .worker import Presence
+from .monitoring import retention
+from .monitoring.databases import with_tables
+from .monitoring.presence import Presence
+from .relaying.relay import Relay
 
 try:
     from celery import shared_task

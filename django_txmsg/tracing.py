@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from . import wire
+from .envelope.message import Message
 from .errors import ConfigurationError
-from .message import Message
 
 _tracer: Any = None
 

@@ -18,16 +18,16 @@ from django.db import transaction
 from django.test import override_settings
 
 from django_txmsg import conf, stages
-from django_txmsg.activity import Activity
-from django_txmsg.breaker import Breaker
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
-from django_txmsg.crew import Crew
-from django_txmsg.lane import Lane
-from django_txmsg.message import Message
-from django_txmsg.outbox import send_message
-from django_txmsg.stage_thread import StageThread, wake_for_parked
-from django_txmsg.throttle import Throttle
+from django_txmsg.consuming.stage_thread import StageThread, wake_for_parked
+from django_txmsg.consuming.throttle import Throttle
+from django_txmsg.envelope.message import Message
+from django_txmsg.relaying.lane import Lane
+from django_txmsg.sending.outbox import send_message
+from django_txmsg.upkeep.activity import Activity
+from django_txmsg.upkeep.breaker import Breaker
+from django_txmsg.upkeep.crew import Crew
 
 #: Tests that commit. With the two applications alone, emptying the tables is quick.
 committing = pytest.mark.django_db(

@@ -18,7 +18,7 @@ from django.urls import reverse
 from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
 
-from .. import status
+from ..monitoring import status
 from . import display
 
 #: The most rows that a list counts; more are "1,000+". Finding a row by a filter that

@@ -10,7 +10,8 @@ from typing import Any
 from django.db.models import BinaryField, Model
 from django.db.models.functions import Length, Substr
 
-from .. import conf, masking
+from .. import conf
+from ..dead_letters import masking
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from . import display
 

@@ -14,9 +14,9 @@ from django.utils import timezone
 from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
-from .. import attendance, status
 from ..models import BulkOperation
 from ..models.bulk import BulkKind, BulkState
+from ..monitoring import attendance, status
 from . import display
 from .base import ReadOnlyAdmin, audit, led
 

@@ -14,7 +14,8 @@ from django.db import router
 from django.http import HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import render
 
-from .. import bulk, conf, selection
+from .. import conf
+from ..dead_letters import bulk, selection
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk import BulkKind, BulkState

@@ -15,11 +15,13 @@ from django.db import router
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
-from .. import conf, resolution, serializers, wire
+from .. import conf, wire
+from ..dead_letters import resolution
+from ..envelope import serializers
+from ..envelope.message import check_headers
 from ..errors import DecodeError, TxmsgError
-from ..message import check_headers
 from ..models import DeadLetter
-from ..models.dead_letters import Resolution
+from ..models.dead_letter import Resolution
 from . import body as bodies
 from .base import MESSAGE, audit, led
 

@@ -18,10 +18,10 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
-from .. import selection
+from ..dead_letters import selection
 from ..models import DeadLetter
 from ..models.bulk import BulkKind
-from ..models.dead_letters import Resolution
+from ..models.dead_letter import Resolution
 from . import display
 from .base import CountingFilter, MessageAdmin, MessageList, address, count
 from .bulk import PERMISSIONS

@@ -13,8 +13,8 @@ from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..lengths import duration as duration
-from ..waiting import capped as capped
+from ..monitoring.lengths import duration as duration
+from ..monitoring.waiting import capped as capped
 
 #: The colour of each state's badge; the word is always there too.
 TONES = {

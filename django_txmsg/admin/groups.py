@@ -13,7 +13,7 @@ from django.shortcuts import render
 
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
-from ..models.dead_letters import Resolution
+from ..models.dead_letter import Resolution
 from .base import audit, led
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
-from .. import status
 from ..models import InboxMessage, StageState
+from ..monitoring import status
+from ..monitoring.waiting import OVERDUE
 from ..stages import all_stages
-from ..waiting import OVERDUE
 from . import display
 from .base import MessageAdmin, PlaceFilter, StateFilter
 from .outbox import StoredFilter

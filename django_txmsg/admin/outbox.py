@@ -14,10 +14,11 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from .. import conf, status
+from .. import conf
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
-from ..waiting import OVERDUE
+from ..monitoring import status
+from ..monitoring.waiting import OVERDUE
 from . import display, message
 from .base import MessageAdmin, PlaceFilter, StateFilter
 

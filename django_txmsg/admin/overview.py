@@ -8,11 +8,11 @@ from typing import Any
 from django.db import router
 from django.http import HttpRequest
 
-from .. import alarms, periods, status
-from ..alarms import Alarm
 from ..models import OutboxMessage
-from ..periods import Hour
-from ..status import Place
+from ..monitoring import alarms, periods, status
+from ..monitoring.alarms import Alarm
+from ..monitoring.periods import Hour
+from ..monitoring.status import Place
 from .base import address
 
 BAR, GAP, HEIGHT = 8, 2, 44

@@ -6,8 +6,8 @@ from django.db.models import Exists, OuterRef, QuerySet
 from django.utils import timezone
 
 from ..models import DeadLetter, InboxMessage, StageState
-from ..models.dead_letters import Resolution
-from ..waiting import OVERDUE
+from ..models.dead_letter import Resolution
+from ..monitoring.waiting import OVERDUE
 
 
 def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:

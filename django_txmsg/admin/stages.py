@@ -12,9 +12,9 @@ from django.shortcuts import render
 from django.urls import path
 from django.views.decorators.http import require_POST
 
-from .. import status
 from ..models import DeadLetter, InboxMessage, StageState, Worker
-from ..models.dead_letters import Resolution
+from ..models.dead_letter import Resolution
+from ..monitoring import status
 from ..stages import all_stages
 from . import display
 from .base import ReadOnlyAdmin, audit, led

@@ -8,8 +8,8 @@ from django.utils import timezone
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from ..attendance import SILENT
 from ..models import Worker
+from ..monitoring.attendance import SILENT
 from . import display
 from .base import ReadOnlyAdmin
 

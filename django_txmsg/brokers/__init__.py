@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import conf
-from ..broker_url import split_url
+from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
 from .base import Broker
 

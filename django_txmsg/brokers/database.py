@@ -25,10 +25,11 @@ from django.db import Error as AnyDatabaseError
 from django.db.models import Value
 from django.db.models.functions import Now
 
-from .. import outage, upkeep
-from ..broker_url import split_url
+from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, queue_name
+from ..upkeep import outage
+from ..upkeep.connections import recycle
 from .base import Broker, Delivery, Outgoing, Session
 
 log = logging.getLogger("django_txmsg.brokers.database")
@@ -266,7 +267,7 @@ class DatabaseSession(Session):
                 # Whatever it was: without this thread, all leases would run out.
                 outage.note(self.using, error)
                 log.warning("cannot extend the leases of %d: %s", len(ids), error)
-            upkeep.between()
+            recycle()
         connections[self.using].close()
 
     def _asked(self, question: Callable[[], Result]) -> Result:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from .. import jms, wire
-from ..broker_url import split_url
+from ..envelope.broker_url import split_url
 from ..errors import (
     BrokerError,
     BrokerUnavailable,

@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage, Warning
 from django.db import connections
 
 from .. import conf
-from ..broker_url import split_url
+from ..envelope.broker_url import split_url
 from ..stages import all_stages
 
 #: Credentials that everybody knows.

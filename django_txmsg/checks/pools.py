@@ -9,8 +9,9 @@ from django.core.checks import CheckMessage, Warning
 from django.db import connections, router
 from django.db.models import Model
 
-from .. import brokers, conf, databases, stages
+from .. import brokers, conf, stages
 from ..models import DeadLetter, Worker
+from ..monitoring import databases
 
 #: How large a pool of psycopg is that says nothing, or that it says no maximum for.
 DEFAULT_SIZE = 4

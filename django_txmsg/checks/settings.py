@@ -10,7 +10,7 @@ from django.core.checks import CheckMessage, Error
 from django.utils.module_loading import import_string
 
 from .. import brokers, conf
-from ..broker_url import split_url
+from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
 
 #: Errors after which nothing else can be looked at.

@@ -9,8 +9,9 @@ from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 
-from .. import brokers, conf, databases, stages, wire
-from ..redelivery import RedeliveryPolicy
+from .. import brokers, conf, stages, wire
+from ..envelope.redelivery import RedeliveryPolicy
+from ..monitoring import databases
 from ..stages import Stage
 
 DAY = 86_400.0

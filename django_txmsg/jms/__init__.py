@@ -9,13 +9,13 @@ Hop 4 and 6 of a message: the relay sends through it, the consumer receives. ::
 
 from __future__ import annotations
 
-from django_txmsg.jms.completion import CompletionFuture, CompletionListener
-from django_txmsg.jms.connection import Connection
-from django_txmsg.jms.consumer import AckMode, MessageConsumer
-from django_txmsg.jms.context import Context, ContextProducer
-from django_txmsg.jms.delivery import Delivery
-from django_txmsg.jms.destination import Destination, Queue, Topic
-from django_txmsg.jms.errors import (
+from .completion import CompletionFuture, CompletionListener
+from .connection import Connection
+from .consumer import AckMode, MessageConsumer
+from .context import Context, ContextProducer
+from .delivery import Delivery
+from .destination import Destination, Queue, Topic
+from .errors import (
     ConnectionFailedError,
     ConnectionLostError,
     IllegalStateError,
@@ -34,11 +34,11 @@ from django_txmsg.jms.errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
-from django_txmsg.jms.factory import ConnectionFactory, Options
-from django_txmsg.jms.message import DeliveryMode, Message
-from django_txmsg.jms.producer import MessageProducer
-from django_txmsg.jms.restrictions import Policy
-from django_txmsg.jms.session import Session
+from .factory import ConnectionFactory, Options
+from .message import DeliveryMode, Message
+from .producer import MessageProducer
+from .restrictions import Policy
+from .session import Session
 
 __all__ = [
     "AckMode",

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import destination as destinations
-from django_txmsg.jms.delivery import DEFAULT, Encoded, encode_message
-from django_txmsg.jms.errors import (
+from . import destination as destinations
+from .delivery import DEFAULT, Encoded, encode_message
+from .errors import (
     ConnectionLostError,
     MessagingError,
     SendHeldBackError,
@@ -26,13 +26,13 @@ from django_txmsg.jms.errors import (
     TransactionInDoubtError,
     TransactionRolledBackError,
 )
-from django_txmsg.jms.ledger import Entry
-from django_txmsg.jms.transaction import Transaction
+from .ledger import Entry
+from .transaction import Transaction
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.destination import Destination
-    from django_txmsg.jms.message import Message
-    from django_txmsg.jms.session import Session
+    from .destination import Destination
+    from .message import Message
+    from .session import Session
 
 Outcomes = list[MessagingError | None]
 #: Below this a transaction costs more than the receipts it saves.

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import pool
-from django_txmsg.jms.ledger import State
+from . import pool
+from .ledger import State
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.producer import MessageProducer
-    from django_txmsg.jms.sends import AsyncSend
-    from django_txmsg.jms.session import Session
+    from .producer import MessageProducer
+    from .sends import AsyncSend
+    from .session import Session
 
 logger = logging.getLogger("django_txmsg.jms.callbacks")
 

@@ -14,11 +14,11 @@ from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
-from django_txmsg.jms.errors import IllegalStateError, MessagingError
+from .errors import IllegalStateError, MessagingError
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.message import Message
-    from django_txmsg.jms.producer import MessageProducer
+    from .message import Message
+    from .producer import MessageProducer
 
 #: The producer whose callback the current context runs, if any.
 running_for: ContextVar[MessageProducer | None] = ContextVar(

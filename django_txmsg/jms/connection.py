@@ -12,16 +12,16 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import completion, pool
-from django_txmsg.jms.closing import Closing
-from django_txmsg.jms.consumer import AckMode
-from django_txmsg.jms.errors import IllegalStateError, MessagingError
-from django_txmsg.jms.link import Link
-from django_txmsg.jms.session import Session
+from . import completion, pool
+from .closing import Closing
+from .consumer import AckMode
+from .errors import IllegalStateError, MessagingError
+from .link import Link
+from .session import Session
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.dialects import Dialect
-    from django_txmsg.jms.factory import Options
+    from .dialects import Dialect
+    from .factory import Options
 
 _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 

@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms.closing import Closing
-from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.errors import (
+from .closing import Closing
+from .destination import Destination
+from .errors import (
     ConnectionLostError,
     IllegalStateError,
     MessagingError,
     UnsupportedOperationError,
 )
-from django_txmsg.jms.frames import Frame
-from django_txmsg.jms.message import Message
+from .frames import Frame
+from .message import Message
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.session import Session
+    from .session import Session
 
 
 class AckMode(Enum):

@@ -11,15 +11,15 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django_txmsg.jms import completion, restrictions
-from django_txmsg.jms.closing import Closing
-from django_txmsg.jms.completion import CompletionFuture, CompletionListener
-from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.message import DeliveryMode, Message
+from . import completion, restrictions
+from .closing import Closing
+from .completion import CompletionFuture, CompletionListener
+from .destination import Destination
+from .message import DeliveryMode, Message
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.connection import Connection
-    from django_txmsg.jms.consumer import AckMode, MessageConsumer
+    from .connection import Connection
+    from .consumer import AckMode, MessageConsumer
 
 
 class ContextProducer:

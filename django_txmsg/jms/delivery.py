@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import frames
-from django_txmsg.jms.errors import MessageFormatError, UnsupportedOperationError
-from django_txmsg.jms.message import (
+from . import frames
+from .errors import MessageFormatError, UnsupportedOperationError
+from .message import (
     ID_HEADER,
     RESERVED_HEADERS,
     DeliveryMode,
@@ -25,8 +25,8 @@ from django_txmsg.jms.message import (
 )
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.destination import Destination
-    from django_txmsg.jms.session import Session
+    from .destination import Destination
+    from .session import Session
 
 _MILLISECOND = timedelta(milliseconds=1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from django_txmsg.jms.errors import InvalidDestinationError
+from .errors import InvalidDestinationError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.errors import (
+from .destination import Destination
+from .errors import (
     InvalidDestinationError,
     MessageFormatError,
     UnsupportedOperationError,

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from django_txmsg.broker_url import split_url, without_password
-from django_txmsg.jms.connection import Connection
-from django_txmsg.jms.consumer import AckMode
-from django_txmsg.jms.context import Context
-from django_txmsg.jms.dialects import BY_NAME
-from django_txmsg.jms.errors import ConnectionFailedError
-from django_txmsg.jms.restrictions import Policy
+from ..envelope.broker_url import split_url, without_password
+from .connection import Connection
+from .consumer import AckMode
+from .context import Context
+from .dialects import BY_NAME
+from .errors import ConnectionFailedError
+from .restrictions import Policy
 
 DEFAULT_PORTS = {"stomp": 61613, "stomp+ssl": 61614}
 

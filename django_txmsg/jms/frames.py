@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from django_txmsg.jms.errors import MessageFormatError
+from .errors import MessageFormatError
 
 #: A header block longer than this is no header block: the stream is out of step.
 MAX_HEADER_BYTES = 1 << 24

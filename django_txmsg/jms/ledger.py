@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from django_txmsg.jms.errors import (
+from .errors import (
     ConnectionLostError,
     MessagingError,
     RequestRejectedError,

@@ -17,22 +17,22 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import frames
-from django_txmsg.jms.dialects import BY_NAME, recognize
-from django_txmsg.jms.errors import (
+from . import frames
+from .dialects import BY_NAME, recognize
+from .errors import (
     ConnectionFailedError,
     ConnectionLostError,
     IllegalStateError,
     MessagingError,
 )
-from django_txmsg.jms.ledger import Ledger
-from django_txmsg.jms.sends import Request
-from django_txmsg.jms.transport import Transport
-from django_txmsg.jms.writer import Writer
+from .ledger import Ledger
+from .sends import Request
+from .transport import Transport
+from .writer import Writer
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.consumer import MessageConsumer
-    from django_txmsg.jms.factory import Options
+    from .consumer import MessageConsumer
+    from .factory import Options
 
 logger = logging.getLogger("django_txmsg.jms.link")
 _epochs = itertools.count(1)

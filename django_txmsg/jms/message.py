@@ -14,15 +14,15 @@ from datetime import datetime
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django_txmsg import wire
-from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.errors import MessageFormatError, MessageNotAccessibleError
+from .. import wire
+from .destination import Destination
+from .errors import MessageFormatError, MessageNotAccessibleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from django_txmsg.jms.consumer import MessageConsumer
-    from django_txmsg.jms.frames import Frame
+    from .consumer import MessageConsumer
+    from .frames import Frame
 
 #: The header that carries a message's identity over every resend.
 ID_HEADER = wire.MESSAGE_ID

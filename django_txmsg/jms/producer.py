@@ -11,25 +11,25 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import completion, restrictions
-from django_txmsg.jms import destination as destinations
-from django_txmsg.jms.closing import Closing
-from django_txmsg.jms.completion import CompletionFuture, CompletionListener
-from django_txmsg.jms.delivery import DEFAULT, Delivery, Encoded, encode_message
-from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.errors import (
+from . import completion, restrictions
+from . import destination as destinations
+from .closing import Closing
+from .completion import CompletionFuture, CompletionListener
+from .delivery import DEFAULT, Delivery, Encoded, encode_message
+from .destination import Destination
+from .errors import (
     IllegalStateError,
     MessageFormatError,
     MessageNotAccessibleError,
     UnsupportedOperationError,
     WindowFullError,
 )
-from django_txmsg.jms.message import Message
-from django_txmsg.jms.sends import AsyncSend, SyncSend
-from django_txmsg.jms.transaction import Confirm
+from .message import Message
+from .sends import AsyncSend, SyncSend
+from .transaction import Confirm
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.session import Session
+    from .session import Session
 
 
 class MessageProducer(Closing):

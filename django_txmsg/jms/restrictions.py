@@ -13,10 +13,10 @@ import warnings
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms.errors import IllegalStateError
+from .errors import IllegalStateError
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.factory import Options
+    from .factory import Options
 
 _IN_ATOMIC = (
     "An asynchronous send inside transaction.atomic() reaches the broker even if the "

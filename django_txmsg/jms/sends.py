@@ -10,15 +10,15 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import completion
-from django_txmsg.jms.ledger import Entry, State
+from . import completion
+from .ledger import Entry, State
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.completion import CompletionListener
-    from django_txmsg.jms.message import Message
-    from django_txmsg.jms.producer import MessageProducer
-    from django_txmsg.jms.session import Session
-    from django_txmsg.jms.transaction import Transaction
+    from .completion import CompletionListener
+    from .message import Message
+    from .producer import MessageProducer
+    from .session import Session
+    from .transaction import Transaction
 
 logger = logging.getLogger("django_txmsg.jms.sends")
 

@@ -11,25 +11,25 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import batch, completion, frames
-from django_txmsg.jms import destination as destinations
-from django_txmsg.jms.callbacks import Callbacks
-from django_txmsg.jms.closing import Closing
-from django_txmsg.jms.consumer import AckMode, MessageConsumer
-from django_txmsg.jms.destination import Destination
-from django_txmsg.jms.errors import (
+from . import batch, completion, frames
+from . import destination as destinations
+from .callbacks import Callbacks
+from .closing import Closing
+from .consumer import AckMode, MessageConsumer
+from .destination import Destination
+from .errors import (
     IllegalStateError,
     MessageFormatError,
     MessagingError,
     TransactionRolledBackError,
 )
-from django_txmsg.jms.producer import MessageProducer
-from django_txmsg.jms.transaction import Transaction
-from django_txmsg.jms.window import Window
+from .producer import MessageProducer
+from .transaction import Transaction
+from .window import Window
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.connection import Connection
-    from django_txmsg.jms.message import Message
+    from .connection import Connection
+    from .message import Message
 
 
 class Session(Closing):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import frames
-from django_txmsg.jms.errors import (
+from . import frames
+from .errors import (
     ConnectionLostError,
     MessagingError,
     RequestRejectedError,
@@ -19,12 +19,12 @@ from django_txmsg.jms.errors import (
     TransactionInDoubtError,
     TransactionRolledBackError,
 )
-from django_txmsg.jms.ledger import Entry, State
+from .ledger import Entry, State
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.link import Link
-    from django_txmsg.jms.message import Message
-    from django_txmsg.jms.sends import Request
+    from .link import Link
+    from .message import Message
+    from .sends import Request
 
 
 #: How long after a refused COMMIT the reason may still arrive.

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from django_txmsg.jms.frames import Frame, FrameParser, ProtocolError, Receipt
+from .frames import Frame, FrameParser, ProtocolError, Receipt
 
 _scan = os.environ.get("STOMP_SKIP_HOSTNAME_SCAN")
 os.environ["STOMP_SKIP_HOSTNAME_SCAN"] = "1"  # importing it must not ask the DNS

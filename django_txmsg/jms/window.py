@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms import completion
-from django_txmsg.jms.errors import WindowFullError
+from . import completion
+from .errors import WindowFullError
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.session import Session
+    from .session import Session
 
 #: Callbacks that may wait, in windows, before sends block.
 _PARKED_WINDOWS = 4

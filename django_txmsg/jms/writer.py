@@ -12,12 +12,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from django_txmsg.jms.ledger import Entry, State
+from .ledger import Entry, State
 
 if TYPE_CHECKING:
-    from django_txmsg.jms.factory import Options
-    from django_txmsg.jms.link import Link
-    from django_txmsg.jms.transport import Transport
+    from .factory import Options
+    from .link import Link
+    from .transport import Transport
 
 
 class Writer:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from .archive import ArchiveMark, PipelineRun, StagedMessage, StoredRun
-from .attempts import Attempt
+from .attempt import Attempt
 from .bulk import BulkOperation
-from .dead_letters import DeadLetter
-from .groups import FailureNote
-from .idempotency import IdempotencyKey
+from .dead_letter import DeadLetter
+from .failure_note import FailureNote
+from .idempotent_request import IdempotencyKey
 from .inbox import InboxMessage
 from .outbox import OutboxMessage
-from .periods import PeriodCount
+from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
-from .sessions import SessionRecord
-from .stages import StageState
-from .workers import Worker
+from .session_record import SessionRecord
+from .stage_state import StageState
+from .worker import Worker
 
 __all__ = [
     "ArchiveMark",

@@ -15,11 +15,11 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from .fields import XidField, ids_sql, no_wait_sql, now_sql, prepared
-from .parked import ParkedManager
-from .seen import SEEN_COLUMNS, Seen, read_seen
+from .inbox_parked import ParkedManager
+from .inbox_seen import SEEN_COLUMNS, Seen, read_seen
 
 if TYPE_CHECKING:
-    from ..message import Message
+    from ..envelope.message import Message
 
 
 class InboxState(models.TextChoices):

@@ -11,9 +11,9 @@ from django.db.models import Q
 from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
-from .claimed import ClaimingManager
 from .fields import XidField
-from .new_message import StoringManager
+from .outbox_claim import ClaimingManager
+from .outbox_store import StoringManager
 
 PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
 

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from django_txmsg.testing.draining import Drained, drain, outbox_messages
-    from django_txmsg.testing.profiles import ARTEMIS, CLASSIC, RABBITMQ, Profile
-    from django_txmsg.testing.record import ReceivedFrame
-    from django_txmsg.testing.scripted_broker import ScriptedBroker
+    from .draining import Drained, drain, outbox_messages
+    from .profiles import ARTEMIS, CLASSIC, RABBITMQ, Profile
+    from .record import ReceivedFrame
+    from .scripted_broker import ScriptedBroker
 
 __all__ = [
     "ARTEMIS",

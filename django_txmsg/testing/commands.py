@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from django_txmsg.testing.frames import Frame
-from django_txmsg.testing.store import StoredMessage, Subscription
-from django_txmsg.testing.transaction import Transaction
+from .frames import Frame
+from .store import StoredMessage, Subscription
+from .transaction import Transaction
 
 if TYPE_CHECKING:
-    from django_txmsg.testing.conversation import Conversation
+    from .conversation import Conversation
 
 #: Headers of SEND that are the protocol's own and do not reach the receiver.
 _NOT_PASSED_ON = frozenset(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from django_txmsg.testing.commands import COMMANDS, RefusedError
-from django_txmsg.testing.frames import Frame
-from django_txmsg.testing.script import Held, Rule, Verb
-from django_txmsg.testing.transaction import Kept, Transaction
+from .commands import COMMANDS, RefusedError
+from .frames import Frame
+from .script import Held, Rule, Verb
+from .transaction import Kept, Transaction
 
 if TYPE_CHECKING:
-    from django_txmsg.testing.peer import Peer
-    from django_txmsg.testing.store import Subscription
+    from .peer import Peer
+    from .store import Subscription
 
 
 class Conversation:

@@ -22,21 +22,23 @@ from django.db.models.functions import Now
 from django.test import override_settings
 from django.utils import timezone
 
-from .. import arrival as arrivals
-from .. import batch, conf, serializers
-from ..arrival import Arrival, Duplicate, Outcome, Processed
-from ..broker_url import split_url
+from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
-from ..dispatcher import stop_dispatchers
+from ..consuming import arrival as arrivals
+from ..consuming import batch
+from ..consuming.arrival import Arrival, Duplicate, Outcome, Processed
+from ..envelope import serializers
+from ..envelope.broker_url import split_url
+from ..envelope.message import Message
+from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import Redeliver, Refuse
-from ..lane import Lane
-from ..message import Message
 from ..models import InboxMessage, OutboxMessage
+from ..models.inbox_parked import Parked
 from ..models.outbox import PENDING
-from ..models.parked import Parked
 from ..models.queue import QueueMessage
-from ..redelivery import Dead, RedeliverAfter
+from ..relaying.dispatcher import stop_dispatchers
+from ..relaying.lane import Lane
 from ..stages import Stage, find
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.

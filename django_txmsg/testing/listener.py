@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from django_txmsg.testing.loop import READ, Loop
+from .loop import READ, Loop
 
 
 class Listener:

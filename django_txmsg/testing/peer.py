@@ -15,12 +15,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from django_txmsg.testing.conversation import Conversation
-from django_txmsg.testing.frames import Decoder, Frame, FrameError, encode
-from django_txmsg.testing.loop import READ, WRITE
+from .conversation import Conversation
+from .frames import Decoder, Frame, FrameError, encode
+from .loop import READ, WRITE
 
 if TYPE_CHECKING:
-    from django_txmsg.testing.scripted_broker import ScriptedBroker
+    from .scripted_broker import ScriptedBroker
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from django_txmsg.testing.frames import Frame
+from .frames import Frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from django_txmsg.testing.frames import Frame
+from .frames import Frame
 
 if TYPE_CHECKING:
-    from django_txmsg.testing.conversation import Conversation
+    from .conversation import Conversation
 
 
 class Verb(Enum):

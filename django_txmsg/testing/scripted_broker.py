@@ -21,14 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from django_txmsg.testing.frames import VERSIONS, Frame
-from django_txmsg.testing.listener import Listener
-from django_txmsg.testing.loop import Loop
-from django_txmsg.testing.peer import Peer
-from django_txmsg.testing.profiles import CLASSIC, PROFILES, Profile
-from django_txmsg.testing.record import Record
-from django_txmsg.testing.script import Rule, Script
-from django_txmsg.testing.store import Store, StoredMessage
+from .frames import VERSIONS, Frame
+from .listener import Listener
+from .loop import Loop
+from .peer import Peer
+from .profiles import CLASSIC, PROFILES, Profile
+from .record import Record
+from .script import Rule, Script
+from .store import Store, StoredMessage
 
 
 @dataclass(frozen=True, slots=True)

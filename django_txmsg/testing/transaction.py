@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from django_txmsg.testing.frames import Frame
+from .frames import Frame
 
 if TYPE_CHECKING:
-    from django_txmsg.testing.script import Rule
-    from django_txmsg.testing.store import StoredMessage, Subscription
+    from .script import Rule
+    from .store import StoredMessage, Subscription
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from django_txmsg import arrival, demarcation, inbox, relay, stages
-from django_txmsg.message import Message
-from django_txmsg.outbox import send_message
-from django_txmsg.stage_thread import StageThread
+from django_txmsg import stages
+from django_txmsg.consuming import arrival, inbox
+from django_txmsg.consuming import transaction as demarcation
+from django_txmsg.consuming.stage_thread import StageThread
+from django_txmsg.envelope.message import Message
+from django_txmsg.relaying import relay
+from django_txmsg.sending.outbox import send_message
 
 RELAY_STEPS = ["before the claim", "claimed", "half sent", "sent", "settled"]
 

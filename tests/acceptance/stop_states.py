@@ -19,16 +19,17 @@ from typing import Any
 import psutil
 from django.db import connection, transaction
 
-from django_txmsg import bulk, dead_letters, stages, wire
+from django_txmsg import stages, wire
 from django_txmsg.brokers import get_broker
-from django_txmsg.control_message import ControlMessage
-from django_txmsg.failure import Failure
+from django_txmsg.dead_letters import bulk, burial
+from django_txmsg.envelope.failure import Failure
+from django_txmsg.envelope.message import Message, new_id
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.management.commands import _process
-from django_txmsg.message import Message, new_id
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_messages
-from django_txmsg.redelivery import RedeliveryPolicy
+from django_txmsg.sending.outbox import send_messages
+from django_txmsg.sessions.control_message import ControlMessage
 from tests.app.models import Effect
 from tests.faults import ANSWERS, REQUESTS, ManageProcess, Proxy, wait_until
 from tests.running import IMPATIENT, ship, txmsg
@@ -405,7 +406,7 @@ def in_bulk(world: World, command: str) -> Iterator[None]:
     """In a bulk operation that takes minutes."""
     world.dispatch(1)
     for number in range(300):
-        dead_letters.bury(
+        burial.bury(
             using="default",
             message_id=new_id(),
             stage="",

@@ -9,7 +9,7 @@ import pytest
 from django.db import transaction
 
 from django_txmsg.models import InboxMessage, OutboxMessage, Worker
-from django_txmsg.outbox import send_messages
+from django_txmsg.sending.outbox import send_messages
 from tests import services
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect

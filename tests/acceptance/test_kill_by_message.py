@@ -9,9 +9,9 @@ import signal
 import pytest
 
 from django_txmsg import stages
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import wait_until

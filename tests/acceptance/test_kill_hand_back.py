@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from django_txmsg import side_track, stages
-from django_txmsg.message import Message
+from django_txmsg import stages
+from django_txmsg.consuming import failing
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests.acceptance import crash_points
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
@@ -34,7 +35,7 @@ def declare() -> None:
     policy = RedeliveryPolicy(initial_delay=delay, backoff=1.0, mode="broker")
     for name in json.loads(os.environ["FAILING_STAGES"]):
         stages.stage(name, redelivery=policy)(handler)
-    crash_points.after(side_track, "_hand_back", "handed back")
+    crash_points.after(failing, "_hand_back", "handed back")
 
 
 @pytest.mark.postgresql  # one database will do: the brokers differ

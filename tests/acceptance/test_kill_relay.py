@@ -12,7 +12,7 @@ from django.db import transaction
 
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import OutboxMessage
-from django_txmsg.outbox import send_messages
+from django_txmsg.sending.outbox import send_messages
 from tests.acceptance.crash_play import Manage
 from tests.acceptance.crash_points import RELAY_STEPS
 from tests.faults import wait_until

@@ -11,9 +11,9 @@ import pytest
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from django_txmsg import stages
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
-from django_txmsg.outbox import send_messages
+from django_txmsg.sending.outbox import send_messages
 from tests import services
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from django.db import connections
 
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, Worker
 from django_txmsg.models.queue import QueueMessage
 from tests.acceptance import stop_states as states

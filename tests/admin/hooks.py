@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from django_txmsg import resolution, stages
-from django_txmsg.message import Message
+from django_txmsg import stages
+from django_txmsg.dead_letters import resolution
+from django_txmsg.envelope.message import Message
 from tests.app.models import Effect
 from tests.faults import hang_here
 

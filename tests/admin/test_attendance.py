@@ -12,8 +12,9 @@ from django.core.management import call_command
 from django.db import connections
 from django.test import Client
 
-from django_txmsg import status, tasks
+from django_txmsg import tasks
 from django_txmsg.models import Worker
+from django_txmsg.monitoring import status
 from tests import factories
 
 URL = "/admin/django_txmsg/"

@@ -8,7 +8,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
 
-from django_txmsg import bulk
+from django_txmsg.dead_letters import bulk
 from tests import factories
 
 URL = "/admin/django_txmsg/bulkoperation/"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from django.db import connection, connections
 
-from django_txmsg import bulk, selection
+from django_txmsg.dead_letters import bulk, selection
 from django_txmsg.errors import TxmsgError
 from django_txmsg.models import BulkOperation, DeadLetter, OutboxMessage
 from tests import factories

@@ -9,8 +9,8 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
 
-from django_txmsg import status
 from django_txmsg.models import FailureNote
+from django_txmsg.monitoring import status
 from tests import factories
 
 URL = "/admin/django_txmsg/deadletter/"

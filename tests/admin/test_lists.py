@@ -11,8 +11,8 @@ import pytest
 from django.test import Client
 
 import django_txmsg
-from django_txmsg import status
 from django_txmsg.admin import base
+from django_txmsg.monitoring import status
 from tests import factories
 
 OUTBOX = "/admin/django_txmsg/outboxmessage/"

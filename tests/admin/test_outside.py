@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from django_txmsg import metrics, send_message, signals, tracing
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage
 from tests import factories
 from tests.faults import ManageProcess

@@ -8,8 +8,8 @@ import pytest
 from django.test import Client
 from django.utils import timezone
 
-from django_txmsg import periods, status, waiting
 from django_txmsg.models import PeriodCount
+from django_txmsg.monitoring import periods, status, waiting
 from tests import factories
 
 from . import shop

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from django_txmsg.arrival import MAX_HEADERS
-from django_txmsg.message import Message
+from django_txmsg.consuming.arrival import MAX_HEADERS
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
 from tests.running import committing, declared, put, step

@@ -9,11 +9,11 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 from psycopg import IsolationLevel
 
-from django_txmsg import inbox
-from django_txmsg.demarcation import begins_early
-from django_txmsg.message import Message
+from django_txmsg.consuming import inbox
+from django_txmsg.consuming.transaction import begins_early
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests.app.models import Effect
 from tests.running import committing, declared, put, step, thread_of
 

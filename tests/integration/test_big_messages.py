@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from django_txmsg import Refuse
-from django_txmsg.arrival import MAX_HEADER_BLOCK
 from django_txmsg.brokers import get_broker
-from django_txmsg.message import Message
+from django_txmsg.consuming.arrival import MAX_HEADER_BLOCK
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, send, txmsg
 from tests.services.stomp_server import StompServer

@@ -9,7 +9,7 @@ from django.db import transaction
 
 from django_txmsg.models import OutboxMessage, claiming
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_messages
+from django_txmsg.sending.outbox import send_messages
 from tests.running import committing, ship
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]

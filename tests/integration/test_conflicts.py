@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from django.db import connection
 
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, step

@@ -9,10 +9,10 @@ import pytest
 from django.db import connection, transaction
 
 from django_txmsg import wire
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message, send_messages
+from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
 from tests.running import (

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection, connections
 
-from django_txmsg import outage, stages
-from django_txmsg.message import Message
+from django_txmsg import stages
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.stages import Stage
 from django_txmsg.testing.profiles import RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
 from django_txmsg.testing.store import StoredMessage
+from django_txmsg.upkeep import outage
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until

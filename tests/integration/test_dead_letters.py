@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, connection, transaction
 
-from django_txmsg import Refuse, bulk, resolution
-from django_txmsg.message import Message
+from django_txmsg import Refuse
+from django_txmsg.dead_letters import bulk, resolution
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import (
     BulkOperation,
     DeadLetter,
@@ -19,7 +20,7 @@ from django_txmsg.models import (
     OutboxMessage,
 )
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
+from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, send, ship, step

@@ -13,12 +13,12 @@ from django.db import connection, connections, transaction
 from django.db.models import DurationField, ExpressionWrapper, F
 from django.db.models.functions import Now
 
-from django_txmsg import dispatcher
 from django_txmsg.brokers.database import DatabaseSession
-from django_txmsg.lane import AFTER_COMMIT_LEASE
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
+from django_txmsg.relaying import dispatcher
+from django_txmsg.relaying.lane import AFTER_COMMIT_LEASE
+from django_txmsg.sending.outbox import send_message
 from tests.faults import wait_until
 from tests.running import committing, ship, txmsg
 

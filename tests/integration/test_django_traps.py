@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from django.db import IntegrityError, connection, connections, transaction
 
+from django_txmsg.envelope.message import Message
 from django_txmsg.errors import DurableInStage, SwallowedDatabaseError
-from django_txmsg.message import Message
 from django_txmsg.models import Attempt, DeadLetter, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
+from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
 from tests.running import Handler, committing, declared, running, send, step, txmsg

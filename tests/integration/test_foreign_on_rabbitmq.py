@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from django_txmsg import inbox, stages
-from django_txmsg.broker_url import split_url
+from django_txmsg import stages
 from django_txmsg.brokers import get_broker
-from django_txmsg.message import Message
+from django_txmsg.consuming import inbox
+from django_txmsg.envelope.broker_url import split_url
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests import services
 from tests.acceptance import crash_points
 from tests.acceptance.crash_play import Manage

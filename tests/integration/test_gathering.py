@@ -11,11 +11,11 @@ import pytest
 from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import outbox
 from django_txmsg.errors import DuplicateMessage
 from django_txmsg.models import OutboxMessage
-from django_txmsg.outbox import send_message, send_messages
-from django_txmsg.session import outbox_session
+from django_txmsg.sending import outbox
+from django_txmsg.sending.outbox import send_message, send_messages
+from django_txmsg.sessions.session import outbox_session
 from tests.running import committing
 
 pytestmark = committing

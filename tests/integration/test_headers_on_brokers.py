@@ -9,8 +9,8 @@ import pytest
 
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
+from django_txmsg.envelope.message import check_headers, check_key
 from django_txmsg.errors import InvalidMessage
-from django_txmsg.message import check_headers, check_key
 from tests.running import committing, txmsg
 from tests.services.stomp_server import StompServer
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 
 from django_txmsg import wire
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
-from django_txmsg.redelivery import RedeliveryPolicy
+from django_txmsg.sending.outbox import send_message
 from tests.running import committing, declared, put, step
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import pytest
 
 from django_txmsg import jms
-from django_txmsg.activity import Activity
-from django_txmsg.crew import Crew
-from django_txmsg.intake import IntakeThread
+from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.models import DeadLetter
+from django_txmsg.upkeep.activity import Activity
+from django_txmsg.upkeep.crew import Crew
 from tests import factories
 from tests.faults import wait_until
 from tests.running import committing, txmsg

@@ -16,10 +16,10 @@ from django.db import DatabaseError, connection, connections, transaction
 from django.dispatch import Signal
 
 from django_txmsg import outbox_session, send_message, signals
-from django_txmsg.message import Message, new_id
+from django_txmsg.envelope.message import Message, new_id
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.scope import Scope, in_scope
+from django_txmsg.sending.scope import Scope, in_scope
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.running import committing, declared, send, step, txmsg

@@ -15,9 +15,9 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 
 from django_txmsg import signals
-from django_txmsg.demarcation import Demarcation
-from django_txmsg.message import Message
-from django_txmsg.outbox import send_message
+from django_txmsg.consuming.transaction import Demarcation
+from django_txmsg.envelope.message import Message
+from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition
 from tests import services
 from tests.app.models import Effect

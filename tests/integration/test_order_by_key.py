@@ -17,8 +17,8 @@ from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_messages
-from django_txmsg.relay import Relay
+from django_txmsg.relaying.relay import Relay
+from django_txmsg.sending.outbox import send_messages
 from tests.faults import wait_until
 from tests.running import IMPATIENT, committing, ship, txmsg
 

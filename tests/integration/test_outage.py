@@ -20,7 +20,7 @@ from django.db import (
     transaction,
 )
 
-from django_txmsg import outage
+from django_txmsg.upkeep import outage
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until

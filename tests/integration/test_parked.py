@@ -6,11 +6,12 @@ import uuid
 
 import pytest
 
-from django_txmsg import Redeliver, status
-from django_txmsg.message import Message
+from django_txmsg import Redeliver
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.redelivery import RedeliveryPolicy
+from django_txmsg.monitoring import status
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until

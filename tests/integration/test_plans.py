@@ -12,7 +12,7 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
-from django_txmsg.outbox import send_messages
+from django_txmsg.sending.outbox import send_messages
 from tests.running import committing
 
 pytestmark = [

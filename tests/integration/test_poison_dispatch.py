@@ -14,8 +14,8 @@ from django.db.models.functions import Now
 
 from django_txmsg import tasks
 from django_txmsg.models import DeadLetter, OutboxMessage
-from django_txmsg.outbox import send_messages
-from django_txmsg.relay import Relay
+from django_txmsg.relaying.relay import Relay
+from django_txmsg.sending.outbox import send_messages
 from django_txmsg.testing import RABBITMQ, ScriptedBroker
 from tests.running import IMPATIENT, committing, txmsg
 from tests.services.rabbitmq import RabbitMQ

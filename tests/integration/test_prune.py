@@ -13,7 +13,7 @@ from django.db import connection, transaction
 from django.db.models import Model
 from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import bulk, retention
+from django_txmsg.dead_letters import bulk
 from django_txmsg.models import (
     Attempt,
     DeadLetter,
@@ -24,6 +24,7 @@ from django_txmsg.models import (
     SessionRecord,
     Worker,
 )
+from django_txmsg.monitoring import retention
 from tests import factories as make
 from tests.factories import ago
 from tests.faults import wait_until

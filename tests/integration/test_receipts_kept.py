@@ -13,10 +13,10 @@ from django.db import connection, connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.brokers.database import DatabaseSession
-from django_txmsg.lane import Lane
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_messages
+from django_txmsg.relaying.lane import Lane
+from django_txmsg.sending.outbox import send_messages
 from tests.faults import wait_until
 from tests.running import IMPATIENT, committing, ship, txmsg
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from django_txmsg import Refuse
-from django_txmsg.message import Message
+from django_txmsg.consuming.throttle import Throttle
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import Dead, RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.redelivery import Dead, RedeliveryPolicy
-from django_txmsg.throttle import Throttle
 from tests.faults import wait_until
 from tests.running import (
     Script,

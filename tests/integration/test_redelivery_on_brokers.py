@@ -15,12 +15,12 @@ from django.db import transaction
 
 from django_txmsg import Redeliver, signals
 from django_txmsg.brokers import get_broker
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.errors import BrokerUnavailable
-from django_txmsg.lane import Lane
-from django_txmsg.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
-from django_txmsg.outbox import send_messages
-from django_txmsg.redelivery import RedeliveryPolicy
+from django_txmsg.relaying.lane import Lane
+from django_txmsg.sending.outbox import send_messages
 from tests.app.models import Effect
 from tests.faults import Proxy, wait_until
 from tests.running import (

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from django_txmsg import wire
-from django_txmsg.activity import Activity
-from django_txmsg.breaker import Breaker
-from django_txmsg.control_thread import ControlThread
-from django_txmsg.crew import Crew
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
+from django_txmsg.sessions.control_thread import ControlThread
 from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
+from django_txmsg.upkeep.activity import Activity
+from django_txmsg.upkeep.breaker import Breaker
+from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, thread_of, txmsg

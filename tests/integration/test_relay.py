@@ -15,12 +15,12 @@ from django.db.models.functions import Now
 from django_txmsg import signals
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, DispatchRejected, DispatchUnknown
-from django_txmsg.lane import Lane
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.models.outbox import OutboxManager
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message, send_messages
-from django_txmsg.relay import Relay
+from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.relay import Relay
+from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import wait_until
 from tests.running import IMPATIENT, committing, ship, txmsg
 

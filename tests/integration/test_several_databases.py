@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from django_txmsg import bulk
-from django_txmsg.consumer import Consumer
-from django_txmsg.message import Message
+from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.dead_letters import bulk
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import BulkOperation, DeadLetter
 from django_txmsg.stages import Stage, TransactionDefinition
 from tests.faults import wait_until

@@ -29,11 +29,11 @@ from hypothesis.stateful import (
 from django_txmsg import stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
-from django_txmsg.models.claimed import Claimed
+from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
+from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.running import committing, put, ship, step, txmsg
 

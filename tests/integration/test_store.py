@@ -12,7 +12,7 @@ from django.db import connection, transaction
 
 from django_txmsg.errors import DuplicateMessage, InvalidMessage, TransactionRequired
 from django_txmsg.models import OutboxMessage
-from django_txmsg.outbox import send_message, send_messages
+from django_txmsg.sending.outbox import send_message, send_messages
 from tests.app.models import Order
 from tests.running import committing, txmsg
 

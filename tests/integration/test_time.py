@@ -17,10 +17,11 @@ import pytest
 from django.db import connection
 from django.utils import timezone
 
-from django_txmsg import stage_thread, stages
-from django_txmsg.message import Message
+from django_txmsg import stages
+from django_txmsg.consuming import stage_thread
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
-from django_txmsg.redelivery import RedeliveryPolicy
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import wait_until

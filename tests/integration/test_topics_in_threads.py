@@ -9,7 +9,7 @@ from django.db import connections
 
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
-from django_txmsg.consumer import Consumer
+from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.models import InboxMessage
 from tests import services
 from tests.faults import wait_until

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from django_txmsg.message import Message
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage, OutboxMessage
-from django_txmsg.outbox import send_message
+from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.running import committing, declared, send, ship, step, txmsg
 

@@ -13,11 +13,11 @@ from django.db import connections, transaction
 from django_txmsg import Refuse, signals
 from django_txmsg.brokers.base import Delivery
 from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable, DispatchUnknown, InvalidMessage
-from django_txmsg.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.outbox import send_message
+from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
 from tests.running import committing, declared, send, ship, step, txmsg
 

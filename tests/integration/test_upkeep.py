@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from django.db import connection, connections
 
-from django_txmsg.crew import Crew
-from django_txmsg.message import Message
+from django_txmsg.consuming.stage_thread import StageThread
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
-from django_txmsg.stage_thread import StageThread
 from django_txmsg.stages import Stage
+from django_txmsg.upkeep.crew import Crew
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until

@@ -14,7 +14,7 @@ from django.test import RequestFactory
 from django.views.debug import ExceptionReporter, get_default_exception_reporter_filter
 
 from django_txmsg import conf
-from django_txmsg.broker_url import BrokerUrl, split_url
+from django_txmsg.envelope.broker_url import BrokerUrl, split_url
 from tests.faults import ManageProcess
 
 

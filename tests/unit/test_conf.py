@@ -11,8 +11,8 @@ from django.test import override_settings
 from hypothesis import given
 
 from django_txmsg import RedeliveryPolicy, conf, wire
+from django_txmsg.envelope.message import check_destination
 from django_txmsg.errors import ConfigurationError
-from django_txmsg.message import check_destination
 
 
 def test_defaults_are_the_contract() -> None:

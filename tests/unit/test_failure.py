@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from django_txmsg.failure import MAX_EXCEPTION, MAX_TRACEBACK, Failure
+from django_txmsg.envelope.failure import MAX_EXCEPTION, MAX_TRACEBACK, Failure
 
 
 def raised(error: BaseException) -> BaseException:

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from django_txmsg.envelope.message import (
+    Message,
+    check_destination,
+    check_headers,
+    check_key,
+)
 from django_txmsg.errors import InvalidMessage
-from django_txmsg.message import Message, check_destination, check_headers, check_key
 
 MESSAGE = Message(
     id=uuid.UUID(int=1), destination="orders", body={"card": "4711"}, headers={"a": "b"}

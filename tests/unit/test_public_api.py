@@ -67,7 +67,7 @@ def test_a_message_has_the_contract_s_fields() -> None:
 def test_importing_the_package_imports_no_django() -> None:
     code = (
         "import sys; sys.modules['django'] = None; import django_txmsg;"
-        "import django_txmsg.wire, django_txmsg.jms, django_txmsg.message;"
+        "import django_txmsg.wire, django_txmsg.jms, django_txmsg.envelope.message;"
         "from django_txmsg import Message, RedeliveryPolicy, Refuse; print('ok')"
     )
     result = subprocess.run(

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from django_txmsg.envelope.redelivery import (
+    Dead,
+    RedeliverAfter,
+    RedeliveryPolicy,
+    decide,
+)
 from django_txmsg.errors import DecodeError, Redeliver, Refuse
-from django_txmsg.redelivery import Dead, RedeliverAfter, RedeliveryPolicy, decide
 
 policies = st.builds(
     RedeliveryPolicy,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from django_txmsg import serializers
+from django_txmsg.envelope import serializers
 from django_txmsg.errors import DecodeError, InvalidMessage
 
 JSON = st.recursive(

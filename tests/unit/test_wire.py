@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from django_txmsg import wire
-from django_txmsg.message import new_id
+from django_txmsg.envelope.message import new_id
 
 
 def test_derived_ids_are_what_they_were_in_the_first_release() -> None:

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ... import conf, upkeep
-from ...crew import Crew
-from ...scope import handlers_running
-from ...worker import Presence
+from ... import conf
+from ...monitoring.presence import Presence
+from ...sending.scope import handlers_running
+from ...upkeep.connections import recycle
+from ...upkeep.crew import Crew
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -99,7 +100,7 @@ def heartbeat(presence: Presence, busy: Busy) -> Iterator[None]:
     def beat() -> None:
         while True:
             presence.beat(busy.in_flight)
-            upkeep.between()
+            recycle()
             if done.wait(conf.get().CONSUME.HEARTBEAT):
                 break
         presence.leave()

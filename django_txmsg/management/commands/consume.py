@@ -9,7 +9,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as AnyDatabaseError
 from django.db import router
 
-from ...consumer import Consumer
+from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find

@@ -19,11 +19,12 @@ from django.db import router
 from django.db.models import Count, Max, Min
 from django.utils import timezone
 
-from ... import bulk, conf, masking, selection
+from ... import conf
+from ...dead_letters import bulk, masking, selection
 from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk import BulkKind, BulkState
-from ...models.dead_letters import Resolution
+from ...models.dead_letter import Resolution
 from ...stages import all_stages
 from ._tables import require_tables
 

@@ -11,11 +11,11 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.db import router
 
-from ... import alarms, status
-from ...lengths import duration
 from ...models import OutboxMessage, SessionRecord
-from ...status import Place, Status
-from ...waiting import CAP, Waiting, capped
+from ...monitoring import alarms, status
+from ...monitoring.lengths import duration
+from ...monitoring.status import Place, Status
+from ...monitoring.waiting import CAP, Waiting, capped
 from ._tables import require_tables
 
 

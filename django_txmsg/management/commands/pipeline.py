@@ -17,7 +17,8 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 import django_txmsg
-from django_txmsg import conf, stages
+
+from ... import conf, stages
 
 
 class Command(BaseCommand):
@@ -85,8 +86,8 @@ class Command(BaseCommand):
 
 def _cli() -> Any:
     try:
-        from django_txmsg.spark import cli
-        from django_txmsg.spark.errors import PipelineError
+        from ...spark import cli
+        from ...spark.errors import PipelineError
     except ImportError as error:
         raise CommandError(
             f"The pipeline needs PySpark ({error}): pip install 'django_txmsg[spark]'.",
@@ -102,7 +103,7 @@ def job_spec(alias: str) -> Any:
     The password goes into this process's environment, and its name into the
     specification.
     """
-    from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+    from ...spark.spec import JobSpec, LakeSpec, Subscription
 
     txmsg = conf.get()
     retention = txmsg.RETENTION
@@ -124,8 +125,8 @@ def job_spec(alias: str) -> Any:
 
 def source_spec(alias: str, service: str) -> Any:
     """Return a database of Django's settings as the pipeline takes it."""
-    from django_txmsg.spark.cli import password_variable
-    from django_txmsg.spark.spec import SourceSpec
+    from ...spark.cli import password_variable
+    from ...spark.spec import SourceSpec
 
     try:
         database: dict[str, Any] = django_settings.DATABASES[alias]

@@ -8,8 +8,9 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.db import router
 
-from ... import conf, retention
+from ... import conf
 from ...models import OutboxMessage
+from ...monitoring import retention
 from ._tables import require_tables
 
 

@@ -9,10 +9,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as AnyDatabaseError
 
 from ... import conf
-from ...databases import left_out, with_tables
 from ...errors import TxmsgError
-from ...relay import Relay
-from ...worker import Presence
+from ...monitoring.databases import left_out, with_tables
+from ...monitoring.presence import Presence
+from ...relaying.relay import Relay
 from ._process import heartbeat, stay_light, stop_on_signals
 from ._tables import require_tables
 

@@ -27,7 +27,7 @@ def die_once(*_: Any, **__: Any) -> None:
 
 def before_the_control_message() -> None:
     """Between steps 2 and 3."""
-    from django_txmsg import control
+    from django_txmsg.sessions import control
 
     announce = control.announce
 
@@ -45,7 +45,7 @@ def before_the_commit() -> None:
 
 def after_the_commit() -> None:
     """Between steps 4 and 5: in the very first hook."""
-    from django_txmsg.session import OutboxSession
+    from django_txmsg.sessions.session import OutboxSession
 
     OutboxSession._note_commit = die_once
 

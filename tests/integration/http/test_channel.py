@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.test import override_settings
 
-from django_txmsg import channel, wire
+from django_txmsg import wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
-from django_txmsg.channel import Channel, control_channel
 from django_txmsg.errors import BrokerError, BrokerUnavailable, DispatchRejected
+from django_txmsg.sessions import channel
+from django_txmsg.sessions.channel import Channel, control_channel
 from tests.faults import ANSWERS, Proxy, wait_until
 from tests.services import ActiveMQ
 from tests.services.stomp_server import LIMITED_USER

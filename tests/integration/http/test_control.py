@@ -16,20 +16,14 @@ from django.db import connections, transaction
 from django.test import override_settings
 from django.utils import timezone
 
-from django_txmsg import (
-    control,
-    control_message,
-    outbox_session,
-    send_message,
-    signals,
-    wire,
-)
+from django_txmsg import outbox_session, send_message, signals, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
-from django_txmsg.lane import Lane
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
+from django_txmsg.relaying.lane import Lane
+from django_txmsg.sessions import control, control_message
 from tests.app.models import Order
 
 from .conftest import txmsg

@@ -15,13 +15,14 @@ import pytest
 from django.db.backends.signals import connection_created
 from django.test import override_settings
 
-from django_txmsg import control_thread, outbox_session, send_message
-from django_txmsg.activity import Activity
-from django_txmsg.breaker import Breaker
+from django_txmsg import outbox_session, send_message
 from django_txmsg.brokers import get_broker
-from django_txmsg.control_message import ControlMessage
-from django_txmsg.crew import Crew
 from django_txmsg.models import OutboxMessage, QueueMessage
+from django_txmsg.sessions import control_thread
+from django_txmsg.sessions.control_message import ControlMessage
+from django_txmsg.upkeep.activity import Activity
+from django_txmsg.upkeep.breaker import Breaker
+from django_txmsg.upkeep.crew import Crew
 from tests.faults import ManageProcess, wait_until
 
 from .conftest import txmsg

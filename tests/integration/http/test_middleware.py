@@ -12,7 +12,7 @@ from django.test.utils import CaptureQueriesContext
 from django_txmsg import signals
 from django_txmsg.errors import SwallowedDatabaseError, TransactionRequired
 from django_txmsg.models import OutboxMessage, QueueMessage, SessionRecord
-from django_txmsg.scope import current_scope
+from django_txmsg.sending.scope import current_scope
 from tests.app.models import Order
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])

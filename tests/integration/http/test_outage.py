@@ -10,10 +10,10 @@ import pytest
 from django.core.management import call_command
 from django.test import Client, override_settings
 
-from django_txmsg import channel
 from django_txmsg.brokers import get_broker
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import OutboxMessage
+from django_txmsg.sessions import channel
 from tests.app.models import Order
 from tests.faults import ANSWERS, Proxy, wait_until
 from tests.services import ActiveMQ

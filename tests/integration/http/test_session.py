@@ -12,7 +12,7 @@ from django.test import override_settings
 from django_txmsg import outbox_session, send_message
 from django_txmsg.errors import SessionError, SwallowedDatabaseError
 from django_txmsg.models import OutboxMessage, QueueMessage
-from django_txmsg.session import OutboxSession
+from django_txmsg.sessions.session import OutboxSession
 from tests.app.models import Order
 
 from .conftest import txmsg

@@ -1,0 +1,248 @@
+"""Hop 6's reading: an arrival, what its raw headers and bytes mean, and its outcome.
+
+Everything a foreign or broken sender may get wrong ends here, as a DecodeError with a
+reason code; the bytes stay as they came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import logging
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from django.utils import timezone
+
+from .. import signals, wire
+from ..brokers.base import Delivery, Session
+from ..envelope import serializers
+from ..envelope.message import Message, new_id
+from ..envelope.redelivery import Dead, RedeliverAfter
+from ..errors import BrokerError, DecodeError
+from ..models.inbox_parked import Parked
+from ..models.inbox_seen import Seen
+from ..stages import Stage
+
+log = logging.getLogger("django_txmsg.arrival")
+
+#: Largest header block taken, in characters, and most headers.
+MAX_HEADER_BLOCK = 128 * 1024
+MAX_HEADERS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The stage's transaction is committed."""
+
+    acknowledged: bool = False
+    """Whether the broker's own transaction has settled the delivery already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Nothing was to be done but to drop this copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentBack:
+    """A foreign message without a lasting identity lies in its queue again, under one
+    of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
+
+
+Outcome = Processed | Duplicate | RedeliverAfter | Dead | SentBack | Interrupted
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A delivery in the hands of one worker thread, for one stage.
+
+    `parked` is set when it comes from the inbox's parking place and not from the
+    broker; `token` is the lease it is held under then.
+    """
+
+    stage: Stage
+    delivery: Delivery
+    session: Session
+    worker: str
+    stop: threading.Event
+    parked: Parked | None = None
+    token: uuid.UUID | None = None
+
+    @property
+    def using(self) -> str:
+        """The database alias of the stage's transaction, and of its inbox."""
+        return self.stage.definition.using
+
+
+def read(delivery: Delivery, stage: Stage) -> Message:
+    """Return the message of a delivery. Raises DecodeError."""
+    headers = delivery.headers
+    if delivery.problem:
+        raise DecodeError("malformed_headers", delivery.problem)
+    size = sum(len(name) + len(value) for name, value in headers.items())
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BLOCK:
+        raise DecodeError(
+            "headers_too_large", f"{len(headers)} headers of {size} characters"
+        )
+    own = headers.get(wire.MESSAGE_ID)
+    if own is not None and _uuid(own) is None:
+        raise DecodeError("malformed_id", f"{wire.MESSAGE_ID} is no UUID: {own[:80]!r}")
+    if own is None and not delivery.broker_message_id:
+        raise DecodeError("missing_id", "neither txmsg-id nor message-id is there")
+    content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
+    if "/" not in content_type:
+        raise DecodeError("content_type", f"no media type: {content_type[:80]!r}")
+    written = wire.senders(headers)
+    written.pop(wire.CORRELATION_ID, None)  # a field of its own
+    return Message(
+        id=identity(delivery, stage.broker),
+        destination=delivery.destination,
+        body=serializers.decode(delivery.body, content_type),
+        headers=written,
+        key=headers.get(wire.KEY),
+        created_at=_instant(headers.get(wire.CREATED)),
+        redelivered=came_before(delivery),
+        correlation_id=_correlation_id(headers),
+        service=headers.get(wire.SERVICE),
+    )
+
+
+def identity(delivery: Delivery, broker: str) -> uuid.UUID:
+    """Return the message's id, or one made of the broker's when it brings none."""
+    own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
+    if own is not None:
+        return own
+    return wire.foreign_id(broker, delivery.broker_message_id or str(uuid.uuid4()))
+
+
+def has_identity(delivery: Delivery) -> bool:
+    """Return whether the message can be recognised when it is delivered again."""
+    return delivery.id_stays or wire.MESSAGE_ID in delivery.headers
+
+
+def send_back(delivery: Delivery, session: Session) -> SentBack:
+    """Give a foreign message an identity that lasts: it goes back to where it came
+    from with a `txmsg-id`, with proof, and this delivery is acknowledged.
+
+    A worker that dies in between leaves both, as two messages.
+    """
+    headers = copied_headers(delivery.headers)
+    for name, value in delivery.headers.items():
+        if name.lower().startswith(wire.OF_A_DEATH):
+            headers[name] = value
+    headers[wire.MESSAGE_ID] = str(new_id())
+    session.send_back(delivery, headers)
+    return SentBack()
+
+
+def came_before(delivery: Delivery) -> bool:
+    """Return whether this is no first arrival: the broker says so, or it is a copy
+    that a stage handed back."""
+    return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
+
+
+def kept_headers(delivery: Delivery) -> dict[str, str]:
+    """Return the headers to keep with a message: all but the delivery's own.
+
+    A foreign message keeps the identity that the broker gave it.
+    """
+    if wire.FAILED_ATTEMPT in delivery.headers:
+        # A copy that a stage handed back: what it met in the broker is not its own.
+        kept = copied_headers(delivery.headers)
+    else:
+        kept = {
+            name: value
+            for name, value in delivery.headers.items()
+            if name.lower() not in wire.OF_A_DELIVERY
+        }
+    if wire.MESSAGE_ID not in kept and delivery.broker_message_id:
+        kept["txmsg-broker-id"] = delivery.broker_message_id
+    return kept
+
+
+def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers for a copy that is sent to the broker again."""
+    return {
+        name: value
+        for name, value in headers.items()
+        if wire.travels(name) and name != wire.FAILED_ATTEMPT
+    }
+
+
+def from_parked(
+    destination: str, headers: dict[str, str], body: bytes, message_id: uuid.UUID
+) -> Delivery:
+    """Return a parked message as the delivery it once was."""
+    headers = dict(headers)
+    broker_id = headers.pop("txmsg-broker-id", "")
+    headers.setdefault(wire.MESSAGE_ID, str(message_id))
+    return Delivery(destination, headers, body, True, broker_id)
+
+
+def expired(message: Message, delivery: Delivery, now: dt.datetime) -> bool:
+    """Return whether its sender no longer wants it processed, by the database's now."""
+    until = _instant(delivery.headers.get(wire.EXPIRES))
+    return until is not None and until <= now
+
+
+def critical_time(message: Message) -> float | None:
+    """Return the seconds since the message was stored, clocks permitting."""
+    if message.created_at is None:
+        return None
+    return (timezone.now() - message.created_at).total_seconds()
+
+
+def started_again(seen: Seen, attempt: int) -> Seen:
+    """Return what is known of the message, one attempt later."""
+    return dataclasses.replace(seen, attempt=attempt)
+
+
+def note_dangerous_window(
+    stage: Stage, seconds: float, error: BrokerError | None, employed: bool
+) -> None:
+    """Measure the time between the database's commit and the broker's, and say aloud
+    when the second did not follow."""
+    if error is not None:
+        log.log(
+            logging.ERROR if employed else logging.WARNING,
+            "stage %r: the broker's commit failed after the database's (%s); the "
+            "message comes again, to a handler that must be idempotent: %s",
+            stage.name,
+            "db=used" if employed else "db=unused",
+            error,
+        )
+    signals.dangerous_window.send_robust(
+        sender=None,
+        stage=stage.name,
+        seconds=seconds,
+        failed=error is not None,
+        employed=employed,
+    )
+
+
+def _correlation_id(headers: Mapping[str, str]) -> str | None:
+    """Return as much of it as has a place, in the inbox and in what it causes."""
+    found = headers.get(wire.CORRELATION_ID)
+    return None if found is None else found[: wire.MAX_CORRELATION_ID]
+
+
+def _uuid(text: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
+
+
+def _instant(text: str | None) -> dt.datetime | None:
+    try:
+        return wire.parse_instant(text) if text else None
+    except ValueError:
+        return None

@@ -1,0 +1,156 @@
+"""Hop 7 for many messages at once: one transaction, a savepoint for each message.
+
+The same steps and guarantees as `inbox.process()`. A message that fails rolls back
+alone; when the transaction as a whole fails, each message goes its own way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from django.db import connections
+
+from .. import tracing
+from ..envelope.message import Message
+from ..errors import DecodeError
+from ..models import InboxMessage
+from ..models.inbox_seen import Seen
+from ..sending import storing
+from ..sending.scope import in_scope
+from . import arrival as arrivals
+from . import failing, inbox
+from .arrival import Arrival, Duplicate, Outcome, Processed
+from .inbox import NOT_HANDLERS
+from .savepoints import Savepoints
+from .transaction import Demarcation, guarded, lost_conflict
+
+Work = tuple[Arrival, Message, Seen]
+
+
+def process(batch: Sequence[Arrival]) -> list[Outcome]:
+    """Take arrivals of one stage through it and return an outcome for each, in order.
+
+    Raises as `inbox.process()` does when the world broke: nothing was decided then.
+    """
+    if len(batch) == 1:
+        return [inbox.process(batch[0])]
+    readable: dict[object, tuple[Arrival, Message]] = {}
+    alone: list[Arrival] = []
+    for arrival in batch:
+        try:
+            message = arrivals.read(arrival.delivery, arrival.stage)
+        except DecodeError:
+            alone.append(arrival)
+            continue
+        if message.id in readable or not arrivals.has_identity(arrival.delivery):
+            alone.append(arrival)
+        else:
+            readable[message.id] = (arrival, message)
+    outcomes: dict[int, Outcome] = {}
+    if readable:
+        _together(list(readable.values()), outcomes, alone)
+    for arrival in alone:
+        outcomes[id(arrival)] = inbox.process(arrival)
+    return [outcomes[id(arrival)] for arrival in batch]
+
+
+def _together(
+    given: list[tuple[Arrival, Message]],
+    outcomes: dict[int, Outcome],
+    alone: list[Arrival],
+) -> None:
+    first = given[0][0]
+    stage, using = first.stage, first.using
+    rows = InboxMessage.objects.db_manager(using)
+    messages = [message for _, message in given]
+    recorded = rows.record(stage.name, messages, together=True)
+    work: list[Work] = []
+    apart: list[tuple[Arrival, Seen]] = []
+    for arrival, message in given:
+        seen = recorded[message.id]
+        # What has failed before, or killed its worker, takes no others along again.
+        ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
+        if ordinary and not arrivals.expired(message, arrival.delivery, seen.now):
+            work.append((arrival, message.attempted(1), seen))
+        else:
+            apart.append((arrival, seen))
+    _go_alone(using, apart, alone)
+    if not work:
+        return
+    failures: list[tuple[Work, BaseException, float]] = []
+    durations: dict[int, float] = {}
+    raw = connections[using].connection
+    try:
+        with Demarcation(stage.definition):
+            locked = rows.lock([seen.id for _, _, seen in work])
+            savepoints = Savepoints(using)
+            for item in work:
+                if item[2].id in locked:
+                    _run_one(item, using, savepoints, failures, durations)
+            storing.flush(using)
+            rows.finish(list(durations))
+    except NOT_HANDLERS:
+        raise
+    except BaseException as error:
+        if failing.is_outage(error, raw):
+            raise
+        # The commit failed for all: run each in a transaction of its own, so that the
+        # one at fault is found.
+        _go_alone(using, [(arrival, seen) for arrival, _, seen in work], alone)
+        return
+    for arrival, message, seen in work:
+        if seen.id in durations:
+            outcomes[id(arrival)] = Processed()
+            inbox.announce_processed(stage, message, durations[seen.id], True)
+        elif seen.id not in locked:
+            outcomes[id(arrival)] = Duplicate()
+    for (arrival, message, seen), reason, duration in failures:
+        seen = arrivals.started_again(seen, rows.start_again(seen.id))
+        outcome, again = failing.failed(arrival, message, seen, reason, duration)
+        if outcome is None:
+            # Blocking redelivery has counted the attempt, as recording it anew does.
+            assert again is not None
+            rows.unrecord([again.id], attempts=1)
+            alone.append(arrival)
+        else:
+            outcomes[id(arrival)] = outcome
+
+
+def _go_alone(
+    using: str, given: list[tuple[Arrival, Seen]], alone: list[Arrival]
+) -> None:
+    """Give arrivals a pass of their own. It records them anew when their turn comes, so
+    what is recorded of them is taken back."""
+    if given:
+        InboxMessage.objects.db_manager(using).unrecord([seen.id for _, seen in given])
+        alone.extend(arrival for arrival, _ in given)
+
+
+def _run_one(
+    item: Work,
+    using: str,
+    savepoints: Savepoints,
+    failures: list[tuple[Work, BaseException, float]],
+    durations: dict[int, float],
+) -> None:
+    arrival, message, seen = item
+    began = time.monotonic()
+    try:
+        with (
+            tracing.processing(message, arrival.stage.name),
+            in_scope(inbox.stage_scope(arrival, message)),
+            savepoints.next(),
+            guarded(using),
+        ):
+            arrival.stage.handler(message)
+    except NOT_HANDLERS:
+        raise
+    except BaseException as error:
+        if connections[using].needs_rollback or lost_conflict(error):
+            # The savepoint could not be rolled back, or the transaction cannot commit
+            # any more: this ends it as a whole.
+            raise
+        failures.append((item, error, time.monotonic() - began))
+    else:
+        durations[seen.id] = time.monotonic() - began

@@ -1,0 +1,243 @@
+"""Hop 6, the process: the threads of all its stages, and what keeps them honest.
+
+Besides the stages it serves this service's control messages, takes in the broker's own
+dead-letter queues when told to, works off bulk operations, obeys paused stages, tells
+that it lives, and names handlers that are stuck.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from django.db import Error as AnyDatabaseError
+from django.db import router
+
+from .. import conf, wire
+from ..brokers import get_broker
+from ..dead_letters import bulk
+from ..errors import BrokerUnavailable
+from ..models import StageState, Worker
+from ..models.period_count import PERIOD
+from ..monitoring import databases, periods, status
+from ..monitoring.presence import Presence
+from ..sessions.control_thread import ControlThread
+from ..stages import Stage
+from ..upkeep import outage
+from ..upkeep.activity import Activity
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+from ..upkeep.crew import Crew
+from .intake import IntakeThread
+from .stage_thread import StageThread, wake_for_parked
+from .throttle import Throttle
+
+log = logging.getLogger("django_txmsg.consumer")
+
+#: Seconds without work after which `--once` takes it that all is done.
+IDLE = 1.5
+
+
+class Consumer:
+    """Runs stages until stopped. `concurrency` overrides what the stages say."""
+
+    def __init__(
+        self, stages: Sequence[Stage], *, concurrency: int | None = None
+    ) -> None:
+        self._settings = conf.get()
+        self._stop = threading.Event()
+        self._activity = Activity()
+        self._databases = databases.with_tables()
+        self._presence = Presence(
+            "consumer", router.db_for_write(Worker), [stage.name for stage in stages]
+        )
+        max_pause = self._settings.RELAY.BREAKER_MAX_PAUSE
+        self._breakers = {
+            alias: Breaker(
+                alias,
+                max_pause,
+                follows="its stages wait, and their messages stay where they are",
+            )
+            for alias in self._settings.BROKERS
+        }
+        self.threads = [
+            self._stage_thread(stage, throttle, number)
+            for stage in stages
+            for throttle in [self._throttle()]
+            for number in range(_threads(stage, concurrency or stage.concurrency))
+        ]
+        self._crew = Crew(self.stop)
+        self._reported: set[int] = set()
+
+    @property
+    def handled(self) -> int:
+        """Deliveries settled so far."""
+        return sum(thread.handled for thread in self.threads)
+
+    @property
+    def in_flight(self) -> int:
+        """Messages in a handler's hands."""
+        return sum(thread.busy_since is not None for thread in self.threads)
+
+    def stop(self) -> None:
+        """Finish what is in hand and take nothing new. From any thread or signal."""
+        self._stop.set()
+
+    def run(self, *, once: bool = False) -> None:
+        """Work until stopped; `once`: until nothing has come for a while, and no bulk
+        operation is running.
+
+        Raises what ended one of its threads, if something did; with `once`, what keeps
+        a stage from its broker or its database.
+        """
+        crew = self._crew
+        for thread in self.threads:
+            crew.add(thread.name, thread.run)
+        for alias, breaker in self._breakers.items():
+            control = ControlThread(alias, self._stop, breaker, self._activity)
+            crew.add(f"txmsg-control-{alias}", control.run)
+        for destination in self._settings.DEAD_LETTER_DESTINATIONS:
+            intake = IntakeThread("default", destination, self._stop, self._activity)
+            crew.add(f"txmsg-intake-{destination}", intake.run)
+        crew.add("txmsg-bulk", self._bulk)
+        self._obey()
+        self._presence.beat(0)
+        crew.start()
+        try:
+            self._watch(once)
+        finally:
+            self._stop.set()
+            try:
+                crew.join()
+            finally:
+                self._presence.leave()
+
+    def _watch(self, once: bool) -> None:
+        beat_at = 0.0
+        pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL)
+        while not self._stop.wait(pause):
+            self._obey()
+            wake_for_parked(self.threads)
+            self._name_stuck()
+            if time.monotonic() >= beat_at:
+                self._presence.beat(self.in_flight)
+                beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
+            recycle()
+            if once and self._all_done():
+                return
+
+    def _all_done(self) -> bool:
+        """Return whether every stage has asked its broker, nobody has had work for a
+        while, and no bulk operation is left.
+
+        Raises what keeps a stage from its broker or its database.
+        """
+        for thread in self.threads:
+            alias = thread.stage.broker
+            error = self._breakers[alias].error or thread.refused.error
+            if error is not None:
+                raise BrokerUnavailable(f"broker {alias!r} cannot be used: {error}")
+        for using in self._databases:
+            away = outage.error(using)
+            if away is not None:
+                raise away
+        asked = all(thread.dry or thread.paused.is_set() for thread in self.threads)
+        return (
+            asked
+            and not self.in_flight
+            and self._activity.idle > IDLE
+            # Who starts nothing but `--once` would never see one end.
+            and not any(bulk.running(using) for using in self._databases)
+        )
+
+    def _obey(self) -> None:
+        """Hold the stages that an operator has paused."""
+        using = router.db_for_write(StageState)
+        if not outage.usable(using):
+            return
+        try:
+            paused = StageState.objects.db_manager(using).paused()
+        except AnyDatabaseError as error:
+            if not outage.note(using, error):
+                log.warning("cannot read which stages are paused: %s", error)
+            return
+        for thread in self.threads:
+            if thread.stage.name in paused:
+                thread.paused.set()
+            else:
+                thread.paused.clear()
+
+    def _name_stuck(self) -> None:
+        for thread in self.threads:
+            stack = thread.stuck(self._settings.CONSUME.STUCK_AFTER)
+            if stack is None:
+                self._reported.discard(id(thread))
+            elif id(thread) not in self._reported:
+                self._reported.add(id(thread))
+                log.error(
+                    "stage %r: its handler has been running for more than %.0f s:\n%s",
+                    thread.stage.name,
+                    self._settings.CONSUME.STUCK_AFTER,
+                    stack,
+                )
+
+    def _bulk(self) -> None:
+        """Work off what was asked for in any database that holds messages."""
+        kept_at = time.monotonic()
+        failing = {
+            using: Breaker(
+                using,
+                60.0,
+                kind="bulk operations in database",
+                follows="they are taken up again",
+            )
+            for using in self._databases
+        }
+        while not self._stop.wait(1.0):
+            counting = time.monotonic() - kept_at > PERIOD.total_seconds()
+            kept_at = time.monotonic() if counting else kept_at
+            for using, breaker in failing.items():
+                if breaker.remaining or not outage.usable(using):
+                    continue
+                try:
+                    if bulk.work_off(using, self._stop):
+                        self._activity.note()
+                    if counting:
+                        # Counted now, nobody has to wait for the chart later.
+                        periods.last_day(using, status.clock(using))
+                    breaker.worked()
+                except Exception as error:
+                    if not outage.note(using, error):
+                        log.debug("a bulk operation failed", exc_info=True)
+                        breaker.failed(error)
+                finally:
+                    recycle()
+
+    def _throttle(self) -> Throttle:
+        consume = self._settings.CONSUME
+        return Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
+
+    def _stage_thread(
+        self, stage: Stage, throttle: Throttle, number: int
+    ) -> StageThread:
+        return StageThread(
+            stage,
+            worker=self._presence.name,
+            stop=self._stop,
+            breaker=self._breakers[stage.broker],
+            throttle=throttle,
+            activity=self._activity,
+            number=number,
+        )
+
+
+def _threads(stage: Stage, wanted: int) -> int:
+    """Return in how many threads the stage can be consumed, at most `wanted`: a broker
+    that keeps a topic's subscription for one connection refuses all the others."""
+    topic = stage.destination.startswith(wire.TOPIC_PREFIX)
+    if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
+        log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)
+        return 1
+    return wanted

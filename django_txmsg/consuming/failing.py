@@ -1,0 +1,170 @@
+"""Hop 7's side track: what becomes of a message whose stage failed, made durable.
+
+`redelivery.decide()` says what: to wait (in the inbox table, in its thread, or in the
+broker) or to be dead. Here it is done, before the delivery is acknowledged.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from django.db import connections, transaction
+
+from .. import signals, wire
+from ..brokers.base import Outgoing
+from ..dead_letters import burial
+from ..envelope.failure import Failure
+from ..envelope.message import Message
+from ..envelope.redelivery import Dead, decide
+from ..errors import BrokerUnavailable
+from ..models import Attempt, InboxMessage
+from ..models.inbox_seen import Seen
+from ..upkeep import outage
+from . import arrival as arrivals
+from .arrival import Arrival, Duplicate, Interrupted, Outcome
+
+
+def failed(
+    arrival: Arrival,
+    message: Message,
+    seen: Seen | None,
+    error: BaseException,
+    duration: float,
+) -> tuple[Outcome | None, Seen | None]:
+    """Decide about a failed attempt and make the decision durable.
+
+    Returns the outcome, or None when the stage is to run again at once (blocking).
+    """
+    stage = arrival.stage
+    if stage.transaction != "outbox":
+        arrival.session.rollback()
+    discard_broken(arrival.using)
+    inbox = InboxMessage.objects.db_manager(arrival.using)
+    if seen is None:
+        seen = inbox.record(stage.name, [message], idempotent=True)[message.id]
+    decision = decide(stage.policy, seen.attempt, error)
+    failure = Failure.of(error)
+    note = partial(_note_attempt, arrival, seen, failure, duration)
+    if isinstance(decision, Dead):
+        return bury(arrival, seen, decision.reason, failure, note), seen
+    signals.announce(
+        signals.message_redelivered,
+        id=message.id,
+        destination=message.destination,
+        stage=stage.name,
+        attempt=seen.attempt,
+        delay=decision.delay,
+        error=failure.exception.partition("\n")[0],
+    )
+    mode = stage.policy.mode
+    if mode == "blocking":
+        note()
+        if arrival.stop.wait(decision.delay):
+            return Interrupted(), seen
+        attempt = inbox.start_again(seen.id, arrival.token)
+        if not attempt:
+            return Duplicate(), seen
+        return None, arrivals.started_again(seen, attempt)
+    if mode == "broker" and arrival.parked is None:
+        note()
+        _hand_back(arrival, seen, decision.delay)
+        return decision, seen
+    with transaction.atomic(using=arrival.using):
+        parked = inbox.park(
+            seen.id,
+            delay=decision.delay,
+            headers=arrivals.kept_headers(arrival.delivery),
+            body=arrival.delivery.body,
+            error=failure.exception,
+            token=arrival.token,
+        )
+        if not parked:
+            return Duplicate(), seen
+        note()
+    return decision, seen
+
+
+def bury(
+    arrival: Arrival,
+    seen: Seen | None,
+    reason: str,
+    failure: Failure,
+    note: Any = None,
+) -> Dead | Duplicate:
+    """Make the message a dead letter, whole, in one transaction with its inbox row.
+
+    Unless that row is another's by now: processed by a copy, or after this worker's
+    own commit, whose answer it never got; or in other hands, as its lease has ended.
+    """
+    delivery, stage = arrival.delivery, arrival.stage
+    discard_broken(arrival.using)
+    with transaction.atomic(using=arrival.using):
+        rows = InboxMessage.objects.db_manager(arrival.using)
+        if seen is not None and not rows.mark_dead(
+            seen.id, failure.exception, arrival.token
+        ):
+            return Duplicate()
+        if note is not None:
+            note()
+        attempts = min(seen.attempt, stage.policy.max_attempts) if seen else 0
+        burial.bury(
+            using=arrival.using,
+            message_id=seen.message_id
+            if seen
+            else arrivals.identity(delivery, stage.broker),
+            stage=stage.name,
+            broker=stage.broker,
+            destination=delivery.destination,
+            headers=arrivals.kept_headers(delivery),
+            body=delivery.body,
+            reason=reason,
+            failure=failure,
+            attempts=attempts,
+        )
+    return Dead(reason)
+
+
+def discard_broken(using: str) -> None:
+    """Close a connection that died, so that the next query opens another."""
+    connection = connections[using]
+    if connection.connection is None or connection.in_atomic_block:
+        return
+    if connection.errors_occurred and not connection.is_usable():
+        connection.close()
+
+
+def is_outage(error: BaseException, raw: Any) -> bool:
+    """Return whether it was the broker that failed, or the database of the stage's own
+    transaction, and not the message. `raw` is the driver's connection it ran on: what
+    the handler asks elsewhere is the handler's affair, and leaves that one open."""
+    if isinstance(error, BrokerUnavailable):
+        return True
+    return outage.is_away(error) and bool(getattr(raw, "closed", False))
+
+
+def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:
+    """Give the broker a delayed copy, with proof; the delivery is acknowledged next."""
+    headers = arrivals.copied_headers(arrival.delivery.headers)
+    # A foreign message gets its identity here: as a copy it has another broker's id.
+    headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
+    headers[wire.FAILED_ATTEMPT] = str(seen.attempt)
+    copy = Outgoing(arrival.delivery.destination, headers, arrival.delivery.body, delay)
+    for error in arrival.session.send_delayed([copy]):
+        if error is not None:
+            raise BrokerUnavailable(str(error)) from error
+
+
+def _note_attempt(
+    arrival: Arrival, seen: Seen, failure: Failure, duration: float
+) -> None:
+    Attempt.objects.using(arrival.using).create(
+        message_id=seen.message_id,
+        stage=arrival.stage.name,
+        number=seen.attempt,
+        worker=arrival.worker,
+        duration=duration,
+        exception=failure.exception,
+        traceback=failure.traceback,
+        fingerprint=failure.fingerprint,
+    )

@@ -1,0 +1,129 @@
+"""Takes in what the broker itself gave up on: its dead-letter queues and expiries.
+
+Runs in `manage.py consume` for TXMSG["DEAD_LETTER_DESTINATIONS"]. The message becomes a
+dead letter of ours, with the reason that the broker gives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from django.db import router, transaction
+
+from .. import conf, wire
+from ..brokers import get_broker
+from ..brokers.base import Delivery, Session
+from ..dead_letters import burial
+from ..envelope.failure import Failure
+from ..envelope.message import check_destination
+from ..errors import BrokerUnavailable, InvalidMessage
+from ..models import DeadLetter
+from ..upkeep import outage
+from ..upkeep.activity import Activity
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+from . import arrival as arrivals
+
+log = logging.getLogger("django_txmsg.intake")
+
+#: Headers in which brokers say why, and where the message was.
+_REASONS = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
+_ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
+
+
+class IntakeThread:
+    """Empties one of the broker's dead-letter queues into ours: `run()`."""
+
+    def __init__(
+        self, broker: str, destination: str, stop: threading.Event, activity: Activity
+    ) -> None:
+        self._broker, self._destination = broker, destination
+        self._stopping, self._activity = stop, activity
+        self._breaker = Breaker(
+            broker,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            follows=f"{destination} is not taken in",
+        )
+        self._using = router.db_for_write(DeadLetter)
+
+    def run(self) -> None:
+        """Take in until told to stop."""
+        while not self._stopping.is_set():
+            try:
+                with get_broker(self._broker).open() as session:
+                    session.subscribe(self._destination, prefetch=10)
+                    self._take_in(session)
+            except BrokerUnavailable as error:
+                self._breaker.failed(error)
+                self._stopping.wait(self._breaker.remaining)
+            except Exception:
+                log.exception("%s: an error of ours; going on", self._destination)
+                self._stopping.wait(1.0)
+
+    def _take_in(self, session: Session) -> None:
+        while outage.wait(self._using, self._stopping):
+            delivery = session.receive(0.5)
+            self._breaker.worked()
+            idle, but = delivery is None, getattr(session, "using", None)
+            recycle(idle=idle, but=but)
+            if delivery is None or self._stopping.is_set():
+                continue
+            if not arrivals.has_identity(delivery):
+                arrivals.send_back(delivery, session)
+                self._activity.note()
+            elif self._buried(delivery):
+                session.ack([delivery])
+                self._activity.note()
+
+    def _buried(self, delivery: Delivery) -> bool:
+        """Bury a delivery, kept in hand as long as that is not possible. Returns False
+        when told to stop before it is."""
+        while not self._stopping.is_set():
+            try:
+                self._bury(delivery)
+            except Exception as error:
+                if outage.is_away(error):
+                    outage.outlast(self._using, error, self._stopping)
+                else:
+                    log.exception("%s: it is tried again", self._destination)
+                    self._stopping.wait(1.0)
+            else:
+                return True
+        return False
+
+    def _bury(self, delivery: Delivery) -> None:
+        reason = _first(delivery.headers, _REASONS)
+        origin = _origin(delivery.headers) or self._destination
+        with transaction.atomic(using=self._using):
+            burial.bury(
+                using=self._using,
+                message_id=arrivals.identity(delivery, self._broker),
+                stage="",
+                broker=self._broker,
+                destination=origin,
+                headers=arrivals.kept_headers(delivery),
+                body=delivery.body,
+                reason="broker",
+                failure=Failure.because(
+                    "broker", reason or f"found in {self._destination}"
+                ),
+                attempts=0,
+            )
+
+
+def _origin(headers: Mapping[str, str]) -> str:
+    """Return where the message was sent, if that can be sent to again: a header is what
+    anybody wrote, and a redelivery must not speak to our own control."""
+    named = _first(headers, _ORIGINS).removeprefix("queue://")
+    named = named.removeprefix("/queue/")
+    try:
+        origin = check_destination(named)
+    except InvalidMessage:
+        return ""
+    return "" if wire.is_control(origin) else origin
+
+
+def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((headers[name] for name in names if name in headers), "")

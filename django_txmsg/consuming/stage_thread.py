@@ -1,0 +1,354 @@
+"""Hop 6: receives deliveries, runs them through their stage, settles them by outcome.
+
+A thread for each unit of a stage's concurrency, with a broker session and a database
+connection of its own. A delivery is acknowledged after its outcome is committed, and
+never before. While the database is away it stays in hand: a delivery that goes back
+and comes again counts against the limit that some brokers have.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from django.db import Error as AnyDatabaseError
+
+from .. import conf
+from ..brokers import get_broker
+from ..brokers.base import Delivery, Session
+from ..errors import BrokerUnavailable
+from ..models import InboxMessage
+from ..models.inbox_parked import Parked
+from ..stages import Stage
+from ..upkeep import outage
+from ..upkeep.activity import Activity
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+from . import arrival as arrivals
+from . import batch as batches
+from . import inbox
+from .arrival import Arrival, Interrupted, Outcome, Processed
+from .throttle import Throttle
+
+log = logging.getLogger("django_txmsg.stage_thread")
+
+#: Seconds that a parked message, once claimed, belongs to one worker.
+PARKED_LEASE = 60.0
+#: Longest pause, in seconds, before a delivery is tried again of which nothing could be
+#: decided.
+LONGEST_PAUSE = 10.0
+#: Deliveries that a busy stage takes between two parked messages.
+PARKED_SHARE = 16
+
+
+class StageThread:
+    """One unit of a stage's concurrency: the work of one thread, which is `run()`."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        worker: str,
+        stop: threading.Event,
+        breaker: Breaker,
+        throttle: Throttle,
+        activity: Activity,
+        number: int = 0,
+    ) -> None:
+        self.name = f"txmsg-{stage.name}-{number}"
+        self._ident: int | None = None
+        self.stage, self.worker = stage.resolved(), worker
+        self.using = self.stage.definition.using
+        self.paused = threading.Event()
+        #: Set by the consumer when parked messages of the stage are due: one query a
+        #: process finds out, and a stage that uses no database stays without one.
+        self.parked_due = threading.Event()
+        self.busy_since: float | None = None
+        #: Whether it has asked the broker, and got nothing.
+        self.dry = False
+        self.handled = 0
+        self._stopping, self._breaker = stop, breaker
+        #: What the broker has against this stage alone: the others are to go on.
+        self.refused = Breaker(
+            stage.name,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            kind="the subscription of stage",
+            follows="the stage waits, and its messages with the broker",
+        )
+        self._throttle, self._activity = throttle, activity
+        self._settings = conf.get()
+        self._session: Session | None = None
+        self._since_parked = PARKED_SHARE
+        self._token = uuid.uuid4()
+
+    def run(self) -> None:
+        """Work until told to stop; what breaks outside is waited for."""
+        self._ident = threading.get_ident()
+        try:
+            while not self._stopping.is_set():
+                self._turn()
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        try:
+            if self.paused.is_set():
+                self._close()
+                recycle(idle=True)
+                self._stopping.wait(0.2)
+            elif self._needs_database and not outage.usable(self.using):
+                outage.wait(self.using, self._stopping)
+            elif self._session is None and self._pause:
+                self._work_parked_without_broker()
+                self._stopping.wait(min(self._pause, 0.5))
+            else:
+                self._step()
+        except BrokerUnavailable as error:
+            self._close()
+            self._breaker.failed(error)
+        except AnyDatabaseError as error:
+            if not outage.outlast(self.using, error, self._stopping):
+                self._report_ours()
+        except Exception:
+            self._report_ours()
+        finally:
+            self.busy_since = None
+
+    def _report_ours(self) -> None:
+        if not self._stopping.is_set():
+            log.exception("stage %r: an error of ours; going on", self.stage.name)
+            self._close()
+            self._stopping.wait(1.0)
+
+    @property
+    def _needs_database(self) -> bool:
+        return self.stage.transaction == "outbox"
+
+    @property
+    def _pause(self) -> float:
+        return max(self._breaker.remaining, self.refused.remaining)
+
+    def stuck(self, after: float) -> str | None:
+        """Return the handler's stack when it has been running for `after` seconds."""
+        began = self.busy_since
+        if began is None or time.monotonic() - began < after or self._ident is None:
+            return None
+        frame = sys._current_frames().get(self._ident)
+        return "".join(traceback.format_stack(frame)) if frame else None
+
+    def _step(self) -> None:
+        session = self._open()
+        if session is None:
+            return
+        # Parked messages get what is left of the time, and a share of it when nothing
+        # is left: poison must not hold up the others, nor they it for ever.
+        first = None if self._since_parked >= PARKED_SHARE else session.receive(0)
+        if first is None and self._work_parked(session):
+            self._since_parked = 0
+            return
+        self._since_parked = min(self._since_parked, PARKED_SHARE - 1)
+        first = first or session.receive(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
+        if first is None:
+            self._breaker.worked()
+            self.dry = True
+            recycle(idle=True, but=getattr(session, "using", None))
+            return
+        self.dry = False
+        deliveries = [first]
+        while len(deliveries) < self.stage.batch and not self._throttle.on:
+            more = session.receive(0)
+            if more is None:
+                break
+            deliveries.append(more)
+        if self._stopping.is_set() or self.paused.is_set():
+            # Received after the stop: untouched, they go back with the session.
+            self._close()
+            return
+        self._breaker.worked()
+        self._since_parked += len(deliveries)
+        with self._throttle.turn():
+            self._work(session, deliveries)
+            if self._throttle.on:
+                self._stopping.wait(self._settings.CONSUME.THROTTLE_PAUSE)
+
+    def _work(self, session: Session, deliveries: Sequence[Delivery]) -> None:
+        arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]
+        outcomes = self._decided(lambda: batches.process(arrivals_))
+        if outcomes is None:
+            self._close()  # told to stop: what is in hand goes back untouched
+            return
+        settled = [
+            delivery
+            for delivery, outcome in zip(deliveries, outcomes, strict=True)
+            if not isinstance(outcome, Interrupted)
+            and not (isinstance(outcome, Processed) and outcome.acknowledged)
+        ]
+        if settled:
+            session.ack(settled)
+        for outcome in outcomes:
+            self._note(outcome)
+
+    def _decided(
+        self, process: Callable[[], list[Outcome]], *, once: bool = False
+    ) -> list[Outcome] | None:
+        """Return what `process` says, asked until it can say something: while the
+        database is away, or something else keeps us from deciding, the delivery stays
+        in hand. None when told to stop before that, or after one failure (`once`)."""
+        tries = 0
+        while not tries or not (once or self._stopping.is_set()):
+            recycle()
+            self.busy_since = time.monotonic()
+            try:
+                return process()
+            except BrokerUnavailable:
+                raise
+            except Exception as error:
+                self.busy_since = None
+                tries += 1
+                if outage.is_away(error):
+                    outage.outlast(self.using, error, self._stopping)
+                    continue
+                pause = min(LONGEST_PAUSE, 0.1 * 2 ** min(tries, 10))
+                log.warning(
+                    "stage %r: nothing could be decided about a message; it is kept, "
+                    "and tried again in %.1f s",
+                    self.stage.name,
+                    pause,
+                    exc_info=True,
+                )
+                self._stopping.wait(pause)
+            finally:
+                self.busy_since = None
+                recycle()
+        return None
+
+    def _work_parked(self, session: Session) -> bool:
+        """Run one parked message that has become due, if there is one."""
+        if not self.parked_due.is_set():
+            return False
+        rows = InboxMessage.objects.db_manager(self.using)
+        parked = rows.claim_parked(self.stage.name, self._token, PARKED_LEASE)
+        if parked is None:
+            self.parked_due.clear()
+            return False
+        if self._stopping.is_set():
+            rows.unpark(parked.seen.id, self._token)
+            return False
+        delivery = arrivals.from_parked(
+            parked.destination, parked.headers, parked.body, parked.seen.message_id
+        )
+        arrival = self._arrival(session, delivery, parked)
+        with self._throttle.turn():
+            # Once: its claim counted the attempt, and it comes again when its lease
+            # ends. Repeated in hand, what brings a server down would do so for ever.
+            outcomes = self._decided(lambda: [inbox.process(arrival)], once=True)
+        for outcome in outcomes or ():
+            self._note(outcome)
+        return True
+
+    def _work_parked_without_broker(self) -> None:
+        """Parked messages of stages with an inbox need no broker: an outage of it
+        does not hold them up."""
+        if self.stage.transaction == "outbox":
+            while not self._stopping.is_set() and self._work_parked(_NO_SESSION):
+                pass
+
+    def _arrival(
+        self, session: Session, delivery: Delivery, parked: Parked | None = None
+    ) -> Arrival:
+        return Arrival(
+            stage=self.stage,
+            delivery=delivery,
+            session=session,
+            worker=self.worker,
+            stop=self._stopping,
+            parked=parked,
+            token=None if parked is None else self._token,
+        )
+
+    def _note(self, outcome: Outcome) -> None:
+        self._throttle.note(outcome)
+        self._activity.note()
+        self.handled += 1
+
+    def _open(self) -> Session | None:
+        """Return the session, a new one if need be, or None while the broker is down:
+        of all that wait for it only one knocks."""
+        if self._session is None:
+            stage = self.stage
+            subscriber = stage.subscriber
+            prefetch = max(self._settings.CONSUME.PREFETCH, 2 * stage.batch)
+            with self._breaker.connecting:
+                if self._pause:
+                    return None
+                try:
+                    session = get_broker(stage.broker).open(
+                        transacted=stage.transaction != "outbox", subscriber=subscriber
+                    )
+                except BrokerUnavailable as error:
+                    # A durable subscriber's connection has a name of its own, which
+                    # may be taken.
+                    (self.refused if subscriber else self._breaker).failed(error)
+                    return None
+            try:
+                session.subscribe(
+                    stage.destination,
+                    prefetch=1 if stage.transaction != "outbox" else prefetch,
+                    subscriber=subscriber,
+                )
+            except BrokerUnavailable as error:
+                session.close()
+                self.refused.failed(error)
+                return None
+            except BaseException:
+                session.close()
+                raise
+            self.refused.worked()
+            self._session = session
+            self._activity.note()  # it takes a moment until the first message is here
+        return self._session
+
+    def _close(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            self.dry = False
+            session.close()
+
+
+def wake_for_parked(threads: Iterable[StageThread]) -> None:
+    """Tell the threads whose stage has parked messages that are due.
+
+    One query for each database; a database that is away is looked at again later.
+    """
+    by_alias: dict[str, dict[str, list[StageThread]]] = {}
+    for thread in threads:
+        named = by_alias.setdefault(thread.using, {})
+        named.setdefault(thread.stage.name, []).append(thread)
+    for using, named in by_alias.items():
+        if not outage.usable(using):
+            continue
+        try:
+            due = InboxMessage.objects.db_manager(using).due_stages(list(named))
+        except AnyDatabaseError as error:
+            if not outage.note(using, error):
+                log.warning("cannot see which parked messages are due: %s", error)
+            continue
+        for name in due:
+            for thread in named[name]:
+                thread.parked_due.set()
+
+
+class _NoSession:
+    """Stands in for a broker session where none is used."""
+
+    def __getattr__(self, name: str) -> object:
+        raise BrokerUnavailable(f"no broker to {name} with")
+
+
+_NO_SESSION = cast(Session, _NoSession())

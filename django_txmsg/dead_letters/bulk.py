@@ -1,0 +1,267 @@
+"""The side track's way back in quantity: dead letters by the thousand, in batches.
+
+What was asked for is a row (`BulkOperation`); `manage.py consume` works it off in
+growing batches. The cursor moves in the batch's own transaction, so that closing the
+browser stops nothing and a crash neither loses nor doubles a message. Small operations
+go the same way, worked off at once by whoever asked.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from django.db import OperationalError, connections, transaction
+from django.db.models import F, Max
+from django.db.models.functions import Now
+
+from ..errors import TxmsgError
+from ..models import BulkOperation, DeadLetter
+from ..models.bulk import BulkKind, BulkState
+from . import resolution, selection
+from .resolution import Tally
+
+log = logging.getLogger("django_txmsg.bulk")
+
+FIRST_BATCH, LARGEST_BATCH = 100, 1000
+
+#: The least and the most messages a second that can be asked for.
+RATES = 0.001, 1_000_000
+
+#: How many skipped messages an operation remembers the reason of.
+REMEMBERED = 50
+
+
+class _Moved(OperationalError):
+    """Another worker has done this batch."""
+
+
+def start(
+    kind: BulkKind | str,
+    filters: Mapping[str, Any],
+    *,
+    using: str = "default",
+    by: str = "",
+    force: bool = False,
+    rate: float | None = None,
+) -> BulkOperation:
+    """Ask for `kind` to be done to what matches now. Nothing is done yet.
+
+    `rate` limits the messages a second. What dies later is not taken in.
+    """
+    if rate is not None and not RATES[0] <= rate <= RATES[1]:
+        raise TxmsgError(
+            f"The rate must be greater than zero: between {RATES[0]:g} and "
+            f"{RATES[1]:,} messages a second, not {rate:g}."
+        )
+    kind = BulkKind(kind)
+    letters = selection.matching(kind, filters, using=using)
+    with transaction.atomic(using=using):
+        operation: BulkOperation = BulkOperation.objects.using(using).create(
+            kind=kind,
+            filter=dict(filters),
+            total=letters.count(),
+            up_to=letters.aggregate(last=Max("pk"))["last"] or 0,
+            batch_size=FIRST_BATCH,
+            by=by[:255],
+            force=force,
+            rate=rate,
+        )
+    operation.refresh_from_db(using=using)
+    log.info(
+        "bulk operation %d: %s %d dead letters, asked for by %s, filter %s",
+        operation.pk, kind, operation.total, by or "nobody named", dict(filters),
+    )  # fmt: skip
+    return operation
+
+
+def work_off(using: str, stop: threading.Event) -> int:
+    """Work on all running operations until none is due. Returns how many messages.
+
+    Several processes may do so at once: a batch belongs to one of them. Returns soon
+    after `stop` is set, with the batch at work completed.
+    """
+    worked = 0
+    while not stop.is_set():
+        handled = work_batch(using, stop=stop)
+        if handled is None:
+            break
+        worked += handled
+    return worked
+
+
+def running(using: str) -> bool:
+    """Return whether an operation has work left, be it that its rate says not yet."""
+    return BulkOperation.objects.using(using).filter(state=BulkState.RUNNING).exists()
+
+
+def finish(
+    operation: BulkOperation,
+    *,
+    patience: float | None = None,
+    stop: threading.Event | None = None,
+    on_batch: Callable[[BulkOperation], None] | None = None,
+) -> BulkOperation:
+    """Work on one operation, for `patience` seconds at most, until it has ended.
+
+    Returns it as it is then: ended, paused, or still running in other hands.
+    """
+    using = operation._state.db or "default"
+    stop = stop or threading.Event()
+    deadline = None if patience is None else time.monotonic() + patience
+    while not stop.is_set():
+        handled = work_batch(using, only=operation.pk, stop=stop)
+        operation.refresh_from_db(using=using)
+        if on_batch is not None:
+            on_batch(operation)
+        if operation.state != BulkState.RUNNING:
+            break
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        if handled is None:
+            stop.wait(0.05)  # the rate says not yet, or another worker has the batch
+    return operation
+
+
+def work_batch(
+    using: str, *, only: int | None = None, stop: threading.Event | None = None
+) -> int | None:
+    """Do one batch of one running operation, in one transaction.
+
+    Returns how many messages it handled, or None when nothing is due.
+    """
+    for patience in (0.1, 0.4, None):
+        taken: list[BulkOperation] = []
+        try:
+            with transaction.atomic(using=using):
+                return _work_batch(using, only, taken)
+        except OperationalError:
+            # A deadlock's victim, or a lock not got in time: nothing was done.
+            if patience is None or connections[using].in_atomic_block:
+                raise
+            (stop or threading.Event()).wait(patience)
+        except Exception as error:
+            if not taken or connections[using].needs_rollback:
+                raise
+            return _smaller(taken[0], using, error)
+    return None
+
+
+def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int | None:
+    due = BulkOperation.objects.using(using).filter(
+        state=BulkState.RUNNING, due_at__lte=Now()
+    )
+    if only is not None:
+        due = due.filter(pk=only)
+    if connections[using].features.has_select_for_update_skip_locked:
+        due = due.select_for_update(skip_locked=True)
+    operation = due.order_by("changed_at", "pk").first()
+    if operation is None:
+        return None
+    taken.append(operation)
+    batch = _next(operation, using)
+    if not batch:
+        _advance(operation, using, state=BulkState.DONE, finished_at=Now())
+        log.info(
+            "bulk operation %d is done: %s %d, skipped %d",
+            operation.pk, operation.kind, operation.done, operation.skipped,
+        )  # fmt: skip
+        return 0
+    tally = Tally()
+    _do(operation, batch, tally, using)
+    remembered = dict(operation.skipped_why)
+    for pk, why in list(tally.skipped.items())[: REMEMBERED - len(remembered)]:
+        remembered[str(pk)] = why
+    limit: dict[str, Any] = {}
+    if operation.rate is not None:
+        pause = dt.timedelta(seconds=len(batch) / operation.rate)
+        limit["due_at"] = Now() + pause
+    _advance(
+        operation,
+        using,
+        cursor=batch[-1].pk,
+        done=F("done") + tally.done,
+        skipped=F("skipped") + len(tally.skipped),
+        skipped_why=remembered,
+        batch_size=min(operation.batch_size * 2, LARGEST_BATCH),
+        **limit,
+    )
+    return len(batch)
+
+
+def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
+    size = operation.batch_size
+    if operation.rate is not None:
+        size = max(1, min(size, int(operation.rate)))
+    letters = selection.matching(operation.kind, operation.filter, using=using).filter(
+        pk__gt=operation.cursor,
+        pk__lte=operation.up_to,
+        created_at__lte=operation.created_at,
+    )
+    if connections[using].features.has_select_for_update:
+        # No skipping here: the cursor would pass by what somebody holds for a moment.
+        letters = letters.select_for_update()
+    # The longest columns stay where they are.
+    if operation.kind == BulkKind.REDELIVER:
+        letters = letters.only(*_NEEDED)
+    else:
+        letters = letters.only("pk")
+    return list(letters.order_by("pk")[:size])
+
+
+#: What redelivery reads of a dead letter; the rest is copied within the database.
+_NEEDED = ("message_id", "stage", "broker", "destination", "headers", "deaths")
+
+
+def _do(
+    operation: BulkOperation, batch: list[DeadLetter], tally: Tally, using: str
+) -> None:
+    by = operation.by
+    if operation.kind == BulkKind.REDELIVER:
+        resolution.redeliver(batch, tally, using=using, by=by, force=operation.force)
+    elif operation.kind == BulkKind.DISCARD:
+        resolution.discard(batch, tally, using=using, by=by)
+    else:
+        resolution.restore(batch, tally, using=using)
+
+
+def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
+    """A batch failed and was rolled back: close in on the message that spoils it."""
+    log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
+    with transaction.atomic(using=using), suppress(_Moved):
+        if operation.batch_size > 1:
+            # What failed must fail alone before it is passed by.
+            smaller = max(1, operation.batch_size // 10)
+            _advance(operation, using, batch_size=smaller, last_error=str(error)[:2000])
+            return 0
+        batch = _next(operation, using)
+        if not batch:
+            return 0
+        remembered = dict(operation.skipped_why)
+        remembered[str(batch[0].pk)] = str(error)[:500]
+        _advance(
+            operation,
+            using,
+            cursor=batch[0].pk,
+            skipped=F("skipped") + 1,
+            skipped_why=remembered,
+            last_error=str(error)[:2000],
+        )
+        return 1
+    return 0
+
+
+def _advance(operation: BulkOperation, using: str, **values: Any) -> None:
+    # The cursor is the fence: whoever read an older one changes nothing.
+    changed = (
+        BulkOperation.objects.using(using)
+        .filter(pk=operation.pk, cursor=operation.cursor)
+        .update(changed_at=Now(), **values)
+    )
+    if not changed:
+        raise _Moved(f"bulk operation {operation.pk} was moved by another worker")

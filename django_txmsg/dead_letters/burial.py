@@ -1,0 +1,123 @@
+"""The side track's end: burying messages.
+
+A buried message keeps its original headers and bytes until an operator has resolved
+it (`resolution.py`).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from django.db import connections
+from django.db.models import F
+from django.db.models.functions import Now
+
+from .. import conf, signals, wire
+from ..envelope.failure import Failure
+from ..models import DeadLetter
+from ..models.dead_letter import Resolution
+from ..models.outbox_claim import Claimed
+
+
+def bury(
+    *,
+    using: str,
+    message_id: uuid.UUID,
+    stage: str,
+    broker: str,
+    destination: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    reason: str,
+    failure: Failure,
+    attempts: int,
+) -> DeadLetter:
+    """Keep a message that is given up on, inside the caller's transaction.
+
+    A message that was redelivered and comes back is the same dead letter, open again
+    and one death older.
+    """
+    text_headers = {
+        _storable(name): _storable(value) for name, value in headers.items()
+    }
+    values: dict[str, Any] = {
+        "broker": broker,
+        "destination": _storable(destination)[:255],
+        "correlation_id": text_headers.get(wire.CORRELATION_ID, "")[:255],
+        "headers": text_headers,
+        "content_type": text_headers.get(wire.CONTENT_TYPE, "")[:255],
+        "reason": reason,
+        "exception": failure.exception,
+        "traceback": failure.traceback,
+        "fingerprint": failure.fingerprint,
+        "attempts": attempts,
+        "message_created_at": _created(headers),
+    }
+    letters = DeadLetter.objects.using(using)
+    letter: DeadLetter
+    known = letters.filter(message_id=message_id, stage=stage).order_by("-id").first()
+    if known is not None and bytes(known.body) == body:
+        letters.filter(pk=known.pk).update(
+            **values,
+            deaths=F("deaths") + 1,
+            created_at=Now(),
+            resolution=Resolution.OPEN,
+            resolved_at=None,
+            resolved_by="",
+        )
+        known.refresh_from_db(using=using)
+        letter = known
+    else:
+        letter = letters.create(message_id=message_id, stage=stage, body=body, **values)
+    connections[using].on_commit(_announcement(letter, failure.exception), robust=True)
+    return letter
+
+
+def bury_outgoing(
+    row: Claimed, using: str, broker: str, reason: str, error: str
+) -> DeadLetter:
+    """Keep a message that could not leave: expired, or refused by the broker."""
+    service = conf.get().SERVICE
+    return bury(
+        using=using,
+        message_id=row.message_id,
+        stage="",
+        broker=broker,
+        destination=row.destination,
+        headers=wire.headers_of(row, service, row.created),
+        body=row.body,
+        reason=reason,
+        failure=Failure.because(reason, error),
+        attempts=row.attempts + 1,
+    )
+
+
+def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
+    def announce_burial() -> None:
+        signals.announce(
+            signals.message_buried,
+            id=letter.message_id,
+            destination=letter.destination,
+            stage=letter.stage,
+            attempt=letter.attempts,
+            reason=letter.reason,
+            error=error.partition("\n")[0],
+        )
+
+    return announce_burial
+
+
+def _created(headers: Mapping[str, str]) -> dt.datetime | None:
+    try:
+        return wire.parse_instant(headers[wire.CREATED])
+    except (KeyError, ValueError):
+        return None
+
+
+def _storable(text: str) -> str:
+    """JSON columns of PostgreSQL hold neither NUL nor lone surrogates."""
+    cleaned = text.replace("\x00", "\\x00")
+    return cleaned.encode("utf-8", "backslashreplace").decode()

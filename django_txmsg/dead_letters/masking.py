@@ -1,0 +1,48 @@
+"""What of a message an operator gets to see: TXMSG["MASK"] may hide personal data.
+
+The setting names a function `mask(destination, headers, body)` that returns headers and
+body as they are to be shown. It changes nothing that is stored or sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from .. import conf
+from ..envelope import serializers
+from ..errors import DecodeError
+
+log = logging.getLogger("django_txmsg.masking")
+
+
+def shown(
+    destination: str,
+    headers: Mapping[str, str],
+    body: bytes | None,
+    content_type: str,
+) -> tuple[dict[str, str], Any]:
+    """Return headers and the decoded body (bytes, if it cannot be decoded), masked.
+
+    `body` is None where only the headers are to be shown.
+
+    A mask that fails hides everything: better nothing than too much.
+    """
+    try:
+        decoded = None if body is None else serializers.decode(body, content_type)
+    except DecodeError:
+        decoded = body
+    path = conf.get().MASK
+    if path is None:
+        return dict(headers), decoded
+    try:
+        masked_headers, masked_body = import_string(path)(
+            destination, dict(headers), decoded
+        )
+        return dict(masked_headers), masked_body
+    except Exception as error:
+        log.exception('TXMSG["MASK"] failed for a message to %r', destination)
+        return {}, f'hidden, because TXMSG["MASK"] failed: {type(error).__name__}'

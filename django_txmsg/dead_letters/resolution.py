@@ -1,0 +1,227 @@
+"""From the grave: what an operator does with dead letters, a locked batch at a time.
+
+`bulk.py` has the batches, for the admin and for `manage.py dead_letters` alike.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db import transaction
+from django.db.models.functions import Now
+
+from .. import wire
+from ..envelope import serializers
+from ..envelope.message import check_headers, new_id
+from ..errors import InvalidMessage, TxmsgError
+from ..models import DeadLetter, InboxMessage
+from ..models.dead_letter import Resolution
+from ..models.outbox_store import NewMessage
+from ..sending import storing
+from ..stages import all_stages
+
+
+@dataclass
+class Tally:
+    """What an operation did. `skipped` maps a dead letter's id to the reason."""
+
+    done: int = 0
+    skipped: dict[int, str] = field(default_factory=dict)
+
+
+def redeliver(
+    batch: list[DeadLetter],
+    tally: Tally,
+    *,
+    using: str,
+    by: str = "",
+    force: bool = False,
+) -> None:
+    """Redeliver open dead letters that the caller's transaction has locked.
+
+    One of a stage waits in the stage's inbox again, due now: nobody else gets it, and
+    no broker has to be there. One of the relay leaves through the outbox, and so does
+    one of a stage that is not declared here, under that name and for this database.
+    """
+    inbox = InboxMessage.objects.using(using)
+    pairs = {(one.message_id, one.stage) for one in batch if one.stage}
+    known = {
+        (row.message_id, row.stage): row
+        for row in inbox.filter(message_id__in={mid for mid, _ in pairs}).only(
+            "message_id", "stage", "processed_at"
+        )
+        if (row.message_id, row.stage) in pairs
+    }
+    here = _stages_here(using)
+    parked, sent, reset = [], [], []
+    for letter in batch:
+        stage, row = letter.stage, known.get((letter.message_id, letter.stage))
+        topic = letter.destination.startswith(wire.TOPIC_PREFIX)
+        if row is not None and row.processed_at is not None and not force:
+            tally.skipped[letter.pk] = (
+                f"stage {stage!r} has processed message {letter.message_id} in the "
+                f"meantime"
+            )
+        elif stage in here:
+            parked.append(letter)
+        elif stage and topic and not force:
+            tally.skipped[letter.pk] = (
+                f"no stage {stage!r} is declared here for database {using!r}, and sent "
+                f"to {letter.destination!r} the message would reach every subscriber. "
+                f"Declare the stage again, by name=, or discard it; force sends it"
+            )
+        else:
+            sent.append(letter)
+            reset += [row.pk] if row is not None else []
+    if parked:
+        _park_again(parked, using, force)
+    if sent:
+        inbox.filter(pk__in=reset).update(
+            attempts=0, dead_at=None, processed_at=None, due_at=None, last_error=""
+        )
+        _store_again(sent, using)
+    if parked or sent:
+        tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
+
+
+def _stages_here(using: str) -> set[str]:
+    """Return the stages whose parked messages, in this database, somebody works off."""
+    return {one.name for one in all_stages() if one.definition.using == using}
+
+
+def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
+    """Discard open dead letters that the caller's transaction has locked."""
+    tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
+
+
+def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
+    """Open discarded dead letters that the caller's transaction has locked."""
+    tally.done += (
+        DeadLetter.objects.using(using)
+        .filter(pk__in=[one.pk for one in batch], resolution=Resolution.DISCARDED)
+        .update(resolution=Resolution.OPEN, resolved_at=None, resolved_by="")
+    )
+
+
+def redeliver_copy(
+    letter: DeadLetter,
+    *,
+    headers: Mapping[str, str],
+    body: bytes,
+    by: str = "",
+) -> uuid.UUID:
+    """Send an edited copy under a new id, linked to the original, and close that.
+
+    Raises InvalidMessage for headers that cannot travel or a JSON body that does not
+    parse, TxmsgError when the dead letter is not open any more.
+    """
+    using = letter._state.db or "default"
+    content_type = letter.content_type or wire.BYTES
+    try:
+        serializers.decode(body, content_type)
+    except TxmsgError as error:
+        raise InvalidMessage(
+            f"The edited body is no {content_type}: {error}"
+        ) from error
+    copy = NewMessage(
+        message_id=new_id(),
+        broker=letter.broker,
+        destination=letter.destination,
+        key=letter.headers.get(wire.KEY, ""),
+        correlation_id=letter.correlation_id,
+        headers=_own_headers(check_headers(wire.senders(headers))),
+        content_type=content_type,
+        body=body,
+    )
+    with transaction.atomic(using=using):
+        if not _resolve(
+            [letter], using, Resolution.REPLACED, by, replaced_by=copy.message_id
+        ):
+            raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
+        if letter.stage in _stages_here(using):
+            _park_copy(letter, copy, using)
+        else:
+            storing.store([copy], using, new_ids=True)
+    return copy.message_id
+
+
+def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
+    """Park dead letters with the headers that they came with. That one has expired
+    meanwhile is known to who redelivers it."""
+    DeadLetter.objects.db_manager(using).park_again(
+        [
+            {
+                "id": one.pk,
+                "headers": {k: v for k, v in one.headers.items() if k != wire.EXPIRES},
+                "service": one.headers.get(wire.SERVICE, "")[:255],
+            }
+            for one in letters
+        ],
+        force=force,
+    )
+
+
+def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
+    """Let the stage alone have the copy: its destination may be a topic."""
+    kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID)
+    headers = {name: letter.headers[name] for name in kept if name in letter.headers}
+    headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
+    InboxMessage.objects.using(using).create(
+        stage=letter.stage,
+        message_id=copy.message_id,
+        destination=letter.destination,
+        correlation_id=letter.correlation_id,
+        service=letter.headers.get(wire.SERVICE, "")[:255],
+        created_at=letter.message_created_at,
+        due_at=Now(),
+        headers=headers,
+        body=copy.body,
+    )
+
+
+def _store_again(letters: list[DeadLetter], using: str) -> None:
+    """Put dead letters into the outbox with their own ids, set-wise: a redelivery of
+    many must not carry every body through Python."""
+    stored = DeadLetter.objects.db_manager(using).store_again(
+        [
+            {
+                "id": one.pk,
+                "key": one.headers.get(wire.KEY, ""),
+                "headers": _own_headers(one.headers),
+                "replay_id": f"dead-letter-{one.pk}-{one.deaths}",
+            }
+            for one in letters
+        ]
+    )
+    by_message = {one.message_id: one for one in letters}
+    by_broker: dict[str, tuple[list[int], list[Any]]] = {}
+    for pk, message_id in stored:
+        letter = by_message[message_id]
+        pks, rows = by_broker.setdefault(letter.broker, ([], []))
+        pks.append(pk)
+        rows.append(letter)
+    for broker, (pks, rows) in by_broker.items():
+        storing.after_commit(using, broker, pks, rows)
+
+
+def _own_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    own = wire.senders(headers)
+    own.pop(wire.CORRELATION_ID, None)  # a column of its own
+    return own
+
+
+def _resolve(
+    batch: Iterable[DeadLetter],
+    using: str,
+    resolution: Resolution,
+    by: str,
+    **more: Any,
+) -> int:
+    return (
+        DeadLetter.objects.using(using)
+        .filter(pk__in=[one.pk for one in batch], resolution=Resolution.OPEN)
+        .update(resolution=resolution, resolved_at=Now(), resolved_by=by[:255], **more)
+    )

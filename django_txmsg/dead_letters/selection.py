@@ -1,0 +1,139 @@
+"""Which dead letters are meant: a filter in words, the same for pages and commands.
+
+What it says is stored with a bulk operation, and read again with every batch.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db.models import Count, Max, Min, Q, QuerySet
+from django.db.models.functions import Now
+
+from .. import conf
+from ..errors import TxmsgError
+from ..models import DeadLetter
+from ..models.bulk import BulkKind
+from ..models.dead_letter import Resolution
+
+#: What a filter may say. All given must hold.
+FILTERS = {
+    "ids": "ids of dead letters",
+    "stage": "the stage that gave up; empty for the relay",
+    "destination": "where the message was sent",
+    "fingerprint": "the error's fingerprint",
+    "reason": "why it was buried",
+    "resolution": "what became of it: only those in this state",
+    "before": "buried before this instant (RFC 3339)",
+    "again": "true: only those that died again after a redelivery",
+    "search": "message id, correlation id, key or fingerprint",
+}
+
+
+#: The most dead letters that can be chosen by their ids.
+MOST_IDS = 5_000
+
+
+def matching(
+    kind: BulkKind | str, filters: Mapping[str, Any], *, using: str
+) -> QuerySet[DeadLetter]:
+    """Return the dead letters that `kind` would be done to under `filters`.
+
+    Raises TxmsgError for a filter nobody knows: it must not silently mean all.
+    """
+    state = Resolution.DISCARDED if kind == BulkKind.RESTORE else Resolution.OPEN
+    return filtered(filters, using=using).filter(resolution=state)
+
+
+def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
+    """Return the dead letters, in any state, under `filters`."""
+    unknown = filters.keys() - FILTERS.keys()
+    if unknown:
+        raise TxmsgError(
+            f"Dead letters cannot be filtered by {', '.join(sorted(unknown))}; "
+            f"known: {', '.join(FILTERS)}."
+        )
+    letters = DeadLetter.objects.using(using)
+    if "ids" in filters:
+        letters = letters.filter(pk__in=_ids(filters["ids"]))
+    for name in ("stage", "destination", "fingerprint", "reason", "resolution"):
+        if name in filters:
+            letters = letters.filter(**{name: filters[name]})
+    if "before" in filters:
+        letters = letters.filter(created_at__lt=_instant(filters["before"]))
+    if filters.get("again"):
+        letters = letters.filter(deaths__gt=1)
+    if filters.get("search"):
+        letters = letters.filter(searched(filters["search"]))
+    return letters
+
+
+def _ids(given: Sequence[int]) -> list[int]:
+    """Return ids that a row can have. Raises TxmsgError for too many."""
+    if len(given) > MOST_IDS:
+        raise TxmsgError(
+            f"{len(given):,} dead letters are too many to be named one by one (at most "
+            f"{MOST_IDS:,}): choose them by a filter."
+        )
+    return [one for one in given if 0 < one < 2**63]
+
+
+def searched(text: str) -> Q:
+    """Return the condition that finds dead letters by one of their exact ids."""
+    text = text.strip()
+    same_flow = Q(correlation_id=text)
+    try:
+        return same_flow | Q(message_id=uuid.UUID(text))
+    except ValueError:
+        by_key = Q(**{"headers__txmsg-key": text})
+        return same_flow | Q(fingerprint=text) | by_key
+
+
+@dataclass
+class Summary:
+    """What would be done to how many, how old, and where.
+
+    `forgotten` ones died before the inbox's memory begins: if a stage processed one
+    since, it would process it again, and nothing can tell.
+    """
+
+    count: int = 0
+    oldest: dt.datetime | None = None
+    newest: dt.datetime | None = None
+    again: int = 0
+    forgotten: int = 0
+    places: list[tuple[str, str, int]] = field(default_factory=list)
+
+
+def summary(letters: QuerySet[DeadLetter]) -> Summary:
+    """Return all that a question before the deed says, in one query."""
+    days = conf.get().RETENTION.INBOX
+    bound = Now() - dt.timedelta(days=36_500 if days is None else days)
+    found = Summary()
+    rows: Any = letters.values("stage", "destination").annotate(
+        count=Count("pk"),
+        oldest=Min("created_at"),
+        newest=Max("created_at"),
+        again=Count("pk", filter=Q(deaths__gt=1)),
+        forgotten=Count("pk", filter=Q(created_at__lt=bound) & ~Q(stage="")),
+    )
+    for row in rows.order_by("-count"):
+        found.count += row["count"]
+        found.again += row["again"]
+        found.forgotten += row["forgotten"]
+        found.oldest = min(filter(None, (found.oldest, row["oldest"])))
+        found.newest = max(filter(None, (found.newest, row["newest"])))
+        found.places.append((row["stage"], row["destination"], row["count"]))
+    return found
+
+
+def _instant(value: Any) -> dt.datetime:
+    if isinstance(value, str):
+        value = dt.datetime.fromisoformat(value.replace("Z", "+00:00"))
+    if not isinstance(value, dt.datetime) or value.tzinfo is None:
+        raise TxmsgError(f"Not an instant with a time zone: {value!r}.")
+    return value

@@ -1,0 +1,1 @@
+"""What travels: a message, its bytes, its failures and its next attempt. Pure."""

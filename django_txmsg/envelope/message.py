@@ -1,0 +1,199 @@
+"""Message: the immutable envelope that travels all nine hops.
+
+Pure: no Django, no I/O. `outbound()` validates what a caller wants to send; everything
+that cannot be carried is refused here, before anything is stored.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import random
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+from .. import wire
+from ..errors import MAX_SECONDS, InvalidMessage
+
+MAX_NAME_LENGTH = 255
+#: ActiveMQ takes 10 KB a header line; a header has to arrive on every broker.
+MAX_HEADER_BYTES = 8192
+MAX_HEADERS = 200
+
+_DESTINATION = re.compile(r"(?:topic:)?[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+# NUL ends a STOMP frame; the other control characters but \n, \r and \t have no use in
+# a header and break tools that read it.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+# No encoding of characters has a place for half a pair. What lies above U+FFFF gets
+# lost in headers when ActiveMQ restarts: its store has no place for that.
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_ABOVE = re.compile(r"[\U00010000-\U0010ffff]")
+
+
+_UNCARRIED = (
+    "a character above U+FFFF, such as an emoji, which not every broker carries "
+    "unchanged. Put it into the body."
+)
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One message as its sender stored it and as a handler receives it.
+
+    `body` is the JSON value, the text, or the bytes; `headers` are the caller's.
+    `delivery_attempt` counts started executions of the receiving stage from 1, and is
+    0 on the sender's side; `redelivered` says that this is not the first arrival.
+    """
+
+    id: uuid.UUID
+    destination: str
+    body: Any
+    headers: Mapping[str, str] = field(default_factory=dict)
+    key: str | None = None
+    created_at: dt.datetime | None = None
+    delivery_attempt: int = 0
+    redelivered: bool = False
+    correlation_id: str | None = None
+    service: str | None = None
+
+    def __post_init__(self) -> None:
+        given = self.headers
+        own = MappingProxyType(dict(given)) if given else _NO_HEADERS
+        object.__setattr__(self, "headers", own)
+
+    def __repr__(self) -> str:
+        # Bodies and header values may hold personal data: neither belongs in a log.
+        return (
+            f"<Message {self.id} to {self.destination!r}"
+            f" attempt {self.delivery_attempt}>"
+        )
+
+    def attempted(self, attempt: int) -> Message:
+        """Return this message as the `attempt`-th execution sees it."""
+        if attempt == self.delivery_attempt:
+            return self
+        return replace(self, delivery_attempt=attempt)
+
+    def __reduce__(self) -> Any:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        values["headers"] = dict(self.headers)
+        return _rebuild, (values,)
+
+
+def _rebuild(values: dict[str, Any]) -> Message:
+    return Message(**values)
+
+
+def check_destination(destination: object) -> str:
+    """Return the destination if every broker can carry its name.
+
+    Raises InvalidMessage otherwise.
+    """
+    if not isinstance(destination, str) or not destination:
+        raise InvalidMessage(
+            f"The destination must be a non-empty string, not {destination!r}."
+        )
+    return _checked(destination)
+
+
+@lru_cache(1000)
+def _checked(destination: str) -> str:
+    if len(destination) > MAX_NAME_LENGTH or not _DESTINATION.fullmatch(destination):
+        raise InvalidMessage(
+            f"The destination {destination[:80]!r} has characters that not every "
+            f"broker can carry: use letters, digits, '.', '-' and '_', at most "
+            f"{MAX_NAME_LENGTH} of them, with 'topic:' in front for a topic."
+        )
+    return destination
+
+
+def check_key(key: object) -> str:
+    """Return the ordering key, or "" for None. Raises InvalidMessage."""
+    if key is None:
+        return ""
+    if not isinstance(key, str) or not key:
+        raise InvalidMessage(f"key must be a non-empty string or None, not {key!r}.")
+    if len(key) > MAX_NAME_LENGTH or _CONTROL.search(key) or _SURROGATE.search(key):
+        raise InvalidMessage(
+            f"key {key[:80]!r} is longer than {MAX_NAME_LENGTH} characters or has a "
+            f"control character or half of a surrogate pair."
+        )
+    if _ABOVE.search(key):
+        raise InvalidMessage(f"key {key!r} has {_UNCARRIED}")
+    return key
+
+
+def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
+    """Return a copy of the caller's headers. Raises InvalidMessage for what a broker
+    could not carry unchanged, and for names that are ours."""
+    if headers is None:
+        return {}
+    if len(headers) > MAX_HEADERS:
+        raise InvalidMessage(f"{len(headers)} headers; at most {MAX_HEADERS} travel.")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidMessage(
+                f"Headers map str to str; {name!r} maps to {type(value).__name__}."
+            )
+        if not name or name != name.strip() or _CONTROL.search(name) or "\n" in name:
+            raise InvalidMessage(f"{name!r} is not a header name.")
+        if wire.reserved(name):
+            raise InvalidMessage(
+                f"The header {name!r} is set by django_txmsg or the broker; use "
+                f"another name."
+            )
+        if _CONTROL.search(value):
+            raise InvalidMessage(
+                f"The header {name!r} has a control character that no broker carries."
+            )
+        if _ABOVE.search(name) or _ABOVE.search(value):
+            raise InvalidMessage(f"The header {name!r} has {_UNCARRIED}")
+        try:
+            size = len(name.encode()) + len(value.encode())
+        except UnicodeEncodeError as error:
+            raise InvalidMessage(
+                f"The header {name!r} is not encodable as UTF-8: {error.reason}."
+            ) from error
+        if size > MAX_HEADER_BYTES:
+            raise InvalidMessage(
+                f"The header {name!r} has {size} bytes; at most {MAX_HEADER_BYTES} "
+                f"travel. Put it into the body."
+            )
+    return dict(headers)
+
+
+def check_duration(name: str, value: object) -> dt.timedelta | None:
+    """Return a delay or an expiry as given. Raises InvalidMessage unless it is a
+    non-negative timedelta or None."""
+    if value is None:
+        return None
+    if not isinstance(value, dt.timedelta) or value < dt.timedelta(0):
+        raise InvalidMessage(
+            f"{name} must be a datetime.timedelta of zero or more, not {value!r}."
+        )
+    if value.total_seconds() > MAX_SECONDS:
+        raise InvalidMessage(f"{name} is longer than a hundred years: {value!r}.")
+    return value
+
+
+#: Ids need no secret: this spares the system call that each would cost. Seeded by the
+#: system and by nobody else, so that two processes that seed the shared generator
+#: alike, as tests do, make different ones.
+_random = random.Random()  # noqa: S311
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_random.seed)
+
+
+def new_id() -> uuid.UUID:
+    """Return a UUID of version 7 (RFC 9562): time first, so that an index on it
+    grows at one end."""
+    value = int(time.time() * 1000) << 80 | _random.getrandbits(80)
+    value = value & ~(0xF << 76) | 0x7 << 76
+    return uuid.UUID(int=value & ~(0x3 << 62) | 0x2 << 62)

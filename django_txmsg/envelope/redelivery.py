@@ -1,0 +1,122 @@
+"""The side track: what becomes of a message whose stage failed.
+
+Pure: `decide(policy, attempt, error)` says either when to try again or that the message
+is dead. The defaults are ActiveMQ's maximum, 1 delivery and 6 redeliveries.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import MAX_SECONDS, DecodeError, Redeliver, Refuse
+
+Mode = Literal["blocking", "non_blocking", "broker"]
+MODES: tuple[Mode, ...] = ("blocking", "non_blocking", "broker")
+
+
+MAX_REDELIVERIES = 1_000_000
+
+
+def problems(**values: Any) -> Iterator[tuple[str, str]]:
+    """Yield the name of each value that no policy can have, and what it must be."""
+    for name, value in values.items():
+        low, high = _BOUNDS.get(name, (None, None))
+        if name == "mode":
+            if value not in MODES:
+                yield name, f"must be one of {', '.join(MODES)}, not {value!r}"
+        elif name == "max_redeliveries" and (
+            not isinstance(value, int) or isinstance(value, bool)
+        ):
+            yield name, f"must be an integer, not {value!r}"
+        # Not the other way round: no comparison with NaN is true.
+        elif not low <= value <= high:
+            yield name, f"must be between {low:g} and {high:g}, not {value!r}"
+
+
+_BOUNDS: dict[str, Any] = {
+    "max_redeliveries": (0, MAX_REDELIVERIES),
+    "initial_delay": (0.0, MAX_SECONDS),
+    "backoff": (1.0, 1e6),
+    "max_delay": (0.0, MAX_SECONDS),
+    "jitter": (0.0, 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedeliveryPolicy:
+    """How often, and with which pauses, a failing message is tried again.
+
+    Attempt n that failed is followed, after `initial_delay * backoff ** (n - 1)`
+    seconds, at most `max_delay`, spread by ± `jitter` of it, by attempt n + 1, up to
+    `max_redeliveries` + 1 attempts in all. `refuse_on` names exception types (or
+    their subtypes) that no repetition can mend.
+    """
+
+    max_redeliveries: int = 6
+    initial_delay: float = 1.0
+    backoff: float = 2.0
+    max_delay: float = 300.0
+    jitter: float = 0.15
+    mode: Mode = "non_blocking"
+    refuse_on: tuple[type[BaseException], ...] = ()
+
+    def __post_init__(self) -> None:
+        for problem in problems(
+            max_redeliveries=self.max_redeliveries,
+            initial_delay=self.initial_delay,
+            backoff=self.backoff,
+            max_delay=self.max_delay,
+            jitter=self.jitter,
+            mode=self.mode,
+        ):
+            raise ValueError(f"RedeliveryPolicy: {problem[0]} {problem[1]}")
+        object.__setattr__(self, "refuse_on", tuple(self.refuse_on))
+
+    @property
+    def max_attempts(self) -> int:
+        """Executions in all: the delivery and its redeliveries."""
+        return self.max_redeliveries + 1
+
+    def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:
+        """Return the seconds between failed attempt `attempt` and the next one."""
+        try:
+            pause = self.initial_delay * self.backoff ** (attempt - 1)
+        except OverflowError:
+            pause = self.max_delay
+        pause = min(pause, self.max_delay)
+        return max(0.0, pause * (1 + self.jitter * (2 * rand() - 1)))
+
+
+@dataclass(frozen=True)
+class RedeliverAfter:
+    """Try again in `delay` seconds, counted by the database's clock."""
+
+    delay: float
+
+
+@dataclass(frozen=True)
+class Dead:
+    """Bury the message. `reason` is a short code kept with the dead letter."""
+
+    reason: str
+
+
+def decide(
+    policy: RedeliveryPolicy,
+    attempt: int,
+    error: BaseException,
+    rand: Callable[[], float] = random.random,
+) -> RedeliverAfter | Dead:
+    """Return what follows from `error` in the `attempt`-th execution (from 1)."""
+    if isinstance(error, (Refuse, *policy.refuse_on)):
+        return Dead("refused")
+    if isinstance(error, DecodeError):
+        return Dead(error.reason)
+    if attempt >= policy.max_attempts:
+        return Dead("attempts_exhausted")
+    if isinstance(error, Redeliver):
+        return RedeliverAfter(error.after)
+    return RedeliverAfter(policy.delay(attempt, rand))

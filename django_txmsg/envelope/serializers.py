@@ -1,0 +1,93 @@
+"""Bodies to bytes and back: JSON for values, bytes as they are.
+
+Decimals, dates, times, durations and UUIDs become JSON strings, as Django's own JSON
+encoder writes them, and stay strings for the receiver. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+import uuid
+from typing import Any
+
+from .. import wire
+from ..errors import DecodeError, InvalidMessage
+
+
+def encode(body: object) -> tuple[bytes, str]:
+    """Return the body's bytes and their content type.
+
+    Raises InvalidMessage for what neither JSON nor bytes can carry: unknown types,
+    NaN and infinities, lone surrogates, circular references.
+    """
+    if isinstance(body, bytes | bytearray | memoryview):
+        return bytes(body), wire.BYTES
+    try:
+        return _ENCODER.encode(body).encode(), wire.JSON
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidMessage(
+            f"The body cannot be encoded as JSON: {error}. Send a dict, list, str, "
+            f"number, None, or bytes."
+        ) from error
+
+
+def decode(body: bytes, content_type: str) -> Any:
+    """Return what the sender gave: a JSON value, or bytes for other content types.
+
+    Raises DecodeError when the bytes are not what their content type says.
+    """
+    media_type, _, parameters = content_type.partition(";")
+    media_type = media_type.strip().lower()
+    if media_type == wire.JSON or media_type.endswith("+json"):
+        try:
+            return json.loads(body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise DecodeError("undecodable_body", f"not valid JSON: {error}") from error
+    if media_type.startswith("text/"):
+        charset = _charset(parameters)
+        try:
+            return body.decode(charset)
+        except (LookupError, ValueError) as error:
+            raise DecodeError(
+                "undecodable_body", f"not text in {charset}: {error}"
+            ) from error
+    return body
+
+
+def _charset(parameters: str) -> str:
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "charset":
+            return value.strip().strip('"') or "utf-8"
+    return "utf-8"
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _default(value: object) -> str:
+    if isinstance(value, uuid.UUID | decimal.Decimal):
+        return str(value)
+    if isinstance(value, dt.datetime | dt.date | dt.time):
+        return value.isoformat()
+    if isinstance(value, dt.timedelta):
+        return _duration(value)
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} in it")
+
+
+def _duration(value: dt.timedelta) -> str:
+    """ISO 8601, days and seconds only: months and years have no fixed length."""
+    sign = "-" if value < dt.timedelta(0) else ""
+    value = abs(value)
+    seconds = f"{value.seconds}"
+    if value.microseconds:
+        seconds += f".{value.microseconds:06d}"
+    return f"{sign}P{value.days}DT{seconds}S"
+
+
+_ENCODER = json.JSONEncoder(
+    default=_default, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+)

@@ -1,0 +1,1 @@
+"""How messaging is doing. Reads, and keeps what is read small."""

@@ -1,0 +1,198 @@
+"""What somebody should look at, worst first, in words: for pages and terminals."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .. import wire
+from .lengths import duration
+from .status import Place, Status, consumers_of_queues
+from .waiting import Waiting, capped
+
+#: The most places or processes that are named, and those that have a line of their own.
+NAMED, LINES = 4, 8
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One thing that is wrong: `what`, and what more there is to say.
+
+    `table` is where it shows (a model's name), and `query` the rows that are meant.
+    """
+
+    tone: Literal["bad", "warn"]
+    table: str
+    query: str
+    what: str
+    more: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}{self.more}"
+
+
+def of(status: Status) -> list[Alarm]:
+    """Return what is wrong, worst first; nothing where all is well."""
+    return [
+        *_nobody_consumes(status),
+        *_outbox(status),
+        *_queues(status),
+        *_redeliveries(status),
+        *_lost(status),
+        *_dead(status),
+        *_nobody_relays(status),
+        *_paused(status),
+    ]
+
+
+def _nobody_consumes(status: Status) -> Iterator[Alarm]:
+    unattended = status.unattended
+    if not unattended:
+        return
+    if not status.attendance.consumed:
+        yield Alarm(
+            "bad", "worker", "", "No consumer is running.",
+            " No stage is worked on: start manage.py consume.",
+        )  # fmt: skip
+        return
+    many = len(unattended) > 1
+    yield Alarm(
+        "bad", "stagestate", "",
+        f"No consumer runs {len(unattended)} stages" if many
+        else f"No consumer runs stage {unattended[0]}",
+        f": {_list(unattended)}." if many else ".",
+    )  # fmt: skip
+
+
+def _outbox(status: Status) -> Iterator[Alarm]:
+    waiting = status.outbox
+    if not waiting.overdue:
+        return
+    why = (
+        "Does the broker answer?"
+        if status.attendance.relayed
+        else "No relay is running: start manage.py relay."
+    )
+    late = {name: one.waiting for name, one in status.destinations.items()}
+    many = waiting.overdue != 1
+    yield Alarm(
+        "bad", "outboxmessage", "?state=overdue",
+        f"{capped(waiting.overdue)} message{'s' * many} in the outbox "
+        f"{'are' if many else 'is'} overdue",
+        f"{_since(waiting, status.now)}, to {_late(late)}. {why}",
+    )  # fmt: skip
+
+
+def _queues(status: Status) -> Iterator[Alarm]:
+    waiting = status.queued
+    if not waiting.overdue:
+        return
+    consumed = consumers_of_queues()
+    strange = [
+        name
+        for name, one in status.queues.items()
+        if one.overdue and name not in consumed and not wire.is_control(name)
+    ]
+    nobody = f" No stage here consumes {_list(strange)}." if strange else ""
+    many = waiting.overdue != 1
+    yield Alarm(
+        "bad", "outboxmessage", "#queues",
+        f"{capped(waiting.overdue)} message{'s' * many} in the embedded broker "
+        f"wait{'s' * (not many)} to be consumed",
+        f"{_since(waiting, status.now)}, in {_late(status.queues)}.{nobody}",
+    )  # fmt: skip
+
+
+def _redeliveries(status: Status) -> Iterator[Alarm]:
+    waiting = status.parked
+    if not waiting.overdue:
+        return
+    late = {name: one.waiting for name, one in status.stages.items()}
+    yield Alarm(
+        "bad", "inboxmessage", "?state=overdue",
+        f"{capped(waiting.overdue)} redeliver"
+        f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
+        f"{_since(waiting, status.now)}, of {_late(late)}.",
+    )  # fmt: skip
+
+
+def _lost(status: Status) -> Iterator[Alarm]:
+    lost = status.attendance.lost
+    for one in lost[:LINES]:
+        ago = duration(status.now - one.heartbeat_at)
+        yield Alarm(
+            "bad", "worker", "",
+            f"The {one.kind} on {one.host} (process {one.pid}) is silent",
+            f": its last sign of life was {ago} ago.",
+        )  # fmt: skip
+    if len(lost) > LINES:
+        yield Alarm(
+            "bad", "worker", "", f"{len(lost) - LINES} more workers are silent", "."
+        )
+
+
+def _dead(status: Status) -> Iterator[Alarm]:
+    if not status.dead:
+        return
+    many = status.dead != 1
+    oldest = status.oldest_dead
+    since = f", the oldest {duration(status.now - oldest)} ago" if oldest else ""
+    yield Alarm(
+        "bad", "deadletter", "",
+        f"{capped(status.dead)} dead letter{'s' * many}", f"{since}.",
+    )  # fmt: skip
+
+
+def _nobody_relays(status: Status) -> Iterator[Alarm]:
+    if not status.attendance.relayed and not status.outbox.overdue:
+        yield Alarm(
+            "warn", "worker", "", "No relay is running.",
+            " Messages leave after each commit, but none is tried again: start "
+            "manage.py relay.",
+        )  # fmt: skip
+
+
+def _paused(status: Status) -> Iterator[Alarm]:
+    paused = sorted(status.paused, key=lambda one: one.name)
+    for place in paused[:LINES]:
+        yield Alarm(
+            "warn", "stagestate", "", f"Stage {place.name} is paused.",
+            _who(place, status.now),
+        )  # fmt: skip
+    if len(paused) > LINES:
+        yield Alarm(
+            "warn", "stagestate", "", f"{len(paused) - LINES} more stages are paused."
+        )
+
+
+def _who(place: Place, now: dt.datetime) -> str:
+    ago = duration(now - place.paused_at) if place.paused_at else ""
+    waiting = place.waiting.count
+    wait = (
+        f"; {capped(waiting)} redeliver{'y waits' if waiting == 1 else 'ies wait'}"
+        if waiting
+        else ""
+    )
+    return f" By {place.paused_by or 'somebody'}, {ago} ago{wait}."
+
+
+def _since(waiting: Waiting, now: dt.datetime) -> str:
+    oldest = waiting.oldest_due
+    return f", the oldest for {duration(now - oldest)}" if oldest else ""
+
+
+def _late(places: Mapping[str, Waiting]) -> str:
+    """Return the names of places where something is overdue, most first."""
+    late = sorted(
+        ((one.overdue, name) for name, one in places.items() if one.overdue),
+        key=lambda pair: (-pair[0], pair[1]),
+    )
+    return _list([f"{name} ({capped(number)})" for number, name in late])
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMED])
+    more = len(names) - NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -1,0 +1,83 @@
+"""Who is at work: which processes give signs of life, and what nobody works on."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from django.db.models import Q
+
+from ..models import Worker
+
+#: A worker that has been silent for so long may be dead.
+SILENT = dt.timedelta(seconds=30)
+
+#: The most processes that are looked at, those with the latest signs of life.
+MOST = 1_000
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """The workers at one instant of the database's clock."""
+
+    now: dt.datetime
+    workers: list[Worker]
+
+    @property
+    def living(self) -> list[Worker]:
+        """Those whose heart beats."""
+        return [one for one in self.workers if not self._is_silent(one)]
+
+    @property
+    def lost(self) -> list[Worker]:
+        """Those that fell silent and whose work nobody has taken over since: a process
+        that was killed and started again is nobody's loss."""
+        return [
+            one
+            for one in self.workers
+            if self._is_silent(one)
+            and not any(
+                other.kind == one.kind
+                and other.started_at > one.heartbeat_at
+                and set(other.stages) >= set(one.stages)
+                for other in self.living
+            )
+        ]
+
+    @property
+    def relayed(self) -> bool:
+        """Whether a relay is running."""
+        return any(one.kind == "relay" for one in self.living)
+
+    @property
+    def consumed(self) -> bool:
+        """Whether a consumer is running."""
+        return any(one.kind == "consumer" for one in self.living)
+
+    @property
+    def serving(self) -> Counter[str]:
+        """How many living processes run each stage."""
+        return Counter(name for one in self.living for name in one.stages)
+
+    def unattended(self, stages: Collection[str]) -> list[str]:
+        """Return which of these stages no living process runs."""
+        served = self.serving
+        return sorted(name for name in stages if name not in served)
+
+    def _is_silent(self, worker: Worker) -> bool:
+        return self.now - worker.heartbeat_at > SILENT
+
+
+def read(using: str, now: dt.datetime) -> Attendance:
+    """Return who has been at work lately, in one query."""
+    rows: Any = Worker.objects.using(using).order_by("-heartbeat_at")[:MOST]
+    return Attendance(now, sorted(rows, key=lambda one: (one.kind, one.name)))
+
+
+def read_living(using: str, now: dt.datetime) -> Attendance:
+    """Return who is at work, without those that fell silent."""
+    living = Q(heartbeat_at__gte=now - SILENT)
+    return Attendance(now, list(Worker.objects.using(using).filter(living)[:MOST]))

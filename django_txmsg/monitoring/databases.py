@@ -1,0 +1,51 @@
+"""Which databases hold messages, as far as the settings and the stages say.
+
+The one answer for who works on all of them: relay, pruning, bulk operations, checks.
+"""
+
+from __future__ import annotations
+
+from django.db import connections, router
+
+from .. import conf, stages
+from ..models import OutboxMessage
+from ..stages import Stage
+
+
+def in_use() -> dict[str, str]:
+    """Return the aliases that messages are stored in, and who asks for each."""
+    asking = {router.db_for_write(OutboxMessage): "the outbox"}
+    asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
+    for stage in stages.all_stages():
+        using = of_stage(stage)
+        if using is not None:
+            asking.setdefault(using, f"stage {stage.name!r}")
+    return asking
+
+
+def with_tables() -> list[str]:
+    """Return those of `in_use()` that may have our tables, the outbox's own first."""
+    return [
+        alias
+        for alias in in_use()
+        if alias in connections and router.allow_migrate_model(alias, OutboxMessage)
+    ]
+
+
+def left_out() -> list[str]:
+    """Return other aliases that may have our tables: with `using=` anybody can store a
+    message there, and nothing tells so beforehand."""
+    asked = in_use()
+    return [
+        alias
+        for alias in connections
+        if alias not in asked and router.allow_migrate_model(alias, OutboxMessage)
+    ]
+
+
+def of_stage(stage: Stage) -> str | None:
+    """Return the database of a stage, or None when its definition fails."""
+    try:
+        return stage.definition.using
+    except Exception:
+        return None

@@ -1,0 +1,119 @@
+"""What was stored, dispatched, processed and buried in the last 24 hours.
+
+Closed periods are counted once and remembered (`PeriodCount`); only what came since is
+counted live, so that a day of millions of messages costs a glance.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db.models import Count, Q
+from django.db.models.functions import TruncMinute
+
+from ..models import DeadLetter, InboxMessage, OutboxMessage, PeriodCount
+from ..models.period_count import PERIOD
+
+SERIES = ("stored", "dispatched", "processed", "dead")
+
+#: A period is closed when a transaction that began in it has had so long to commit.
+GRACE = dt.timedelta(minutes=5)
+
+HOURS = 24
+
+
+@dataclass
+class Hour:
+    """One hour, counted by series."""
+
+    start: dt.datetime
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def last_day(using: str, now: dt.datetime) -> list[Hour]:
+    """Return the last 24 hours, oldest first; the last one is not over yet."""
+    now = now.astimezone(dt.timezone.utc)
+    this_hour = now.replace(minute=0, second=0, microsecond=0)
+    first = this_hour - dt.timedelta(hours=HOURS - 1)
+    hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
+    counted, open_since = _remembered(using, first, now)
+    live = _count(using, open_since)
+    _remember(using, live, open_since, now)
+    for (start, series), count in [*counted.items(), *live.items()]:
+        index = int((start - first).total_seconds() // 3600)
+        if 0 <= index < HOURS:
+            hours[index].counts[series] += count
+    return hours
+
+
+def _remembered(
+    using: str, first: dt.datetime, now: dt.datetime
+) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
+    """Return what is remembered without a gap, and from when on it must be counted."""
+    counts: dict[tuple[dt.datetime, str], int] = {}
+    starts = set()
+    for start, series, count in (
+        PeriodCount.objects.using(using)
+        .filter(start__gte=first)
+        .values_list("start", "series", "count")
+    ):
+        counts[start, series] = count
+        starts.add(start)
+    open_since = first
+    while open_since in starts:
+        open_since += PERIOD
+    return {key: n for key, n in counts.items() if key[0] < open_since}, open_since
+
+
+def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str]]:
+    found: Counter[tuple[dt.datetime, str]] = Counter()
+    # By the last receipt: it has an index. An hour is more than redelivery waits.
+    received = Q(last_received_at__gte=since - dt.timedelta(hours=1))
+    for series, model, column, narrow in (
+        ("stored", OutboxMessage, "created_at", Q()),
+        ("dispatched", OutboxMessage, "dispatched_at", Q()),
+        ("processed", InboxMessage, "processed_at", received),
+        ("dead", DeadLetter, "created_at", Q()),
+    ):
+        rows: Any = (
+            model._default_manager.using(using)
+            .filter(narrow, **{f"{column}__gte": since})
+            .values(minute=TruncMinute(column, tzinfo=dt.timezone.utc))
+            .annotate(count=Count("pk"))
+            .order_by()
+            .values_list("minute", "count")
+        )
+        for minute, count in rows:
+            found[_period(minute), series] += count
+    return found
+
+
+def _period(instant: dt.datetime) -> dt.datetime:
+    return instant - dt.timedelta(
+        minutes=instant.minute % (PERIOD.seconds // 60),
+        seconds=instant.second,
+        microseconds=instant.microsecond,
+    )
+
+
+def _remember(
+    using: str,
+    live: Counter[tuple[dt.datetime, str]],
+    since: dt.datetime,
+    now: dt.datetime,
+) -> None:
+    closed = []
+    start = since
+    while start + PERIOD + GRACE <= now:
+        closed += [
+            PeriodCount(start=start, series=series, count=live[start, series])
+            for series in SERIES
+        ]
+        start += PERIOD
+    if closed:
+        counts = PeriodCount.objects.using(using)
+        counts.bulk_create(closed, ignore_conflicts=True)
+        counts.filter(start__lt=now - dt.timedelta(days=8)).delete()

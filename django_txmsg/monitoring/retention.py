@@ -1,0 +1,234 @@
+"""After the last hop: settled rows are deleted once TXMSG["RETENTION"] is over.
+
+In bounded batches, each a short transaction, by the database's clock. What is not
+settled stays whatever its age: pending messages, parked ones, and everything about a
+dead letter that is still open. With TXMSG["LAKE"] set, the message log belongs to
+`manage.py pipeline archive`, which deletes what it has proved to be in the lake.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections, models, transaction
+from django.db.models import Exists, OuterRef, Q, QuerySet
+
+from .. import conf, wire
+from ..models import (
+    Attempt,
+    DeadLetter,
+    IdempotencyKey,
+    InboxMessage,
+    OutboxMessage,
+    QueueMessage,
+    SessionRecord,
+    Worker,
+)
+from ..models.dead_letter import Resolution
+from ..models.fields import now_sql, read_instant
+from ..sessions import control_message
+
+#: Days after which a worker that was killed, and could not say so, is forgotten.
+SILENT_WORKERS = 1.0
+
+#: Rows looked at, and deleted at most, in one transaction.
+BATCH_SIZE = 1000
+
+OnBatch = Callable[["Kind", int], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One table of which settled rows are deleted.
+
+    `clock` is a column that grows with the primary key, where there is one: no row
+    behind the first that is younger than the cutoff need be looked at. `by` is the
+    order in which the table is walked.
+    """
+
+    name: str
+    model: type[models.Model]
+    days: float | None
+    settled: Callable[[dt.datetime], Q]
+    clock: str | None = None
+    by: str = "pk"
+    logged: bool = True
+    """Whether the table is part of the message log, which an archive takes over."""
+
+
+def kinds() -> list[Kind]:
+    """Return what is kept for how long, by the settings in force."""
+    keep = conf.get().RETENTION
+    return [
+        Kind("outbox messages", OutboxMessage, keep.OUTBOX, _left, clock="created_at"),
+        Kind(
+            "inbox messages",
+            InboxMessage,
+            keep.INBOX,
+            _taken,
+            clock="first_received_at",
+        ),
+        Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, _resolved),
+        Kind(
+            "idempotency keys",
+            IdempotencyKey,
+            keep.IDEMPOTENCY,
+            _old,
+            by="created_at",
+            logged=False,
+        ),
+        # They say what became of the transactions that filled the outbox.
+        Kind(
+            "session records",
+            SessionRecord,
+            keep.OUTBOX,
+            _old,
+            by="created_at",
+            logged=False,
+        ),
+        Kind(
+            "stale control messages",
+            QueueMessage,
+            control_message.KEPT / 86_400,
+            _of_no_use,
+            clock="enqueued_at",
+            logged=False,
+        ),
+        Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
+    ]
+
+
+def prunable(kind: Kind) -> bool:
+    """Return whether these rows may be deleted here, and ever."""
+    archived = kind.logged and conf.get().LAKE is not None
+    return kind.days is not None and not archived
+
+
+def count(kind: Kind, using: str) -> int:
+    """Return how many rows `prune()` would delete now."""
+    if not prunable(kind):
+        return 0
+    return _doomed(kind, using, _cutoff(kind, using)).count()
+
+
+def prune(
+    kind: Kind,
+    using: str,
+    *,
+    batch_size: int = BATCH_SIZE,
+    on_batch: OnBatch | None = None,
+) -> int:
+    """Delete a kind's settled rows past retention. Returns how many.
+
+    `on_batch` is called after each transaction with the number so far.
+    """
+    if not prunable(kind):
+        return 0
+    cutoff = _cutoff(kind, using)
+    deleted = 0
+    for page in _pages(kind, using, cutoff, batch_size):
+        doomed = _doomed(kind, using, cutoff).filter(page)
+        deleted += _delete(doomed, using)
+        if on_batch is not None:
+            on_batch(kind, deleted)
+    return deleted
+
+
+def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
+    """Cut the table into pages of `size` rows, settled or not, each read by index."""
+    rows: QuerySet[Any] = kind.model._default_manager.using(using)
+    if kind.by != "pk":
+        rows = rows.filter(**{f"{kind.by}__lt": cutoff})
+    last: Any = None
+    while True:
+        following = rows if last is None else rows.filter(**{f"{kind.by}__gt": last})
+        page = list(
+            following.order_by(kind.by).values_list(kind.by, kind.clock or kind.by)[
+                :size
+            ]
+        )
+        if not page:
+            return
+        if kind.clock is not None and min(clock for _, clock in page) >= cutoff:
+            return
+        first, last = last, page[-1][0]
+        bounds = Q(**{f"{kind.by}__lte": last})
+        yield bounds if first is None else bounds & Q(**{f"{kind.by}__gt": first})
+
+
+def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
+    return kind.model._default_manager.using(using).filter(kind.settled(cutoff))
+
+
+def _delete(doomed: QuerySet[Any], using: str) -> int:
+    """Delete in one transaction, which looks again whether each row is settled."""
+    if doomed.model is not InboxMessage:
+        return doomed.delete()[0]
+    attempts = Attempt.objects.using(using)
+    # Asked before the transaction: on SQLite one that began by reading may not write.
+    failed = list(
+        attempts.filter(Exists(doomed.filter(_same_message()))).values_list("pk")
+    )
+    remembered = InboxMessage.objects.using(using).filter(_same_message())
+    with transaction.atomic(using=using):
+        deleted = doomed.delete()[0]
+        # What was sent round again in between keeps its row, and these with it.
+        attempts.filter(pk__in=[pk for (pk,) in failed]).exclude(
+            Exists(remembered)
+        ).delete()
+    return deleted
+
+
+def _cutoff(kind: Kind, using: str) -> dt.datetime:
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {now_sql(connection)}", [])
+        (now,) = cursor.fetchone()
+    assert kind.days is not None
+    instant: dt.datetime = read_instant(now) - dt.timedelta(days=kind.days)
+    return instant
+
+
+def _left(cutoff: dt.datetime) -> Q:
+    return Q(dispatched_at__lt=cutoff) | (Q(dead_at__lt=cutoff) & ~Q(_open_letter("")))
+
+
+def _taken(cutoff: dt.datetime) -> Q:
+    # While copies of a message keep coming, it must be remembered.
+    return Q(last_received_at__lt=cutoff) & (
+        Q(processed_at__lt=cutoff)
+        | (Q(dead_at__lt=cutoff) & ~Q(_open_letter(OuterRef("stage"))))
+    )
+
+
+def _resolved(cutoff: dt.datetime) -> Q:
+    return ~Q(resolution=Resolution.OPEN) & Q(resolved_at__lt=cutoff)
+
+
+def _old(cutoff: dt.datetime) -> Q:
+    return Q(created_at__lt=cutoff)
+
+
+def _of_no_use(cutoff: dt.datetime) -> Q:
+    # Other brokers forget them by themselves.
+    destination = wire.control_destination(conf.get().SERVICE)
+    return Q(queue=destination, enqueued_at__lt=cutoff)
+
+
+def _silent(cutoff: dt.datetime) -> Q:
+    return Q(heartbeat_at__lt=cutoff)
+
+
+def _open_letter(stage: Any) -> Exists:
+    return Exists(
+        DeadLetter.objects.filter(
+            message_id=OuterRef("message_id"), stage=stage, resolution=Resolution.OPEN
+        )
+    )
+
+
+def _same_message() -> Q:
+    return Q(message_id=OuterRef("message_id"), stage=OuterRef("stage"))

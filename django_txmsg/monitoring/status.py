@@ -1,0 +1,307 @@
+"""How messaging is doing: counts and oldest ages of every state, in few queries.
+
+What the overview, `manage.py message_status`, the health view and the metrics all say.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db import connections
+
+from ..models import StageState
+from ..models.fields import now_sql, read_instant
+from ..models.queue import queue_name
+from ..stages import all_stages
+from . import attendance
+from .attendance import Attendance
+from .waiting import CAP, Waiting, in_inbox, in_outbox, in_queues, total
+
+#: The rows looked at to say what happened last at each destination and stage.
+RECENT = 2_000
+
+
+@dataclass
+class Place:
+    """A destination or a stage: what waits, what died, what happened last."""
+
+    name: str
+    waiting: Waiting = field(default_factory=Waiting)
+    dead: int = 0
+    oldest_dead: dt.datetime | None = None
+    muted: int = 0
+    last: dt.datetime | None = None
+    processing: float | None = None
+    critical: float | None = None
+    paused_at: dt.datetime | None = None
+    paused_by: str = ""
+    known: bool = True
+    """Whether the stage is declared here."""
+    workers: int = 0
+    """The living processes that run the stage."""
+    consumers: list[str] = field(default_factory=list)
+    """The stages declared here that consume the destination."""
+
+
+@dataclass
+class Status:
+    """The whole picture at one instant of the database's clock."""
+
+    now: dt.datetime
+    destinations: dict[str, Place] = field(default_factory=dict)
+    stages: dict[str, Place] = field(default_factory=dict)
+    queues: dict[str, Waiting] = field(default_factory=dict)
+    attendance: Attendance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attendance = Attendance(self.now, [])
+
+    @property
+    def outbox(self) -> Waiting:
+        """All pending messages."""
+        return total(place.waiting for place in self.destinations.values())
+
+    @property
+    def parked(self) -> Waiting:
+        """All messages that wait for another attempt of their stage."""
+        return total(place.waiting for place in self.stages.values())
+
+    @property
+    def queued(self) -> Waiting:
+        """All messages in the embedded broker's queues."""
+        return total(self.queues.values())
+
+    @property
+    def dead(self) -> int:
+        """All open dead letters whose error nobody has muted."""
+        return sum(place.dead for place in self._places)
+
+    @property
+    def muted(self) -> int:
+        """All open dead letters of muted errors."""
+        return sum(place.muted for place in self._places)
+
+    @property
+    def dead_capped(self) -> bool:
+        """Whether there are more open dead letters, muted or not, than were counted."""
+        return self.dead + self.muted > CAP
+
+    @property
+    def oldest_dead(self) -> dt.datetime | None:
+        """Since when there have been open dead letters that are not muted; None where
+        there are more of them than were counted."""
+        if self.dead_capped:
+            return None
+        found = (place.oldest_dead for place in self._places if place.oldest_dead)
+        return min(found, default=None)
+
+    @property
+    def overdue(self) -> int:
+        """All messages that should have gone on by now."""
+        return self.outbox.overdue + self.parked.overdue + self.queued.overdue
+
+    @property
+    def unattended(self) -> list[str]:
+        """The stages declared here that no living process runs."""
+        declared = [name for name, place in self.stages.items() if place.known]
+        return self.attendance.unattended(declared)
+
+    @property
+    def paused(self) -> list[Place]:
+        """The stages that an operator holds."""
+        return [place for place in self.stages.values() if place.paused_at]
+
+    @property
+    def oldest_due(self) -> dt.datetime | None:
+        """Since when the oldest message that should go on has been due."""
+        ages = (self.outbox, self.parked, self.queued)
+        return min((one.oldest_due for one in ages if one.oldest_due), default=None)
+
+    @property
+    def lag(self) -> dt.timedelta:
+        """How long the oldest due message has been waiting."""
+        oldest = self.oldest_due
+        return max(self.now - oldest, dt.timedelta()) if oldest else dt.timedelta()
+
+    @property
+    def well(self) -> bool:
+        """Whether nobody needs to do anything: nothing is late or dead, and everybody
+        is at work who has to be."""
+        return self.attendance.relayed and not (
+            self.overdue
+            or self.dead
+            or self.attendance.lost
+            or self.unattended
+            or self.paused
+        )
+
+    @property
+    def _places(self) -> list[Place]:
+        return [*self.stages.values(), *self.destinations.values()]
+
+
+def read(using: str = "default") -> Status:
+    """Return the whole picture, in nine queries."""
+    status = Status(now=clock(using))
+    pauses = StageState.objects.using(using).filter(paused_at__isnull=False)
+    held = {state.stage: state for state in pauses}
+    for name, waiting in in_outbox(using).items():
+        _place(status.destinations, name).waiting = waiting
+    for name, last in _last_dispatched(using).items():
+        _place(status.destinations, name).last = last
+    for declared in all_stages():
+        _place(status.stages, declared.name)
+        if declared.destination in status.destinations:
+            consumed = status.destinations[declared.destination]
+            consumed.consumers.append(declared.name)
+    for name, waiting in in_inbox(using, held).items():
+        _place(status.stages, name).waiting = waiting
+    for name, last, processing, critical in _last_processed(using):
+        place = _place(status.stages, name)
+        place.last, place.processing, place.critical = last, processing, critical
+    for stage, destination, dead, oldest, muted in open_dead_letters(using):
+        places, name = (
+            (status.stages, stage) if stage else (status.destinations, destination)
+        )
+        place = _place(places, name)
+        place.dead += dead
+        place.muted += muted
+        place.oldest_dead = min(filter(None, (place.oldest_dead, oldest)), default=None)
+    for state in held.values():
+        place = _place(status.stages, state.stage)
+        place.paused_at, place.paused_by = state.paused_at, state.paused_by
+    status.attendance = attendance.read(using, status.now)
+    known = {declared.name for declared in all_stages()}
+    serving = status.attendance.serving
+    for name, place in status.stages.items():
+        place.known = name in known
+        place.workers = serving[name]
+    status.queues = in_queues(using, held_queues(held))
+    return status
+
+
+def consumers_of_queues() -> dict[str, list[str]]:
+    """Return the embedded broker's queues that stages declared here consume, each with
+    its stages."""
+    found: dict[str, list[str]] = {}
+    for one in all_stages():
+        queue = queue_name(one.destination, one.subscriber)
+        found.setdefault(queue, []).append(one.name)
+    return found
+
+
+def held_queues(paused: Collection[str]) -> set[str]:
+    """Return the queues that wait for a resumed stage: all of theirs are paused."""
+    return {
+        queue
+        for queue, stages in consumers_of_queues().items()
+        if all(name in paused for name in stages)
+    }
+
+
+def clock(using: str) -> dt.datetime:
+    """Return the database's present instant."""
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {now_sql(connection)}".replace("%%", "%"))
+        return _instant(cursor.fetchone()[0])
+
+
+def open_dead_letters(
+    using: str,
+) -> list[tuple[str, str, int, dt.datetime | None, int]]:
+    """Return stage, destination, number and oldest of the newest open dead letters,
+    and the number of the muted ones, who are not in the other two."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, destination,"
+            " COUNT(*) FILTER (WHERE note.id IS NULL),"
+            " MIN(created_at) FILTER (WHERE note.id IS NULL), COUNT(note.id)"
+            " FROM (SELECT stage, destination, fingerprint, created_at"
+            " FROM django_txmsg_deadletter WHERE resolution = 'open'"
+            " ORDER BY id DESC LIMIT %s) AS newest"
+            " LEFT JOIN django_txmsg_failurenote note"
+            " ON note.fingerprint = newest.fingerprint AND note.muted"
+            " GROUP BY stage, destination",
+            [CAP + 1],
+        )
+        return [
+            (stage, destination, dead, read_instant(oldest), muted)
+            for stage, destination, dead, oldest, muted in cursor.fetchall()
+        ]
+
+
+def recent_destinations(using: str) -> dict[str, int]:
+    """Return the destinations of the newest RECENT messages stored, with how many."""
+    return _recent(using, "destination", "django_txmsg_outboxmessage")
+
+
+def recent_stages(using: str) -> dict[str, int]:
+    """Return the stages of the newest RECENT messages received, with how many."""
+    return _recent(using, "stage", "django_txmsg_inboxmessage")
+
+
+def _recent(using: str, column: str, table: str) -> dict[str, int]:
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
+            f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
+            [RECENT],
+        )
+        return dict(cursor.fetchall())
+
+
+def _last_dispatched(using: str) -> dict[str, dt.datetime | None]:
+    """Return the last dispatch to each destination that is among the newest rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT destination, MAX(dispatched_at) FROM ("
+            " SELECT destination, dispatched_at FROM django_txmsg_outboxmessage"
+            " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
+            [RECENT],
+        )
+        return {name: read_instant(last) for name, last in cursor.fetchall()}
+
+
+def _last_processed(
+    using: str,
+) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
+    """Return stage, last processing, and the 95th percentiles of processing and
+    critical time in seconds, of the newest rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, processed_at, started_at, created_at"
+            " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
+            [RECENT],
+        )
+        times: dict[str, list[tuple[Any, Any, Any]]] = {}
+        for stage, *instants in cursor.fetchall():
+            processed, started, created = map(read_instant, instants)
+            times.setdefault(stage, []).append((processed, started, created))
+    return [
+        (
+            stage,
+            max((processed for processed, _, _ in rows if processed), default=None),
+            _percentile((p - s).total_seconds() for p, s, _ in rows if p and s),
+            _percentile((p - c).total_seconds() for p, _, c in rows if p and c),
+        )
+        for stage, rows in sorted(times.items())
+    ]
+
+
+def _percentile(values: Iterable[float], share: float = 0.95) -> float | None:
+    ordered = sorted(values)
+    return ordered[int(share * (len(ordered) - 1))] if ordered else None
+
+
+def _place(places: dict[str, Place], name: str) -> Place:
+    return places.setdefault(name, Place(name))
+
+
+def _instant(value: Any) -> dt.datetime:
+    instant: dt.datetime | None = read_instant(value)
+    assert instant is not None
+    return instant

@@ -1,0 +1,1 @@
+"""Hops 3 and 4: stored messages are taken to the broker."""

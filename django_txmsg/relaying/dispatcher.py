@@ -1,0 +1,180 @@
+"""Hop 3 in the web process: dispatches what a transaction stored, after its commit.
+
+A hint, never the truth: what it misses, because the process died or the broker is
+down, `manage.py relay` and the control message find in the outbox.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import queue
+import threading
+import time
+from typing import Any
+
+from django.db import Error as AnyDatabaseError
+from django.db import connections
+
+from .. import conf, signals
+from ..errors import BrokerUnavailable
+from ..upkeep import outage
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+from .lane import AFTER_COMMIT_LEASE, Lane
+
+log = logging.getLogger("django_txmsg.dispatcher")
+
+#: Commits that may wait for the thread. Beyond it, rows wait for the relay.
+MAX_WAITING = 10_000
+#: A batch is followed by a rest this many times as long as it took, and no longer than
+#: so many seconds. Under load commits gather meanwhile, and requests keep most of their
+#: processor; the first commit after a pause waits for nothing.
+REST, LONGEST_REST = 4.0, 0.25
+
+
+class Dispatcher:
+    """A daemon thread for each (database, broker), started at the first commit."""
+
+    def __init__(self, using: str, broker: str) -> None:
+        self.using, self.broker = using, broker
+        self._waiting: queue.Queue[list[int] | None] = queue.Queue(MAX_WAITING)
+        self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name=f"txmsg-dispatch-{using}-{broker}", daemon=True
+        )
+        self._thread.start()
+
+    def wake(self, ids: list[int]) -> None:
+        """Ask for these rows to be dispatched. Never blocks and never fails."""
+        try:
+            self._waiting.put_nowait(ids)
+        except queue.Full:
+            log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
+
+    def stop(self, timeout: float) -> None:
+        """Finish what waits, at most `timeout` seconds long."""
+        self._stopping.set()
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        lane = Lane(self.using, self.broker, longest_lease=AFTER_COMMIT_LEASE)
+        limit = conf.get().RELAY.BATCH_SIZE
+        stopping = False
+        rested = 0.0
+        while not stopping:
+            ids = self._waiting.get()
+            stopping = ids is None
+            batch = list(ids or ())
+            early = rested - time.monotonic()
+            if early > 0 and not stopping:
+                self._stopping.wait(early)
+            began = time.monotonic()
+            # Commits that came meanwhile leave together.
+            while len(batch) < limit and not stopping:
+                try:
+                    more = self._waiting.get_nowait()
+                except queue.Empty:
+                    break
+                stopping = more is None
+                batch += more or ()
+            if batch and not self._breaker.remaining and outage.usable(self.using):
+                self._dispatch(lane, batch)
+                recycle()
+            ended = time.monotonic()
+            rested = ended + min(LONGEST_REST, REST * (ended - began))
+        lane.close()
+        connections.close_all()
+
+    def _dispatch(self, lane: Lane, ids: list[int]) -> None:
+        try:
+            try:
+                self._dispatch_all(lane, ids)
+            except AnyDatabaseError as error:
+                if not outage.note(self.using, error):
+                    raise
+                # A server that was restarted has ended the connection, which only its
+                # next use tells. What is claimed already stays with its lease.
+                log.info("once more, with another database connection: %s", error)
+                self._dispatch_all(lane, ids)
+        except BrokerUnavailable as error:
+            lane.close()
+            self._breaker.failed(error)
+        except Exception:
+            # The rows are safe in the outbox; this thread must live on.
+            log.exception("dispatch after commit failed; the relay will do it")
+            lane.close()
+            connections[self.using].close()
+
+    def _dispatch_all(self, lane: Lane, ids: list[int]) -> None:
+        left = len(ids)
+        while left > 0 and (claimed := lane.dispatch(ids=ids)):
+            left -= claimed
+        self._breaker.worked()
+
+
+_dispatchers: dict[tuple[str, str], Dispatcher] = {}
+_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """Threads do not survive a fork: the child starts its own, under its own lock."""
+    global _lock
+    _lock = threading.Lock()
+    _dispatchers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
+    """Dispatch rows in this thread. An outage is logged and costs the caller nothing
+    but its connection's time-out."""
+    lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
+    try:
+        while lane.dispatch(ids=ids):
+            pass
+    except BrokerUnavailable as error:
+        log.warning(
+            "broker %r cannot be used; %d rows wait: %s", broker, len(ids), error
+        )
+    finally:
+        lane.close()
+
+
+def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
+    """Receive `messages_committed`, and do what TXMSG["DISPATCH_ON_COMMIT"] says."""
+    mode = conf.get().DISPATCH_ON_COMMIT
+    if mode == "inline":
+        dispatch_inline(using, broker, ids)
+    elif mode == "thread" and not connections[using].in_atomic_block:
+        # Inside a block, as a test's hooks run, no other connection sees the rows.
+        _dispatcher(using, broker).wake(ids)
+
+
+def _dispatcher(using: str, broker: str) -> Dispatcher:
+    with _lock:
+        if (using, broker) not in _dispatchers:
+            _dispatchers[using, broker] = Dispatcher(using, broker)
+        return _dispatchers[using, broker]
+
+
+@atexit.register
+def stop_dispatchers(timeout: float = 2.0) -> None:
+    """End this process's threads, each with at most `timeout` seconds for what waits.
+    The next commit starts them again."""
+    with _lock:
+        stopping = list(_dispatchers.values())
+        _dispatchers.clear()
+    for dispatcher in stopping:
+        dispatcher.stop(timeout)
+
+
+signals.messages_committed.connect(on_committed, dispatch_uid="django_txmsg.dispatcher")

@@ -1,0 +1,66 @@
+"""Hop 4's judgement: what the broker's answers say about each message of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import BrokerError, DispatchRejected, DispatchUnknown
+from ..models.outbox_claim import Claimed
+
+
+@dataclass
+class Receipts:
+    """The rows of one batch, by what becomes of them."""
+
+    #: The broker has them, with proof.
+    stored: list[Claimed] = field(default_factory=list)
+    #: Refused, each by itself: they count an attempt.
+    failed: list[tuple[Claimed, BrokerError]] = field(default_factory=list)
+    #: The broker hung up, and nobody knows on which: each again, by itself.
+    again: list[Claimed] = field(default_factory=list)
+    #: Given back untouched.
+    returned: list[Claimed] = field(default_factory=list)
+    #: Whether the broker has ended the connection.
+    hung_up: bool = False
+    #: How many left without an answer.
+    unknown: int = 0
+    #: Why the broker cannot be used now, where it did not hang up but fell silent.
+    silence: BrokerError | None = None
+
+
+def judge(
+    rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
+) -> Receipts:
+    """Tell the rows apart. `apart` says that each was sent when the one before it was
+    known: of those, the broker has hung up on the one that was on the wire."""
+    found = Receipts()
+    open_rows: list[Claimed] = []
+    spoilt: set[str] = set()
+    for row, outcome in zip(rows, outcomes, strict=True):
+        if outcome is None:
+            found.stored.append(row)
+            continue
+        unknown = isinstance(outcome, DispatchUnknown)
+        ended = isinstance(outcome, DispatchUnknown) and outcome.hung_up
+        written = isinstance(outcome, DispatchUnknown) and outcome.written
+        found.unknown += written
+        found.hung_up |= ended
+        if isinstance(outcome, DispatchRejected) or (apart and ended and written):
+            found.failed.append((row, outcome))
+            spoilt.add(row.key)
+        else:
+            open_rows.append(row)
+            if unknown and not ended:
+                found.silence = found.silence or outcome
+    spoilt.discard("")
+    for row in open_rows:
+        # What follows a failed message of its key waits until that one has left.
+        goes = found.hung_up and row.key not in spoilt
+        (found.again if goes else found.returned).append(row)
+    if apart and not found.stored and not found.failed and found.again:
+        # Nothing was even written: there is nobody to be found by repeating.
+        found.returned += found.again
+        found.again = []
+        found.silence = next(one for one in outcomes if one is not None)
+    return found

@@ -1,0 +1,150 @@
+"""Hop 3 as a process: lanes side by side, until they are stopped.
+
+`manage.py relay` runs it. A broker that is down, or a database, is probed with growing
+pauses, and found again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from django.db import Error as AnyDatabaseError
+from django.db import OperationalError
+
+from .. import conf
+from ..errors import BrokerUnavailable
+from ..upkeep import outage
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+from ..upkeep.crew import Crew
+from .lane import Lane
+
+log = logging.getLogger("django_txmsg.relay")
+
+
+class Relay:
+    """Lanes over every (database, broker) pair, until stopped.
+
+    `using` and `brokers` are aliases; `batch_size` overrides the setting.
+    """
+
+    def __init__(
+        self,
+        using: list[str],
+        brokers: list[str],
+        *,
+        batch_size: int | None = None,
+        lanes: int | None = None,
+    ) -> None:
+        self._stop = threading.Event()
+        #: Why a broker could not be used, by its alias.
+        self.unavailable: dict[str, str] = {}
+        count = lanes or conf.get().RELAY.LANES
+        max_pause = conf.get().RELAY.BREAKER_MAX_PAUSE
+        self._breakers = {name: Breaker(name, max_pause) for name in brokers}
+        self.lanes = [
+            Lane(alias, broker, batch_size=batch_size, stop=self._stop)
+            for broker in brokers
+            for alias in using
+            for _ in range(count)
+        ]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What was done so far: dispatched, rejected, dead, unknown, lease_lost."""
+        total: Counter[str] = Counter()
+        for lane in self.lanes:
+            total += lane.counts
+        return total
+
+    @property
+    def in_flight(self) -> int:
+        """Messages claimed and not yet settled."""
+        return sum(lane.in_flight for lane in self.lanes)
+
+    def stop(self) -> None:
+        """Finish what is claimed and take nothing new. From any thread or signal."""
+        self._stop.set()
+
+    def run(
+        self, *, once: bool = False, on_progress: Callable[[], None] | None = None
+    ) -> None:
+        """Relay until stopped; `once`: until no lane finds anything due any more.
+
+        Raises the error that ended a lane, if one did, after all have ended. With
+        `once` a broker or database that is away ends its own lanes only.
+        """
+
+        away: list[Exception] = []
+
+        def work(lane: Lane) -> None:
+            try:
+                self._work(lane, once, on_progress)
+            except Exception as error:
+                if not once or not _is_away(error):
+                    raise
+                away.append(error)
+            finally:
+                lane.close()
+
+        crew = Crew(self.stop)
+        for number, lane in enumerate(self.lanes):
+            crew.add(f"txmsg-lane-{number}", partial(work, lane))
+        crew.start()
+        crew.join()
+        if away:
+            # A database says more than a broker: it may hold what others need.
+            raise min(away, key=lambda error: isinstance(error, BrokerUnavailable))
+
+    def _work(
+        self, lane: Lane, once: bool, on_progress: Callable[[], None] | None
+    ) -> None:
+        breaker = self._breakers[lane.broker_alias]
+        interval = conf.get().RELAY.POLL_INTERVAL
+        while not self._stop.is_set():
+            if not once and not outage.wait(lane.using, self._stop):
+                return
+            if breaker.remaining:
+                self._stop.wait(min(breaker.remaining, 1.0))
+                continue
+            try:
+                claimed = lane.dispatch()
+            except BrokerUnavailable as error:
+                lane.close()
+                breaker.failed(error)
+                self.unavailable[lane.broker_alias] = str(error)
+                if once:
+                    raise
+                continue
+            except AnyDatabaseError as error:
+                if once:
+                    raise
+                if outage.is_away(error):
+                    outage.outlast(lane.using, error, self._stop)
+                elif isinstance(error, OperationalError):
+                    # A deadlock, a lock's time-out: what is claimed has its lease.
+                    log.warning("%s; going on", error)
+                    self._stop.wait(interval)
+                else:
+                    raise
+                continue
+            finally:
+                recycle()
+            breaker.worked()
+            if claimed:
+                if on_progress is not None:
+                    on_progress()
+                continue
+            if once:
+                return
+            self._stop.wait(interval)
+
+
+def _is_away(error: Exception) -> bool:
+    return isinstance(error, BrokerUnavailable | OperationalError) or outage.is_away(
+        error
+    )

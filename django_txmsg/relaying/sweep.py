@@ -1,0 +1,45 @@
+"""Hop 3's way over the table: a busy lane starts its search where it left off.
+
+Settled rows leave dead index entries behind, which nobody may remove while an old
+snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..models.outbox_claim import Claimed
+
+Claim = Callable[[str | None], list[Claimed]]
+
+
+class Sweep:
+    """Remembers where one lane's search may begin."""
+
+    #: How much of a busy lane's time may go into looking for late committers.
+    SHARE = 0.05
+
+    def __init__(self) -> None:
+        self._floor: str | None = None
+        self._swept_at = self._cost = 0.0
+
+    def claim(self, claim: Claim) -> list[Claimed]:
+        """Claim from where the last one left off; from the beginning when there is
+        nothing, or the time for it has been earned."""
+        began = time.monotonic()
+        due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
+        claimed = claim(self._floor) if self._floor and not due else []
+        if not claimed:
+            began = time.monotonic()
+            claimed = claim(None)
+            self._swept_at = time.monotonic()
+            self._cost = self._swept_at - began
+            if not claimed:
+                self._floor = None
+        if claimed:
+            # Texts of one database compare as their instants do, but for a change of
+            # its clock's zone, which the next sweep mends.
+            first = claimed[0].floor
+            self._floor = max(self._floor, first) if self._floor else first
+        return claimed

@@ -1,0 +1,78 @@
+"""What the messages sent in this context belong to: a session's, a stage's, nobody's.
+
+The middleware and the stages enter a scope; `send_message()` asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..envelope.message import Message
+from ..models.outbox_store import NewMessage
+
+
+@dataclass
+class Scope:
+    """What the messages sent in this context belong to: an HTTP session or a stage.
+
+    `cause` is the message that a stage processes; its own messages get ids derived
+    from it. `enlist`, when set, takes messages into the broker's transaction instead
+    of the outbox. `gathers` is the connection of somebody who promises to `flush()` it
+    before its commit: plain messages wait until then, and share an INSERT. `stored`
+    counts the messages stored, by database alias, and `transactions` has the ids of the
+    transactions they are in, where databases tell.
+    """
+
+    session_id: uuid.UUID
+    using: str | None = None
+    cause: Message | None = None
+    stage: str = ""
+    enlist: Callable[[NewMessage], None] | None = None
+    gathers: Any = None
+    stored: dict[str, int] = field(default_factory=dict)
+    transactions: dict[str, str] = field(default_factory=dict)
+    ordinals: Iterator[int] = field(default_factory=itertools.count)
+
+
+_scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)
+#: The threads that are in a stage's handler.
+_inside: set[int] = set()
+
+
+def current_scope() -> Scope | None:
+    """Return the scope that messages sent now would belong to."""
+    return _scope.get()
+
+
+def enter_scope(entered: Scope | None) -> Scope | None:
+    """Make messages sent from now on belong to `entered`, and return what was before.
+
+    For a scope that does not end where it began, as a request's under ASGI.
+    """
+    before = _scope.get()
+    _scope.set(entered)
+    return before
+
+
+@contextmanager
+def in_scope(entered: Scope) -> Iterator[Scope]:
+    """Make messages sent inside belong to `entered`: around a stage's handler."""
+    token = _scope.set(entered)
+    _inside.add(threading.get_ident())
+    try:
+        yield entered
+    finally:
+        _inside.discard(threading.get_ident())
+        _scope.reset(token)
+
+
+def handlers_running() -> int:
+    """Return how many threads of this process are in a handler."""
+    return len(_inside)

@@ -1,0 +1,237 @@
+"""Step 3 of an HTTP request: hands one control message to the broker, with a receipt.
+
+Requests that commit at the same time share a conversation: while one waits for its
+receipt, those of others gather, and leave together in the next. A session that has gone
+stale is replaced without the request noticing; a broker that is down is left alone for
+a while, so that an outage costs a request no waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+from django.core.signals import setting_changed
+
+from .. import conf
+from ..brokers import get_broker, make_broker
+from ..brokers.base import Broker, Outgoing, Session
+from ..envelope.broker_url import split_url
+from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
+from ..upkeep.breaker import Breaker
+
+Outcomes = list[BrokerError | None]
+
+#: Longest pause, in seconds, between probes of a broker that is down.
+MAX_PAUSE = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Sending:
+    """A control message on its way, and the thread that waits for its receipt."""
+
+    outgoing: Outgoing
+    #: Set when its outcome is known, or when its thread is to send what has gathered.
+    turn: threading.Event = field(default_factory=threading.Event)
+    known: bool = False
+    error: BrokerError | None = None
+
+    def end(self, error: BrokerError | None) -> None:
+        self.error, self.known = error, True
+        self.turn.set()
+
+
+class Channel:
+    """One session with a broker, in the hands of one thread at a time."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self._session: Session | None = None
+        self._breaker = Breaker(broker.alias, MAX_PAUSE)
+        self._lock = threading.Lock()
+        #: Whose thread sends what has gathered. The first of what gathers meanwhile is
+        #: the next.
+        self.leader: _Sending | None = None
+        self._gathered: list[_Sending] = []
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Hand over one message and return once the broker has given its receipt.
+
+        Raises BrokerError: BrokerUnavailable at once while the broker is left alone.
+        """
+        mine = _Sending(outgoing)
+        if hasattr(self.broker, "using"):
+            # The embedded broker's tables belong to this thread's own transaction.
+            with self.broker.open() as session:
+                (mine.error,) = session.send([outgoing])
+        else:
+            self._send_with_others(mine)
+        if mine.error is not None:
+            raise mine.error
+
+    def close(self) -> None:
+        """End the conversation, if nobody is in it."""
+        with self._lock:
+            if self.leader is None and self._session is not None:
+                self._session.close()
+                self._session = None
+
+    def _send_with_others(self, mine: _Sending) -> None:
+        try:
+            with self._lock:
+                self._gathered.append(mine)
+                self.leader = self.leader or mine
+                leads = self.leader is mine
+            if not leads:
+                mine.turn.wait()
+            if not mine.known:
+                self._send_gathered()
+        finally:
+            # Also when a time-out of the server's was raised in this thread: it leaves
+            # no gap behind.
+            with self._lock:
+                if mine in self._gathered:
+                    self._gathered.remove(mine)
+                if self.leader is mine:
+                    self.leader = next(iter(self._gathered), None)
+                    if self.leader is not None:
+                        self.leader.turn.set()
+
+    def _send_gathered(self) -> None:
+        with self._lock:
+            group, self._gathered = self._gathered, []
+        error: BrokerError = BrokerUnavailable("the thread that was sending has ended")
+        try:
+            self._send_together(group)
+        except BrokerError as caught:
+            error = caught
+        finally:
+            for one in group:
+                if not one.known:
+                    one.end(error)
+
+    def _send_together(self, group: list[_Sending]) -> None:
+        if self._breaker.remaining:
+            raise BrokerUnavailable(
+                f"broker {self.broker.alias!r} did not answer a moment ago"
+            )
+        try:
+            outcomes = self._send_as_before(group) or self._send_afresh(group)
+        except BrokerError as error:
+            self._breaker.failed(error)
+            raise
+        for one, outcome in zip(group, outcomes, strict=True):
+            one.end(outcome)
+        if unproven := next(filter(_unproven, outcomes), None):
+            self._breaker.failed(unproven)
+        else:
+            self._breaker.worked()
+
+    def _send_as_before(self, group: list[_Sending]) -> Outcomes | None:
+        """Try the session of earlier requests. None when it is of no use any more, or
+        when one that the broker refuses may have taken others along."""
+        session, self._session = self._session, None
+        if session is None:
+            return None
+        # A broker that lets us wait does so on a new connection too.
+        patience = time.monotonic() + conf.get().HTTP.CONTROL_TIMEOUT / 2
+        try:
+            outcomes = self._send_in(session, group)
+        except BrokerError:
+            if time.monotonic() > patience:
+                raise
+            return None
+        again = any(outcomes) if len(group) > 1 else any(map(_unproven, outcomes))
+        return None if again and time.monotonic() < patience else outcomes
+
+    def _send_afresh(self, group: list[_Sending]) -> Outcomes:
+        return self._send_in(self.broker.open(), group, isolate=len(group) > 1)
+
+    def _send_in(
+        self, session: Session, group: list[_Sending], *, isolate: bool = False
+    ) -> Outcomes:
+        try:
+            outcomes = session.send([one.outgoing for one in group], isolate=isolate)
+        except BaseException:
+            _close_aside(session)
+            raise
+        if any(outcomes):
+            _close_aside(session)
+        else:
+            self._session = session
+        return outcomes
+
+
+def _unproven(outcome: BrokerError | None) -> bool:
+    """Return whether nobody knows if a message is stored."""
+    return outcome is not None and not isinstance(outcome, DispatchRejected)
+
+
+def _close_aside(session: Session) -> None:
+    """Close without making the request wait for a broker that does not answer."""
+    threading.Thread(
+        target=session.close, name="txmsg-control-close", daemon=True
+    ).start()
+
+
+_channels: dict[str, Channel] = {}
+_lock = threading.Lock()
+
+
+def control_channel() -> Channel:
+    """Return this process's channel to the default broker."""
+    url = str(conf.get().BROKERS["default"]["URL"])
+    channel = _channels.get(url)
+    if channel is None:
+        with _lock:
+            channel = _channels.get(url)
+            if channel is None:
+                channel = _channels[url] = Channel(_impatient(url))
+    return channel
+
+
+def _impatient(url: str) -> Broker:
+    """Return the broker, told to answer in the time that a request has."""
+    parts = split_url(url)
+    if not parts.scheme.startswith("stomp"):
+        return get_broker("default")
+    said = dict(parse_qsl(parts.query, keep_blank_values=True))
+    timeout = f"{conf.get().HTTP.CONTROL_TIMEOUT:g}"
+    limits = {
+        name: timeout
+        for name in ("connect_timeout", "send_timeout", "close_timeout")
+        if name not in said
+    }
+    query = "&".join(filter(None, [parts.query, *map("=".join, limits.items())]))
+    return make_broker("default", parts._replace(query=query).geturl())
+
+
+@atexit.register
+def close_channels() -> None:
+    """End all conversations with brokers, as at the process's end."""
+    with _lock:
+        channels = list(_channels.values())
+        _channels.clear()
+    for channel in channels:
+        channel.close()
+
+
+def _settings_changed(*, setting: str, **_: Any) -> None:
+    if setting == "TXMSG":
+        close_channels()
+
+
+def _forked() -> None:
+    # The sockets are the parent's: the child neither uses nor closes them.
+    global _lock
+    _lock = threading.Lock()
+    _channels.clear()
+
+
+setting_changed.connect(_settings_changed, dispatch_uid="django_txmsg.channel")
+os.register_at_fork(after_in_child=_forked)

@@ -1,0 +1,321 @@
+"""Step 3 of an HTTP request, and what its receiver makes of it.
+
+Before a session commits, it tells its own service through the broker: look whether my
+messages were dispatched. If its process dies right after the commit, the receiver
+dispatches them. If the session never committed, the control message ends quietly.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.db import OperationalError, connections
+from django.utils import timezone
+
+from .. import conf, signals
+from ..brokers.base import Delivery
+from ..envelope.message import new_id
+from ..errors import BrokerError, CommitTimedOut
+from ..models import SessionRecord
+from ..models.session_record import SessionStatus
+from ..upkeep import outage
+from . import commit_status
+from .channel import control_channel
+from .commit_status import Verdict
+from .control_message import ControlMessage
+from .pending import Pending
+
+log = logging.getLogger("django_txmsg.control")
+
+#: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
+#: in progress: what a slow commit adds to a message's way at most.
+LOOK_EVERY = 0.2
+#: Seconds, beyond the longest lease, after which messages that are committed and
+#: cannot be sent are left to the relay.
+PATIENCE = 60.0
+#: Sessions whose looks are remembered. A forgotten one is looked at as if it were new.
+REMEMBERED = 10_000
+
+
+class LookAgain(Exception):
+    """The session's end is not known yet: keep the delivery, and ask again `after`
+    so many seconds. `control` is what was looked after."""
+
+    def __init__(self, after: float = 0.0) -> None:
+        #: Never at once: others are waiting, and so is who wants to stop.
+        self.after = max(0.01, after)
+        self.control: ControlMessage | None = None
+        super().__init__(f"look again in {self.after:.3f} s")
+
+
+def announce(
+    using: str,
+    session_id: uuid.UUID,
+    metadata: Mapping[str, str] | None = None,
+    transaction: str | None = None,
+) -> None:
+    """Send the control message of a session that is about to commit. `transaction` is
+    its transaction's id, when that is known already.
+
+    Raises BrokerError when it could not be sent and settings say "fail", and
+    CommitTimedOut when the session was given up meanwhile. It must roll back then.
+    """
+    settings = conf.get().HTTP
+    if settings.CONTROL_MESSAGE == "off":
+        return
+    channel, connection = control_channel(), connections[using]
+    if commit_status.never_commits(connection):
+        return
+    mark = ""
+    if getattr(channel.broker, "using", None) == using:
+        # The embedded broker's tables are in this very transaction.
+        kind = "arrival"
+    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and commit_status.can_tell(
+        connection
+    ):
+        kind = "transaction"
+        mark = transaction or commit_status.transaction_id(connection)
+    else:
+        kind = "delay"
+    control = ControlMessage(
+        id=str(new_id()),
+        session_id=session_id,
+        using=using,
+        oracle=kind,
+        transaction=mark,
+        headers=dict(metadata or {}),
+    )
+    began = time.monotonic()
+    error: BrokerError | None = None
+    try:
+        channel.send(control.outgoing())
+    except BrokerError as caught:
+        error = caught
+    signals.control_message_sent.send_robust(
+        sender=None,
+        session_id=session_id,
+        using=using,
+        outcome="failed" if error else "sent",
+        duration=time.monotonic() - began,
+        error=error,
+    )
+    if error is not None:
+        # A failed INSERT has spoiled the transaction that it shares.
+        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
+            raise error
+        log.info("session %s commits without a control message: %s", session_id, error)
+    elif kind == "delay":
+        _leave_a_record(using, session_id)
+
+
+def _leave_a_record(using: str, session_id: uuid.UUID) -> None:
+    if not SessionRecord.objects.db_manager(using).commit(session_id):
+        raise CommitTimedOut(
+            f"Session {session_id} on database {using!r} took longer than "
+            f'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] = '
+            f"{conf.get().HTTP.MAX_COMMIT_DURATION:g} s from its control message to "
+            f"its commit, and was given up. It was rolled back: nothing was stored and "
+            f"nothing is sent. If this recurs, raise that setting."
+        )
+
+
+@dataclass
+class Look:
+    """What is remembered of a control message between two looks at its session."""
+
+    began: float = field(default_factory=time.monotonic)
+    attempts: int = 0
+    transit_time: float | None = None
+    #: Since when it is nothing but the messages' dispatch that is waited for.
+    stuck_since: float | None = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the first look."""
+        return time.monotonic() - self.began
+
+    def pause(self, first: float, most: float) -> float:
+        """Seconds until the next look: doubled each time."""
+        return min(most, first * 2.0 ** min(self.attempts - 1, 30))
+
+    def patient(self) -> bool:
+        """Whether it is worth while to wait, once more, for what should not take long:
+        whoever holds the messages may be dead, and its lease be a relay's."""
+        if self.stuck_since is None:
+            self.stuck_since = time.monotonic()
+        return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
+
+
+_looks: OrderedDict[str, Look] = OrderedDict()
+_looks_lock = threading.Lock()
+
+
+def handle(
+    delivery: Delivery,
+    dispatch: Callable[[str, uuid.UUID], Any],
+    stop: threading.Event,
+) -> None:
+    """Look once after a session's messages; on return the delivery can be settled.
+
+    `dispatch(using, session_id)` sends what is due of a session. Raises LookAgain, and
+    nothing else, when it is too early to tell, when somebody else is sending, or when
+    a broker or the database cannot be asked.
+    """
+    try:
+        control = ControlMessage.read(delivery)
+    except ValueError as error:
+        log.error("dropped an unreadable control message: %s", error)
+        _tell(None, None, "unreadable", Look(attempts=1), {})
+        return
+    look = _remember(control)
+    try:
+        if stop.is_set():
+            raise LookAgain
+        outcome = _look_safely(control, look, dispatch)
+    except LookAgain as again:
+        again.control = control
+        raise
+    with _looks_lock:
+        _looks.pop(control.id, None)
+    _tell(control.session_id, control.using, outcome, look, control.headers)
+
+
+def _look_safely(
+    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
+) -> str:
+    """Return the session's outcome, or raise LookAgain, whatever is broken."""
+    if not outage.usable(control.using):
+        raise LookAgain(look.pause(0.2, 5.0))
+    try:
+        return _look(control, look, dispatch)
+    except LookAgain:
+        raise
+    except Exception as error:
+        if outage.note(control.using, error):
+            log.info("session %s waits for the database: %s", control.session_id, error)
+            raise LookAgain(look.pause(0.2, 5.0)) from error
+        if isinstance(error, BrokerError | OperationalError):
+            log.info("session %s waits: %s", control.session_id, error)
+        else:
+            log.exception("cannot look after session %s yet", control.session_id)
+        if look.patient():
+            raise LookAgain(look.pause(0.2, 5.0)) from error
+    return _left_to_relay(control, "looking after it fails again and again")
+
+
+def _look(
+    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
+) -> str:
+    """Return the session's outcome, or raise LookAgain."""
+    verdict = Verdict.UNKNOWN
+    if control.oracle == "arrival":
+        verdict = Verdict.COMMITTED
+    elif control.oracle == "transaction":
+        verdict = commit_status.ask(control.using, control.transaction)
+    if verdict is Verdict.IN_PROGRESS:
+        raise LookAgain(look.pause(0.02, LOOK_EVERY))
+    if verdict is Verdict.ABORTED:
+        return "rolled_back"
+    # Only now: the rows of a transaction are not seen before its end is.
+    pending = Pending.of(control.using, control.session_id)
+    if verdict is Verdict.COMMITTED or pending.count:
+        return _ship(control, look, pending, dispatch)
+    if not control.signed:
+        # From before an upgrade, or of another key's time, or a stranger's: what has
+        # committed leaves, as it would by a relay, and nothing is given up for it.
+        log.warning(
+            "dropped a control message for session %s that is not signed with this "
+            "project's SECRET_KEY or one of SECRET_KEY_FALLBACKS",
+            control.session_id,
+        )
+        return "unsigned"
+    return _wait_or_give_up(control, look)
+
+
+def _ship(
+    control: ControlMessage,
+    look: Look,
+    pending: Pending,
+    dispatch: Callable[[str, uuid.UUID], Any],
+) -> str:
+    if not pending.count:
+        return "already_dispatched"
+    if pending.due > pending.leased:
+        dispatch(control.using, control.session_id)
+        pending = Pending.of(control.using, control.session_id)
+        if not pending.count:
+            return "dispatched"
+    if not pending.due:
+        return _left_to_relay(control, f"{pending.count} messages are not due yet")
+    if look.patient():
+        # Its own process, or a relay, is sending, or died while it was; or an earlier
+        # message of the same key goes first.
+        raise LookAgain(look.pause(0.05, 1.0))
+    return _left_to_relay(control, f"{pending.due} messages are due and not to be had")
+
+
+def _left_to_relay(control: ControlMessage, why: str) -> str:
+    log.info("session %s is left to the relay: %s", control.session_id, why)
+    return "left_to_relay"
+
+
+def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
+    sessions = SessionRecord.objects.db_manager(control.using)
+    record = sessions.filter(pk=control.session_id).first()
+    if record is not None and record.status == SessionStatus.COMMITTED:
+        # Committed between the two queries, or dispatched before we came.
+        if Pending.of(control.using, control.session_id).count:
+            raise LookAgain
+        return "already_dispatched"
+    settings = conf.get().HTTP
+    left = settings.MAX_COMMIT_DURATION - look.waited
+    if record is None and left > 0:
+        raise LookAgain(look.pause(settings.COMMIT_DELAY_INCREMENT, left))
+    if record is None and not sessions.give_up(control.session_id):
+        raise LookAgain
+    log.warning(
+        "session %s did not commit within %g s of its control message and is given up; "
+        "if it commits later, it fails and is rolled back. Raise "
+        'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] if this recurs',
+        control.session_id,
+        settings.MAX_COMMIT_DURATION,
+    )
+    return "given_up"
+
+
+def _remember(control: ControlMessage) -> Look:
+    with _looks_lock:
+        look = _looks.pop(control.id, None)
+        if look is None:
+            since = (timezone.now() - control.sent_at).total_seconds()
+            look = Look(transit_time=max(0.0, since))
+        _looks[control.id] = look
+        while len(_looks) > REMEMBERED:
+            _looks.popitem(last=False)
+        look.attempts += 1
+    return look
+
+
+def _tell(
+    session_id: uuid.UUID | None,
+    using: str | None,
+    outcome: str,
+    look: Look,
+    headers: Mapping[str, str],
+) -> None:
+    signals.control_message_handled.send_robust(
+        sender=None,
+        session_id=session_id,
+        using=using,
+        outcome=outcome,
+        attempts=look.attempts,
+        transit_time=look.transit_time,
+        headers=headers,
+    )

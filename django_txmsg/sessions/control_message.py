@@ -1,0 +1,126 @@
+"""Step 3's control message on the wire: whom to look for, signed, and without a body.
+
+A session sends it to its own service before it commits (`control.py`). Whoever may
+write to the queue may write anything: what is not signed with this project's SECRET_KEY
+is a hint at most, and how long anything takes is said by settings alone.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from django.core import signing
+from django.db import connections
+from django.utils import timezone
+from django.utils.connection import ConnectionDoesNotExist
+
+from .. import conf, wire
+from ..brokers.base import Delivery, Outgoing
+
+SESSION = "txmsg-session"
+USING = "txmsg-using"
+ORACLE = "txmsg-oracle"
+TRANSACTION = "txmsg-transaction"
+#: The names of the headers that the signature is for, as a JSON list.
+SIGNED = "txmsg-signed"
+SIGNATURE = "txmsg-signature"
+
+_SALT = "django_txmsg.control"
+#: Seconds that a broker keeps one for its receiver, beyond the longest commit.
+KEPT = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class ControlMessage:
+    """Whom to look for, where, and how to learn whether it has committed.
+
+    `oracle` is "transaction" (ask the database for `transaction`), "delay" (wait), or
+    "arrival" (the control message itself was committed with the session); it is "" of
+    one that is not `signed`, which nobody may believe anything else either.
+    """
+
+    id: str
+    session_id: uuid.UUID
+    using: str
+    oracle: str
+    transaction: str = ""
+    signed: bool = True
+    sent_at: dt.datetime = field(default_factory=timezone.now)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, delivery: Delivery) -> ControlMessage:
+        """Raises ValueError when the delivery is no control message."""
+        if delivery.problem or delivery.body:
+            raise ValueError(delivery.problem or "it has a body")
+        signed = _verified(delivery.headers)
+        headers = delivery.headers if signed is None else signed
+        try:
+            using = headers[USING]
+            connections[using]
+            return cls(
+                id=headers[wire.MESSAGE_ID],
+                session_id=uuid.UUID(headers[SESSION]),
+                using=using,
+                oracle="" if signed is None else headers[ORACLE],
+                transaction="" if signed is None else headers.get(TRANSACTION, ""),
+                signed=signed is not None,
+                sent_at=wire.parse_instant(headers[wire.CREATED]),
+                headers=signed or {},
+            )
+        except KeyError as error:
+            raise ValueError(f"it has no header {error}") from None
+        except ConnectionDoesNotExist:
+            raise ValueError(f"there is no database {using!r}") from None
+        except (AttributeError, TypeError) as error:
+            # The embedded broker's headers are JSON, and need not be text.
+            raise ValueError(str(error)) from None
+
+    def outgoing(self) -> Outgoing:
+        """The message as it goes on the wire: durable, until it is of no use."""
+        service = conf.get().SERVICE
+        signed = {
+            **self.headers,
+            wire.MESSAGE_ID: self.id,
+            wire.SERVICE: service,
+            wire.CREATED: wire.format_instant(self.sent_at),
+            SESSION: str(self.session_id),
+            USING: self.using,
+            ORACLE: self.oracle,
+        }
+        if self.transaction:
+            signed[TRANSACTION] = self.transaction
+        headers = {
+            **signed,
+            SIGNED: json.dumps(sorted(signed)),
+            SIGNATURE: signing.Signer(salt=_SALT).signature(_text(signed)),
+            wire.CONTENT_TYPE: wire.BYTES,
+        }
+        destination = wire.control_destination(service)
+        return Outgoing(destination, headers, b"", time_to_live=max(1.0, self.left))
+
+    @property
+    def left(self) -> float:
+        """Seconds until nobody need look any more; not for things that must be exact,
+        since two clocks have a part in it."""
+        age = (timezone.now() - self.sent_at).total_seconds()
+        return conf.get().HTTP.MAX_COMMIT_DURATION + KEPT - age
+
+
+def _verified(headers: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the headers that were signed with one of our keys, or None."""
+    try:
+        signed = {name: headers[name] for name in json.loads(headers[SIGNED])}
+        given = f"{_text(signed)}:{headers[SIGNATURE]}"
+        signing.Signer(salt=_SALT).unsign(given)
+    except (KeyError, TypeError, ValueError, RecursionError, signing.BadSignature):
+        return None
+    return signed
+
+
+def _text(signed: Mapping[str, str]) -> str:
+    return json.dumps(signed, sort_keys=True)

@@ -1,0 +1,167 @@
+"""Receives this service's control messages and has each one settled.
+
+A control message whose session has not committed yet stays in hand, unacknowledged,
+and is looked at again; others are handled meanwhile, and a crash brings it back. None
+stays for long: it goes to the end of the queue, so that no number of them keeps another
+one from being looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from .. import conf, wire
+from ..brokers import get_broker
+from ..brokers.base import Delivery, Session
+from ..errors import BrokerUnavailable
+from ..models import OutboxMessage
+from ..models.outbox import PENDING
+from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
+from ..upkeep.activity import Activity
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+from . import control
+from .control_message import ControlMessage
+
+log = logging.getLogger("django_txmsg.control_thread")
+
+#: Control messages in hand at a time.
+PREFETCH = 1000
+#: Seconds that one is in hand at most.
+HOLD = 30.0
+
+
+@dataclass(order=True)
+class _Held:
+    """A delivery in hand: when its next look is due, and since when it is there."""
+
+    due: float = field(init=False, default=0.0)
+    number: int = field(init=False, default_factory=itertools.count().__next__)
+    since: float = field(init=False, default_factory=time.monotonic)
+    delivery: Delivery = field(compare=False)
+
+
+class ControlThread:
+    """Serves the control destination of this service on one broker: `run()`."""
+
+    def __init__(
+        self, broker: str, stop: threading.Event, breaker: Breaker, activity: Activity
+    ) -> None:
+        self._broker, self._stopping = broker, stop
+        self._breaker, self._activity = breaker, activity
+        #: What the broker has against this destination alone: stages are to go on.
+        self._refused = Breaker(
+            wire.control_destination(conf.get().SERVICE),
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            kind="the subscription of",
+            follows="requests whose process dies wait for the relay",
+        )
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._later: list[_Held] = []
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        try:
+            while not self._stopping.is_set():
+                pause = max(self._breaker.remaining, self._refused.remaining)
+                if pause:
+                    self._stopping.wait(min(pause, 0.5))
+                    continue
+                try:
+                    with self._breaker.connecting:
+                        session = get_broker(self._broker).open()
+                    with session:
+                        if self._subscribed(session):
+                            self._serve(session)
+                except BrokerUnavailable as error:
+                    self._breaker.failed(error)
+                except Exception:
+                    log.exception("a control message failed; it comes again")
+                    self._stopping.wait(1.0)
+                finally:
+                    self._later.clear()
+        finally:
+            for lane in self._lanes.values():
+                lane.close()
+
+    def _subscribed(self, session: Session) -> bool:
+        destination = wire.control_destination(conf.get().SERVICE)
+        try:
+            session.subscribe(destination, prefetch=PREFETCH)
+        except BrokerUnavailable as error:
+            self._refused.failed(error)
+            return False
+        self._refused.worked()
+        return True
+
+    def _serve(self, session: Session) -> None:
+        while not self._stopping.is_set():
+            left = self._later[0].due - time.monotonic() if self._later else 0.5
+            delivery = session.receive(max(0.0, min(left, 0.5)))
+            self._breaker.worked()
+            if delivery is not None and not self._stopping.is_set():
+                self._look(session, _Held(delivery))
+            idle, but = delivery is None, getattr(session, "using", None)
+            recycle(idle=idle, but=but)
+            # Each once: what asks for another look at once lets others have theirs.
+            now = time.monotonic()
+            while self._later and self._later[0].due <= now:
+                if self._stopping.is_set():
+                    return
+                self._look(session, heapq.heappop(self._later))
+
+    def _look(self, session: Session, held: _Held) -> None:
+        try:
+            control.handle(held.delivery, self._dispatch, self._stopping)
+        except control.LookAgain as again:
+            held.due = time.monotonic() + again.after
+            if time.monotonic() - held.since < HOLD or self._stopping.is_set():
+                heapq.heappush(self._later, held)
+                return
+            if not self._send_again(session, again.control):
+                held.since = time.monotonic()
+                heapq.heappush(self._later, held)
+                return
+        session.ack([held.delivery])
+        self._activity.note()
+
+    def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
+        """Put it at the end of the queue, with what is left of its life. Returns False
+        when the broker does not take it."""
+        if message is None or not message.signed or message.left <= 0:
+            session_id = message and message.session_id
+            log.warning("session %s is looked after no longer", session_id)
+            return True
+        (error,) = session.send([message.outgoing()])
+        if error is not None:
+            log.warning("a control message is kept in hand: %s", error)
+        return error is None
+
+    def _dispatch(self, using: str, session_id: uuid.UUID) -> None:
+        """Dispatch what the session stored, for whichever brokers. Raises
+        BrokerUnavailable when one of them is, after the others were served."""
+        pending = OutboxMessage.objects.using(using).filter(
+            PENDING, session_id=session_id
+        )
+        down: BrokerUnavailable | None = None
+        for broker in set(pending.values_list("broker", flat=True)):
+            if (using, broker) not in self._lanes:
+                self._lanes[using, broker] = Lane(
+                    using, broker, longest_lease=AFTER_COMMIT_LEASE
+                )
+            lane = self._lanes[using, broker]
+            try:
+                while lane.dispatch(session_id=session_id):
+                    if self._stopping.is_set():
+                        return
+            except BrokerUnavailable as error:
+                lane.close()
+                down = error
+        if down is not None:
+            raise down

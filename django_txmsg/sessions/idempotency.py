@@ -1,0 +1,256 @@
+"""`Idempotency-Key`: an unsafe request that is repeated does nothing twice.
+
+The key is stored in the request's own transaction, with the response, so that it is
+there exactly when the effects are. After draft-ietf-httpapi-idempotency-key-header:
+400 for an unusable key, 409 while the first request runs, 422 for another request under
+the same key. A stored response is for the caller that is provably the same one: a user,
+an Authorization header, a session, or whom TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+from django.core.exceptions import RequestDataTooBig
+from django.db import IntegrityError, OperationalError, connections
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http.request import RawPostDataException
+from django.http.response import HttpResponseBase
+from django.utils.module_loading import import_string
+
+from .. import conf
+from ..models import IdempotencyKey
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+#: Said of a response that was stored earlier.
+REPLAYED = "Idempotency-Replayed"
+#: Headers that belong to one response and not to the result.
+_NOT_KEPT = frozenset({"date", "set-cookie", "server", "connection"})
+#: Largest body of a response, in bytes, that is kept for a repetition.
+MAX_KEPT = 1024 * 1024
+#: Answers that the same request need not get again: log in, wait, ask for a permission.
+#: The request is rolled back, and its key is free.
+RETRIABLE = frozenset({401, 403, 407, 408, 421, 423, 425, 429})
+#: A Structured Fields string (RFC 8941), or, as most clients send it, the bare key.
+_QUOTED = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
+_SOUND = re.compile(r"[\x20-\x7e]{1,255}")
+
+
+def wanted(request: HttpRequest) -> bool:
+    """Return whether the request has a key that is to be obeyed."""
+    return (
+        request.method not in SAFE_METHODS
+        and "Idempotency-Key" in request.headers
+        and conf.get().HTTP.IDEMPOTENCY
+    )
+
+
+def impossible() -> HttpResponse:
+    """Answer a request with a key for a view that has no outbox session."""
+    return _problem(
+        400,
+        "Idempotency-Key is not supported here",
+        "A repeated request would be done again. Send it without the header.",
+    )
+
+
+def claim(request: HttpRequest, using: str) -> HttpResponse | None:
+    """Take the request's key inside its transaction, which has just begun.
+
+    Returns the answer when the view must not run: the stored response, or a refusal.
+    """
+    if not wanted(request):
+        return None
+    key = _read_key(request.headers["Idempotency-Key"])
+    if key is None:
+        return _problem(
+            400,
+            "Idempotency-Key is not usable",
+            "Send 1 to 255 printable ASCII characters, a UUID for example.",
+        )
+    caller = _caller(request)
+    if caller is None:
+        return _problem(
+            400,
+            "Idempotency-Key needs a caller",
+            "Nobody can tell whether a repeated request comes from you. Log in, or "
+            "send it without the header.",
+        )
+    try:
+        fingerprint = _fingerprint(request)
+    except (RequestDataTooBig, RawPostDataException):
+        return _problem(
+            413,
+            "Too large for an Idempotency-Key",
+            "A body under a key is compared with the first one's, and this one cannot "
+            "be. Send it without the header, or as multipart/form-data.",
+        )
+    try:
+        if not _alone(using, caller, key):
+            return _in_progress()
+        stored = (
+            IdempotencyKey.objects.using(using).filter(caller=caller, key=key).first()
+        )
+        if stored is None:
+            request._txmsg_idempotency = (  # type: ignore[attr-defined]
+                IdempotencyKey.objects.using(using).create(
+                    caller=caller, key=key, fingerprint=fingerprint
+                )
+            )
+            return None
+    except (IntegrityError, OperationalError) as error:
+        if not _somebody_is_faster(error):
+            raise
+        return _in_progress()
+    if stored.fingerprint != fingerprint:
+        return _problem(
+            422,
+            "Idempotency-Key is already used",
+            "It was sent with another request. Use a new key for a new request.",
+        )
+    return _replay(stored)
+
+
+def is_free_again(request: HttpRequest, response: HttpResponseBase) -> bool:
+    """Return whether the answer is none to keep: the request is to be rolled back."""
+    claimed = hasattr(request, "_txmsg_idempotency")
+    return claimed and response.status_code in RETRIABLE
+
+
+def keep(request: HttpRequest, response: HttpResponseBase, using: str) -> None:
+    """Store the response with its key, before the transaction commits."""
+    row: IdempotencyKey | None = getattr(request, "_txmsg_idempotency", None)
+    if row is None:
+        return
+    row.status_code = response.status_code
+    row.headers = [
+        [name, value]
+        for name, value in response.items()
+        if name.lower() not in _NOT_KEPT
+    ]
+    if not response.streaming and len(response.content) <= MAX_KEPT:  # type: ignore[attr-defined]
+        row.body = bytes(response.content)  # type: ignore[attr-defined]
+    row.save(using=using, update_fields=["status_code", "headers", "body"])
+
+
+def _replay(stored: IdempotencyKey) -> HttpResponse:
+    if stored.status_code is None or stored.body is None:
+        return _problem(
+            409,
+            "The request was done already",
+            "Its response was a stream or very large, and was not kept.",
+        )
+    response = HttpResponse(bytes(stored.body), status=stored.status_code)
+    del response["Content-Type"]
+    for name, value in stored.headers:
+        response[name] = value
+    response[REPLAYED] = "true"
+    return response
+
+
+def _alone(using: str, caller: str, key: str) -> bool:
+    """Whether no other request with this key is running. SQLite has one writer at a
+    time, and its lock is asked for by the INSERT that follows."""
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        return True
+    digest = hashlib.sha256(f"txmsg-idempotency\0{caller}\0{key}".encode()).digest()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_try_advisory_xact_lock(%s)",
+            [int.from_bytes(digest[:8], "big", signed=True)],
+        )
+        (alone,) = cursor.fetchone()
+    return bool(alone)
+
+
+def _somebody_is_faster(error: Exception) -> bool:
+    """Whether another request has the key: the unique key, SQLite's lock, or
+    PostgreSQL's isolation says so."""
+    if isinstance(error, IntegrityError) or "database is locked" in str(error):
+        return True
+    return getattr(error.__cause__, "sqlstate", None) == "40001"
+
+
+def _read_key(given: str) -> str | None:
+    quoted = _QUOTED.fullmatch(given.strip())
+    key = re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else given.strip()
+    if not _SOUND.fullmatch(key) or (quoted is None and '"' in key):
+        return None
+    return key
+
+
+def _caller(request: HttpRequest) -> str | None:
+    """Return who asks, or None when that is not certain."""
+    path = conf.get().HTTP.IDEMPOTENCY_CALLER
+    if path is not None:
+        named = import_string(path)(request)
+        return None if named is None else f"named:{_digest(str(named))}"
+    user: Any = getattr(request, "user", None)
+    if user is not None and user.is_authenticated:
+        return f"user:{user.pk}"
+    authorization = request.headers.get("Authorization")
+    if authorization:
+        return f"authorization:{_digest(authorization)}"
+    session: Any = getattr(request, "session", None)
+    # Asked for what is in it, since any cookie makes a key.
+    if session is not None and not session.is_empty() and session.session_key:
+        return f"session:{_digest(session.session_key)}"
+    return None
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _fingerprint(request: HttpRequest) -> str:
+    """Hash what makes two requests the same: method, host, address and payload."""
+    digest = hashlib.sha256()
+
+    def add(part: bytes) -> None:
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+
+    add((request.method or "").encode())
+    add(request.get_host().encode())
+    add(request.get_full_path().encode())
+    add(request.headers.get("Content-Type", "").partition(";")[0].strip().encode())
+    if request.content_type != "multipart/form-data":
+        add(request.body)
+        return digest.hexdigest()
+    # Its boundary differs each time, and its files need not fit into memory.
+    for name, values in sorted(request.POST.lists()):
+        for value in values:
+            add(name.encode())
+            add(str(value).encode())
+    for name, files in sorted(request.FILES.lists()):
+        for file in files:
+            add(name.encode())
+            add((file.name or "").encode())
+            content = hashlib.sha256()
+            for chunk in file.chunks():
+                content.update(chunk)
+            file.seek(0)
+            add(content.digest())
+    return digest.hexdigest()
+
+
+def _in_progress() -> HttpResponse:
+    response = _problem(
+        409,
+        "A request with this Idempotency-Key is being done",
+        "Wait for its response, or send it again in a moment.",
+    )
+    response["Retry-After"] = "1"
+    return response
+
+
+def _problem(status: int, title: str, detail: str) -> HttpResponse:
+    """A problem report as of RFC 9457."""
+    return JsonResponse(
+        {"type": "about:blank", "title": title, "status": status, "detail": detail},
+        status=status,
+        content_type="application/problem+json",
+    )

@@ -1,0 +1,1 @@
+"""What keeps a long-lived process at work: connections, threads, leases, outages."""

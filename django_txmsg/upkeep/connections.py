@@ -1,0 +1,67 @@
+"""The database connections of threads that live long, kept as Django keeps a request's.
+
+Django looks after its connections when a request begins and ends. The threads of
+`consume` and `relay` have no requests: they call `recycle()` around each piece of work.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from typing import Any
+
+from django.db import connections
+
+#: Seconds for which a thread with CONN_MAX_AGE = 0 keeps its connection while one
+#: piece of work follows the other: a new one for each message would cost more than
+#: most messages do. A thread without work gives it back.
+KEPT_WHILE_BUSY = 60.0
+
+
+def recycle(*, idle: bool = False, but: str | None = None) -> None:
+    """Close what is broken, what is older than its CONN_MAX_AGE, and what belongs to a
+    pool. Leaves connections inside of a block alone, and costs no query, but for one
+    on a connection that had an error.
+
+    `idle` says that there is no work for the moment, `but` for which alias that is not
+    so, since a queue in it is looked at all the time.
+
+    With CONN_HEALTH_CHECKS, Django asks each connection that is left before its next
+    use, as in a new request.
+    """
+    connection: Any
+    for connection in connections.all(initialized_only=True):
+        if connection.connection is None or connection.in_atomic_block:
+            continue
+        if _is_to_be_closed(connection, idle and connection.alias != but):
+            connection.close()
+        else:
+            connection.errors_occurred = connection.health_check_done = False
+
+
+def has_spoken(connection: Any) -> bool:
+    """Return whether the server has said something unasked, as it does when it ends an
+    idle session. Costs no query."""
+    if connection.vendor != "postgresql":
+        return False
+    raw = connection.connection
+    if raw.closed:
+        return True
+    listener = select.poll()
+    listener.register(raw.fileno(), select.POLLIN)
+    return bool(listener.poll(0))
+
+
+def _is_to_be_closed(connection: Any, idle: bool) -> bool:
+    settings = connection.settings_dict
+    pooled = settings["OPTIONS"].get("pool")
+    if pooled or connection.autocommit != settings["AUTOCOMMIT"]:
+        return True
+    no_age = settings["CONN_MAX_AGE"] == 0
+    until = connection.close_at
+    if until is not None:
+        until += KEPT_WHILE_BUSY if no_age and not idle else 0.0
+        if time.monotonic() >= until:
+            return True
+    suspect = connection.errors_occurred or has_spoken(connection)
+    return suspect and not connection.is_usable()

@@ -1,0 +1,62 @@
+"""The threads of one process, each of which has to last as long as the process works.
+
+A thread that ends by an error is noticed: the process stops as on a signal, and ends
+with that error. A process that limps on, with a sign of life and without one of its
+threads, would be nobody's to restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from django.db import connections
+
+from ..errors import WorkerFailed
+
+log = logging.getLogger("django_txmsg.crew")
+
+
+class Crew:
+    """Threads that start together and end together, when `stop` is called."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self._threads: list[threading.Thread] = []
+        self._errors: list[tuple[str, BaseException]] = []
+
+    def add(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        """Have `work` done by a thread of this name. Returns it, not started."""
+        thread = threading.Thread(
+            target=self._run, args=(name, work), name=name, daemon=True
+        )
+        self._threads.append(thread)
+        return thread
+
+    def start(self) -> None:
+        """Start all that were added."""
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait until all have ended, and raise what ended the first that failed."""
+        for thread in self._threads:
+            # A timed join lets the main thread see its signals.
+            while thread.is_alive():
+                thread.join(0.2)
+        if self._errors:
+            name, error = self._errors[0]
+            if isinstance(error, Exception):
+                raise error
+            raise WorkerFailed(f"Thread {name} ended by {error!r}.") from error
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            self._errors.append((name, error))
+            log.error("thread %s ended, and its process with it: %r", name, error)
+            self._stop()
+        finally:
+            connections.close_all()
