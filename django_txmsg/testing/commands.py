@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from .frames import Frame
+from .session import Session
 from .store import StoredMessage, Subscription
 from .transaction import Transaction
-
-if TYPE_CHECKING:
-    from .conversation import Conversation
 
 #: Headers of SEND that are the protocol's own and do not reach the receiver.
 _NOT_PASSED_ON = frozenset(
@@ -23,7 +20,7 @@ class RefusedError(Exception):
     """The broker does not take a frame; the text goes into the ERROR frame."""
 
 
-def _connect(talk: Conversation, frame: Frame) -> None:
+def _connect(talk: Session, frame: Frame) -> None:
     if talk.version is not None:
         raise RefusedError("already connected")
     offered = frame.headers.get("accept-version", "1.0").split(",")
@@ -51,7 +48,7 @@ def _connect(talk: Conversation, frame: Frame) -> None:
     talk.peer.decoder.version = talk.version = version
 
 
-def _send(talk: Conversation, frame: Frame) -> None:
+def _send(talk: Session, frame: Frame) -> None:
     if not frame.destination:
         raise RefusedError("SEND without a destination")
     headers = {k: v for k, v in frame.headers.items() if k not in _NOT_PASSED_ON}
@@ -71,7 +68,7 @@ def _send(talk: Conversation, frame: Frame) -> None:
         _transaction(talk, frame).sends.append(message)
 
 
-def _store(talk: Conversation, message: StoredMessage) -> None:
+def _store(talk: Session, message: StoredMessage) -> None:
     headers = message.headers
     delay = headers.get(talk.profile.delay_header or "")
     if talk.profile.expires_relative and "x-dead-letter-routing-key" in headers:
@@ -88,7 +85,7 @@ def _store(talk: Conversation, message: StoredMessage) -> None:
         )
 
 
-def _subscribe(talk: Conversation, frame: Frame) -> None:
+def _subscribe(talk: Session, frame: Frame) -> None:
     name = frame.headers.get("id", frame.destination if talk.version == "1.0" else "")
     if not name or not frame.destination:
         raise RefusedError("SUBSCRIBE needs an id and a destination")
@@ -125,7 +122,7 @@ def _subscribe(talk: Conversation, frame: Frame) -> None:
 
 
 def _deliver(
-    talk: Conversation, subscription: Subscription, ack_id: str, message: StoredMessage
+    talk: Session, subscription: Subscription, ack_id: str, message: StoredMessage
 ) -> None:
     headers = {
         **message.headers,
@@ -141,7 +138,7 @@ def _deliver(
     talk.peer.send(Frame("MESSAGE", headers, message.body))
 
 
-def _unsubscribe(talk: Conversation, frame: Frame) -> None:
+def _unsubscribe(talk: Session, frame: Frame) -> None:
     name = frame.headers.get("id", frame.destination)
     durable = frame.headers.get(talk.profile.durable_header)
     subscription = talk.subscriptions.pop(name, None)
@@ -160,7 +157,7 @@ def _unsubscribe(talk: Conversation, frame: Frame) -> None:
         talk.broker.store.forget(frame.destination, f"{talk.client_id}:{durable}")
 
 
-def _acknowledge(talk: Conversation, frame: Frame) -> None:
+def _acknowledge(talk: Session, frame: Frame) -> None:
     acknowledged = _find_delivered(talk, frame)
     if frame.transaction is not None:
         transaction = _transaction(talk, frame)
@@ -171,7 +168,7 @@ def _acknowledge(talk: Conversation, frame: Frame) -> None:
         subscription.settle(ack_id)
 
 
-def _reject(talk: Conversation, frame: Frame) -> None:
+def _reject(talk: Session, frame: Frame) -> None:
     if frame.transaction is not None and talk.profile.refuses_nack_in_transaction:
         raise RefusedError("NACK is not allowed inside a transaction")
     for subscription, ack_id in _find_delivered(talk, frame):
@@ -185,7 +182,7 @@ def _reject(talk: Conversation, frame: Frame) -> None:
             talk.broker.store.queue(target).put(message)
 
 
-def _find_delivered(talk: Conversation, frame: Frame) -> list[tuple[Subscription, str]]:
+def _find_delivered(talk: Session, frame: Frame) -> list[tuple[Subscription, str]]:
     """Find what an ACK or NACK is about; each version names it otherwise."""
     wanted = frame.headers.get("id" if talk.version == "1.2" else "message-id", "")
     in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
@@ -207,21 +204,21 @@ def _find_delivered(talk: Conversation, frame: Frame) -> list[tuple[Subscription
     raise RefusedError(f"Unexpected {frame.command} received for message-id [{wanted}]")
 
 
-def _transaction(talk: Conversation, frame: Frame) -> Transaction:
+def _transaction(talk: Session, frame: Frame) -> Transaction:
     name = frame.transaction or ""
     if name not in talk.transactions:
         raise RefusedError(f"Invalid transaction id: {name}")
     return talk.transactions[name]
 
 
-def _begin(talk: Conversation, frame: Frame) -> None:
+def _begin(talk: Session, frame: Frame) -> None:
     name = frame.transaction
     if not name or name in talk.transactions:
         raise RefusedError(f"The transaction was already started: {name}")
     talk.transactions[name] = Transaction()
 
 
-def _commit(talk: Conversation, frame: Frame) -> None:
+def _commit(talk: Session, frame: Frame) -> None:
     transaction = _transaction(talk, frame)
     del talk.transactions[frame["transaction"]]
     if transaction.spoilt:
@@ -234,16 +231,16 @@ def _commit(talk: Conversation, frame: Frame) -> None:
     talk.replay = transaction.kept
 
 
-def _abort(talk: Conversation, frame: Frame) -> None:
+def _abort(talk: Session, frame: Frame) -> None:
     _transaction(talk, frame)
     del talk.transactions[frame["transaction"]]
 
 
-def _disconnect(talk: Conversation, frame: Frame) -> None:
+def _disconnect(talk: Session, frame: Frame) -> None:
     """Nothing to do before the receipt; after it the conversation hangs up."""
 
 
-COMMANDS: dict[str, Callable[[Conversation, Frame], None]] = {
+COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
     "CONNECT": _connect,
     "STOMP": _connect,
     "SEND": _send,

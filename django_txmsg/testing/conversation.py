@@ -7,40 +7,14 @@ is in ``commands.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .commands import COMMANDS, RefusedError
 from .frames import Frame
 from .script import Held, Rule, Verb
-from .transaction import Kept, Transaction
-
-if TYPE_CHECKING:
-    from .peer import Peer
-    from .store import Subscription
+from .session import Session
 
 
-class Conversation:
-    """The protocol's state on one connection."""
-
-    def __init__(self, peer: Peer) -> None:
-        """Wait for CONNECT."""
-        self.peer = peer
-        self.broker = peer.broker
-        self.profile = peer.broker.profile
-        #: The version agreed, once the client is connected.
-        self.version: str | None = None
-        self.client_id = ""
-        self.subscriptions: dict[str, Subscription] = {}
-        self.transactions: dict[str, Transaction] = {}
-        #: Subscriptions ended by the client whose unacknowledged messages still count
-        #: as delivered.
-        self.ended_subscriptions: list[Subscription] = []
-        #: Topic and name of subscriptions that end with the connection.
-        self.temporary: list[tuple[str, str]] = []
-        #: Frames of a transaction that are obeyed once its COMMIT is answered.
-        self.replay: list[Kept] = []
-
-    # -- the way of a frame -------------------------------------------------------
+class Conversation(Session):
+    """Takes each frame of a client, and answers."""
 
     def arrive(self, frame: Frame) -> None:
         """Record a frame and do what script or profile say."""
@@ -161,15 +135,3 @@ class Conversation:
         self.broker.violations.append(f"connection {self.peer.number}: {what}")
         self.peer.send(Frame("ERROR", {"message": what}))
         self.peer.hang_up()
-
-    def ended(self) -> None:
-        """Abort what is open and let others have what was not acknowledged."""
-        self.transactions.clear()
-        subscriptions, self.subscriptions = self.subscriptions, {}
-        for subscription in [*subscriptions.values(), *self.ended_subscriptions]:
-            subscription.stop()
-            subscription.give_back()
-        self.ended_subscriptions.clear()
-        for topic, name in self.temporary:
-            self.broker.store.forget(topic, name)
-        self.temporary.clear()

@@ -13,25 +13,44 @@ import ssl
 import struct
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
-from .conversation import Conversation
+from .broker_state import BrokerState
 from .frames import Decoder, Frame, FrameError, encode
 from .loop import READ, WRITE
 
-if TYPE_CHECKING:
-    from .scripted_broker import ScriptedBroker
-
 logger = logging.getLogger(__name__)
+
+
+class FrameHandler(Protocol):
+    """Who answers the client's frames."""
+
+    def arrive(self, frame: Frame) -> None:
+        """Handle the next frame."""
+
+    def protest(self, what: str) -> None:
+        """Answer what breaks the protocol, and hang up."""
+
+    def ended(self) -> None:
+        """Clean up: the connection has ended."""
 
 
 class Peer:
     """The broker's end of one connection."""
 
     def __init__(
-        self, broker: ScriptedBroker, sock: socket.socket, number: int
+        self,
+        broker: BrokerState,
+        sock: socket.socket,
+        number: int,
+        handler: Callable[[Peer], FrameHandler],
+        on_end: Callable[[Peer], None],
     ) -> None:
-        """Take an accepted socket; ``number`` counts connections from 1."""
+        """Take an accepted socket; ``number`` counts connections from 1.
+
+        ``handler`` makes what answers the frames, ``on_end`` is called at the end.
+        """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -44,7 +63,8 @@ class Peer:
         self.bytes_received = 0
         self.last_read = time.monotonic()
         self.decoder = Decoder()
-        self.conversation = Conversation(self)
+        self.conversation = handler(self)
+        self._on_end = on_end
         self._beat_every = self._beats_due = 0.0
         self._backlog: deque[Frame] = deque()
         self._out: deque[bytes] = deque()
@@ -245,4 +265,4 @@ class Peer:
 
     def _over(self) -> None:
         self.conversation.ended()
-        self.broker.peer_ended(self)
+        self._on_end(self)

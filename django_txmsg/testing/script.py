@@ -12,12 +12,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from .frames import Frame
-
-if TYPE_CHECKING:
-    from .conversation import Conversation
 
 
 class Verb(Enum):
@@ -33,6 +30,33 @@ class Verb(Enum):
     CUT_AFTER = auto()
     STALL = auto()
     CALL = auto()
+
+
+class Client(Protocol):
+    """The connection, as a test's own function sees it."""
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame to the client."""
+
+    def write(self, data: bytes) -> None:
+        """Send raw bytes to the client."""
+
+    def cut(self, *, reset: bool = False) -> None:
+        """End the connection."""
+
+
+class Talk(Protocol):
+    """The conversation, as a test's own function sees it."""
+
+    @property
+    def peer(self) -> Client:
+        """The client's connection."""
+
+    def handle(self, frame: Frame) -> None:
+        """Do what the profile does with a frame."""
+
+    def refuse(self, frame: Frame, message: str, detail: str = "") -> None:
+        """Answer a frame with ERROR."""
 
 
 @dataclass(slots=True)
@@ -64,7 +88,7 @@ class Rule:
         self.at_commit = False
         self.reset = False
         self.answers = False
-        self.call: Callable[[Conversation, Frame], object] | None = None
+        self.call: Callable[[Talk, Frame], object] | None = None
         self.copies = 1
         #: Receipts that wait to be permuted, and how many make a full window.
         self.group: list[Held] = []
@@ -161,7 +185,7 @@ class Rule:
         """Read neither this frame nor any later one until ``broker.resume()``."""
         return self._do(Verb.STALL)
 
-    def call_with(self, function: Callable[[Conversation, Frame], object]) -> Rule:
+    def call_with(self, function: Callable[[Talk, Frame], object]) -> Rule:
         """Let the test's function decide; it may call ``conversation.handle(frame)``.
 
         It runs on the broker's thread and must not wait.

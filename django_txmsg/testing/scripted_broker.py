@@ -13,41 +13,23 @@ Everything it was sent is on record, and every ``wait_…`` has a deadline.
 
 from __future__ import annotations
 
-import itertools
 import random
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
+from .broker_state import BrokerState, Split
+from .conversation import Conversation
 from .frames import VERSIONS, Frame
 from .listener import Listener
-from .loop import Loop
 from .peer import Peer
 from .profiles import CLASSIC, PROFILES, Profile
-from .record import Record
-from .script import Rule, Script
-from .store import Store, StoredMessage
+from .script import Rule
+from .store import StoredMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How written bytes are cut into pieces, with a pause after each piece."""
-
-    every: int | None = None
-    at: tuple[int, ...] = ()
-    pause: float = 0.0
-
-    def pieces(self, data: bytes) -> list[bytes]:
-        """Cut what is written at once."""
-        if self.every:
-            return [data[i : i + self.every] for i in range(0, len(data), self.every)]
-        borders = [0, *(b for b in sorted(self.at) if 0 < b < len(data)), len(data)]
-        return [data[a:b] for a, b in itertools.pairwise(borders)]
-
-
-class ScriptedBroker(Record):
+class ScriptedBroker(BrokerState):
     """A scripted STOMP broker; use it as a context manager."""
 
     def __init__(
@@ -71,15 +53,14 @@ class ScriptedBroker(Record):
         ``strict``: leaving the ``with`` block fails when a client has broken the rules
         of STOMP.
         """
-        self.profile = PROFILES[profile] if isinstance(profile, str) else profile
-        self.versions, self.users, self.heart_beat = versions, users, heart_beat
-        self.tls, self._strict = tls, strict
-        super().__init__()
-        self.loop = Loop(self.changed, self.failed)
-        self.script = Script()
-        self.store = Store()
-        self.split = Split()
-        self.silent = False
+        super().__init__(
+            PROFILES[profile] if isinstance(profile, str) else profile,
+            versions=versions,
+            users=users,
+            heart_beat=heart_beat,
+            tls=tls,
+        )
+        self._strict = strict
         #: The connections that are open, in the order they were made.
         self.peers: list[Peer] = []
         #: How many connections were accepted so far.
@@ -237,31 +218,16 @@ class ScriptedBroker(Record):
             self.changed.notify_all()
         return message
 
-    # -- what connections call, with the lock held --------------------------------
+    # -- connections, with the lock held ------------------------------------------
 
-    def is_topic(self, headers: Mapping[str, str]) -> bool:
-        """Whether a frame's destination is a topic, as the profile tells."""
-        if not self.profile.routes_by_header:
-            return headers.get("destination", "").startswith("/topic/")
-        routing = headers.get("destination-type", headers.get("subscription-type"))
-        return routing != "ANYCAST"
-
-    def store_message(self, message: StoredMessage) -> None:
-        """Put a message where its destination says."""
-        if self.is_topic({**message.headers, "destination": message.destination}):
-            self.store.publish(message)
-        else:
-            self.store.queue(message.destination).put(message)
-
-    def peer_ended(self, peer: Peer) -> None:
-        """Forget a connection that is over."""
+    def _forget(self, peer: Peer) -> None:
         if peer in self.peers:
             self.peers.remove(peer)
         self.changed.notify_all()
 
     def _accept(self, sock: socket.socket) -> None:
         self.accepted += 1
-        peer = Peer(self, sock, self.accepted)
+        peer = Peer(self, sock, self.accepted, Conversation, self._forget)
         self.peers.append(peer)
         self.loop.add(peer)
         self.changed.notify_all()

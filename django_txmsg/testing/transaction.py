@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from .frames import Frame
-
-if TYPE_CHECKING:
-    from .script import Rule
-    from .store import StoredMessage, Subscription
+from .script import Rule
+from .store import StoredMessage, Subscription
 
 
 @dataclass(frozen=True, slots=True)
