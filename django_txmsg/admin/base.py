@@ -1,57 +1,24 @@
-"""What all lists share: rows nobody edits, counts that stop, filters that count."""
+"""What all lists share: rows nobody edits, and a search that finds one exact id."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from django.contrib import admin, messages
-from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.views.main import ChangeList
-from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import PermissionDenied
-from django.core.paginator import Paginator
-from django.db.models import Model, Q, QuerySet
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
-from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
 
-from ..monitoring import status
 from . import display
-
-#: The most rows that a list counts; more are "1,000+". Finding a row by a filter that
-#: has no index may take reading a hundred others.
-CAP = 1_000
+from .addresses import MESSAGE, led
+from .counting import CappedList, CappedPaginator
 
 #: The rows that a search by something without an index may find.
 FOUND = 500
-
-#: A message's page, by its id. Its address can be pasted into a ticket.
-MESSAGE = "admin:django_txmsg_message"
-
-
-class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """Pages whose rows are counted up to a cap only."""
-
-    @cached_property
-    def count(self) -> int:
-        """How many rows there are, or one more than the cap."""
-        # In the list's own order, newest first: the oldest may not be in memory.
-        rows: Any = self.object_list
-        counted: int = rows[: CAP + 1].values("pk").count()
-        return counted
-
-
-class CappedList(ChangeList):
-    """A list that does not pretend to have counted all of its rows."""
-
-    def get_results(self, request: HttpRequest) -> None:
-        """Say how many were found beside the search only where that is known."""
-        super().get_results(request)
-        if self.result_count > CAP:
-            self.full_result_count = self.result_count
 
 
 class MessageList(CappedList):
@@ -183,104 +150,6 @@ class MessageAdmin(ReadOnlyAdmin):
         return led(request, MESSAGE, row.message_id)
 
 
-class CountingFilter(admin.SimpleListFilter):
-    """A filter with the number behind each choice."""
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
-        """Return the choices, each with how many rows it would show."""
-        for value, label, count in self.counted(request, model_admin):
-            shown = (
-                label if count is None else f"{label} ({display.capped(count, CAP)})"
-            )
-            yield value, shown
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Return value, label and count of each choice."""
-        raise NotImplementedError
-
-    def has_output(self) -> bool:
-        """Show the filter even where there is one choice: its count is worth it. One
-        that is set narrows the list, whether or not its value is among the choices."""
-        return bool(self.lookup_choices) or self.value() is not None
-
-
-class StateFilter(CountingFilter):
-    """By the states of a row, counted to the cap."""
-
-    title = "state"
-    parameter_name = "state"
-
-    @staticmethod
-    def conditions() -> dict[str, Q]:
-        """Return what each choice means."""
-        raise NotImplementedError
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each state."""
-        rows = model_admin.get_queryset(request)
-        for name, condition in self.conditions().items():
-            yield name, name, count(rows.filter(condition))
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        condition = self.conditions().get(self.value() or "")
-        return queryset if condition is None else queryset.filter(condition)
-
-
-class PlaceFilter(CountingFilter):
-    """By the column of the parameter's name, as far as the newest rows tell."""
-
-    @staticmethod
-    def recent(using: str) -> dict[str, int]:
-        """Return the choices, each with its number among the newest rows."""
-        raise NotImplementedError
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each among the newest."""
-        return among_newest(self.recent(model_admin.get_queryset(request).db))
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        if not self.value():
-            return queryset
-        return queryset.filter(**{str(self.parameter_name): self.value()})
-
-
-def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
-    """Return choices counted among the newest rows: "12+" where there are more."""
-    more = "+" if sum(counts.values()) >= status.RECENT else ""
-    for name, number in sorted(counts.items()):
-        yield name, f"{name} ({number:,}{more})", None
-
-
-def listed(count: int) -> str:
-    """Return a list's number of rows, or the cap and a plus."""
-    return display.capped(count, CAP)
-
-
-def count(rows: QuerySet[Any]) -> int:
-    """Count rows up to the cap."""
-    return rows.order_by()[: CAP + 1].values("pk").count()
-
-
-def address(request: HttpRequest, page: str, *args: object) -> str:
-    """Return a page's address on the admin site that the request came to: a project
-    may have several."""
-    here = request.resolver_match.namespace if request.resolver_match else None
-    return reverse(page, args=args, current_app=here)
-
-
-def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
-    """Answer by leading to a page of the same admin site."""
-    return HttpResponseRedirect(address(request, page, *args))
-
-
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
     """Return the rows with exactly this message id or one of these columns.
 
@@ -299,16 +168,3 @@ def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
             same = rows.filter(**{column: text}).order_by()
             pks.update(same.values_list("pk", flat=True)[:FOUND])
     return rows.filter(pk__in=pks)
-
-
-def audit(request: HttpRequest, subject: Model, text: str) -> None:
-    """Write into the admin's log who did what."""
-    user: Any = request.user
-    LogEntry.objects.create(
-        user_id=user.pk,
-        content_type_id=ContentType.objects.get_for_model(subject).pk,
-        object_id=str(subject.pk),
-        object_repr=str(subject)[:200],
-        action_flag=CHANGE,
-        change_message=text,
-    )

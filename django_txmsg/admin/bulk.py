@@ -18,7 +18,9 @@ from ..models import BulkOperation
 from ..models.bulk import BulkKind, BulkState
 from ..monitoring import attendance, status
 from . import display
-from .base import ReadOnlyAdmin, audit, led
+from .addresses import led
+from .audit import audit
+from .base import ReadOnlyAdmin
 
 PERMISSIONS = {
     BulkKind.REDELIVER: "django_txmsg.redeliver_deadletter",

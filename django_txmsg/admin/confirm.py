@@ -6,7 +6,7 @@ the answer; what is large goes on in the background, and its progress has a page
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -19,11 +19,10 @@ from ..dead_letters import bulk, selection
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk import BulkKind, BulkState
-from .base import MESSAGE, audit, led
+from .addresses import MESSAGE, led
+from .audit import audit
+from .base import ReadOnlyAdmin
 from .bulk import PERMISSIONS, filter_text
-
-if TYPE_CHECKING:
-    from .dead_letters import DeadLetterAdmin
 
 #: Up to so many are done before the page answers; it waits so many seconds at most.
 AT_ONCE, PATIENCE = 200, 5.0
@@ -34,7 +33,7 @@ _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restore
 class ConfirmPages:
     """The question and, posted back, the deed."""
 
-    def __init__(self, admin: DeadLetterAdmin) -> None:
+    def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:

@@ -7,7 +7,7 @@ the original is shown and cannot be changed.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -23,10 +23,9 @@ from ..errors import DecodeError, TxmsgError
 from ..models import DeadLetter
 from ..models.dead_letter import Resolution
 from . import body as bodies
-from .base import MESSAGE, audit, led
-
-if TYPE_CHECKING:
-    from .dead_letters import DeadLetterAdmin
+from .addresses import MESSAGE, led
+from .audit import audit
+from .base import ReadOnlyAdmin
 
 #: A longer body is no matter for a text field.
 LONGEST = 256 * 1024
@@ -35,7 +34,7 @@ LONGEST = 256 * 1024
 class CopyPages:
     """The form, the difference, and the sending."""
 
-    def __init__(self, admin: DeadLetterAdmin) -> None:
+    def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:

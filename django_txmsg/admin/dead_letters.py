@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.views.main import SEARCH_VAR
-from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import path
@@ -23,99 +21,13 @@ from ..models import DeadLetter
 from ..models.bulk import BulkKind
 from ..models.dead_letter import Resolution
 from . import display
-from .base import CountingFilter, MessageAdmin, MessageList, address, count
+from .addresses import address
+from .base import MessageAdmin, MessageList
 from .bulk import PERMISSIONS
 from .confirm import ConfirmPages
 from .copy import CopyPages
+from .dead_letter_filters import FILTERS
 from .groups import GroupPages
-
-#: The open dead letters that the filters count.
-NEWEST = 5_000
-
-
-class DeadFilter(CountingFilter):
-    """A filter whose choices are counted among the open dead letters."""
-
-    column = ""
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count the open ones; all filters share one query."""
-        for value, number in open_counts(request, model_admin)[self.column].items():
-            yield value, f"{value or '(relay)'} ({number})", None
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> QuerySet[DeadLetter]:
-        """Narrow the list."""
-        if self.value() is None:
-            return queryset
-        return queryset.filter(**{self.column: self.value()})
-
-
-class StageFilter(DeadFilter):
-    """Who gave up."""
-
-    title = parameter_name = column = "stage"
-
-
-class DestinationFilter(DeadFilter):
-    """Where it was sent."""
-
-    title = parameter_name = column = "destination"
-
-
-class FingerprintFilter(DeadFilter):
-    """The error."""
-
-    title = parameter_name = column = "fingerprint"
-
-
-class ResolutionFilter(CountingFilter):
-    """Open (unless another is chosen), or what became of it."""
-
-    title = "resolution"
-    parameter_name = "resolution"
-
-    def counted(
-        self, request: HttpRequest, model_admin: Any
-    ) -> Iterator[tuple[str, str, int | None]]:
-        """Count each resolution."""
-        rows = model_admin.get_queryset(request)
-        for state in Resolution.values:
-            yield state, state, count(rows.filter(resolution=state))
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> QuerySet[DeadLetter]:
-        """Narrow the list."""
-        if self.value() is None:
-            return queryset
-        return queryset.filter(resolution=self.value())
-
-
-class AgainFilter(admin.SimpleListFilter):
-    """Those that came back after a redelivery."""
-
-    title = "failed again"
-    parameter_name = "again"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """One choice."""
-        return [("1", "failed again")]
-
-    def queryset(
-        self, request: HttpRequest, queryset: QuerySet[DeadLetter]
-    ) -> QuerySet[DeadLetter]:
-        """Narrow the list."""
-        return queryset.filter(deaths__gt=1) if self.value() else queryset
-
-
-class ReasonFilter(DeadFilter):
-    """Why it was buried."""
-
-    title = parameter_name = column = "reason"
 
 
 class LetterList(MessageList):
@@ -139,14 +51,7 @@ class DeadLetterAdmin(MessageAdmin):
         "tries",
         "message",
     )
-    list_filter = (
-        ResolutionFilter,
-        StageFilter,
-        DestinationFilter,
-        ReasonFilter,
-        AgainFilter,
-        FingerprintFilter,
-    )
+    list_filter = FILTERS
     list_display_links = ("error", "message")
     search_help_text = "Exact message id, correlation id, key or fingerprint"
     actions = ("redeliver_selected", "discard_selected", "restore_selected")
@@ -190,11 +95,11 @@ class DeadLetterAdmin(MessageAdmin):
 
     def has_redeliver_permission(self, request: HttpRequest) -> bool:
         """Whether the user may redeliver."""
-        return request.user.has_perm("django_txmsg.redeliver_deadletter")
+        return request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER])
 
     def has_discard_permission(self, request: HttpRequest) -> bool:
         """Whether the user may discard and restore."""
-        return request.user.has_perm("django_txmsg.discard_deadletter")
+        return request.user.has_perm(PERMISSIONS[BulkKind.DISCARD])
 
     @admin.action(description="Redeliver…", permissions=["redeliver"])
     def redeliver_selected(
@@ -262,37 +167,6 @@ class DeadLetterAdmin(MessageAdmin):
         return display.first_line(letter.exception) or letter.reason
 
 
-def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, str]]:
-    """Return the open dead letters by each filtered column: one query a page.
-
-    Only the newest are counted, and "12+" says so where there are more.
-    """
-    kept: dict[str, dict[str, str]] | None = getattr(request, "_txmsg_counts", None)
-    if kept is not None:
-        return kept
-    with connections[model_admin.get_queryset(request).db].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, destination, fingerprint, reason, COUNT(*) FROM ("
-            " SELECT stage, destination, fingerprint, reason"
-            " FROM django_txmsg_deadletter"
-            " WHERE resolution = 'open' ORDER BY id DESC LIMIT %s"
-            ") AS newest GROUP BY stage, destination, fingerprint, reason",
-            [NEWEST + 1],
-        )
-        rows = cursor.fetchall()
-    more = "+" if sum(row[-1] for row in rows) > NEWEST else ""
-    kept = {}
-    for position, name in enumerate(("stage", "destination", "fingerprint", "reason")):
-        counts: Counter[str] = Counter()
-        for row in rows:
-            counts[row[position]] += row[-1]
-        kept[name] = {
-            value: f"{number:,}{more}" for value, number in counts.most_common(20)
-        }
-    request._txmsg_counts = kept  # type: ignore[attr-defined]
-    return kept
-
-
 def deeds(request: HttpRequest) -> list[tuple[str, str]]:
     """Return what the user may do to all that a list shows, each with its words."""
     state = request.GET.get("resolution")
@@ -311,7 +185,7 @@ def deeds(request: HttpRequest) -> list[tuple[str, str]]:
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
     """Return a list's query as the filter of a bulk operation: all of it, since what
     is left out would make it mean more rows than the list shows."""
-    names = [one.parameter_name for one in DeadLetterAdmin.list_filter]
+    names = [one.parameter_name for one in FILTERS]
     found = {name: query[name] for name in names if query.get(name) is not None}
     if query.get(SEARCH_VAR):
         found["search"] = query[SEARCH_VAR]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -13,11 +13,12 @@ from django.shortcuts import render
 
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
+from ..models.bulk import BulkKind
 from ..models.dead_letter import Resolution
-from .base import audit, led
-
-if TYPE_CHECKING:
-    from .dead_letters import DeadLetterAdmin
+from .addresses import led
+from .audit import audit
+from .base import ReadOnlyAdmin
+from .bulk import PERMISSIONS
 
 #: The most groups on a page, largest first.
 MOST_GROUPS = 200
@@ -26,7 +27,7 @@ MOST_GROUPS = 200
 class GroupPages:
     """The page of groups, and the note on one."""
 
-    def __init__(self, admin: DeadLetterAdmin) -> None:
+    def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
@@ -42,15 +43,15 @@ class GroupPages:
             "total": sum(group["count"] for group in groups),
             "muted": sum(group["count"] for group in groups if group["muted"]),
             "may": {
-                "redeliver": self._admin.has_redeliver_permission(request),
-                "discard": self._admin.has_discard_permission(request),
+                "redeliver": request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER]),
+                "discard": request.user.has_perm(PERMISSIONS[BulkKind.DISCARD]),
             },
         }
         return render(request, "admin/django_txmsg/groups.html", context)
 
     def note(self, request: HttpRequest) -> HttpResponse:
         """Keep what an operator found out about an error, and whether it is muted."""
-        if not self._admin.has_redeliver_permission(request):
+        if not request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER]):
             raise PermissionDenied
         notes = FailureNote.objects.db_manager(router.db_for_write(FailureNote))
         try:

@@ -13,8 +13,8 @@ from ..monitoring import status
 from ..monitoring.waiting import OVERDUE
 from ..stages import all_stages
 from . import display
-from .base import MessageAdmin, PlaceFilter, StateFilter
-from .outbox import StoredFilter
+from .base import MessageAdmin
+from .filters import AgeFilter, PlaceFilter, StateFilter
 from .received import is_held, shown_state, with_state
 
 #: Due for long; what a paused stage would take is not.
@@ -49,7 +49,7 @@ class StageFilter(PlaceFilter):
         return declared | status.recent_stages(using)
 
 
-class ReceivedFilter(StoredFilter):
+class ReceivedFilter(AgeFilter):
     """By the last receipt."""
 
     title = "received"

@@ -7,7 +7,7 @@ all of it, its address is its id.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -18,13 +18,11 @@ from django.shortcuts import render
 from .. import conf
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from . import body as bodies
-from .base import led
+from .addresses import led
+from .base import ReadOnlyAdmin
 from .flow import flow
 from .received import shown_state, with_state
 from .timeline import timeline
-
-if TYPE_CHECKING:
-    from .outbox import OutboxAdmin
 
 #: The most attempts that are shown, newest first.
 MOST_ATTEMPTS = 50
@@ -33,7 +31,7 @@ MOST_ATTEMPTS = 50
 class MessagePages:
     """The page of a message, and its whole body as plain text."""
 
-    def __init__(self, admin: OutboxAdmin) -> None:
+    def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:

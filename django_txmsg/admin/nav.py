@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from django.http import HttpRequest
 from django.urls import NoReverseMatch
 
-from .base import address
+from .addresses import address
 
 _LISTS = (
     ("outboxmessage", "Outbox"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import datetime as dt
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Q, QuerySet
+from django.db.models import Q
 from django.db.models.functions import Now
-from django.http import HttpRequest
 from django.urls import path
 from django.utils import timezone
 from django.utils.html import format_html
@@ -20,7 +18,8 @@ from ..models.outbox import PENDING
 from ..monitoring import status
 from ..monitoring.waiting import OVERDUE
 from . import display, message
-from .base import MessageAdmin, PlaceFilter, StateFilter
+from .base import MessageAdmin
+from .filters import AgeFilter, PlaceFilter, StateFilter
 
 
 class OutboxStateFilter(StateFilter):
@@ -45,27 +44,6 @@ class DestinationFilter(PlaceFilter):
     recent = staticmethod(status.recent_destinations)
 
 
-class StoredFilter(admin.SimpleListFilter):
-    """How long ago, in steps."""
-
-    title = "age"
-    parameter_name = "age"
-    column = "created_at"
-    steps = {"1h": ("last hour", 1), "24h": ("last day", 24), "7d": ("last week", 168)}
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
-        """Return the steps."""
-        return [(key, label) for key, (label, _) in self.steps.items()]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Narrow the list."""
-        step = self.steps.get(self.value() or "")
-        if step is None:
-            return queryset
-        since = Now() - dt.timedelta(hours=step[1])
-        return queryset.filter(**{f"{self.column}__gte": since})
-
-
 @admin.register(OutboxMessage)
 class OutboxAdmin(MessageAdmin):
     """Messages stored here, newest first. Bodies are not in the list."""
@@ -73,7 +51,7 @@ class OutboxAdmin(MessageAdmin):
     list_display = (
         "state", "age", "destination", "message", "due", "tries", "flow",
     )  # fmt: skip
-    list_filter = (OutboxStateFilter, DestinationFilter, StoredFilter)
+    list_filter = (OutboxStateFilter, DestinationFilter, AgeFilter)
     search_help_text = "Exact message id, correlation id or key"
     found_by = ("correlation_id", "key")
 

@@ -13,7 +13,7 @@ from ..monitoring import alarms, periods, status
 from ..monitoring.alarms import Alarm
 from ..monitoring.periods import Hour
 from ..monitoring.status import Place
-from .base import address
+from .addresses import address
 
 BAR, GAP, HEIGHT = 8, 2, 44
 

@@ -17,7 +17,9 @@ from ..models.dead_letter import Resolution
 from ..monitoring import status
 from ..stages import all_stages
 from . import display
-from .base import ReadOnlyAdmin, audit, led
+from .addresses import led
+from .audit import audit
+from .base import ReadOnlyAdmin
 from .inbox import attempts_allowed
 
 

@@ -6,7 +6,6 @@ modules are imported when a tag is used, not before.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 from django import template
@@ -15,7 +14,9 @@ register = template.Library()
 
 
 def _display() -> Any:
-    return import_module("django_txmsg.admin.display")
+    from ..admin import display
+
+    return display
 
 
 def _filter(name: str) -> None:
@@ -29,8 +30,9 @@ for _name in ("badge", "capped", "duration", "exact", "first_line", "last_line")
 @register.filter
 def listed(count: int) -> str:
     """Write how many rows a list has."""
-    text: str = import_module("django_txmsg.admin.base").listed(count)
-    return text
+    from ..admin import counting
+
+    return counting.listed(count)
 
 
 @register.filter
@@ -48,13 +50,16 @@ def ago(instant: Any, now: Any = None) -> Any:
 @register.inclusion_tag("admin/django_txmsg/nav.html", takes_context=True)
 def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
     """Show the way to the other pages, the same at the top of each."""
-    return {"pages": import_module("django_txmsg.admin.nav").pages(context["request"])}
+    from ..admin import nav
+
+    return {"pages": nav.pages(context["request"])}
 
 
 @register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)
 def txmsg_overview(context: dict[str, Any]) -> dict[str, Any]:
     """Show how messaging is doing, on the app's index page."""
-    overview = import_module("django_txmsg.admin.overview")
+    from ..admin import overview
+
     request = context["request"]
     more = {"perms": context["perms"], "request": request}
     return {**more, "live": "live" in request.GET, **overview.overview(request)}

@@ -11,7 +11,7 @@ import pytest
 from django.test import Client
 
 import django_txmsg
-from django_txmsg.admin import base
+from django_txmsg.admin import counting
 from django_txmsg.monitoring import status
 from tests import factories
 
@@ -128,7 +128,7 @@ def test_pages_are_counted_up_to_the_cap(
     viewer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factories.OutboxMessageFactory.create_batch(8)
-    monkeypatch.setattr(base, "CAP", 5)
+    monkeypatch.setattr(counting, "CAP", 5)
 
     response = viewer.get(OUTBOX)
 

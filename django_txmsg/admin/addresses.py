@@ -1,0 +1,21 @@
+"""Addresses of pages on the admin site that a request came to."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest, HttpResponseRedirect
+from django.urls import reverse
+
+#: A message's page, by its id. Its address can be pasted into a ticket.
+MESSAGE = "admin:django_txmsg_message"
+
+
+def address(request: HttpRequest, page: str, *args: object) -> str:
+    """Return a page's address on the admin site that the request came to: a project
+    may have several."""
+    here = request.resolver_match.namespace if request.resolver_match else None
+    return reverse(page, args=args, current_app=here)
+
+
+def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
+    """Answer by leading to a page of the same admin site."""
+    return HttpResponseRedirect(address(request, page, *args))

@@ -1,0 +1,109 @@
+"""The filters that several lists share, with the number of rows behind each choice."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import Q, QuerySet
+from django.db.models.functions import Now
+from django.http import HttpRequest
+
+from ..monitoring import status
+from .counting import count, listed
+
+
+class CountingFilter(admin.SimpleListFilter):
+    """A filter with the number behind each choice."""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
+        """Return the choices, each with how many rows it would show."""
+        for value, label, number in self.counted(request, model_admin):
+            yield value, label if number is None else f"{label} ({listed(number)})"
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Return value, label and count of each choice."""
+        raise NotImplementedError
+
+    def has_output(self) -> bool:
+        """Show the filter even where there is one choice: its count is worth it. One
+        that is set narrows the list, whether or not its value is among the choices."""
+        return bool(self.lookup_choices) or self.value() is not None
+
+
+class StateFilter(CountingFilter):
+    """By the states of a row, counted to the cap."""
+
+    title = "state"
+    parameter_name = "state"
+
+    @staticmethod
+    def conditions() -> dict[str, Q]:
+        """Return what each choice means."""
+        raise NotImplementedError
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count each state."""
+        rows = model_admin.get_queryset(request)
+        for name, condition in self.conditions().items():
+            yield name, name, count(rows.filter(condition))
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        condition = self.conditions().get(self.value() or "")
+        return queryset if condition is None else queryset.filter(condition)
+
+
+class PlaceFilter(CountingFilter):
+    """By the column of the parameter's name, as far as the newest rows tell."""
+
+    @staticmethod
+    def recent(using: str) -> dict[str, int]:
+        """Return the choices, each with its number among the newest rows."""
+        raise NotImplementedError
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count each among the newest."""
+        return among_newest(self.recent(model_admin.get_queryset(request).db))
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        if not self.value():
+            return queryset
+        return queryset.filter(**{str(self.parameter_name): self.value()})
+
+
+def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
+    """Return choices counted among the newest rows: "12+" where there are more."""
+    more = "+" if sum(counts.values()) >= status.RECENT else ""
+    for name, number in sorted(counts.items()):
+        yield name, f"{name} ({number:,}{more})", None
+
+
+class AgeFilter(admin.SimpleListFilter):
+    """How long ago, in steps."""
+
+    title = "age"
+    parameter_name = "age"
+    column = "created_at"
+    steps = {"1h": ("last hour", 1), "24h": ("last day", 24), "7d": ("last week", 168)}
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """Return the steps."""
+        return [(key, label) for key, (label, _) in self.steps.items()]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        step = self.steps.get(self.value() or "")
+        if step is None:
+            return queryset
+        since = Now() - dt.timedelta(hours=step[1])
+        return queryset.filter(**{f"{self.column}__gte": since})
