@@ -50,15 +50,7 @@ def __getattr__(name: str) -> Any:
         home = _HOME[name]
     except KeyError:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    try:
-        module = import_module(f"{__name__}.{home}")
-    except RuntimeError as error:
-        if "app_label" not in str(error):
-            raise
-        raise import_module(f"{__name__}.errors").ConfigurationError(
-            f'Add "{__name__}" to INSTALLED_APPS: {name} needs its tables.'
-        ) from error
-    value = getattr(module, name)
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value
 

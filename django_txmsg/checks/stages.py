@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
+from django.utils.module_loading import module_has_submodule
 
 from .. import brokers, conf, stages, wire
 from ..envelope.redelivery import RedeliveryPolicy
@@ -24,7 +28,23 @@ def check() -> list[CheckMessage]:
     for stage in stages.all_stages():
         for look in (_definition, _broker, _isolation):
             found += look(stage)
-    return [*found, *_databases(), *_retention()]
+    return [*found, *_misnamed(), *_databases(), *_retention()]
+
+
+def _misnamed() -> Iterator[CheckMessage]:
+    """Find the handlers of an app that nobody imports."""
+    for app in apps.get_app_configs():
+        module: Any = app.module
+        if module_has_submodule(module, "stages"):
+            continue
+        spec = module_has_submodule(module, "stage") and find_spec(f"{app.name}.stage")
+        if spec and spec.origin and "django_txmsg" in Path(spec.origin).read_text():
+            yield Warning(
+                f"The stages in {app.name}.stage are not found: only modules named "
+                f"`stages` are looked into.",
+                hint=f"Rename {Path(spec.origin).name} to stages.py.",
+                id="txmsg.W006",
+            )
 
 
 def _definition(stage: Stage) -> Iterator[CheckMessage]:

@@ -202,7 +202,7 @@ class Link:
     def lose(self, reason: str) -> None:
         """Give the link up, once: nothing on it can be trusted any more."""
         with self.lock:
-            if self.closed or self.error is not None:
+            if self.closed or self._refusal or self.error is not None:
                 return
             if self._leaving:  # after DISCONNECT the broker may well be the first to go
                 self.ledger.lose(reason, self._said)

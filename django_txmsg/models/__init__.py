@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from django.apps import apps
+
+from ..errors import ConfigurationError
+
+# Django's own words, on the first model there is, do not say what to do.
+if not apps.is_installed("django_txmsg"):
+    raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
+
 from .archive import ArchiveMark, PipelineRun, StagedMessage, StoredRun
 from .attempt import Attempt
 from .bulk import BulkOperation

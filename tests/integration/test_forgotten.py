@@ -5,9 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from django.core.management import call_command
+
+from django_txmsg import send_message
+from django_txmsg.errors import TransactionRequired
+from tests.running import declared
 
 SETTINGS = """
 SECRET_KEY = "for tests only"
@@ -16,6 +22,12 @@ INSTALLED_APPS = {apps}
 DATABASES = {{
     "default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": "{name}"}}
 }}
+"""
+SERVED = """
+from django.conf import settings
+from django.core.handlers.wsgi import WSGIHandler
+settings.MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
+WSGIHandler()
 """
 EVERYTHING = ["django.contrib.contenttypes", "django.contrib.auth", "django_txmsg"]
 
@@ -52,12 +64,67 @@ def test_migrate(tmp_path: Path, command: list[str]) -> None:
 
 
 @pytest.mark.sqlite
-def test_installed_apps(tmp_path: Path) -> None:
-    code = "from django_txmsg import send_message"
-
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from django_txmsg import send_message",
+        "from django_txmsg.models import DeadLetter",
+        "import django_txmsg.middleware",
+        "import django_txmsg.urls",
+    ],
+)
+def test_installed_apps(tmp_path: Path, code: str) -> None:
     text = django(tmp_path, EVERYTHING[:-1], "shell", "-c", code)
 
-    assert 'Add "django_txmsg" to INSTALLED_APPS' in text
+    assert text.splitlines()[-1].endswith(': Add "django_txmsg" to INSTALLED_APPS.')
+
+
+@pytest.mark.sqlite
+def test_the_middleware_where_the_app_is_missing(tmp_path: Path) -> None:
+    with (tmp_path / "served.py").open("w") as file:
+        file.write(SERVED)
+
+    text = django(tmp_path, EVERYTHING[:-1], "shell", "-c", "import served")
+
+    assert text.splitlines()[-1].endswith(': Add "django_txmsg" to INSTALLED_APPS.')
+
+
+def test_the_middleware() -> None:
+    with pytest.raises(TransactionRequired) as raised:
+        send_message("orders.place", {})
+
+    assert "add django_txmsg.middleware.OutboxMiddleware to MIDDLEWARE" in str(
+        raised.value
+    )
+
+
+@pytest.mark.sqlite
+def test_the_s_of_stages(tmp_path: Path) -> None:
+    shop = tmp_path / "shop"
+    shop.mkdir()
+    (shop / "__init__.py").touch()
+    (shop / "stage.py").write_text("from django_txmsg import stage\n")
+
+    text = django(tmp_path, [*EVERYTHING, "shop"], "check")
+
+    assert "The stages in shop.stage are not found" in text
+    assert "Rename stage.py to stages.py." in text
+
+    (shop / "stage.py").write_text("# The theatre's.\n")
+    assert "no issues" in django(tmp_path, [*EVERYTHING, "shop"], "check")
+
+
+@pytest.mark.sqlite
+@pytest.mark.django_db
+def test_relay_and_consume() -> None:
+    with declared(print, "mails.confirm"):
+        said = StringIO()
+        call_command("message_status", stdout=said)
+
+    assert "No consumer is running." in said.getvalue()
+    assert "start manage.py consume" in said.getvalue()
+    assert "No relay is running." in said.getvalue()
+    assert "start manage.py relay" in said.getvalue()
 
 
 @pytest.mark.sqlite
