@@ -29,7 +29,7 @@ from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, queue_name
 from ..upkeep import outage
-from ..upkeep.connections import recycle
+from ..upkeep.leases import Lease
 from .base import Broker, Delivery, Outgoing, Session
 
 log = logging.getLogger("django_txmsg.brokers.database")
@@ -88,7 +88,7 @@ class DatabaseSession(Session):
         self._held: set[int] = set()
         self._enlisted: list[Outgoing] = []
         self._closed = threading.Event()
-        self._keeper: threading.Thread | None = None
+        self._keeping = Lease(using, lease, self._extend)
         self._handed_at = 0.0
         self._pace = 1.0
 
@@ -170,8 +170,7 @@ class DatabaseSession(Session):
 
     def close(self) -> None:
         self._closed.set()
-        if self._keeper is not None:
-            self._keeper.join()
+        self._keeping.end()
         if not self._durable:
             with contextlib.suppress(BrokerUnavailable):
                 self._asked(self._unsubscribe)
@@ -232,11 +231,8 @@ class DatabaseSession(Session):
             self._queue, self._token, limit=limit, lease=self._lease
         )
         self._held.update(pk for pk, *_ in rows)
-        if rows and self._keeper is None:
-            self._keeper = threading.Thread(
-                target=self._keep, name="txmsg-leases", daemon=True
-            )
-            self._keeper.start()
+        if rows:
+            self._keeping.begin()
         return [
             Delivery(
                 destination=self._destination,
@@ -257,18 +253,10 @@ class DatabaseSession(Session):
         self._held.difference_update(ids)
         return count
 
-    def _keep(self) -> None:
-        """Extend the leases of what is in hand while a handler takes its time."""
-        while not self._closed.wait(self._lease / 3):
-            ids = list(self._held)
-            try:
-                self._rows.extend(ids, self._token, self._lease)
-            except Exception as error:
-                # Whatever it was: without this thread, all leases would run out.
-                outage.note(self.using, error)
-                log.warning("cannot extend the leases of %d: %s", len(ids), error)
-            recycle()
-        connections[self.using].close()
+    def _extend(self) -> None:
+        """Keep what is in hand while a handler takes its time."""
+        if held := list(self._held):
+            self._rows.extend(held, self._token, self._lease)
 
     def _asked(self, question: Callable[[], Result]) -> Result:
         try:

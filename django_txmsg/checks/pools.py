@@ -55,8 +55,6 @@ def consumer(alias: str) -> int:
         own = databases.of_stage(stage) == alias
         if own or stage.broker in embedded:
             need += stage.concurrency
-        if stage.broker in embedded:
-            need += stage.concurrency  # what keeps the leases of its deliveries
     if _writes(DeadLetter) == alias:
         need += len(settings.DEAD_LETTER_DESTINATIONS)
     if settings.DISPATCH_ON_COMMIT == "thread":

@@ -1,8 +1,9 @@
 """Whoever holds rows under a lease keeps it for as long as the work on them takes.
 
 A lease is short, so that what a killed process held is soon free again; a slow broker
-or handler must not lose it for that. One thread of a process renews what has half run
-out, and ends when nothing is held any more.
+or handler must not lose it for that. One thread for each database renews what has half
+run out, so that one that hangs costs no lease in another, and ends when nothing is held
+there any more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable
 
 from django.db import connections
 
+from . import outage
+
 log = logging.getLogger("django_txmsg.leases")
 
 #: Seconds without a lease after which the thread ends; most holders come back soon.
@@ -22,7 +25,8 @@ IDLE = 10.0
 
 
 class Lease:
-    """What one worker holds; renewed inside the `with` block.
+    """What one worker holds; renewed inside the `with` block, or from `begin()` to
+    `end()`.
 
     `renew` prolongs it to `seconds` from now, in one statement fenced by its token. It
     is called in another thread, and only when the work takes longer than usual.
@@ -39,38 +43,54 @@ class Lease:
 
     def renew(self) -> None:
         """Prolong it, if the database can be asked."""
+        if not outage.usable(self.using):
+            return
         until = time.monotonic() + self.seconds
         try:
             self._renew()
         except Exception as error:
             # Whatever it was: the thread has the leases of others to renew.
+            outage.note(self.using, error)
             log.warning("a lease cannot be renewed: %s", error)
         else:
             self._until = until
 
+    def begin(self) -> None:
+        """Have it renewed from now on, when it lasts for its seconds once more."""
+        if _keeper(self.using).add(self):
+            self._until = time.monotonic() + self.seconds
+
+    def end(self) -> None:
+        """Have it renewed no longer."""
+        _keeper(self.using).remove(self)
+
     def __enter__(self) -> Lease:
-        _keeper.add(self)
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _keeper.remove(self)
+        self.end()
 
 
 class _Keeper:
-    """The thread that renews the leases of a process."""
+    """The thread that renews the leases of a process in one database."""
 
-    def __init__(self) -> None:
+    def __init__(self, using: str) -> None:
+        self._using = using
         self._lock = threading.Lock()
         self._held: set[Lease] = set()
         self._running = False
         self._short = threading.Event()
 
-    def add(self, lease: Lease) -> None:
+    def add(self, lease: Lease) -> bool:
+        """Look after a lease. Returns False when that is done already."""
         with self._lock:
+            if lease in self._held:
+                return False
             self._held.add(lease)
             if not self._running:
                 thread = threading.Thread(
-                    target=self._run, name="txmsg-leases", daemon=True
+                    target=self._run, name=f"txmsg-leases-{self._using}", daemon=True
                 )
                 try:
                     thread.start()
@@ -81,8 +101,10 @@ class _Keeper:
                     self._running = True
         if lease.seconds < 4:
             self._short.set()
+        return True
 
     def remove(self, lease: Lease) -> None:
+        """Look after it no longer."""
         with self._lock:
             self._held.discard(lease)
 
@@ -99,18 +121,29 @@ class _Keeper:
             due = [lease for lease in held if lease.left < lease.seconds / 2]
             for lease in due:
                 lease.renew()
-            for using in {lease.using for lease in due}:
-                connections[using].close()
+            if due:
+                connections[self._using].close()
             self._short.wait(min([1.0, *(lease.seconds / 4 for lease in held)]))
             self._short.clear()
 
 
+_keepers: dict[str, _Keeper] = {}
+_lock = threading.Lock()
+
+
+def _keeper(using: str) -> _Keeper:
+    with _lock:
+        if using not in _keepers:
+            _keepers[using] = _Keeper(using)
+        return _keepers[using]
+
+
 def _forget() -> None:
     """Threads do not survive a fork, and a child holds nothing."""
-    global _keeper
-    _keeper = _Keeper()
+    global _lock
+    _lock = threading.Lock()
+    _keepers.clear()
 
 
-_keeper = _Keeper()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -455,6 +456,10 @@ def test_the_embedded_broker_extends_its_lease_while_a_handler_takes_its_time(
         [delivery] = take(slow, 1)
         other.subscribe(destination, prefetch=1)
         assert other.receive(2.0) is None
+        # By the one thread that renews all leases in this database.
+        names = [one.name for one in threading.enumerate()]
+        assert names.count("txmsg-leases-default") == 1
+        assert "txmsg-leases" not in names
         slow.ack([delivery])
         assert other.receive(0) is None
 

@@ -1,0 +1,62 @@
+"""Leases are renewed while they are held, each database's by a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+
+from django_txmsg.upkeep.leases import Lease
+from tests.faults import wait_until
+
+
+def keepers() -> list[str]:
+    return [one.name for one in threading.enumerate() if "txmsg-leases" in one.name]
+
+
+def test_a_database_that_hangs_costs_no_lease_in_another() -> None:
+    asked, back = threading.Event(), threading.Event()
+    renewed: list[int] = []
+
+    def hang() -> None:
+        asked.set()
+        assert back.wait(60)
+
+    try:
+        with (
+            Lease("default", 0.2, hang),
+            Lease("other", 0.2, lambda: renewed.append(1)) as lease,
+        ):
+            assert asked.wait(30)
+            del renewed[:]
+            wait_until(lambda: len(renewed) > 3)
+            assert lease.left > 0
+    finally:
+        back.set()
+
+
+def test_many_leases_in_one_database_share_a_thread() -> None:
+    renewed: set[int] = set()
+    leases = [
+        Lease("other", 0.2, lambda number=number: renewed.add(number))  # type: ignore[misc]
+        for number in range(20)
+    ]
+    for lease in leases:
+        lease.begin()
+        lease.begin()
+    try:
+        wait_until(lambda: len(renewed) == 20)
+        assert keepers().count("txmsg-leases-other") == 1
+    finally:
+        for lease in leases:
+            lease.end()
+
+
+def test_a_renewal_that_fails_is_tried_again() -> None:
+    renewed: list[float] = []
+
+    def renew() -> None:
+        renewed.append(0)
+        if len(renewed) < 3:
+            raise ValueError("any reason")
+
+    with Lease("other", 0.2, renew):
+        wait_until(lambda: len(renewed) > 3)
