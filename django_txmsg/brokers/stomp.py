@@ -45,7 +45,8 @@ class StompBroker(Broker):
         try:
             factory = jms.ConnectionFactory(self._url, **named)
             return StompSession(factory.create_connection(), transacted)
-        except jms.MessagingError as error:
+        except (jms.MessagingError, RuntimeError) as error:
+            # RuntimeError: no thread for it, as at the end of a process.
             raise BrokerUnavailable(str(error)) from error
 
     def shares_topics(self) -> bool | None:

@@ -83,7 +83,12 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     def _start_thread(self, run: Callable[[], None]) -> threading.Thread:
         name = f"jms-reader-{self.address[0]}:{self.address[1]}"
         thread = threading.Thread(target=run, name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending; the thread would close it
+            if self._socket is not None:
+                self._socket.close()
+            raise
         return thread
 
     def attempt_connection(self) -> None:

@@ -105,7 +105,11 @@ class Dispatcher:
                 self._dispatch_all(lane, ids)
         except BrokerUnavailable as error:
             lane.close()
-            self._breaker.failed(error)
+            if isinstance(error.__cause__, RuntimeError):
+                # From Python 3.12 on, a process that ends gets no threads any more.
+                log.info("%d rows are left to the relay: %s", len(ids), error)
+            else:
+                self._breaker.failed(error)
         except Exception:
             # The rows are safe in the outbox; this thread must live on.
             log.exception("dispatch after commit failed; the relay will do it")

@@ -19,6 +19,9 @@ from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher
 from django_txmsg.relaying.lane import AFTER_COMMIT_LEASE
 from django_txmsg.sending.outbox import send_message
+from django_txmsg.testing.profiles import RABBITMQ
+from django_txmsg.testing.scripted_broker import ScriptedBroker
+from django_txmsg.upkeep import leases
 from tests.faults import wait_until
 from tests.running import committing, ship, txmsg
 
@@ -173,3 +176,30 @@ def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
         send()
         wait_until(lambda: not pending())
     assert QueueMessage.objects.count() == 2
+
+
+@pytest.mark.parametrize("broker", ["stomp", "embedded"])
+def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silence(
+    broker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Python 3.12 and later refuse new threads while the interpreter ends."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if not thread.name.startswith("txmsg-dispatch"):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        start(thread)
+
+    with ScriptedBroker(RABBITMQ) as rabbitmq, caplog.at_level("WARNING"):
+        monkeypatch.setattr(leases, "_keepers", {})
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        url = rabbitmq.url if broker == "stomp" else "database://"
+        with txmsg(DISPATCH_ON_COMMIT="thread", BROKERS={"default": {"URL": url}}):
+            send()
+            dispatcher.stop_dispatchers(30)
+        monkeypatch.undo()
+        assert not [one for one in caplog.records if "django_txmsg" in one.name]
+        row = OutboxMessage.objects.get()
+        # The embedded broker needs none: it has left.
+        assert (row.state == "dispatched") is (broker == "embedded")
+        assert (row.lease_until, row.attempts) == (None, 0)
