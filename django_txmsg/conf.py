@@ -87,7 +87,8 @@ class HttpSettings:
     """What a request does when its control message cannot be sent: commit, and leave
     its messages to the relay in the worst case, or fail and roll back."""
     CONTROL_TIMEOUT: float = 5.0
-    """Seconds that a request waits for the control message's receipt."""
+    """Seconds that a request waits for the control message's receipt at most, with all
+    that it takes to get it."""
     MAX_COMMIT_DURATION: float = 15.0
     """Seconds from the control message to the commit after which a request is given
     up where the receiver can only wait. A later commit fails with CommitTimedOut."""

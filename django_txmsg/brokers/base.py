@@ -55,13 +55,19 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def send(
-        self, batch: Sequence[Outgoing], *, isolate: bool = False
+        self,
+        batch: Sequence[Outgoing],
+        *,
+        isolate: bool = False,
+        timeout: float | None = None,
     ) -> list[BrokerError | None]:
         """Hand over a batch, by the fastest way that proves each message stored.
 
         Returns one outcome a message: None (a receipt came), DispatchRejected,
         DispatchUnknown, or DispatchHeld (an earlier one of its key is not stored).
         `isolate` sends one at a time, to find the message that makes a broker hang up.
+        `timeout`, in seconds, is for each step's receipts, where a broker gives such;
+        without it the URL says how long.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:

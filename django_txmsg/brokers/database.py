@@ -93,7 +93,11 @@ class DatabaseSession(Session):
         self._pace = 1.0
 
     def send(
-        self, batch: Sequence[Outgoing], *, isolate: bool = False
+        self,
+        batch: Sequence[Outgoing],
+        *,
+        isolate: bool = False,
+        timeout: float | None = None,
     ) -> list[BrokerError | None]:
         try:
             self._asked(lambda: self._insert(batch))

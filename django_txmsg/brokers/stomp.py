@@ -80,14 +80,20 @@ class StompSession(Session):
         self._prefetch = 1
 
     def send(
-        self, batch: Sequence[Outgoing], *, isolate: bool = False
+        self,
+        batch: Sequence[Outgoing],
+        *,
+        isolate: bool = False,
+        timeout: float | None = None,
     ) -> list[BrokerError | None]:
         messages = [(one.destination, self._mortal(one)) for one in batch]
         if self._transacted:
             raise BrokerError("a transacted session sends by enlist()")
         keys = [one.headers.get(wire.KEY, "") for one in batch]
         outcomes = _asked(
-            lambda: self._session.send_batch(messages, isolate=isolate, keys=keys)
+            lambda: self._session.send_batch(
+                messages, isolate=isolate, keys=keys, timeout=timeout
+            )
         )
         return [_outcome(one) for one in outcomes]
 

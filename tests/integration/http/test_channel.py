@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -156,3 +158,35 @@ def test_an_outage_is_told_to_each_of_them(together, proxy, destination) -> None
         return True
 
     wait_until(works)
+
+
+def test_two_silent_hosts_cost_a_request_its_timeout_and_no_more(destination) -> None:
+    with socket.create_server(("", 0)) as one, socket.create_server(("", 0)) as other:
+        hosts = ",".join(f"localhost:{each.getsockname()[1]}" for each in (one, other))
+        url = f"stomp://{hosts}?connect_timeout=60&dialect=activemq"
+        settings = {
+            "SERVICE": "a",
+            "BROKERS": {"default": {"URL": url}},
+            "HTTP": {"CONTROL_TIMEOUT": 0.5},
+        }
+        with override_settings(TXMSG=settings):
+            silent = control_channel()
+            messages = [outgoing(destination, number) for number in range(THREADS)]
+            began = time.monotonic()
+            outcomes = send_all(silent, messages, lambda: None)
+            took = time.monotonic() - began
+            assert all(isinstance(error, BrokerError) for error in outcomes)
+            assert 0.5 <= took < 30
+            channel.close_channels()
+    # With the hosts gone, so is who was still connecting to them.
+    wait_until(lambda: silent.leader is None)
+
+
+def test_a_silent_host_does_not_hide_the_next(activemq, destination) -> None:
+    with socket.create_server(("localhost", 0)) as silent:
+        first = f"localhost:{silent.getsockname()[1]},"
+        url = activemq.url().replace("@", f"@{first}")
+        settings = {"SERVICE": "a", "BROKERS": {"default": {"URL": url}}}
+        with override_settings(TXMSG=settings):
+            control_channel().send(outgoing(destination, 1))
+            channel.close_channels()
