@@ -102,11 +102,6 @@ class OutboxMiddleware:
             _end(session.rollback, request)
         return answer
 
-    def process_exception(self, request: HttpRequest, error: Exception) -> None:
-        """Note what a template raised that was rendered after its view."""
-        if _session(request) is not None:
-            request._txmsg_error = error  # type: ignore[attr-defined]
-
 
 async def _to_the_end(work: Callable[..., Any], *arguments: Any) -> Any:
     """Do it in the thread of this request's sync code, whoever cancels us meanwhile."""
@@ -168,14 +163,24 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 
 
 def _watch_views() -> None:
-    """Have every handler run views as `_run` does.
+    """Have every handler tell of what views and templates raise, and run views alone.
 
     A middleware's process_exception() does not hear of what a middleware below has made
-    a response of. This method of Django's is the one place around a view alone.
+    a response of. These methods of Django's are the one place before all of them, and
+    the one around a view alone.
     """
     usual = BaseHandler.make_view_atomic
+    asking = BaseHandler.process_exception_by_middleware
     if hasattr(usual, "_txmsg"):
         return
+
+    @functools.wraps(asking)
+    def process_exception_by_middleware(
+        handler: BaseHandler, error: Exception, request: HttpRequest
+    ) -> Any:
+        if _session(request) is not None:
+            request._txmsg_error = error  # type: ignore[attr-defined]
+        return asking(handler, error, request)
 
     @functools.wraps(usual)
     def make_view_atomic(handler: BaseHandler, view: Callable[..., Any]) -> Any:
@@ -190,16 +195,14 @@ def _watch_views() -> None:
                 return atomic(request, *args, **kwargs)
             # The session is the transaction on its database, and those on others stay.
             mine = usual(handler, _without_transaction(view, session.using))
-            try:
-                return mine(request, *args, **kwargs)
-            except Exception as error:
-                request._txmsg_error = error  # type: ignore[attr-defined]
-                raise
+            return mine(request, *args, **kwargs)
 
         return run
 
     make_view_atomic._txmsg = True  # type: ignore[attr-defined]
-    BaseHandler.make_view_atomic = make_view_atomic  # type: ignore[assignment,method-assign]
+    handlers: Any = BaseHandler
+    handlers.make_view_atomic = make_view_atomic
+    handlers.process_exception_by_middleware = process_exception_by_middleware
 
 
 def _without_transaction(view: Callable[..., Any], using: str) -> Callable[..., Any]:

@@ -9,6 +9,8 @@ import pytest
 from django.test import override_settings
 
 from django_txmsg import signals
+from django_txmsg.models import OutboxMessage, QueueMessage, SessionRecord
+from tests.app.models import Order
 
 MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
 
@@ -21,6 +23,22 @@ def txmsg(**http: Any) -> dict[str, Any]:
         "DISPATCH_ON_COMMIT": "off",
         "HTTP": http,
     }
+
+
+def control_messages() -> int:
+    """How many control messages the broker has."""
+    queue = QueueMessage.objects.using("other").filter(queue="web.txmsg.control")
+    return queue.count()
+
+
+def nothing_happened() -> bool:
+    """Whether neither data nor messages nor control messages are there."""
+    return not (
+        Order.objects.exists()
+        or OutboxMessage.objects.exists()
+        or control_messages()
+        or SessionRecord.objects.exists()
+    )
 
 
 @pytest.fixture

@@ -15,23 +15,9 @@ from django_txmsg.models import OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.sending.scope import current_scope
 from tests.app.models import Order
 
+from .conftest import control_messages, nothing_happened
+
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
-
-
-def control_messages() -> int:
-    """How many control messages the broker has."""
-    queue = QueueMessage.objects.using("other").filter(queue="web.txmsg.control")
-    return queue.count()
-
-
-def nothing_happened() -> bool:
-    """Whether neither data nor messages nor control messages are there."""
-    return not (
-        Order.objects.exists()
-        or OutboxMessage.objects.exists()
-        or control_messages()
-        or SessionRecord.objects.exists()
-    )
 
 
 @pytest.fixture

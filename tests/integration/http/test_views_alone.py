@@ -25,10 +25,10 @@ from django.test import AsyncClient, Client, TestCase, override_settings
 from django.urls import path
 
 from django_txmsg import no_outbox, outbox_session, send_message
-from django_txmsg.models import OutboxMessage, QueueMessage, SessionRecord
+from django_txmsg.models import OutboxMessage
 from tests.app.models import Order
 
-from .conftest import MIDDLEWARE, txmsg
+from .conftest import MIDDLEWARE, control_messages, nothing_happened, txmsg
 from .urls import order, place
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -150,20 +150,6 @@ def client(web: Any) -> Iterator[Client]:
         yield Client(raise_request_exception=False)
 
 
-def control_messages() -> int:
-    queue = QueueMessage.objects.using("other").filter(queue="web.txmsg.control")
-    return queue.count()
-
-
-def nothing_happened() -> bool:
-    return not (
-        Order.objects.exists()
-        or OutboxMessage.objects.exists()
-        or control_messages()
-        or SessionRecord.objects.exists()
-    )
-
-
 @pytest.fixture(params=[False, True], ids=["", "atomic_requests"])
 def atomic_requests(request: pytest.FixtureRequest) -> Iterator[bool]:
     settings = connections.settings["default"]
@@ -192,6 +178,15 @@ def test_an_exception_that_is_answered_below_rolls_back(
 def test_a_template_that_fails_rolls_back_too(client) -> None:
     assert client.post("/rendered").status_code == 500
     assert nothing_happened()
+
+
+def test_a_template_that_fails_and_is_answered_below_rolls_back(client) -> None:
+    with override_settings(MIDDLEWARE=[*MIDDLEWARE, f"{__name__}.Answers"]):
+        assert client.post("/rendered?as=200").status_code == 200
+        assert nothing_happened()
+        post = async_to_sync(AsyncClient(raise_request_exception=False).post)
+        assert post("/rendered?as=200").status_code == 200
+        assert nothing_happened()
 
 
 def test_views_are_left_as_they_are(client, atomic_requests) -> None:
