@@ -206,7 +206,7 @@ class Consumer:
                         self._activity.note()
                     if counting:
                         # Counted now, nobody has to wait for the chart later.
-                        periods.last_day(using, status.clock(using))
+                        periods.remember(using, status.clock(using))
                     breaker.worked()
                 except Exception as error:
                     if not outage.note(using, error):

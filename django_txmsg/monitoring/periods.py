@@ -1,7 +1,8 @@
 """What was stored, dispatched, processed and buried in the last 24 hours.
 
-Closed periods are counted once and remembered (`PeriodCount`); only what came since is
-counted live, so that a day of millions of messages costs a glance.
+Closed periods are counted once, by `relay` and `consume`, and remembered
+(`PeriodCount`); only what came since is counted live, so that a day of millions of
+messages costs a glance. Whoever looks writes nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +36,10 @@ class Hour:
 
 def last_day(using: str, now: dt.datetime) -> list[Hour]:
     """Return the last 24 hours, oldest first; the last one is not over yet."""
-    now = now.astimezone(dt.timezone.utc)
-    this_hour = now.replace(minute=0, second=0, microsecond=0)
-    first = this_hour - dt.timedelta(hours=HOURS - 1)
+    first = _first_hour(now)
     hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
-    counted, open_since = _remembered(using, first, now)
+    counted, open_since = _remembered(using, first)
     live = _count(using, open_since)
-    _remember(using, live, open_since, now)
     for (start, series), count in [*counted.items(), *live.items()]:
         index = int((start - first).total_seconds() // 3600)
         if 0 <= index < HOURS:
@@ -49,8 +47,34 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
     return hours
 
 
+def remember(using: str, now: dt.datetime) -> None:
+    """Count the periods of the last 24 hours that are closed and not remembered yet,
+    once, for all who look later."""
+    _, start = _remembered(using, _first_hour(now))
+    if start + PERIOD + GRACE > now:
+        return
+    live = _count(using, start)
+    closed = []
+    while start + PERIOD + GRACE <= now:
+        closed += [
+            PeriodCount(start=start, series=series, count=live[start, series])
+            for series in SERIES
+        ]
+        start += PERIOD
+    counts = PeriodCount.objects.using(using)
+    counts.bulk_create(closed, ignore_conflicts=True)
+    counts.filter(start__lt=now - dt.timedelta(days=8)).delete()
+
+
+def _first_hour(now: dt.datetime) -> dt.datetime:
+    this_hour = now.astimezone(dt.timezone.utc).replace(
+        minute=0, second=0, microsecond=0
+    )
+    return this_hour - dt.timedelta(hours=HOURS - 1)
+
+
 def _remembered(
-    using: str, first: dt.datetime, now: dt.datetime
+    using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
     """Return what is remembered without a gap, and from when on it must be counted."""
     counts: dict[tuple[dt.datetime, str], int] = {}
@@ -97,23 +121,3 @@ def _period(instant: dt.datetime) -> dt.datetime:
         seconds=instant.second,
         microseconds=instant.microsecond,
     )
-
-
-def _remember(
-    using: str,
-    live: Counter[tuple[dt.datetime, str]],
-    since: dt.datetime,
-    now: dt.datetime,
-) -> None:
-    closed = []
-    start = since
-    while start + PERIOD + GRACE <= now:
-        closed += [
-            PeriodCount(start=start, series=series, count=live[start, series])
-            for series in SERIES
-        ]
-        start += PERIOD
-    if closed:
-        counts = PeriodCount.objects.using(using)
-        counts.bulk_create(closed, ignore_conflicts=True)
-        counts.filter(start__lt=now - dt.timedelta(days=8)).delete()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg.models import PeriodCount
@@ -104,6 +106,7 @@ def test_the_chart_counts_each_hour_and_remembers_closed_periods(
     now = timezone.now()
 
     first = periods.last_day("default", now)
+    periods.remember("default", now)
     remembered = PeriodCount.objects.count()
     factories.OutboxMessageFactory(created_at=factories.ago(seconds=1))
     second = periods.last_day("default", timezone.now())
@@ -117,12 +120,23 @@ def test_the_chart_counts_each_hour_and_remembers_closed_periods(
 def test_remembered_periods_are_not_read_again(db: None) -> None:
     now = timezone.now()
     row = factories.OutboxMessageFactory(created_at=factories.ago(hours=3))
-    periods.last_day("default", now)
+    periods.remember("default", now)
 
     row.delete()  # as pruning does
 
     again = periods.last_day("default", now)
     assert sum(hour.counts["stored"] for hour in again) == 1
+
+
+def test_looking_writes_nothing(viewer: Client) -> None:
+    factories.OutboxMessageFactory(created_at=factories.ago(hours=3), dispatched=True)
+
+    with CaptureQueriesContext(connection) as asked:
+        viewer.get(URL)
+
+    verbs = {one["sql"].split()[0] for one in asked.captured_queries}
+    assert verbs <= {"SELECT", "SAVEPOINT", "RELEASE"}
+    assert not PeriodCount.objects.exists()
 
 
 def test_counts_stop_at_the_cap(
@@ -165,7 +179,7 @@ def test_the_number_of_queries_is_fixed(
     viewer: Client, django_assert_num_queries: Callable[..., object]
 ) -> None:
     shop.open_shop(orders=2)
-    viewer.get(URL)  # what is remembered is remembered once
+    periods.remember("default", timezone.now())
     with django_assert_num_queries(QUERIES):
         viewer.get(URL)
     shop.open_shop(orders=30)

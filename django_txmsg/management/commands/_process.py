@@ -9,19 +9,27 @@ process leaves behind that ends in the middle of anything is taken up by others 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from django.db import DatabaseError
+
 from ... import conf
+from ...models.period_count import PERIOD
+from ...monitoring import periods, status
 from ...monitoring.presence import Presence
 from ...sending.scope import handlers_running
+from ...upkeep import outage
 from ...upkeep.connections import recycle
 from ...upkeep.crew import Crew
+
+log = logging.getLogger("django_txmsg.worker")
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -92,14 +100,21 @@ def stay_light() -> None:
 
 
 @contextmanager
-def heartbeat(presence: Presence, busy: Busy) -> Iterator[None]:
+def heartbeat(
+    presence: Presence, busy: Busy, databases: Sequence[str] = ()
+) -> Iterator[None]:
     """Tell that the process lives for as long as the block runs. Stops it, and raises,
-    when that cannot go on."""
+    when that cannot go on. Counts, meanwhile, what the charts show of `databases`."""
     done = threading.Event()
 
     def beat() -> None:
+        counted_at = time.monotonic()
         while True:
             presence.beat(busy.in_flight)
+            if time.monotonic() - counted_at > PERIOD.total_seconds():
+                counted_at = time.monotonic()
+                for using in databases:
+                    _count(using)
             recycle()
             if done.wait(conf.get().CONSUME.HEARTBEAT):
                 break
@@ -113,3 +128,14 @@ def heartbeat(presence: Presence, busy: Busy) -> Iterator[None]:
     finally:
         done.set()
         crew.join()
+
+
+def _count(using: str) -> None:
+    """Remember what nobody then has to count to see it; another time, if not now."""
+    if not outage.usable(using):
+        return
+    try:
+        periods.remember(using, status.clock(using))
+    except DatabaseError as error:
+        if not outage.note(using, error):
+            log.debug("the charts of database %r are not counted", using, exc_info=True)

@@ -57,7 +57,8 @@ class Command(BaseCommand):
                     f"Stop with Ctrl-C."
                 )
             stay_light()
-        with stop_on_signals(relay.stop, self.stderr), heartbeat(presence, relay):
+        beating = heartbeat(presence, relay, databases)
+        with stop_on_signals(relay.stop, self.stderr), beating:
             try:
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
