@@ -63,16 +63,20 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     CONTENT_TYPE,
     "expires",
     "expiration",
+    "reply-to",  # RabbitMQ makes a queue of its own of it
 }
 
 #: Headers that a broker writes on what lies in it, or obeys on what it is sent.
 OF_A_BROKER = frozenset(
     {
+        "amq-msg-type",
         "amqp-message-id",
+        "auto-delete",
         "breadcrumbid",
         "destination-type",
         "dlqdeliveryfailurecause",
         "durable",
+        "exclusive",
         "expiration",
         "expires",
         "original-destination",
@@ -85,6 +89,13 @@ OF_A_BROKER = frozenset(
         "x-acquired-count",
         "x-death",
         "x-delivery-count",
+        "x-expires",
+        "x-max-length",
+        "x-max-length-bytes",
+        "x-max-priority",
+        "x-message-ttl",
+        "x-queue-name",
+        "x-queue-type",
     }
 )
 #: In which a broker notes why a message lies in its dead letters.

@@ -78,25 +78,25 @@ def ask_for(kind: type[S]) -> S:
 # lasts, and the servers are shared anyway.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def postgres() -> services.PostgreSQL:
     """A real PostgreSQL server."""
     return ask_for(services.PostgreSQL)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def activemq() -> services.ActiveMQ:
     """A real ActiveMQ Classic broker."""
     return ask_for(services.ActiveMQ)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rabbitmq() -> services.RabbitMQ:
     """A real RabbitMQ broker with its STOMP plugin."""
     return ask_for(services.RabbitMQ)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pgbouncer(postgres: services.PostgreSQL) -> services.PgBouncer:
     """A real PgBouncer in transaction mode, before the server of `postgres`."""
     return ask_for(services.PgBouncer)
