@@ -110,7 +110,8 @@ def measure_archive(bench: Bench) -> None:
 
 def measure_replay(bench: Bench, count: int) -> None:
     """`replay` against one process: COPY into staging and the same merge."""
-    from django_txmsg.spark.staging import STAGED, Staging
+    from django_txmsg.spark.schemas import STAGED
+    from django_txmsg.spark.staging import Staging
 
     rows = min(bench.rows, 500_000)
     lake = LakeSpec(f"{bench.directory}/lake")

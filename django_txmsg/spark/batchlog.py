@@ -12,7 +12,8 @@ from typing import Any
 
 from .errors import EnvironmentFault
 from .lakefile import LakeFile
-from .laketable import CommitFailedError, LakeTable, Named, app_name
+from .lakelog import Named
+from .laketable import CommitFailedError, LakeTable, app_name
 from .schemas import Table
 
 

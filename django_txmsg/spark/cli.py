@@ -14,7 +14,6 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec
@@ -230,13 +229,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _fail(given.job, error)
     return execute(spec, given)
-
-
-def read_template(text: str) -> str:
-    """Return a template given as JSON, or as the name of a file that holds it."""
-    if text.lstrip().startswith(("{", "[")):
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"The template {text!r} cannot be read: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,6 +55,14 @@ class Connection:
             self._run("ROLLBACK", ())
             raise
         self._run("COMMIT", ())
+
+    def clock(self) -> dt.datetime:
+        """Return the database's present instant."""
+        if self.vendor == "sqlite":
+            text = self.value("SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')")
+            return dt.datetime.fromisoformat(text).replace(tzinfo=dt.timezone.utc)
+        now: dt.datetime = self.value("SELECT now()")
+        return now
 
     def close(self) -> None:
         """Close the connection."""

@@ -76,4 +76,4 @@ class Lake:
 
     def table(self, name: str, struct: t.StructType) -> LakeTable:
         """Return one of the lake's tables, which may not exist yet."""
-        return LakeTable(self, name, struct)
+        return LakeTable(self.place, name, struct)

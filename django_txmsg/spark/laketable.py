@@ -1,6 +1,6 @@
 """A table of the lake: Parquet files that count only if its Delta log names them.
 
-The only module that knows `deltalake`. Tasks write files under names that no other
+Tasks write files under names that no other
 attempt uses (`lakefile`); the driver then names them in one atomic log entry. Readers
 go through the log, never through a directory listing.
 """
@@ -10,52 +10,35 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
 
 import deltalake
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError, TableNotFoundError
-from deltalake.transaction import AddAction, RemoveAction
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 from pyspark.sql import types as t
 
 from .errors import EnvironmentFault
 from .lakefile import LakeFile, directory_of
+from .lakelog import PARTITIONS, Named, added, named_by, removed
 from .schemas import LAKE_VERSION, arrow_schema
-from .storage import insist_on, sync
+from .storage import Place, insist_on, sync
 
-if TYPE_CHECKING:
-    from .lake import Lake
-
-PARTITIONS = ["service", "day"]
 _KEY = "txmsg"
-
-
-@dataclass(frozen=True)
-class Named:
-    """A data file as the log names it."""
-
-    path: str
-    service: str
-    day: dt.date
-    size: int
-    rows: int
-    batches: tuple[int, int] | None = None
-    """The lowest and the highest batch of its rows, where the log says so."""
 
 
 class LakeTable:
     """A table of the lake: a Delta table of ours under `<lake>/<name>`."""
 
-    def __init__(self, lake: Lake, name: str, struct: t.StructType) -> None:
-        self.lake, self.name, self.struct = lake, name, struct
-        self.root = f"{lake.root}/{name}"
-        self.uri = lake.place.delta(name)
-        self.options = dict(lake.place.options) or None
+    def __init__(self, place: Place, name: str, struct: t.StructType) -> None:
+        self.place, self.name, self.struct = place, name, struct
+        self.files = place.files
+        self.root = f"{place.root}/{name}"
+        self.uri = place.delta(name)
+        self.options = dict(place.options) or None
 
     def load(self) -> DeltaTable | None:
         """Return the table's present version, or None where there is none.
@@ -132,30 +115,11 @@ class LakeTable:
         files = list(files)
         before: int = delta.version()
         there = {f"{self.root}/{one.path}": one.size for one in files}
-        insist_on(self.lake.files, there)
-        sync(self.lake.files, self.lake.root, [f"{self.root}/{f.path}" for f in files])
-        actions: list[Any] = [
-            AddAction(
-                path=one.path,
-                size=one.size,
-                partition_values={"service": one.service, "day": one.day.isoformat()},
-                modification_time=one.modified_ms,
-                data_change=True,
-                stats=json.dumps(_stats(one)),
-            )
-            for one in files
-        ]
+        insist_on(self.files, there)
+        sync(self.files, self.place.root, [f"{self.root}/{f.path}" for f in files])
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
-        actions += [
-            RemoveAction(
-                path=one.path,
-                data_change=True,
-                deletion_timestamp=now,
-                partition_values={"service": one.service, "day": one.day.isoformat()},
-                size=one.size,
-            )
-            for one in replaced
-        ]
+        actions: list[Any] = [added(one) for one in files]
+        actions += [removed(one, now) for one in replaced]
         delta.create_write_transaction(
             actions,
             mode="append",
@@ -178,13 +142,13 @@ class LakeTable:
                 f"{self.uri} was to name {missing[0]}, and does not: the log of this "
                 "table is another's, or somebody has taken the file out at once."
             )
-        insist_on(self.lake.files, there)
+        insist_on(self.files, there)
         return version
 
     def _sync_log(self, versions: Iterable[int]) -> None:
         log = f"{self.root}/_delta_log"
         paths = [f"{log}/{number:020}.json" for number in versions]
-        sync(self.lake.files, self.lake.root, paths)
+        sync(self.files, self.place.root, paths)
 
     def last(self, delta: DeltaTable, app: str) -> int:
         """Return the version that `app` has last committed under, or 0."""
@@ -195,21 +159,7 @@ class LakeTable:
         delta = delta or self.load()
         if delta is None:
             return []
-        actions = pa.table(delta.get_add_actions(flatten=True))
-        if not actions.num_rows:
-            return []
-        return [
-            Named(
-                # The log has it as a URI has it, whoever wrote it.
-                path=unquote(row["path"]),
-                service=row["partition.service"],
-                day=row["partition.day"],
-                size=row["size_bytes"],
-                rows=row["num_records"] or 0,
-                batches=_batches(row),
-            )
-            for row in actions.to_pylist()
-        ]
+        return named_by(delta)
 
     def of_batches(self, service: str, after: int, until: int) -> list[Named]:
         """Return a service's files that hold, or may hold, rows of the batches above
@@ -298,7 +248,7 @@ class LakeTable:
         ]
         return [
             info.path
-            for info in self.lake.files.get_file_info(paths)
+            for info in self.files.get_file_info(paths)
             if info.mtime is not None and info.mtime < before
         ]
 
@@ -309,22 +259,7 @@ class LakeTable:
         )
 
     def _address(self, path: str) -> str:
-        return f"{self.lake.place.uri}/{self.name}/{path}"
-
-
-def _stats(file: LakeFile) -> dict[str, Any]:
-    """Return what the log says of a file's rows. Readers skip by it."""
-    stats: dict[str, Any] = {"numRecords": file.rows}
-    if file.batch is not None:
-        number = {"batch_id": file.batch}
-        stats |= {"minValues": number, "maxValues": number}
-        stats["nullCount"] = {"batch_id": 0}
-    return stats
-
-
-def _batches(row: dict[str, Any]) -> tuple[int, int] | None:
-    low, high = row.get("min.batch_id"), row.get("max.batch_id")
-    return None if low is None or high is None else (low, high)
+        return f"{self.place.uri}/{self.name}/{path}"
 
 
 def app_name(job: str, service: str, table: str) -> str:
@@ -332,4 +267,4 @@ def app_name(job: str, service: str, table: str) -> str:
     return f"txmsg-{job}/{service}/{table}"
 
 
-__all__ = ["CommitFailedError", "LakeTable", "Named", "app_name"]
+__all__ = ["CommitFailedError", "LakeTable", "app_name"]

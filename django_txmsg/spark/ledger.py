@@ -1,8 +1,7 @@
-"""The database's side of the archive: what is due, the purge with proof, and the mark.
+"""The database's side of the archive: which rows are due, and the purge with proof.
 
-The lake's log is the ledger: batch n is its commit n. Here is one number for each table
-and lake, `purged_through`: batches up to it are settled. It moves in the transaction
-that deletes. Plain SQL on the table of `models/archive.py`, for PostgreSQL and SQLite.
+Plain SQL for PostgreSQL and SQLite. How far a lake's batches are settled is a mark
+(`marks`), which moves in the transaction that deletes.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
 from .connection import Connection, connect_plain
-from .errors import EnvironmentFault
+from .databases import open_database
+from .databases.sqlite import read_rows
 from .lock import archiving
+from .marks import Marks
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
-from .source.database import open_database
-from .source.sqlite import instant_text, read_rows
 from .spec import SourceSpec
 
-_MARKS = "django_txmsg_archivemark"
 #: A batch has no more bytes of bodies than this, and one row more.
 BATCH_BYTES = 1 << 30
 
@@ -58,17 +55,6 @@ class Horizon:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """How far a lake's batches are settled in this database."""
-
-    lake_id: str
-    lake: str
-    purged_through: int
-    begun_through: int
-    rows: int
-
-
-@dataclass(frozen=True)
 class Held:
     """Settled rows that wait for a transaction, and whose it is."""
 
@@ -84,6 +70,7 @@ class Ledger:
         self.spec, self.table = spec, table
         self.connection = connect_plain(spec)
         self.database = open_database(spec)
+        self.marks = Marks(self.connection, table.name)
 
     def close(self) -> None:
         """Close the connection, which also ends its lock."""
@@ -94,67 +81,10 @@ class Ledger:
         another archiver holds it."""
         return archiving(self.connection, self.spec, self.table.name)
 
-    def marks(self) -> list[Mark]:
-        """Return the marks of all lakes that this table was ever archived into."""
-        rows = self.connection.rows(
-            "SELECT lake_id, lake, purged_through, begun_through, rows"
-            f" FROM {_MARKS} WHERE source = %s ORDER BY id",
-            self.table.name,
-        )
-        return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
-
-    def place_mark(self, lake_id: str, lake: str, purged_through: int) -> Mark:
-        """Set a lake's mark, whatever it was, and return it."""
-        now = self._parameter(self.clock_of(self.connection))
-        self.connection.execute(
-            f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
-            " begun_through, rows, changed_at) VALUES (%s, %s, %s, %s, %s, 0, %s)"
-            " ON CONFLICT (source, lake_id) DO UPDATE SET lake = excluded.lake,"
-            " purged_through = excluded.purged_through,"
-            " begun_through = excluded.begun_through, changed_at = excluded.changed_at",
-            self.table.name, self._id(lake_id), lake, purged_through, purged_through,
-            now,
-        )  # fmt: skip
-        return next(one for one in self.marks() if one.lake_id == lake_id)
-
-    def begin(self, lake_id: str, number: int) -> None:
-        """Note that batches up to `number` are on their way into a lake: until they are
-        settled, no other lake gets their rows."""
-        self.connection.execute(
-            f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
-            " AND lake_id = %s AND begun_through < %s",
-            number, self.table.name, self._id(lake_id), number,
-        )  # fmt: skip
-
-    def advance(
-        self,
-        lake_id: str,
-        before: int,
-        after: int,
-        rows: int = 0,
-        connection: Connection | None = None,
-    ) -> None:
-        """Move the mark from one batch to a later one. Raises EnvironmentFault when
-        another archiver has moved it."""
-        connection = connection or self.connection
-        changed = connection.execute(
-            f"UPDATE {_MARKS} SET purged_through = %s, begun_through = CASE WHEN"
-            " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
-            " changed_at = %s WHERE source = %s AND lake_id = %s"
-            " AND purged_through = %s",
-            after, after, after, rows, self._parameter(self.clock_of(connection)),
-            self.table.name, self._id(lake_id), before,
-        )  # fmt: skip
-        if changed != 1:
-            raise EnvironmentFault(
-                f"Another archiver of {self.table.name} has gone past batch {before}: "
-                "this one has lost its lock, and has deleted nothing more. Run again."
-            )
-
     def clock(self) -> tuple[dt.datetime, Horizon | None]:
         """Return the database's present instant and, on PostgreSQL, its horizon."""
         if self.spec.vendor == "sqlite":
-            return self.clock_of(self.connection), None
+            return self.connection.clock(), None
         now, oldest, following = self.connection.rows(
             "SELECT now(), pg_snapshot_xmin(s)::text::bigint,"
             " pg_snapshot_xmax(s)::text::bigint FROM pg_current_snapshot() AS s"
@@ -317,14 +247,6 @@ class Ledger:
             )
         return len(equal), different
 
-    def clock_of(self, connection: Connection) -> dt.datetime:
-        """Return the present instant of the database behind a connection."""
-        if self.spec.vendor == "sqlite":
-            text = connection.value("SELECT strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')")
-            return dt.datetime.fromisoformat(text).replace(tzinfo=dt.timezone.utc)
-        now: dt.datetime = connection.value("SELECT now()")
-        return now
-
     def vacuum(self) -> None:
         """Give the room of deleted rows back, on PostgreSQL, where we own the table."""
         if self.spec.vendor == "postgresql":
@@ -340,15 +262,6 @@ class Ledger:
                 f" '{horizon.next}'::xid8)"
             )
         return where
-
-    def _id(self, lake_id: str) -> str:
-        # Django keeps a UUID in SQLite as its digits.
-        return uuid.UUID(lake_id).hex if self.spec.vendor == "sqlite" else lake_id
-
-    def _parameter(self, instant: dt.datetime) -> Any:
-        if self.spec.vendor == "sqlite":
-            return instant_text(instant, upper=True)
-        return instant
 
 
 class Different(Exception):

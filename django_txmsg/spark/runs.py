@@ -18,11 +18,11 @@ from typing import Any
 from pyspark.sql import types as t
 
 from .connection import connect_plain
+from .databases.sqlite import instant_text
 from .errors import PipelineError, VerificationRefused
 from .lake import Lake
 from .lock import alive
 from .results import Results
-from .source.sqlite import instant_text
 from .spec import JobSpec, LakeSpec, SourceSpec
 
 RUN = t.StructType(

@@ -272,3 +272,19 @@ DEAD_LETTERS = Table(
 )
 
 TABLES = {one.name: one for one in (OUTBOX, INBOX, ATTEMPTS, DEAD_LETTERS)}
+
+#: What the writer takes: one message a row.
+STAGED = t.StructType(
+    [
+        t.StructField("message_id", t.StringType(), False),
+        t.StructField("broker", t.StringType(), False),
+        t.StructField("destination", t.StringType(), False),
+        t.StructField("key", t.StringType(), False),
+        t.StructField("correlation_id", t.StringType(), False),
+        t.StructField("headers", t.StringType(), False),
+        t.StructField("content_type", t.StringType(), False),
+        t.StructField("body", t.BinaryType(), False),
+        t.StructField("position", t.TimestampType(), True),
+        t.StructField("dead_letter", t.LongType(), True),
+    ]
+)

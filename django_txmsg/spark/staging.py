@@ -15,28 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql import types as t
 
 from .connection import Connection, connect_plain
+from .databases.sqlite import instant_text
 from .errors import EnvironmentFault, UsageError
-from .source.sqlite import instant_text
+from .schemas import STAGED
 from .spec import SourceSpec
-
-#: What the writer takes: one message a row.
-STAGED = t.StructType(
-    [
-        t.StructField("message_id", t.StringType(), False),
-        t.StructField("broker", t.StringType(), False),
-        t.StructField("destination", t.StringType(), False),
-        t.StructField("key", t.StringType(), False),
-        t.StructField("correlation_id", t.StringType(), False),
-        t.StructField("headers", t.StringType(), False),
-        t.StructField("content_type", t.StringType(), False),
-        t.StructField("body", t.BinaryType(), False),
-        t.StructField("position", t.TimestampType(), True),
-        t.StructField("dead_letter", t.LongType(), True),
-    ]
-)
 
 _STAGED = "django_txmsg_stagedmessage"
 _OUTBOX = "django_txmsg_outboxmessage"

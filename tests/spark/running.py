@@ -6,7 +6,8 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django_txmsg.spark import cli
-from django_txmsg.spark.jobs.running import Outcome, run_job
+from django_txmsg.spark.jobs.outcome import Outcome
+from django_txmsg.spark.jobs.running import run_job
 from django_txmsg.spark.spec import JobSpec
 
 

@@ -18,8 +18,9 @@ import pytest
 
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive import ArchiveOptions
+from django_txmsg.spark.schemas import STAGED
 from django_txmsg.spark.spec import JobSpec, LakeSpec
-from django_txmsg.spark.staging import STAGED, Brought, Staging
+from django_txmsg.spark.staging import Brought, Staging
 from tests.faults import wait_until
 from tests.spark.archives import archive
 from tests.spark.conftest import ROOT

@@ -8,9 +8,9 @@ import uuid
 import pyarrow as pa
 import pytest
 
+from django_txmsg.spark.databases import open_database
 from django_txmsg.spark.rowhash import postgres_sql, row_hashes
 from django_txmsg.spark.schemas import DEAD_LETTERS, INBOX, OUTBOX
-from django_txmsg.spark.source.database import open_database
 from tests.spark.log import UTC, Log
 
 HOSTILE = [

@@ -14,7 +14,7 @@ from pyspark.testing import assertDataFrameEqual, assertSchemaEqual
 
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.staging import STAGED
+from django_txmsg.spark.schemas import STAGED
 from django_txmsg.spark.transforms import activity, deadletters, latency, outgoing
 from django_txmsg.spark.transforms.reconcile import (
     EXPECTED,

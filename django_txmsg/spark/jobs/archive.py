@@ -16,15 +16,13 @@ from datetime import datetime, timedelta
 
 from pyspark.sql import SparkSession
 
-from ..batchlog import BatchLog
 from ..connection import Connection
-from ..errors import EnvironmentFault
-from ..lake import Lake, NoLake
 from ..lakefile import LakeFile
-from ..ledger import Batch, Different, Held, Horizon, Ledger, Mark
+from ..ledger import Batch, Different, Held, Horizon, Ledger
 from ..progress import Progress
 from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
+from .agreement import Agreement
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns
 from .settling import Settled, Settling
 
@@ -110,7 +108,13 @@ class Archiver:
         """Settle what was left, then archive all that is settled."""
         try:
             with self.ledger.lock():
-                self._agree()
+                agreement = Agreement(
+                    self.ledger, self.lake, accept_loss=self.options.accept_loss
+                )
+                self.log, self.mark = agreement.reach()
+                self.settling = Settling(self.log, self.ledger, self.on_step)
+                if self.mark.purged_through < self.log.last:
+                    self._resume()
                 now, horizon = self.ledger.clock()
                 cutoff = now - self.options.older_than
                 self.progress.start(self.ledger.waiting(cutoff, horizon))
@@ -128,79 +132,6 @@ class Archiver:
             self.ledger.close()
             self.progress.stop()
         return self.result
-
-    def _agree(self) -> None:
-        """See that lake and database know of the same batches, and settle those that
-        the lake has and the database has not."""
-        marks = self.ledger.marks()
-        try:
-            lake = Lake(self.lake)
-        except NoLake:
-            self._insist_on_no_loss(marks, "there is nothing there")
-            lake = Lake(self.lake, create=True)
-        place = lake.table(self.table.name, self.table.lake_struct())
-        self.log = BatchLog(place, self.source.service, self.table)
-        self.settling = Settling(self.log, self.ledger, self.on_step)
-        identity = self.log.identity()
-        known = next((one for one in marks if one.lake_id == identity), None)
-        if known is None:
-            self._insist_on_no_loss(marks, "it is not the one that is there")
-        last = self.log.read()
-        through = 0
-        if known is not None and last < known.purged_through:
-            self._insist_on_no_loss([known], f"it ends with batch {last}", last)
-            known, through = None, last
-        if known is None and not identity:
-            # Nothing is there, and there may be nothing to bring.
-            known = Mark("", self.lake.uri, 0, 0, 0)
-        elif known is None or known.lake != self.lake.uri:
-            through = known.purged_through if known else through
-            known = self.ledger.place_mark(identity, self.lake.uri, through)
-        self.mark = known
-        self._insist_on_one_lake(marks)
-        if self.mark.purged_through < last:
-            self._resume()
-
-    def _insist_on_no_loss(
-        self, marks: Sequence[Mark], why: str, last: int = 0
-    ) -> None:
-        lost = [
-            one
-            for one in marks
-            if one.lake == self.lake.uri and one.purged_through > last
-        ]
-        if not lost:
-            return
-        if self.options.accept_loss:
-            for one in lost:
-                self.ledger.place_mark(
-                    one.lake_id, f"{one.lake} (lost)"[:1024], one.purged_through
-                )
-            return
-        raise EnvironmentFault(
-            f"The lake at {self.lake.uri} has lost batches of {self.table.name} of "
-            f"{self.source.service!r}: this database has archived {lost[0].rows:,} "
-            f"rows in batches up to {lost[0].purged_through} into it, and {why}. Mount "
-            "it, or bring its newest backup back, and run again: rows of the missing "
-            "batches are nowhere else. If they are gone for good, go on with "
-            "--accept-loss."
-        )
-
-    def _insist_on_one_lake(self, marks: Sequence[Mark]) -> None:
-        """A batch that another lake has and this database has too would go to both."""
-        for one in marks:
-            if one.lake_id == self.mark.lake_id:
-                continue
-            if one.begun_through <= one.purged_through:
-                continue
-            if self.options.accept_loss:
-                self.ledger.place_mark(one.lake_id, one.lake, one.begun_through)
-                continue
-            raise EnvironmentFault(
-                f"Batch {one.begun_through} of {self.table.name} is on its way into "
-                f"the lake {one.lake}: finish it there before you archive into "
-                f"{self.lake.uri}. If that lake is gone, go on with --accept-loss."
-            )
 
     def _resume(self) -> None:
         """Settle batches that a killed run has left, or that the database, restored
@@ -229,7 +160,7 @@ class Archiver:
     def _advance(
         self, number: int, rows: int = 0, connection: Connection | None = None
     ) -> None:
-        self.ledger.advance(
+        self.ledger.marks.advance(
             self.mark.lake_id, self.mark.purged_through, number, rows, connection
         )
         if connection is None:
@@ -291,8 +222,8 @@ class Archiver:
         started = time.monotonic()
         if not self.mark.lake_id:
             self.log.place.ensure()
-            self.mark = self.ledger.place_mark(self.log.identity(), self.lake.uri, 0)
-        self.ledger.begin(self.mark.lake_id, written[-1].batch.number)
+            self.mark = self.ledger.marks.place(self.log.identity(), self.lake.uri, 0)
+        self.ledger.marks.begin(self.mark.lake_id, written[-1].batch.number)
         for one in written:
             self.on_step("committing")
             self.log.enter(
@@ -335,7 +266,7 @@ class Archiver:
         def advance(connection: Connection) -> None:
             if before is not None and not before.result():
                 raise Different
-            self.ledger.advance(
+            self.ledger.marks.advance(
                 self.mark.lake_id, mark, one.batch.number, one.rows, connection
             )
             self.on_step("purging")
@@ -366,16 +297,3 @@ def tasks_on(spark: SparkSession) -> int:
     if (spark.sparkContext.master or "").startswith("local"):
         return max(1, cores // 2)
     return min(MAX_TASKS, 2 * cores)
-
-
-def waiting(
-    source: SourceSpec, table: Table, older_than: timedelta
-) -> tuple[int, Held]:
-    """Return how many rows an archive would take, and which wait: the dry run."""
-    ledger = Ledger(source, table)
-    try:
-        now, horizon = ledger.clock()
-        cutoff = now - older_than
-        return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
-    finally:
-        ledger.close()

@@ -15,11 +15,11 @@ from pyspark import TaskContext
 from pyspark.sql import Row
 from pyspark.sql import types as t
 
+from ..databases.base import Database, Reader
 from ..errors import VerificationRefused
 from ..lakefile import DayFiles, LakeFile, prove
 from ..ledger import Batch
 from ..schemas import Column, Table, arrow_schema
-from ..source.database import Database, Reader
 from ..spec import LakeSpec
 from ..storage import place_of
 

@@ -14,11 +14,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
+from ..databases import open_database
+from ..databases.base import Database
 from ..errors import UsageError
 from ..lake import Lake, NoLake
 from ..schemas import TABLES, Table
 from ..source.batch import Selection, id_ranges
-from ..source.database import Database, open_database
 from ..source.snapshot import snapshot
 from ..spec import JobSpec
 from ..transforms.normalise import whole_log

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import datetime as dt
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -14,22 +12,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ..errors import UsageError, told_by_spark
-from ..ledger import Held
 from ..progress import Progress
 from ..runs import Run, recorded
-from ..schemas import TABLES
-from ..session import session
 from ..spec import JobSpec
-
-
-@dataclass
-class Outcome:
-    """What a job says when it is done: lines for people, facts for tools."""
-
-    lines: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    exit_code: int = 0
-
+from .outcome import Outcome, job_session
 
 #: Where a job is told of things, and Django's own options: no part of what it does.
 _NOT_RECORDED = frozenset(
@@ -68,105 +54,9 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
 
 
 def _archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    from .archive import ArchiveOptions, Archiver, waiting
+    from .archive_command import run_archive
 
-    source, lake = spec.service(), spec.lake_spec()
-    ages = {name: _age(name, spec, given) for name in given.table or TABLES}
-    chosen = {name: age for name, age in ages.items() if age is not None}
-    if not chosen:
-        raise UsageError(
-            "Nothing says how old a row must be: give --older-than, or a retention."
-        )
-    outcome = Outcome()
-    if given.dry_run:
-        for name, age in chosen.items():
-            run.counts[name], held = waiting(source, TABLES[name], age)
-            outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
-            _tell_held(name, held, given.stuck_after, run, outcome)
-        run.rows = sum(run.counts.values())
-        return outcome
-    refused: list[str] = []
-    seconds: dict[str, dict[str, float]] = {}
-    start = Progress.on_terminal("archive", quiet=given.json)
-    with _started(given, start) as spark:
-        for name, age in chosen.items():
-            archiver = Archiver(
-                spark,
-                source,
-                lake,
-                TABLES[name],
-                ArchiveOptions(
-                    older_than=age,
-                    batch_rows=given.batch_rows,
-                    tasks=given.tasks,
-                    purges=given.purges,
-                    vacuum=not given.no_vacuum,
-                    accept_loss=given.accept_loss,
-                ),
-                progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
-            )
-            done = archiver.run()
-            run.rows += done.rows
-            run.counts[name] = done.rows
-            refused += done.refused
-            seconds[name] = {k: round(v, 2) for k, v in done.seconds.items()}
-            outcome.lines.append(
-                f"{name}: {done.rows:,} rows in {done.batches} batches are in the lake "
-                "and out of the database."
-            )
-            outcome.lines += done.notes
-            _tell_held(name, done.held, given.stuck_after, run, outcome)
-    outcome.lines += refused
-    outcome.facts |= {"refused": refused, "steps": seconds}
-    if refused:
-        run.refused, run.error = True, "\n".join(refused)
-    return outcome
-
-
-def _tell_held(
-    name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
-) -> None:
-    """Say which rows wait for a transaction. One that is open for too long is a
-    finding: the archive stands still, and so does vacuum."""
-    if not held.rows:
-        return
-    whose = held.holder or "a transaction that this role may not see"
-    since = f", open since {held.since:%Y-%m-%d %H:%M:%S} UTC" if held.since else ""
-    outcome.lines.append(
-        f"{name}: {held.rows:,} settled rows wait for {whose}{since}: they changed "
-        "after it had begun."
-    )
-    outcome.facts.setdefault("held", {})[name] = held.rows
-    now = dt.datetime.now(dt.timezone.utc)
-    if held.since is None or now - held.since > stuck_after:
-        run.findings = True
-
-
-@contextmanager
-def _session(given: argparse.Namespace) -> Iterator[SparkSession]:
-    """Yield a session whose tasks are shown to whoever is looking."""
-    bar = Progress.on_terminal(given.job, quiet=given.json, unit="tasks")
-    with _started(given, bar) as spark, bar.following(spark):
-        yield spark
-
-
-@contextmanager
-def _started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
-    """Yield a session, and say what takes so long before it is there."""
-    bar.say("starting Spark")
-    try:
-        with session(given.job, dict(given.conf)) as spark:
-            yield spark
-    finally:
-        bar.stop()
-
-
-def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:
-    if given.older_than is not None:
-        age: dt.timedelta = given.older_than
-        return age
-    days = spec.retention.get(name)
-    return None if days is None else dt.timedelta(days=days)
+    return run_archive(spec, given, run)
 
 
 def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
@@ -179,7 +69,7 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         fail_on=given.fail_on,
         keep=not given.dry_run,
     )
-    with _session(given) as spark:
+    with job_session(given) as spark:
         found = run_reconcile(spark, spec, options, run)
     lines = [f"Judged: messages sent before {found.horizon:%Y-%m-%d %H:%M:%S} UTC."]
     for name, verdicts in sorted(found.destinations.items()):
@@ -211,7 +101,7 @@ def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         html="" if given.dry_run else given.html,
         keep=not given.dry_run,
     )
-    with _session(given) as spark:
+    with job_session(given) as spark:
         found = run_analyze(spark, spec, options, run)
     lines = [
         f"  {row['receiver']}/{row['stage']}: {row['messages']:,} messages, 95 % "
@@ -246,13 +136,12 @@ def _replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    from ..cli import read_template
     from .outgoing import SendOptions, run_send
 
     options = SendOptions(
         path=given.path,
         destination=given.destination,
-        template=read_template(given.template),
+        template=_template(given.template),
         format=given.format,
         key=given.key,
         headers=dict(given.header),
@@ -265,10 +154,20 @@ def _send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     return _outgoing(lambda spark: run_send(spark, spec, options, run), given)
 
 
+def _template(text: str) -> str:
+    """Return a template given as JSON, or as the name of a file that holds it."""
+    if text.lstrip().startswith(("{", "[")):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"The template {text!r} cannot be read: {error}") from error
+
+
 def _outgoing(
     work: Callable[[SparkSession], Any], given: argparse.Namespace
 ) -> Outcome:
-    with _session(given) as spark:
+    with job_session(given) as spark:
         done = work(spark)
     facts: dict[str, Any] = {"name": done.name, "chosen": done.chosen}
     if done.merged is None:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ..batchlog import BatchLog
 from ..errors import VerificationRefused
 from ..lakefile import LakeFile, parquet_writer, rows_of
-from ..laketable import Named
+from ..lakelog import Named
 from ..ledger import Ledger, Row
 from ..rowhash import row_hashes
 from ..schemas import Column, Table
@@ -99,7 +99,7 @@ class Settling:
         """Yield the rows of a file that are of these batches, with their checksums and
         the columns that these are of: those that the lake has kept."""
         path = f"{self.place.root}/{file.path}"
-        for batch in rows_of(self.place.lake.files, path):
+        for batch in rows_of(self.place.files, path):
             for rows, columns in kept_rows(_within(batch, after, until), self.table):
                 yield rows, row_hashes(rows, columns), columns
 
@@ -120,7 +120,7 @@ class Settling:
 
     def _without(self, file: Named, left: set[Row], after: int, until: int) -> LakeFile:
         """Write a file anew without some rows, prove it, and return it."""
-        files, root = self.place.lake.files, self.place.root
+        files, root = self.place.files, self.place.root
         path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
         rows = checksum = 0
         writer: Any = None

@@ -99,7 +99,7 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
     done.orphans = len(orphans)
     if not options.dry_run:
         for path in orphans:
-            place.lake.files.delete_file(path)
+            place.files.delete_file(path)
     return done
 
 

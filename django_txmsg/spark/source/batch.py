@@ -28,10 +28,11 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from ..databases import open_database
+from ..databases.base import Database
 from ..errors import UsageError
 from ..schemas import Column, Table, arrow_schema
 from ..spec import SourceSpec
-from .database import Database, open_database
 
 #: Partitions of a read within a snapshot, unless the options say otherwise.
 PARTITIONS = 4

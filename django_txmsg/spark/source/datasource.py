@@ -15,9 +15,8 @@ from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
 from ..errors import UsageError
-from ..schemas import TABLES, Table
+from ..schemas import STAGED, TABLES, Table
 from ..spec import SourceSpec
-from ..staging import STAGED
 from .batch import BatchReader, PushingReader
 from .stream import LogStream
 from .writer import NEEDED, OutboxWriter

@@ -23,11 +23,11 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from ..connection import Connection, connect_plain
+from ..databases import open_database
 from ..errors import EnvironmentFault, UsageError
 from ..schemas import Table
 from ..spec import SourceSpec
 from .batch import Selection
-from .database import open_database
 
 
 @dataclass

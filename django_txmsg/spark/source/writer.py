@@ -18,9 +18,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from ... import wire
 from ..errors import UsageError
-from ..schemas import arrow_schema
+from ..schemas import STAGED, arrow_schema
 from ..spec import SourceSpec
-from ..staging import STAGED, Brought, Staging
+from ..staging import Brought, Staging
 
 #: What a DataFrame has to have, and what stands where it has nothing.
 NEEDED = ("message_id", "destination", "body")

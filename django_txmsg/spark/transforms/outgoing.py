@@ -15,7 +15,7 @@ from pyspark.sql import Column, DataFrame, Window
 
 from ... import wire
 from ..errors import UsageError
-from ..staging import STAGED
+from ..schemas import STAGED
 
 _PLACE = re.compile(r"\{([^{}]+)\}")
 

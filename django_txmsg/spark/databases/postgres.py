@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..schemas import Column, Table
-from .database import schema_of, utc
+from .base import schema_of, utc
 
 #: Bytes of a batch as the driver builds it: small enough to stay in a core's cache.
 BATCH_BYTES = 1024 * 1024

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..schemas import Column, Table
-from .database import schema_of, utc
+from .base import schema_of, utc
 
 BATCH_ROWS = 20_000
 

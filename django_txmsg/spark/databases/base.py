@@ -14,7 +14,6 @@ from typing import Protocol
 import pyarrow as pa
 
 from ..schemas import Column, Table
-from ..spec import SourceSpec
 
 
 class Reader(Protocol):
@@ -53,17 +52,6 @@ class Database(Protocol):
     def uuid(self, value: str) -> str:
         """Return a literal of a canonical UUID."""
         ...
-
-
-def open_database(spec: SourceSpec) -> Database:
-    """Return the database of a service. Connects to nothing yet."""
-    if spec.vendor == "postgresql":
-        from .postgres import Postgres
-
-        return Postgres(spec.conninfo())
-    from .sqlite import Sqlite
-
-    return Sqlite(spec.path)
 
 
 def schema_of(columns: Sequence[Column]) -> pa.Schema:

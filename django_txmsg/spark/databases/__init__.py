@@ -1,0 +1,17 @@
+"""The databases that message logs are in, with the SQL of each."""
+
+from __future__ import annotations
+
+from ..spec import SourceSpec
+from .base import Database
+
+
+def open_database(spec: SourceSpec) -> Database:
+    """Return the database of a service. Connects to nothing yet."""
+    if spec.vendor == "postgresql":
+        from .postgres import Postgres
+
+        return Postgres(spec.conninfo())
+    from .sqlite import Sqlite
+
+    return Sqlite(spec.path)

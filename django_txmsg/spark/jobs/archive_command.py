@@ -1,0 +1,110 @@
+"""The archive as a job: which tables, how old, and what it tells."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+
+from ..errors import UsageError
+from ..ledger import Held, Ledger
+from ..progress import Progress
+from ..runs import Run
+from ..schemas import TABLES, Table
+from ..spec import JobSpec, SourceSpec
+from .archive import ArchiveOptions, Archiver
+from .outcome import Outcome, started
+
+
+def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Archive the tables asked for, or count what would move."""
+    source, lake = spec.service(), spec.lake_spec()
+    ages = {name: _age(name, spec, given) for name in given.table or TABLES}
+    chosen = {name: age for name, age in ages.items() if age is not None}
+    if not chosen:
+        raise UsageError(
+            "Nothing says how old a row must be: give --older-than, or a retention."
+        )
+    outcome = Outcome()
+    if given.dry_run:
+        for name, age in chosen.items():
+            run.counts[name], held = waiting(source, TABLES[name], age)
+            outcome.lines.append(f"{name}: {run.counts[name]:,} rows would move.")
+            _tell_held(name, held, given.stuck_after, run, outcome)
+        run.rows = sum(run.counts.values())
+        return outcome
+    refused: list[str] = []
+    seconds: dict[str, dict[str, float]] = {}
+    start = Progress.on_terminal("archive", quiet=given.json)
+    with started(given, start) as spark:
+        for name, age in chosen.items():
+            archiver = Archiver(
+                spark,
+                source,
+                lake,
+                TABLES[name],
+                ArchiveOptions(
+                    older_than=age,
+                    batch_rows=given.batch_rows,
+                    tasks=given.tasks,
+                    purges=given.purges,
+                    vacuum=not given.no_vacuum,
+                    accept_loss=given.accept_loss,
+                ),
+                progress=Progress.on_terminal(f"archive {name}", quiet=given.json),
+            )
+            done = archiver.run()
+            run.rows += done.rows
+            run.counts[name] = done.rows
+            refused += done.refused
+            seconds[name] = {k: round(v, 2) for k, v in done.seconds.items()}
+            outcome.lines.append(
+                f"{name}: {done.rows:,} rows in {done.batches} batches are in the lake "
+                "and out of the database."
+            )
+            outcome.lines += done.notes
+            _tell_held(name, done.held, given.stuck_after, run, outcome)
+    outcome.lines += refused
+    outcome.facts |= {"refused": refused, "steps": seconds}
+    if refused:
+        run.refused, run.error = True, "\n".join(refused)
+    return outcome
+
+
+def _tell_held(
+    name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
+) -> None:
+    """Say which rows wait for a transaction. One that is open for too long is a
+    finding: the archive stands still, and so does vacuum."""
+    if not held.rows:
+        return
+    whose = held.holder or "a transaction that this role may not see"
+    since = f", open since {held.since:%Y-%m-%d %H:%M:%S} UTC" if held.since else ""
+    outcome.lines.append(
+        f"{name}: {held.rows:,} settled rows wait for {whose}{since}: they changed "
+        "after it had begun."
+    )
+    outcome.facts.setdefault("held", {})[name] = held.rows
+    now = dt.datetime.now(dt.timezone.utc)
+    if held.since is None or now - held.since > stuck_after:
+        run.findings = True
+
+
+def waiting(
+    source: SourceSpec, table: Table, older_than: dt.timedelta
+) -> tuple[int, Held]:
+    """Return how many rows an archive would take, and which wait: the dry run."""
+    ledger = Ledger(source, table)
+    try:
+        now, horizon = ledger.clock()
+        cutoff = now - older_than
+        return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
+    finally:
+        ledger.close()
+
+
+def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:
+    if given.older_than is not None:
+        age: dt.timedelta = given.older_than
+        return age
+    days = spec.retention.get(name)
+    return None if days is None else dt.timedelta(days=days)

@@ -1,0 +1,91 @@
+"""What the Delta log of a table says of its data files."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+from deltalake import DeltaTable
+from deltalake.transaction import AddAction, RemoveAction
+
+from .lakefile import LakeFile
+
+PARTITIONS = ["service", "day"]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A data file as the log names it."""
+
+    path: str
+    service: str
+    day: dt.date
+    size: int
+    rows: int
+    batches: tuple[int, int] | None = None
+    """The lowest and the highest batch of its rows, where the log says so."""
+
+
+def added(file: LakeFile) -> AddAction:
+    """Return the log's word for a new file."""
+    return AddAction(
+        path=file.path,
+        size=file.size,
+        partition_values=_partition(file),
+        modification_time=file.modified_ms,
+        data_change=True,
+        stats=json.dumps(_stats(file)),
+    )
+
+
+def removed(file: Named, now_ms: int) -> RemoveAction:
+    """Return the log's word for a file that is not part of the table any more."""
+    return RemoveAction(
+        path=file.path,
+        data_change=True,
+        deletion_timestamp=now_ms,
+        partition_values=_partition(file),
+        size=file.size,
+    )
+
+
+def named_by(delta: DeltaTable) -> list[Named]:
+    """Return all files that a version of a table names."""
+    actions = pa.table(delta.get_add_actions(flatten=True))
+    if not actions.num_rows:
+        return []
+    return [
+        Named(
+            # The log has it as a URI has it, whoever wrote it.
+            path=unquote(row["path"]),
+            service=row["partition.service"],
+            day=row["partition.day"],
+            size=row["size_bytes"],
+            rows=row["num_records"] or 0,
+            batches=_batches(row),
+        )
+        for row in actions.to_pylist()
+    ]
+
+
+def _partition(file: LakeFile | Named) -> dict[str, str | None]:
+    return {"service": file.service, "day": file.day.isoformat()}
+
+
+def _stats(file: LakeFile) -> dict[str, Any]:
+    """Return what the log says of a file's rows. Readers skip by it."""
+    stats: dict[str, Any] = {"numRecords": file.rows}
+    if file.batch is not None:
+        number = {"batch_id": file.batch}
+        stats |= {"minValues": number, "maxValues": number}
+        stats["nullCount"] = {"batch_id": 0}
+    return stats
+
+
+def _batches(row: dict[str, Any]) -> tuple[int, int] | None:
+    low, high = row.get("min.batch_id"), row.get("max.batch_id")
+    return None if low is None or high is None else (low, high)

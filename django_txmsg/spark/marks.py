@@ -1,0 +1,103 @@
+"""How far a lake's batches are settled in a database: one mark a table and lake.
+
+The lake's log is the ledger: batch n is its commit n. Batches up to `purged_through`
+are settled, and it moves in the transaction that deletes. Plain SQL on the table of
+`models/archive.py`, for PostgreSQL and SQLite.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from .connection import Connection
+from .databases.sqlite import instant_text
+from .errors import EnvironmentFault
+
+_MARKS = "django_txmsg_archivemark"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a lake's batches are settled in this database."""
+
+    lake_id: str
+    lake: str
+    purged_through: int
+    begun_through: int
+    rows: int
+
+
+class Marks:
+    """The marks of one table, over its archiver's connection."""
+
+    def __init__(self, connection: Connection, source: str) -> None:
+        self.connection, self.source = connection, source
+
+    def read(self) -> list[Mark]:
+        """Return the marks of all lakes that this table was ever archived into."""
+        rows = self.connection.rows(
+            "SELECT lake_id, lake, purged_through, begun_through, rows"
+            f" FROM {_MARKS} WHERE source = %s ORDER BY id",
+            self.source,
+        )
+        return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
+
+    def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
+        """Set a lake's mark, whatever it was, and return it."""
+        now = self._parameter(self.connection.clock())
+        self.connection.execute(
+            f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
+            " begun_through, rows, changed_at) VALUES (%s, %s, %s, %s, %s, 0, %s)"
+            " ON CONFLICT (source, lake_id) DO UPDATE SET lake = excluded.lake,"
+            " purged_through = excluded.purged_through,"
+            " begun_through = excluded.begun_through, changed_at = excluded.changed_at",
+            self.source, self._id(lake_id), lake, purged_through, purged_through,
+            now,
+        )  # fmt: skip
+        return next(one for one in self.read() if one.lake_id == lake_id)
+
+    def begin(self, lake_id: str, number: int) -> None:
+        """Note that batches up to `number` are on their way into a lake: until they are
+        settled, no other lake gets their rows."""
+        self.connection.execute(
+            f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
+            " AND lake_id = %s AND begun_through < %s",
+            number, self.source, self._id(lake_id), number,
+        )  # fmt: skip
+
+    def advance(
+        self,
+        lake_id: str,
+        before: int,
+        after: int,
+        rows: int = 0,
+        connection: Connection | None = None,
+    ) -> None:
+        """Move the mark from one batch to a later one. Raises EnvironmentFault when
+        another archiver has moved it."""
+        connection = connection or self.connection
+        changed = connection.execute(
+            f"UPDATE {_MARKS} SET purged_through = %s, begun_through = CASE WHEN"
+            " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
+            " changed_at = %s WHERE source = %s AND lake_id = %s"
+            " AND purged_through = %s",
+            after, after, after, rows, self._parameter(connection.clock()),
+            self.source, self._id(lake_id), before,
+        )  # fmt: skip
+        if changed != 1:
+            raise EnvironmentFault(
+                f"Another archiver of {self.source} has gone past batch {before}: "
+                "this one has lost its lock, and has deleted nothing more. Run again."
+            )
+
+    def _id(self, lake_id: str) -> str:
+        # Django keeps a UUID in SQLite as its digits.
+        return uuid.UUID(lake_id).hex if self.connection.vendor == "sqlite" else lake_id
+
+    def _parameter(self, instant: dt.datetime) -> Any:
+        if self.connection.vendor == "sqlite":
+            return instant_text(instant, upper=True)
+        return instant
