@@ -21,7 +21,7 @@ import time
 import uuid
 from typing import Any
 
-from django_txmsg.conf import RelaySettings
+from django_txmsg.conf.schema import RelaySettings
 
 from . import stand
 

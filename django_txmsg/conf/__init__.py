@@ -1,0 +1,88 @@
+"""The TXMSG setting: typed, frozen, read lazily, strict about what it does not know.
+
+`get()` returns the settings in force; `problems()` lists what is wrong with them, for
+`manage.py check`. `override_settings(TXMSG=...)` works.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import lru_cache
+from typing import Any
+
+from django.conf import settings as django_settings
+from django.core.signals import setting_changed
+
+from ..envelope.broker_url import BrokerUrl
+from ..errors import ConfigurationError
+from .schema import Settings as Settings
+from .schema import hints
+from .validation import Problem as Problem
+from .validation import find
+
+
+def get() -> Settings:
+    """Return the settings in force.
+
+    Raises ConfigurationError, with the first problem, when they are wrong.
+    """
+    return _load()
+
+
+def problems() -> list[Problem]:
+    """Return all that is wrong with TXMSG, in the order it is written there."""
+    return list(find(Settings, getattr(django_settings, "TXMSG", {}), "TXMSG"))
+
+
+def hide_passwords() -> None:
+    """Let the brokers' URLs in Django's settings show no password: Django hides values
+    by the names of their keys, and cannot know that a URL holds one."""
+    given = getattr(django_settings, "TXMSG", None)
+    brokers = given.get("BROKERS") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or not isinstance(brokers, Mapping):
+        return  # nothing there, or a check's affair
+    django_settings.TXMSG = {
+        **given,
+        "BROKERS": {alias: _hidden(entry) for alias, entry in brokers.items()},
+    }
+    _load.cache_clear()
+
+
+def _hidden(entry: Any) -> Any:
+    if isinstance(entry, Mapping) and isinstance(entry.get("URL"), str):
+        return {**entry, "URL": BrokerUrl(entry["URL"])}
+    return entry
+
+
+@lru_cache(maxsize=1)
+def _load() -> Settings:
+    found = problems()
+    if found:
+        raise ConfigurationError(
+            f"{found[0].path}: {found[0].message} {found[0].hint}".strip()
+        )
+    loaded: Settings = _build(Settings, getattr(django_settings, "TXMSG", {}))
+    return loaded
+
+
+def _reset(*, setting: str, **_: object) -> None:
+    if setting == "TXMSG":
+        _load.cache_clear()
+        hide_passwords()
+
+
+setting_changed.connect(_reset, dispatch_uid="django_txmsg.conf")
+
+
+def _build(kind: Any, given: Mapping[str, Any]) -> Any:
+    values = dict(given)
+    for name, hint in hints(kind).items():
+        if name not in values:
+            continue
+        if is_dataclass(hint):
+            values[name] = _build(hint, values[name])
+        elif typing.get_origin(hint) is tuple:
+            values[name] = tuple(values[name])
+    return kind(**values)

@@ -1,0 +1,164 @@
+"""What is wrong with the TXMSG setting, and what was meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+
+from ..envelope import redelivery
+from .schema import RedeliverySettings, RetentionSettings, hints
+
+#: Two thousand million seconds, bytes or messages: what every place that takes such a
+#: number can hold.
+MAX_NUMBER = 2**31 - 1
+#: A hundred years.
+MAX_DAYS = 36_525
+MAX_SERVICE_LENGTH = 100
+#: What the tables hold of a broker's alias.
+MAX_ALIAS_LENGTH = 64
+# As message.check_destination() has it: control messages go to SERVICE.txmsg.control.
+_SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+_POSITIVE = frozenset(
+    {
+        "BATCH_SIZE", "LEASE", "LANES", "MAX_ATTEMPTS", "PREFETCH", "POLL_INTERVAL",
+        "BREAKER_MAX_PAUSE", "MAX_MESSAGE_BYTES", "BACKOFF", "HEARTBEAT",
+        "COMMIT_DELAY_INCREMENT", "MAX_COMMIT_DURATION", "CONTROL_TIMEOUT",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the settings: where, what, and what to do."""
+
+    path: str
+    message: str
+    hint: str = ""
+
+
+def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
+    """Yield what is wrong with a section, in the order it is written there."""
+    if not isinstance(given, Mapping):
+        yield Problem(path, f"must be a dict, not {type(given).__name__}.")
+        return
+    known = hints(kind)
+    for name, value in given.items():
+        where = f'{path}["{name}"]'
+        if name not in known:
+            yield Problem(where, "is not a setting.", _did_you_mean(name, known))
+        elif is_dataclass(known[name]):
+            yield from find(known[name], value, where)
+        elif name == "BROKERS":
+            yield from _broker_problems(value, where)
+        elif name == "SERVICE":
+            yield from _service_problems(value, where)
+        elif not _fits(value, known[name]):
+            yield Problem(
+                where,
+                f"must be {_describe(known[name])}, not {type(value).__name__}"
+                f" {_shown(value)}.",
+            )
+        elif kind is RedeliverySettings:
+            for _, problem in redelivery.problems(**{name.lower(): value}):
+                yield Problem(where, f"{problem}.")
+        elif _is_number(value):
+            yield from _number_problems(kind, name, value, where)
+        elif name == "DEAD_LETTER_DESTINATIONS" and not all(value):
+            yield Problem(where, "must name queues; one of its names is empty.")
+
+
+def _number_problems(
+    kind: Any, name: str, value: float, where: str
+) -> Iterator[Problem]:
+    most = MAX_DAYS if kind is RetentionSettings else MAX_NUMBER
+    if value < 0 or (value == 0 and name in _POSITIVE):
+        yield Problem(where, f"must be greater than zero, not {value!r}.")
+    elif not value <= most:  # nor is NaN
+        yield Problem(where, f"must be at most {most:,}, not {value!r}.")
+
+
+def _service_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, str):
+        yield Problem(path, f"must be a string, not {type(given).__name__}.")
+    elif len(given) > MAX_SERVICE_LENGTH or not _SERVICE.fullmatch(given):
+        yield Problem(
+            path,
+            f"must be a name that destinations and subscriptions can begin with, not "
+            f"{given[:40]!r}.",
+            f"Use letters, digits, '.', '-' and '_', at most {MAX_SERVICE_LENGTH} of "
+            f"them, and no '.' or '-' in front.",
+        )
+
+
+def _broker_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping) or "default" not in given:
+        yield Problem(path, 'must be a dict of aliases with a "default" in it.')
+        return
+    for alias, entry in given.items():
+        where = f'{path}["{alias}"]'
+        if not isinstance(alias, str) or not 0 < len(alias) <= MAX_ALIAS_LENGTH:
+            yield Problem(
+                where, f"must have an alias of 1 to {MAX_ALIAS_LENGTH} characters."
+            )
+            continue
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("URL"), str):
+            yield Problem(where, 'must be a dict like {"URL": "database://"}.')
+            continue
+        for name in entry:
+            if name != "URL":
+                yield Problem(
+                    f'{where}["{name}"]',
+                    "is not a setting.",
+                    _did_you_mean(name, ["URL"]),
+                )
+
+
+def _did_you_mean(name: object, known: Any) -> str:
+    close = difflib.get_close_matches(str(name).upper(), list(known), n=1, cutoff=0.5)
+    if close:
+        return f'Did you mean "{close[0]}"?'
+    return f"Known here: {', '.join(sorted(known))}."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        return value in typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(
+            isinstance(one, str) for one in value
+        )
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(f'"{one}"' for one in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(one) for one in typing.get_args(hint))
+    names = {int: "an integer", float: "a number", str: "a string", bool: "a bool"}
+    if hint is type(None):
+        return "None"
+    return names.get(hint, "a list of strings")
+
+
+def _shown(value: object) -> str:
+    # A setting may be a secret; short plain ones help, long ones may be anything.
+    text = repr(value)
+    return text if len(text) <= 20 else ""
