@@ -19,6 +19,7 @@ from django_txmsg.consuming import transaction as demarcation
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying import relay
+from django_txmsg.relaying.settlement import Settlement
 from django_txmsg.sending.outbox import send_message
 
 RELAY_STEPS = ["before the claim", "claimed", "half sent", "sent", "settled"]
@@ -55,8 +56,8 @@ def relays() -> None:
     """Stand at CRASH_POINT of the relay."""
     before(relay.Lane, "_claim", "before the claim")
     after(relay.Lane, "_claim", "claimed")
-    before(relay.Lane, "_settle", "sent")
-    after(relay.Lane, "_settle", "settled")
+    before(Settlement, "settle", "sent")
+    after(Settlement, "settle", "settled")
     real = relay.Lane._send
 
     def half(lane: Any, rows: Any, *given: Any, **named: Any) -> None:

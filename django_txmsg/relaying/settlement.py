@@ -1,0 +1,161 @@
+"""Hop 4: what the broker has answered is noted on the rows that a lane has claimed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from django.db import InterfaceError, OperationalError, connections, transaction
+
+from .. import conf, signals
+from ..dead_letters import burial
+from ..envelope.redelivery import Dead, RedeliveryPolicy, decide
+from ..errors import BrokerError
+from ..models import OutboxMessage
+from ..models.outbox import OutboxManager
+from ..models.outbox_claim import Claimed
+from ..upkeep.leases import Lease
+from .receipts import Receipts
+
+log = logging.getLogger("django_txmsg.relay")
+
+_DATABASE_ERRORS = (OperationalError, InterfaceError)
+
+
+class Settlement:
+    """Settles the rows of one claim. Its token fences every statement: rows whose lease
+    has ended, and which another relay may have claimed, are left alone."""
+
+    def __init__(
+        self,
+        broker: str,
+        token: uuid.UUID,
+        lease: Lease,
+        counts: Counter[str],
+        stop: threading.Event,
+    ) -> None:
+        """`stop`, once set, ends waiting for a database that is away."""
+        self.using, self.broker_alias = lease.using, broker
+        self._token, self._lease = token, lease
+        self._counts, self._stop = counts, stop
+
+    def _outbox(self) -> OutboxManager:
+        return OutboxMessage.objects.db_manager(self.using)
+
+    def give_back(self, rows: Sequence[Claimed]) -> None:
+        """End the claim of those that are not settled."""
+        ids = [row.id for row in rows]
+        self._fenced(0, lambda: self._outbox().release(ids, self._token))
+
+    def settle(self, found: Receipts) -> None:
+        """Mark what is proven, back off what is refused, give back the rest."""
+        stored = [row.id for row in found.stored]
+        returned = [row.id for row in found.returned]
+        if stored:
+            kept = self._fenced(
+                len(stored), lambda: self._outbox().mark_dispatched(stored, self._token)
+            )
+            self._counts["dispatched"] += len(stored)
+            self._lost(len(stored) - kept)
+        if returned:
+            kept = self._fenced(
+                len(returned), lambda: self._outbox().release(returned, self._token)
+            )
+            self._lost(len(returned) - kept)
+        for row, error in found.failed:
+            self._refused(row, error)
+        if stored and signals.announced(signals.message_dispatched):
+            for row in found.stored:
+                signals.announce(
+                    signals.message_dispatched,
+                    id=row.message_id,
+                    destination=row.destination,
+                    broker=self.broker_alias,
+                    attempt=row.attempts + 1,
+                )
+
+    def bury(self, row: Claimed, reason: str, error: str) -> None:
+        """Make a row dead, with its dead letter in the same transaction."""
+
+        def bury() -> int:
+            with transaction.atomic(using=self.using):
+                kept = self._outbox().mark_dead(
+                    row.id, self._token, error=f"{reason}: {error}"[:2000]
+                )
+                if kept:
+                    burial.bury_outgoing(
+                        row, self.using, self.broker_alias, reason, error
+                    )
+            return kept
+
+        kept = self._fenced(1, bury)
+        self._counts["dead"] += kept
+        self._lost(1 - kept)
+
+    def _fenced(self, count: int, statement: Callable[[], int]) -> int:
+        """Run a statement that the token fences, and return how many rows it changed.
+
+        A receipt must not be forgotten because the database went away behind it: the
+        statement is repeated until the lease has ended. Then nobody knows what the
+        first try did, and `count` is returned.
+        """
+        connection = connections[self.using]
+        pause, repeated = 0.05, False
+        while True:
+            try:
+                changed = statement()
+                return count if repeated else changed
+            except _DATABASE_ERRORS as error:
+                connection.close()
+                if (
+                    connection.in_atomic_block
+                    or not self._lease.left
+                    or self._stop.is_set()
+                ):
+                    raise
+                log.info("what the broker has answered is noted once more: %s", error)
+            self._stop.wait(min(pause, self._lease.left))
+            pause, repeated = min(2 * pause, 2.0), True
+
+    def _refused(self, row: Claimed, error: BrokerError) -> None:
+        attempt = row.attempts + 1
+        policy = RedeliveryPolicy(max_redeliveries=conf.get().RELAY.MAX_ATTEMPTS - 1)
+        decision = decide(policy, attempt, error)
+        if isinstance(decision, Dead):
+            self.bury(row, "rejected", str(error))
+            return
+        delay = decision.delay
+        kept = self._fenced(
+            1,
+            lambda: self._outbox().reschedule(
+                row.id, self._token, delay=delay, error=str(error)[:2000]
+            ),
+        )
+        self._counts["rejected"] += 1
+        self._lost(1 - kept)
+        log.warning(
+            "dispatch failed id=%s destination=%s attempt=%d next in %.1f s: %s",
+            row.message_id,
+            row.destination,
+            attempt,
+            decision.delay,
+            error,
+        )
+
+    def _lost(self, count: int) -> None:
+        if count > 0:
+            self._counts["lease_lost"] += count
+            log.warning(
+                "the lease of %d messages ended before they were settled; they are "
+                "sent again, and inboxes drop the copies. If this recurs, look why "
+                "the broker takes more than %g s for a batch, or raise "
+                'TXMSG["RELAY"]["LEASE"]',
+                count,
+                self._lease.seconds,
+            )
+            signals.lease_lost.send_robust(
+                sender=None, count=count, broker=self.broker_alias
+            )
