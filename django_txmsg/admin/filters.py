@@ -11,7 +11,7 @@ from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
 
-from ..monitoring import status
+from ..monitoring import recent
 from .counting import count, listed
 
 
@@ -64,7 +64,7 @@ class PlaceFilter(CountingFilter):
     """By the column of the parameter's name, as far as the newest rows tell."""
 
     @staticmethod
-    def recent(using: str) -> dict[str, int]:
+    def newest(using: str) -> dict[str, int]:
         """Return the choices, each with its number among the newest rows."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class PlaceFilter(CountingFilter):
         self, request: HttpRequest, model_admin: Any
     ) -> Iterator[tuple[str, str, int | None]]:
         """Count each among the newest."""
-        return among_newest(self.recent(model_admin.get_queryset(request).db))
+        return among_newest(self.newest(model_admin.get_queryset(request).db))
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Narrow the list."""
@@ -83,7 +83,7 @@ class PlaceFilter(CountingFilter):
 
 def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
     """Return choices counted among the newest rows: "12+" where there are more."""
-    more = "+" if sum(counts.values()) >= status.RECENT else ""
+    more = "+" if sum(counts.values()) >= recent.RECENT else ""
     for name, number in sorted(counts.items()):
         yield name, f"{name} ({number:,}{more})", None
 

@@ -9,7 +9,7 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 
 from ..models import InboxMessage, StageState
-from ..monitoring import status
+from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE
 from ..stages import all_stages
 from . import display
@@ -43,10 +43,10 @@ class StageFilter(PlaceFilter):
     title = parameter_name = "stage"
 
     @staticmethod
-    def recent(using: str) -> dict[str, int]:
+    def newest(using: str) -> dict[str, int]:
         """Count each stage among the newest."""
         declared = dict.fromkeys((one.name for one in all_stages()), 0)
-        return declared | status.recent_stages(using)
+        return declared | recent.stages(using)
 
 
 class ReceivedFilter(AgeFilter):

@@ -15,7 +15,7 @@ from django.utils.safestring import SafeString
 from .. import conf
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
-from ..monitoring import status
+from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE
 from . import display, message
 from .base import MessageAdmin
@@ -41,7 +41,7 @@ class DestinationFilter(PlaceFilter):
     """Where messages go."""
 
     title = parameter_name = "destination"
-    recent = staticmethod(status.recent_destinations)
+    newest = staticmethod(recent.destinations)
 
 
 @admin.register(OutboxMessage)

@@ -6,7 +6,7 @@ What the overview, `manage.py message_status`, the health view and the metrics a
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,9 @@ from ..models import StageState
 from ..models.fields import now_sql, read_instant
 from ..models.queue import queue_name
 from ..stages import all_stages
-from . import attendance
+from . import attendance, recent
 from .attendance import Attendance
 from .waiting import CAP, Waiting, in_inbox, in_outbox, in_queues, total
-
-#: The rows looked at to say what happened last at each destination and stage.
-RECENT = 2_000
 
 
 @dataclass
@@ -150,7 +147,7 @@ def read(using: str = "default") -> Status:
     held = {state.stage: state for state in pauses}
     for name, waiting in in_outbox(using).items():
         _place(status.destinations, name).waiting = waiting
-    for name, last in _last_dispatched(using).items():
+    for name, last in recent.last_dispatched(using).items():
         _place(status.destinations, name).last = last
     for declared in all_stages():
         _place(status.stages, declared.name)
@@ -159,7 +156,7 @@ def read(using: str = "default") -> Status:
             consumed.consumers.append(declared.name)
     for name, waiting in in_inbox(using, held).items():
         _place(status.stages, name).waiting = waiting
-    for name, last, processing, critical in _last_processed(using):
+    for name, last, processing, critical in recent.last_processed(using):
         place = _place(status.stages, name)
         place.last, place.processing, place.critical = last, processing, critical
     for stage, destination, dead, oldest, muted in open_dead_letters(using):
@@ -232,69 +229,6 @@ def open_dead_letters(
             (stage, destination, dead, read_instant(oldest), muted)
             for stage, destination, dead, oldest, muted in cursor.fetchall()
         ]
-
-
-def recent_destinations(using: str) -> dict[str, int]:
-    """Return the destinations of the newest RECENT messages stored, with how many."""
-    return _recent(using, "destination", "django_txmsg_outboxmessage")
-
-
-def recent_stages(using: str) -> dict[str, int]:
-    """Return the stages of the newest RECENT messages received, with how many."""
-    return _recent(using, "stage", "django_txmsg_inboxmessage")
-
-
-def _recent(using: str, column: str, table: str) -> dict[str, int]:
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
-            f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
-            [RECENT],
-        )
-        return dict(cursor.fetchall())
-
-
-def _last_dispatched(using: str) -> dict[str, dt.datetime | None]:
-    """Return the last dispatch to each destination that is among the newest rows."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT destination, MAX(dispatched_at) FROM ("
-            " SELECT destination, dispatched_at FROM django_txmsg_outboxmessage"
-            " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
-            [RECENT],
-        )
-        return {name: read_instant(last) for name, last in cursor.fetchall()}
-
-
-def _last_processed(
-    using: str,
-) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
-    """Return stage, last processing, and the 95th percentiles of processing and
-    critical time in seconds, of the newest rows."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, processed_at, started_at, created_at"
-            " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
-            [RECENT],
-        )
-        times: dict[str, list[tuple[Any, Any, Any]]] = {}
-        for stage, *instants in cursor.fetchall():
-            processed, started, created = map(read_instant, instants)
-            times.setdefault(stage, []).append((processed, started, created))
-    return [
-        (
-            stage,
-            max((processed for processed, _, _ in rows if processed), default=None),
-            _percentile((p - s).total_seconds() for p, s, _ in rows if p and s),
-            _percentile((p - c).total_seconds() for p, _, c in rows if p and c),
-        )
-        for stage, rows in sorted(times.items())
-    ]
-
-
-def _percentile(values: Iterable[float], share: float = 0.95) -> float | None:
-    ordered = sorted(values)
-    return ordered[int(share * (len(ordered) - 1))] if ordered else None
 
 
 def _place(places: dict[str, Place], name: str) -> Place:

@@ -6,31 +6,28 @@ What the admin does, through the same functions, for the terminal and for script
 from __future__ import annotations
 
 import argparse
-import base64
 import datetime as dt
 import getpass
-import json
 import re
 import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import router
-from django.db.models import Count, Max, Min
 from django.utils import timezone
 
 from ... import conf
-from ...dead_letters import bulk, masking, selection
+from ...dead_letters import bulk, selection
 from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk import BulkKind, BulkState
 from ...models.dead_letter import Resolution
 from ...stages import all_stages
+from ._dead_letter_report import Report
 from ._tables import require_tables
 
 _CHANGING = ("redeliver", "discard", "restore")
 _NOTING = ("note", "mute", "unmute")
-_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
 class Command(BaseCommand):
@@ -76,16 +73,20 @@ class Command(BaseCommand):
         action = options["action"]
         using = options["database"] or router.db_for_write(DeadLetter)
         require_tables(using)
+        report = Report(self.stdout, as_json=options["json"])
         filters = self._filters(using, options)
         try:
             if action in ("list", "groups"):
                 opened = selection.matching("redeliver", filters, using=using)
-                (self._list if action == "list" else self._groups)(opened, options)
+                if action == "list":
+                    report.letters(opened, options["limit"])
+                else:
+                    report.groups(opened)
             elif action == "show":
                 if not options["ids"]:
                     raise CommandError("Which one? Give its id or its message's id.")
                 for letter in selection.filtered(filters, using=using).order_by("pk"):
-                    self._show(letter, options)
+                    report.letter(letter)
             elif action in _NOTING:
                 self._note(action, using, options)
             else:
@@ -94,7 +95,7 @@ class Command(BaseCommand):
                         f"To {action} all dead letters, say --all. Or give ids, "
                         f"--stage, --fingerprint, --older-than, --reason."
                     )
-                self._change(action, filters, using, options)
+                self._change(action, filters, using, options, report)
         except TxmsgError as error:
             raise CommandError(str(error)) from error
 
@@ -149,71 +150,6 @@ class Command(BaseCommand):
             found += pks
         return found
 
-    def _list(self, letters: Any, options: dict[str, Any]) -> None:
-        rows = list(letters.defer("body", "traceback").order_by("-pk"))[
-            : options["limit"]
-        ]
-        if options["json"]:
-            self._print([_facts(one) for one in rows])
-            return
-        for one in rows:
-            again = f", died {one.deaths} times" if one.deaths > 1 else ""
-            self.stdout.write(
-                f"{one.pk:>8}  {one.message_id}  {one.stage or 'relay':<24} "
-                f"{one.created_at:%Y-%m-%d %H:%M:%S}  "
-                f"{one.exception.partition(chr(10))[0][:80]}{again}"
-            )
-        count = letters.count()
-        shown = f", {len(rows)} shown (--limit)" if count > len(rows) else ""
-        self.stdout.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
-
-    def _groups(self, letters: Any, options: dict[str, Any]) -> None:
-        groups = list(
-            letters.values("fingerprint")
-            .annotate(
-                count=Count("pk"), first=Min("created_at"), last=Max("created_at")
-            )
-            .annotate(example=Max("pk"))
-            .order_by("-count")
-        )
-        errors = dict(
-            DeadLetter.objects.using(letters.db)
-            .filter(pk__in=[group["example"] for group in groups])
-            .values_list("pk", "exception")
-        )
-        notes = FailureNote.objects.using(letters.db).in_bulk(field_name="fingerprint")
-        for group in groups:
-            group["exception"] = errors.get(group.pop("example"), "")
-            note = notes.get(group["fingerprint"])
-            group["note"] = note.note if note else ""
-            group["muted"] = note is not None and note.muted
-        if options["json"]:
-            self._print(groups)
-            return
-        for group in groups:
-            self.stdout.write(
-                f"{group['count']:>8}  {group['fingerprint']}  "
-                f"{group['first']:%Y-%m-%d %H:%M} to {group['last']:%Y-%m-%d %H:%M}  "
-                f"{group['exception'].partition(chr(10))[0][:80]}"
-                f"{' (muted)' if group['muted'] else ''}"
-            )
-
-    def _show(self, letter: DeadLetter, options: dict[str, Any]) -> None:
-        headers, body = masking.shown(
-            letter.destination, letter.headers, bytes(letter.body), letter.content_type
-        )
-        facts = _facts(letter) | {"headers": headers, "traceback": letter.traceback}
-        if isinstance(body, bytes):
-            facts["body_base64"] = base64.b64encode(body).decode()
-        else:
-            facts["body"] = body
-        if options["json"]:
-            self._print(facts)
-            return
-        for name, value in facts.items():
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            self.stdout.write(f"{name}: {text}")
-
     def _note(self, action: str, using: str, options: dict[str, Any]) -> None:
         if not options["fingerprint"]:
             raise CommandError(f"Which error to {action}? Give its --fingerprint.")
@@ -229,7 +165,12 @@ class Command(BaseCommand):
         self.stdout.write(f"Noted on {note.fingerprint}{muted}: {note.note}")
 
     def _change(
-        self, action: str, filters: dict[str, Any], using: str, options: dict[str, Any]
+        self,
+        action: str,
+        filters: dict[str, Any],
+        using: str,
+        options: dict[str, Any],
+        report: Report,
     ) -> None:
         letters = selection.matching(action, filters, using=using)
         if action == "redeliver" and not options["json"]:
@@ -241,11 +182,7 @@ class Command(BaseCommand):
                     f"in the meantime would be processed again."
                 )
         if options["dry_run"]:
-            count = letters.count()
-            if options["json"]:
-                self._print({"action": action, "matching": count, "dry_run": True})
-            else:
-                self.stdout.write(f"Would {action} {count} dead letters.")
+            report.dry_run(action, letters.count())
             return
         operation = bulk.start(
             BulkKind(action),
@@ -260,26 +197,11 @@ class Command(BaseCommand):
         except KeyboardInterrupt:
             BulkOperation.objects.db_manager(using).cancel(operation.pk)
             operation.refresh_from_db(using=using)
-        self._report(operation, options)
-        if operation.state != BulkState.DONE:
-            raise CommandError(f"Bulk operation {operation.pk} is {operation.state}.")
-
-    def _report(self, operation: BulkOperation, options: dict[str, Any]) -> None:
         if self.stderr.isatty():
             self.stderr.write("")
-        if options["json"]:
-            names = ("id", "kind", "filter", "total", "done", "skipped", "state")
-            self._print(
-                {name: getattr(operation, name) for name in names}
-                | {"skipped_why": operation.skipped_why}
-            )
-            return
-        text = f"{_PAST[operation.kind]} {operation.done} messages."
-        if operation.skipped:
-            text += f" {operation.skipped} skipped:"
-        self.stdout.write(text)
-        for pk, why in operation.skipped_why.items():
-            self.stdout.write(f"  {pk}: {why}")
+        report.operation(operation)
+        if operation.state != BulkState.DONE:
+            raise CommandError(f"Bulk operation {operation.pk} is {operation.state}.")
 
     def _progress(self, operation: BulkOperation) -> None:
         if not self.stderr.isatty():
@@ -288,19 +210,6 @@ class Command(BaseCommand):
         share = min(1.0, handled / operation.total) if operation.total else 1.0
         bar = "#" * round(share * 40)
         self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
-
-    def _print(self, value: Any) -> None:
-        self.stdout.write(json.dumps(value, default=str, indent=2, ensure_ascii=False))
-
-
-def _facts(letter: DeadLetter) -> dict[str, Any]:
-    names = (
-        "id", "message_id", "stage", "broker", "destination", "correlation_id",
-        "reason", "exception", "fingerprint", "attempts", "deaths",
-        "message_created_at", "created_at", "resolution", "resolved_at",
-        "resolved_by", "replaced_by",
-    )  # fmt: skip
-    return {name: getattr(letter, name) for name in names}
 
 
 def _age(text: str) -> dt.timedelta:

@@ -1,0 +1,124 @@
+"""What `manage.py dead_letters` prints, for people or as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+from django.core.management.base import OutputWrapper
+from django.db.models import Count, Max, Min
+
+from ...dead_letters import masking
+from ...models import BulkOperation, DeadLetter, FailureNote
+
+_PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
+
+
+class Report:
+    """Writes dead letters and what was done to them."""
+
+    def __init__(self, out: OutputWrapper, *, as_json: bool) -> None:
+        self._out, self._as_json = out, as_json
+
+    def letters(self, letters: Any, limit: int) -> None:
+        """Print the newest open dead letters, one a line."""
+        rows = list(letters.defer("body", "traceback").order_by("-pk"))[:limit]
+        if self._as_json:
+            self._print([_facts(one) for one in rows])
+            return
+        for one in rows:
+            again = f", died {one.deaths} times" if one.deaths > 1 else ""
+            self._out.write(
+                f"{one.pk:>8}  {one.message_id}  {one.stage or 'relay':<24} "
+                f"{one.created_at:%Y-%m-%d %H:%M:%S}  "
+                f"{one.exception.partition(chr(10))[0][:80]}{again}"
+            )
+        count = letters.count()
+        shown = f", {len(rows)} shown (--limit)" if count > len(rows) else ""
+        self._out.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
+
+    def groups(self, letters: Any) -> None:
+        """Print open dead letters by error, most first."""
+        groups = list(
+            letters.values("fingerprint")
+            .annotate(
+                count=Count("pk"), first=Min("created_at"), last=Max("created_at")
+            )
+            .annotate(example=Max("pk"))
+            .order_by("-count")
+        )
+        errors = dict(
+            DeadLetter.objects.using(letters.db)
+            .filter(pk__in=[group["example"] for group in groups])
+            .values_list("pk", "exception")
+        )
+        notes = FailureNote.objects.using(letters.db).in_bulk(field_name="fingerprint")
+        for group in groups:
+            group["exception"] = errors.get(group.pop("example"), "")
+            note = notes.get(group["fingerprint"])
+            group["note"] = note.note if note else ""
+            group["muted"] = note is not None and note.muted
+        if self._as_json:
+            self._print(groups)
+            return
+        for group in groups:
+            self._out.write(
+                f"{group['count']:>8}  {group['fingerprint']}  "
+                f"{group['first']:%Y-%m-%d %H:%M} to {group['last']:%Y-%m-%d %H:%M}  "
+                f"{group['exception'].partition(chr(10))[0][:80]}"
+                f"{' (muted)' if group['muted'] else ''}"
+            )
+
+    def letter(self, letter: DeadLetter) -> None:
+        """Print all of one dead letter, masked."""
+        headers, body = masking.shown(
+            letter.destination, letter.headers, bytes(letter.body), letter.content_type
+        )
+        facts = _facts(letter) | {"headers": headers, "traceback": letter.traceback}
+        if isinstance(body, bytes):
+            facts["body_base64"] = base64.b64encode(body).decode()
+        else:
+            facts["body"] = body
+        if self._as_json:
+            self._print(facts)
+            return
+        for name, value in facts.items():
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            self._out.write(f"{name}: {text}")
+
+    def dry_run(self, action: str, count: int) -> None:
+        """Print how many dead letters an action would change."""
+        if self._as_json:
+            self._print({"action": action, "matching": count, "dry_run": True})
+            return
+        self._out.write(f"Would {action} {count} dead letters.")
+
+    def operation(self, operation: BulkOperation) -> None:
+        """Print what an operation has done."""
+        if self._as_json:
+            names = ("id", "kind", "filter", "total", "done", "skipped", "state")
+            self._print(
+                {name: getattr(operation, name) for name in names}
+                | {"skipped_why": operation.skipped_why}
+            )
+            return
+        text = f"{_PAST[operation.kind]} {operation.done} messages."
+        if operation.skipped:
+            text += f" {operation.skipped} skipped:"
+        self._out.write(text)
+        for pk, why in operation.skipped_why.items():
+            self._out.write(f"  {pk}: {why}")
+
+    def _print(self, value: Any) -> None:
+        self._out.write(json.dumps(value, default=str, indent=2, ensure_ascii=False))
+
+
+def _facts(letter: DeadLetter) -> dict[str, Any]:
+    names = (
+        "id", "message_id", "stage", "broker", "destination", "correlation_id",
+        "reason", "exception", "fingerprint", "attempts", "deaths",
+        "message_created_at", "created_at", "resolution", "resolved_at",
+        "resolved_by", "replaced_by",
+    )  # fmt: skip
+    return {name: getattr(letter, name) for name in names}

@@ -1,0 +1,77 @@
+"""What the newest rows say of each destination and stage. No table is read whole."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable
+from typing import Any
+
+from django.db import connections
+
+from ..models.fields import read_instant
+
+#: The rows looked at to say what happened last at each destination and stage.
+RECENT = 2_000
+
+
+def destinations(using: str) -> dict[str, int]:
+    """Return the destinations of the newest RECENT messages stored, with how many."""
+    return _recent(using, "destination", "django_txmsg_outboxmessage")
+
+
+def stages(using: str) -> dict[str, int]:
+    """Return the stages of the newest RECENT messages received, with how many."""
+    return _recent(using, "stage", "django_txmsg_inboxmessage")
+
+
+def _recent(using: str, column: str, table: str) -> dict[str, int]:
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            f"SELECT {column}, COUNT(*) FROM (SELECT {column} FROM {table}"  # noqa: S608 - constants only
+            f" ORDER BY id DESC LIMIT %s) AS newest GROUP BY {column}",
+            [RECENT],
+        )
+        return dict(cursor.fetchall())
+
+
+def last_dispatched(using: str) -> dict[str, dt.datetime | None]:
+    """Return the last dispatch to each destination that is among the newest rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT destination, MAX(dispatched_at) FROM ("
+            " SELECT destination, dispatched_at FROM django_txmsg_outboxmessage"
+            " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
+            [RECENT],
+        )
+        return {name: read_instant(last) for name, last in cursor.fetchall()}
+
+
+def last_processed(
+    using: str,
+) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
+    """Return stage, last processing, and the 95th percentiles of processing and
+    critical time in seconds, of the newest rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, processed_at, started_at, created_at"
+            " FROM django_txmsg_inboxmessage ORDER BY id DESC LIMIT %s",
+            [RECENT],
+        )
+        times: dict[str, list[tuple[Any, Any, Any]]] = {}
+        for stage, *instants in cursor.fetchall():
+            processed, started, created = map(read_instant, instants)
+            times.setdefault(stage, []).append((processed, started, created))
+    return [
+        (
+            stage,
+            max((processed for processed, _, _ in rows if processed), default=None),
+            _percentile((p - s).total_seconds() for p, s, _ in rows if p and s),
+            _percentile((p - c).total_seconds() for p, _, c in rows if p and c),
+        )
+        for stage, rows in sorted(times.items())
+    ]
+
+
+def _percentile(values: Iterable[float], share: float = 0.95) -> float | None:
+    ordered = sorted(values)
+    return ordered[int(share * (len(ordered) - 1))] if ordered else None
