@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from .cli import main
+# spark-submit runs this file as a script, which belongs to no package.
+from django_txmsg.spark.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())
