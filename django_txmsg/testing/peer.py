@@ -20,7 +20,7 @@ from .broker_state import BrokerState
 from .frames import Decoder, Frame, FrameError, encode
 from .loop import READ, WRITE
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("django_txmsg.testing.peer")
 
 
 class FrameHandler(Protocol):

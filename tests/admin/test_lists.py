@@ -12,7 +12,7 @@ from django.test import Client
 
 import django_txmsg
 from django_txmsg.admin import counting
-from django_txmsg.monitoring import status
+from django_txmsg.monitoring import recent
 from tests import factories
 
 OUTBOX = "/admin/django_txmsg/outboxmessage/"
@@ -118,7 +118,7 @@ def test_filters_count_the_newest_and_say_so(
 ) -> None:
     factories.OutboxMessageFactory.create_batch(8)
     factories.InboxMessageFactory.create_batch(2)
-    monkeypatch.setattr(status, "RECENT", 5)
+    monkeypatch.setattr(recent, "RECENT", 5)
 
     assert "orders.place (5+)" in viewer.get(OUTBOX).content.decode()
     assert "orders.place (2)" in viewer.get(INBOX).content.decode()
