@@ -1,13 +1,21 @@
-"""The names a user types. Dropping or renaming one breaks somebody's code."""
+"""The names a user types. Dropping or renaming one breaks somebody's code, and renaming
+a logger silences somebody's alarm: that takes an entry in the changelog."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
 
 import django_txmsg
 from django_txmsg import Message, RedeliveryPolicy, send_message, send_messages, stage
+from tests.docs.pages import PAGES, ROOT, blocks
 
 NAMES = [
     "Message",
@@ -20,6 +28,90 @@ NAMES = [
     "send_messages",
     "stage",
 ]
+
+PUBLIC = {
+    "django_txmsg": """
+        Message Redeliver RedeliveryPolicy Refuse __version__ no_outbox outbox_session
+        send_message send_messages stage conf jms metrics signals wire
+    """,
+    "django_txmsg.conf": "get problems",
+    "django_txmsg.errors": """
+        BrokerError BrokerUnavailable CommitTimedOut ConfigurationError DecodeError
+        DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage DurableInStage
+        InvalidMessage Redeliver Refuse SessionError StageError StoreError
+        SwallowedDatabaseError TransactionRequired TxmsgError WorkerFailed
+    """,
+    "django_txmsg.health": "health",
+    "django_txmsg.jms": """
+        AckMode CompletionFuture CompletionListener Connection ConnectionFactory
+        ConnectionFailedError ConnectionLostError Context ContextProducer Delivery
+        DeliveryMode Destination IllegalStateError InvalidDestinationError Message
+        MessageConsumer MessageFormatError MessageNotAccessibleError MessageProducer
+        MessagingError Options Policy Queue RequestRejectedError RequestTimeoutError
+        SendHeldBackError SendOutcomeUnknownError SendRejectedError SendTimeoutError
+        Session Topic TransactionInDoubtError TransactionRolledBackError
+        UnsupportedOperationError WindowFullError
+    """,
+    "django_txmsg.metrics": "Collector install metrics uninstall",
+    "django_txmsg.middleware": "OutboxMiddleware no_outbox",
+    "django_txmsg.models": """
+        ArchiveMark Attempt BulkOperation DeadLetter FailureNote IdempotencyKey
+        InboxMessage OutboxMessage PeriodCount PipelineRun QueueMessage
+        QueueSubscription SessionRecord StageState StagedMessage StoredRun Worker
+    """,
+    "django_txmsg.signals": """
+        control_message_handled control_message_sent dangerous_window lease_lost
+        message_buried message_dispatched message_duplicate message_processed
+        message_redelivered message_stored messages_committed outcome_unknown
+        session_ended
+    """,
+    "django_txmsg.spark": "register",
+    "django_txmsg.spark.cli": "main",
+    "django_txmsg.spark.source.snapshot": "snapshot",
+    "django_txmsg.stages": "Stage TransactionDefinition stage",
+    "django_txmsg.tasks": "prune_messages relay_outbox",
+    "django_txmsg.testing": """
+        ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker drain
+        outbox_messages
+    """,
+    "django_txmsg.tracing": "install uninstall",
+    "django_txmsg.urls": "app_name urlpatterns",
+    "django_txmsg.wire": """
+        CONTENT_LENGTH CONTENT_TYPE CORRELATION_ID CREATED EXPIRES FAILED_ATTEMPT KEY
+        MESSAGE_ID PERSISTENT SERVICE TRACEPARENT
+    """,
+}
+
+LOGGERS = {
+    "django_txmsg.arrival",
+    "django_txmsg.breaker",
+    "django_txmsg.brokers.database",
+    "django_txmsg.bulk",
+    "django_txmsg.consumer",
+    "django_txmsg.control",
+    "django_txmsg.control_thread",
+    "django_txmsg.crew",
+    "django_txmsg.demarcation",
+    "django_txmsg.dispatcher",
+    "django_txmsg.intake",
+    "django_txmsg.jms.callbacks",
+    "django_txmsg.jms.link",
+    "django_txmsg.jms.pool",
+    "django_txmsg.jms.sends",
+    "django_txmsg.leases",
+    "django_txmsg.masking",
+    "django_txmsg.messages",
+    "django_txmsg.middleware",
+    "django_txmsg.relay",
+    "django_txmsg.session",
+    "django_txmsg.stage_thread",
+    "django_txmsg.storing",
+    "django_txmsg.testing.peer",
+    "django_txmsg.throttle",
+    "django_txmsg.worker",
+}
+
+PACKAGE = Path(django_txmsg.__file__).parent
 
 
 def test_the_public_names_are_these() -> None:
@@ -75,3 +167,59 @@ def test_importing_the_package_imports_no_django() -> None:
     )
 
     assert result.stdout.strip() == "ok", result.stderr
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_the_public_names_are_where_users_import_them(module: str) -> None:
+    found = import_module(module)
+    missing = [name for name in PUBLIC[module].split() if not hasattr(found, name)]
+
+    assert missing == []
+
+
+def test_whatever_a_module_declares_public_is_listed() -> None:
+    for module, names in PUBLIC.items():
+        declared = set(getattr(import_module(module), "__all__", ()))
+        assert declared <= set(names.split()), module
+
+
+def test_the_documentation_imports_from_public_paths_only() -> None:
+    unlisted = [
+        (page.name, module, name)
+        for page in PAGES
+        for module, name in imported(page)
+        if name not in PUBLIC.get(module, "").split()
+    ]
+
+    assert unlisted == []
+
+
+def imported(page: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of what a page's Python imports from the package."""
+    for block in blocks(page):
+        if block.language != "python" or not block.runs:
+            continue
+        for node in ast.walk(ast.parse(block.code)):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module and module.split(".")[0] == "django_txmsg":
+                yield from ((module, one.name) for one in node.names)
+
+
+def test_every_logger_has_a_name_that_alarms_may_be_set_on() -> None:
+    unknown = [
+        (path.relative_to(ROOT).as_posix(), ast.unparse(name))
+        for path in PACKAGE.rglob("*.py")
+        for name in loggers(path)
+        if not (isinstance(name, ast.Constant) and name.value in LOGGERS)
+    ]
+
+    assert unknown == [], (
+        "Name it in LOGGERS, and in the changelog when it replaces one"
+    )
+
+
+def loggers(path: Path) -> Iterator[ast.expr]:
+    """Yield what a module gives to `logging.getLogger()`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and "getLogger" in ast.unparse(node.func):
+            yield from node.args or [ast.Constant(None)]
