@@ -6,6 +6,7 @@ Pure standard library and without state, since the Spark jobs import it too.
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
 import json
 import re
 import uuid
@@ -198,6 +199,14 @@ def reserved(name: str) -> bool:
 def senders(headers: Mapping[str, str]) -> dict[str, str]:
     """Return what of a message's headers its sender wrote, and may send again."""
     return {name: value for name, value in headers.items() if not reserved(name)}
+
+
+def digest(headers: Mapping[str, str], body: bytes) -> str:
+    """Return a name for what a sender wrote, the same for the same however it came."""
+    written = {name: value for name, value in headers.items() if travels(name)}
+    found = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
+    found.update(body)
+    return found.hexdigest()
 
 
 def headers_of(row: Any, service: str, created: str) -> dict[str, str]:

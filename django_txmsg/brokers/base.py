@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ..errors import BrokerError, BrokerUnavailable
+from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,15 @@ class Session(abc.ABC):
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
         """Store a copy with other headers where the delivery came from, with proof,
-        and acknowledge the delivery at once; `ack()` need not do so any more."""
+        and acknowledge the delivery at once; `ack()` need not do so any more.
+
+        Raises DispatchRejected, with the delivery still in hand, when the broker does
+        not take the copy.
+        """
         copy = Outgoing(delivery.destination, headers, delivery.body)
         for error in self.send_delayed([copy]):
+            if isinstance(error, DispatchRejected):
+                raise error
             if error is not None:
                 raise BrokerUnavailable(str(error)) from error
         self.ack([delivery])

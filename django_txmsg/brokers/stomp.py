@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,6 +30,8 @@ Result = TypeVar("Result")
 
 #: Seconds for which acknowledgements are gathered at most.
 LONGEST_GROUP = 1.0
+#: Times that a broker hangs up on a message alone until that is an answer.
+HANG_UPS = 3
 
 
 class StompBroker(Broker):
@@ -44,7 +44,7 @@ class StompBroker(Broker):
         named = {} if subscriber is None else {"client_id": subscriber}
         try:
             factory = jms.ConnectionFactory(self._url, **named)
-            return StompSession(factory.create_connection(), transacted)
+            return StompSession(factory.create_connection(), transacted, self.open)
         except (jms.MessagingError, RuntimeError) as error:
             # RuntimeError: no thread for it, as at the end of a process.
             raise BrokerUnavailable(str(error)) from error
@@ -62,10 +62,17 @@ class StompBroker(Broker):
 
 
 class StompSession(Session):
-    """One connection with one jms session on it."""
+    """One connection with one jms session on it. `another` opens a second one."""
 
-    def __init__(self, connection: jms.Connection, transacted: bool) -> None:
+    def __init__(
+        self,
+        connection: jms.Connection,
+        transacted: bool,
+        another: Callable[[], StompSession],
+    ) -> None:
         self._connection = connection
+        self._another = another
+        self._beside: StompSession | None = None
         self._transacted = transacted
         self._session = connection.create_session(transacted=transacted)
         self._producer: jms.MessageProducer | None = None
@@ -173,25 +180,37 @@ class StompSession(Session):
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
             return headers.get("message-id", "")
-        written = {name: headers[name] for name in headers if wire.travels(name)}
-        digest = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
-        digest.update(message.raw_body)
-        return f"{given}/{digest.hexdigest()}"
+        return f"{given}/{wire.digest(headers, message.raw_body)}"
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
-        copy = Outgoing(self._home, headers, delivery.body)
-        with self._connection.create_session() as session:
-            _asked(
-                lambda: session.create_producer().send(
-                    _message(copy), destination=copy.destination
-                )
-            )
+        self._store_beside(Outgoing(self._home, headers, delivery.body))
         # Not in a group: a worker that dies in between leaves two messages.
         if self._transacted:
             self.commit([delivery])
         else:
             _asked(partial(self._session.acknowledge, delivery.handle))
         self._sent_back.append(delivery.handle)
+
+    def _store_beside(self, copy: Outgoing) -> None:
+        """Send by another connection: a broker that hangs up on what it refuses would
+        take the delivery along."""
+        error: BrokerError | None = None
+        for _ in range(HANG_UPS):
+            session, self._beside = self._beside or self._another(), None
+            try:
+                (error,) = session.send([copy], isolate=True)
+            except BaseException:
+                session.close()
+                raise
+            if error is None:
+                self._beside = session
+                return
+            session.close()
+            if not (isinstance(error, DispatchUnknown) and error.hung_up):
+                break
+        if isinstance(error, DispatchUnknown) and not error.hung_up:
+            raise BrokerUnavailable(str(error)) from error
+        raise DispatchRejected(str(error)) from error
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         deliveries = [one for one in deliveries if one.handle not in self._sent_back]
@@ -250,6 +269,9 @@ class StompSession(Session):
     def close(self) -> None:
         with contextlib.suppress(BrokerUnavailable):
             self._send_acks()
+        if self._beside is not None:
+            self._beside.close()
+            self._beside = None
         self._connection.close()
 
 

@@ -116,11 +116,14 @@ def read(delivery: Delivery, stage: Stage) -> Message:
 
 
 def identity(delivery: Delivery, broker: str) -> uuid.UUID:
-    """Return the message's id, or one made of the broker's when it brings none."""
+    """Return the message's id, or one made of the broker's when it brings none, or of
+    what it says where the broker's does not stay."""
     own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
     if own is not None:
         return own
-    return wire.foreign_id(broker, delivery.broker_message_id or str(uuid.uuid4()))
+    if delivery.id_stays and delivery.broker_message_id:
+        return wire.foreign_id(broker, delivery.broker_message_id)
+    return wire.foreign_id(broker, wire.digest(delivery.headers, delivery.body))
 
 
 def has_identity(delivery: Delivery) -> bool:
@@ -128,17 +131,23 @@ def has_identity(delivery: Delivery) -> bool:
     return delivery.id_stays or wire.MESSAGE_ID in delivery.headers
 
 
-def send_back(delivery: Delivery, session: Session) -> SentBack:
-    """Give a foreign message an identity that lasts: it goes back to where it came
-    from with a `txmsg-id`, with proof, and this delivery is acknowledged.
+def named(delivery: Delivery) -> Delivery:
+    """Return a foreign message's delivery with a `txmsg-id` of ours."""
+    headers = {**delivery.headers, wire.MESSAGE_ID: str(new_id())}
+    return dataclasses.replace(delivery, headers=headers)
 
-    A worker that dies in between leaves both, as two messages.
+
+def send_back(delivery: Delivery, session: Session) -> SentBack:
+    """Put a foreign message that was `named()` back to where it came from, with proof;
+    this delivery is acknowledged.
+
+    A worker that dies in between leaves both, as two messages. Raises DispatchRejected
+    when the broker does not take it.
     """
     headers = copied_headers(delivery.headers)
     for name, value in delivery.headers.items():
         if name.lower().startswith(wire.OF_A_DEATH):
             headers[name] = value
-    headers[wire.MESSAGE_ID] = str(new_id())
     session.send_back(delivery, headers)
     return SentBack()
 

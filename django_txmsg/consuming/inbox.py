@@ -11,6 +11,7 @@ import random
 import time
 import uuid
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from django.db import DatabaseError, connections
 from django.utils import timezone
@@ -74,7 +75,7 @@ def _process(arrival: Arrival) -> Outcome:
         seen = None if arrival.parked is None else arrival.parked.seen
         return bury(arrival, seen, error.reason, Failure.of(error))
     if not arrivals.has_identity(arrival.delivery):
-        return arrivals.send_back(arrival.delivery, arrival.session)
+        return _adopt(arrival)
     seen, begun = _record(arrival, message)
     if seen is not None and not begun:
         outcome = _foregone(arrival, message, seen)
@@ -112,6 +113,18 @@ def _process(arrival: Arrival) -> Outcome:
                 return outcome
             # Read again: the handler may have changed what it was given.
             message = arrivals.read(arrival.delivery, stage)
+
+
+def _adopt(arrival: Arrival) -> Outcome:
+    """Give a foreign message an identity that lasts, before anything is done for it:
+    it comes again under that one. What the broker does not take back is buried."""
+    delivery = arrivals.named(arrival.delivery)
+    try:
+        return arrivals.send_back(delivery, arrival.session)
+    except DispatchRejected as error:
+        detail = f"it cannot go back to its queue under an id of ours: {error}"
+        failure = Failure.because("rejected", detail)
+        return bury(replace(arrival, delivery=delivery), None, "rejected", failure)
 
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:

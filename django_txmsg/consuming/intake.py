@@ -18,7 +18,7 @@ from ..brokers.base import Delivery, Session
 from ..dead_letters import burial
 from ..envelope.failure import Failure
 from ..envelope.message import check_destination
-from ..errors import BrokerUnavailable, InvalidMessage
+from ..errors import BrokerUnavailable, DispatchRejected, InvalidMessage
 from ..models import DeadLetter
 from ..upkeep import outage
 from ..upkeep.activity import Activity
@@ -70,12 +70,20 @@ class IntakeThread:
             recycle(idle=idle, but=but)
             if delivery is None or self._stopping.is_set():
                 continue
-            if not arrivals.has_identity(delivery):
-                arrivals.send_back(delivery, session)
-                self._activity.note()
-            elif self._buried(delivery):
-                session.ack([delivery])
-                self._activity.note()
+            if arrivals.has_identity(delivery) or delivery.problem:
+                self._settle(session, delivery)
+            else:
+                delivery = arrivals.named(delivery)
+                try:
+                    arrivals.send_back(delivery, session)
+                except DispatchRejected:
+                    # A worker that dies before it is acknowledged leaves two.
+                    self._settle(session, delivery)
+            self._activity.note()
+
+    def _settle(self, session: Session, delivery: Delivery) -> None:
+        if self._buried(delivery):
+            session.ack([delivery])
 
     def _buried(self, delivery: Delivery) -> bool:
         """Bury a delivery, kept in hand as long as that is not possible. Returns False

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
 from django_txmsg.consuming import inbox
+from django_txmsg.consuming.arrival import Arrival
 from django_txmsg.envelope.broker_url import split_url
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
@@ -23,9 +27,10 @@ from tests.acceptance import crash_points
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import wait_until
+from tests.integration.test_intake import taking_in
 from tests.raw_client import RawClient
-from tests.running import IMPATIENT, committing, declared, running, txmsg
-from tests.services.stomp_server import PASSWORD, USER
+from tests.running import IMPATIENT, committing, declared, running, step, txmsg
+from tests.services.stomp_server import PASSWORD, READER, USER
 
 # One database will do: what matters here is the broker.
 pytestmark = [committing, pytest.mark.postgresql]
@@ -118,6 +123,70 @@ def test_a_topics_message_goes_back_to_its_subscriber_alone(destination: str) ->
         first["name"],
         second["name"],
     ]
+
+
+@pytest.mark.parametrize("mode", ["outbox", "broker_only"])
+def test_what_the_broker_does_not_take_back_is_buried_with_its_bytes(
+    rabbitmq: services.RabbitMQ, destination: str, mode: Any
+) -> None:
+    """The consumer may not write: no message goes back to get an id of ours."""
+    ours = str(uuid.uuid4())
+    put_foreign(destination, b'"equal"', colour="red")
+    put_foreign(destination, b'"equal"', colour="red")
+    put_foreign(destination, b'"ours"', **{"txmsg-id": ours})
+    url = rabbitmq.url(user=READER, password=PASSWORD)
+    with (
+        txmsg(**{**IMPATIENT, "BROKERS": {"default": {"URL": url}}}),
+        declared(effect, destination, transaction=mode) as stage,
+        running(stage) as (thread,),
+    ):
+        wait_until(lambda: effects() == ["ours"], deadline=60)
+        wait_until(lambda: thread.dry)
+    assert left(destination) == 0
+    # Equal ones are two messages still.
+    for letter in DeadLetter.objects.all():
+        assert (letter.reason, letter.deaths) == ("rejected", 1)
+        assert bytes(letter.body) == b'"equal"'
+        assert letter.headers["colour"] == "red"
+        assert letter.headers["txmsg-id"] == str(letter.message_id)
+    assert DeadLetter.objects.count() == 2
+    with declared(effect, destination, transaction=mode) as stage:
+        call_command("dead_letters", "redeliver", "--all")
+        step(stage, times=2)
+    assert effects() == ["equal", "equal", "ours"]
+
+
+def test_a_dead_letter_that_does_not_go_back_is_taken_in(
+    rabbitmq: services.RabbitMQ, destination: str
+) -> None:
+    put_foreign(destination, b"given up")
+    url = rabbitmq.url(user=READER, password=PASSWORD)
+    with (
+        txmsg(**{**IMPATIENT, "BROKERS": {"default": {"URL": url}}}),
+        taking_in(url, destination),
+    ):
+        wait_until(DeadLetter.objects.exists, deadline=60)
+    assert left(destination) == 0
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, bytes(letter.body)) == ("broker", b"given up")
+
+
+def test_one_that_cannot_be_read_is_one_dead_letter_however_often_it_comes(
+    destination: str,
+) -> None:
+    """Its worker is gone before the acknowledgement, and it brings no id that lasts."""
+    put_foreign(destination, b'{"cut off": ')
+    with declared(effect, destination) as stage:
+        for _ in range(2):
+            with get_broker().open() as opened:
+                opened.subscribe(destination, prefetch=1)
+                delivery = wait_until(lambda: opened.receive(1))
+                stop = threading.Event()
+                inbox.process(Arrival(stage, delivery, opened, "test", stop))
+        step(stage)
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.deaths) == ("undecodable_body", 3)
+    assert left(destination) == 0
 
 
 def declare() -> None:

@@ -16,6 +16,7 @@ from .stomp_server import (
     ALLOWED,
     LIMITED_USER,
     PASSWORD,
+    READER,
     USER,
     StompServer,
     accepts,
@@ -157,7 +158,7 @@ def _definitions() -> dict[str, list[dict[str, str]]]:
                 "hashing_algorithm": "rabbit_password_hashing_sha256",
                 "tags": "",
             }
-            for name in (USER, LIMITED_USER)
+            for name in (USER, LIMITED_USER, READER)
         ],
         "permissions": [
             {
@@ -165,8 +166,8 @@ def _definitions() -> dict[str, list[dict[str, str]]]:
                 "vhost": "/",
                 "configure": names,
                 "read": names,
-                "write": names,
+                "write": "^$" if name == READER else names,
             }
-            for name, names in ((USER, ".*"), (LIMITED_USER, allowed))
+            for name, names in ((USER, ".*"), (LIMITED_USER, allowed), (READER, ".*"))
         ],
     }

@@ -16,6 +16,8 @@ PASSWORD = "txmsg-secret"
 #: refuses every other message of a batch, and takes the rest.
 LIMITED_USER = "limited"
 ALLOWED = "allowed."
+#: This one may read anything on RabbitMQ, and write nothing.
+READER = "reader"
 
 
 class StompServer(Server):
