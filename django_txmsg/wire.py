@@ -33,6 +33,9 @@ BYTES = "application/octet-stream"
 
 TOPIC_PREFIX = "topic:"
 
+#: Under which other libraries say what their message is: CAP and django-outbox-pattern.
+IDS_OF_OTHERS = ("cap-msg-id", "dop-msg-id")
+
 #: How the names of all our own headers begin, those of later versions included.
 PREFIX = "txmsg-"
 
@@ -132,6 +135,17 @@ def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
     Weaker than ours: a sender that sends twice gets two broker ids.
     """
     return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
+
+
+def others_id(service: str, headers: Mapping[str, str]) -> uuid.UUID | None:
+    """Return the identity that another library's sender gave its message, if any."""
+    for name in IDS_OF_OTHERS:
+        if given := headers.get(name):
+            try:
+                return uuid.UUID(given)
+            except ValueError:
+                return foreign_id(service, given)
+    return None
 
 
 def _named(*parts: str | int) -> uuid.UUID:

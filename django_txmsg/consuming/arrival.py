@@ -95,7 +95,8 @@ def read(delivery: Delivery, stage: Stage) -> Message:
     own = headers.get(wire.MESSAGE_ID)
     if own is not None and _uuid(own) is None:
         raise DecodeError("malformed_id", f"{wire.MESSAGE_ID} is no UUID: {own[:80]!r}")
-    if own is None and not delivery.broker_message_id:
+    others = wire.others_id(stage.broker, headers)
+    if own is None and others is None and not delivery.broker_message_id:
         raise DecodeError("missing_id", "neither txmsg-id nor message-id is there")
     content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
     if "/" not in content_type:
@@ -119,6 +120,7 @@ def identity(delivery: Delivery, broker: str) -> uuid.UUID:
     """Return the message's id, or one made of the broker's when it brings none, or of
     what it says where the broker's does not stay."""
     own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
+    own = own or wire.others_id(broker, delivery.headers)
     if own is not None:
         return own
     if delivery.id_stays and delivery.broker_message_id:
@@ -128,7 +130,11 @@ def identity(delivery: Delivery, broker: str) -> uuid.UUID:
 
 def has_identity(delivery: Delivery) -> bool:
     """Return whether the message can be recognised when it is delivered again."""
-    return delivery.id_stays or wire.MESSAGE_ID in delivery.headers
+    return (
+        delivery.id_stays
+        or wire.MESSAGE_ID in delivery.headers
+        or wire.others_id("", delivery.headers) is not None
+    )
 
 
 def named(delivery: Delivery) -> Delivery:

@@ -1,0 +1,242 @@
+"""`manage.py take_over_outbox_pattern`: moves in from django-outbox-pattern.
+
+Its tables are read as they are: the package need not be installed, and cannot be beside
+our STOMP client, since it wants an older stomp.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from django.apps.registry import Apps
+from django.core.management.base import BaseCommand, CommandError
+from django.db import connections, models, router, transaction
+from django.db.models.functions import Now
+
+from ... import conf, wire
+from ...errors import DuplicateMessage, InvalidMessage
+from ...models import InboxMessage, OutboxMessage
+from ...sending.outbox import send_message
+from ...stages import all_stages
+from ._tables import require_tables
+
+FAILED, SCHEDULED, SUCCEEDED = -1, 1, 2
+_APPS = Apps()  # no tables of ours: no migration is made for them
+
+
+class Published(models.Model):
+    """What it has stored to be sent."""
+
+    id = models.UUIDField(primary_key=True)
+    destination = models.CharField(max_length=255)
+    body = models.JSONField()
+    added = models.DateTimeField()
+    expires_at = models.DateTimeField()
+    status = models.IntegerField()
+    headers = models.JSONField(null=True)
+
+    class Meta:
+        apps = _APPS
+        app_label = "django_outbox_pattern"
+        db_table = "published"
+        managed = False
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class Received(models.Model):
+    """What it has processed, so that it does not process a copy."""
+
+    id = models.UUIDField(primary_key=True)
+    msg_id = models.CharField(max_length=100, null=True)  # noqa: DJ001 - as it is
+    headers = models.JSONField(null=True)
+    added = models.DateTimeField()
+    status = models.IntegerField()
+
+    class Meta:
+        apps = _APPS
+        app_label = "django_outbox_pattern"
+        db_table = "received"
+        managed = False
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class Command(BaseCommand):
+    """Take over what django-outbox-pattern has stored and not sent, and what it has
+    received."""
+
+    help = (
+        "Takes over the tables of django-outbox-pattern: unsent messages go into the "
+        "outbox, ids of processed ones into the inbox. May be repeated."
+    )
+
+    renamed: dict[str, str]
+    strange: Counter[str]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--database", metavar="ALIAS")
+        parser.add_argument("--broker", metavar="ALIAS", default="default")
+        parser.add_argument(
+            "--rename", action="append", default=[], metavar="OLD=NEW",
+            help="another name for a destination; may be repeated",
+        )  # fmt: skip
+        parser.add_argument(
+            "--given-up", action="store_true",
+            help="send also what it has given up: failed, or past its expires_at",
+        )  # fmt: skip
+        parser.add_argument("--dry-run", action="store_true")
+        parser.add_argument("--batch-size", type=int, default=500, metavar="N")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        using = options["database"] or router.db_for_write(OutboxMessage)
+        if options["broker"] not in conf.get().BROKERS:
+            raise CommandError(f"No broker {options['broker']!r} under BROKERS.")
+        if options["batch_size"] < 1:
+            raise CommandError("--batch-size must be 1 or more.")
+        if not all("=" in one for one in options["rename"]):
+            raise CommandError("--rename wants OLD=NEW.")
+        require_tables(using)
+        self.renamed = dict(one.split("=", 1) for one in options["rename"])
+        self.strange = Counter()
+        tables = connections[using].introspection.table_names()
+        found = [m for m in (Published, Received) if m._meta.db_table in tables]
+        if not found:
+            raise CommandError(
+                f"Database {using!r} has no tables of django-outbox-pattern, "
+                f"`published` and `received`. Another one: --database ALIAS."
+            )
+        would = "Would take" if options["dry_run"] else "Took"
+        if Published in found:
+            taken, left = self._send(using, options)
+            self.stdout.write(
+                f"{would} {taken} unsent message{'s' * (taken != 1)} over into the "
+                f"outbox."
+            )
+            if left:
+                self.stdout.write(
+                    f"{left} that it had given up {'are' if left != 1 else 'is'} left: "
+                    f"--given-up takes them too."
+                )
+        if Received in found:
+            known = self._remember(using, options)
+            self.stdout.write(
+                f"{would} {known} id{'s' * (known != 1)} of received messages over "
+                f"into the inbox."
+            )
+        if self.strange:
+            names = ", ".join(f"{n} ({c})" for n, c in self.strange.most_common())
+            raise CommandError(
+                f"Left where they are, by destination: {names}. Say what each is "
+                f"called here with --rename OLD=NEW; ids that were received there "
+                f"need a stage that consumes it."
+            )
+
+    def _send(self, using: str, options: dict[str, Any]) -> tuple[int, int]:
+        """Store what is not sent, and mark it as sent, in one transaction a batch."""
+        rows: Any = Published._base_manager.using(using)
+        given_up = rows.exclude(status=SUCCEEDED).filter(
+            models.Q(status=FAILED) | models.Q(expires_at__lt=Now())
+        )
+        wanted = rows.exclude(status=SUCCEEDED)
+        left = 0
+        if not options["given_up"]:
+            left = given_up.count()
+            wanted = rows.filter(status=SCHEDULED, expires_at__gte=Now())
+        ids = wanted.order_by("added", "pk").values_list("pk", flat=True)
+        taken = 0
+        for batch in _batches(list(ids), options["batch_size"]):
+            with transaction.atomic(using=using):
+                # Its own publisher holds what it is sending: wait for that.
+                mine = wanted.filter(pk__in=batch).order_by("added", "pk")
+                if connections[using].features.has_select_for_update:
+                    mine = mine.select_for_update()
+                stored = [row.pk for row in mine if self._store(row, using, options)]
+                rows.filter(pk__in=stored).update(status=SUCCEEDED)
+                taken += len(stored)
+                if options["dry_run"]:
+                    transaction.set_rollback(True, using=using)
+        return taken, left
+
+    def _store(self, row: Any, using: str, options: dict[str, Any]) -> bool:
+        headers = {
+            name: str(value)
+            for name, value in (row.headers or {}).items()
+            if not wire.reserved(name)
+        }
+        if correlation := headers.get("dop-correlation-id"):
+            headers[wire.CORRELATION_ID] = correlation[: wire.MAX_CORRELATION_ID]
+        try:
+            send_message(
+                self._destination(row.destination), row.body, headers=headers,
+                message_id=row.pk, using=using, broker=options["broker"],
+            )  # fmt: skip
+        except DuplicateMessage:
+            pass  # as after a restored backup of its table
+        except InvalidMessage:
+            self.strange[row.destination] += 1
+            return False
+        return True
+
+    def _remember(self, using: str, options: dict[str, Any]) -> int:
+        """Note processed ids for each stage that consumes their destination."""
+        stages: dict[str, list[str]] = {}
+        for stage in all_stages():
+            stages.setdefault(stage.destination, []).append(stage.name)
+        rows: Any = Received._base_manager.using(using)
+        rows = rows.filter(status=SUCCEEDED, msg_id__isnull=False)
+        inbox = InboxMessage._base_manager.using(using)
+        before = inbox.count()
+        known = 0
+        for batch in _batches(
+            list(rows.values_list("pk", flat=True)), options["batch_size"]
+        ):
+            noted = []
+            for row in rows.filter(pk__in=batch):
+                came = str((row.headers or {}).get("destination", ""))
+                destination = self._destination(came)
+                names = stages.get(destination, [])
+                if not names:
+                    self.strange[came or "unknown"] += 1
+                noted += [
+                    InboxMessage(
+                        stage=name, destination=destination, attempts=1,
+                        message_id=_identity(row, options["broker"]),
+                        first_received_at=row.added, last_received_at=row.added,
+                        processed_at=row.added,
+                    )
+                    for name in names
+                ]  # fmt: skip
+            known += len(noted)
+            if not options["dry_run"]:
+                inbox.bulk_create(noted, ignore_conflicts=True)
+        return known if options["dry_run"] else inbox.count() - before
+
+    def _destination(self, name: str) -> str:
+        """Return how a destination of STOMP is called here."""
+        if name in self.renamed:
+            return self.renamed[name]
+        for prefix, ours in (("/queue/", ""), ("/topic/", wire.TOPIC_PREFIX)):
+            if name.startswith(prefix):
+                return ours + name.removeprefix(prefix)
+        return name
+
+
+def _identity(row: Any, broker: str) -> uuid.UUID:
+    """Return the id by which a stage would know a copy of the message."""
+    return wire.others_id(broker, row.headers or {}) or wire.foreign_id(
+        broker, row.msg_id
+    )
+
+
+def _batches(ids: list[Any], size: int) -> Iterator[list[Any]]:
+    remaining = iter(ids)
+    while batch := list(islice(remaining, size)):
+        yield batch

@@ -1,0 +1,192 @@
+"""A project moves in from django-outbox-pattern: rows, senders and receivers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from django_txmsg.envelope.message import Message
+from django_txmsg.models import InboxMessage, OutboxMessage
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, step, txmsg
+from tests.services.stomp_server import PASSWORD, USER, StompServer
+
+pytestmark = [committing, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Where scripts/install.sh puts the package, apart: it wants an older stomp.py.
+OTHERS = ROOT / ".venv" / "others"
+
+STORED = """
+import datetime as dt, json, uuid
+from django.core.management import call_command
+from django.utils import timezone
+call_command("migrate", "django_outbox_pattern", verbosity=0)
+from django_outbox_pattern.models import Published, Received
+def published(destination, **more):
+    row = Published(destination=destination, body={"number": 1}, **more)
+    row.save()
+    return str(row.pk)
+past = timezone.now() - dt.timedelta(hours=1)
+received = [str(uuid.uuid4()), "ID:mq-1:2:3"]
+Received.objects.create(msg_id=received[0], headers={
+    "destination": "/queue/mails.confirm", "dop-msg-id": received[0]})
+Received.objects.create(msg_id=received[1], headers={
+    "destination": "/queue/mails.confirm", "message-id": received[1]})
+print(json.dumps({
+    "queue": published("/queue/mails.confirm", headers={"tenant": 7}),
+    "topic": published("/topic/orders.placed", version="v1"),
+    "sent": published("/queue/mails.confirm", status=2),
+    "failed": published("/queue/mails.confirm", status=-1),
+    "late": published("/queue/mails.confirm", expires_at=past),
+    "strange": published("/exchange/shop/orders"),
+    "received": received,
+}))
+"""
+
+SENT = """
+from django.core.management import call_command
+call_command("migrate", "django_outbox_pattern", verbosity=0)
+from django_outbox_pattern.factories import factory_producer
+from django_outbox_pattern.models import Published
+row = Published(destination="/queue/{destination}", body={{"number": 1}})
+row.save()
+with factory_producer() as producer:
+    for copy in range(2):
+        producer.send(row)
+print(row.pk)
+"""
+
+Theirs = Callable[..., str]
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[Theirs]:
+    """Run code where django-outbox-pattern is installed, on the test's database."""
+    if not OTHERS.exists():
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{OTHERS} is missing: scripts/install.sh test")
+        pytest.skip("django-outbox-pattern is missing: scripts/install.sh test")
+
+    def run(code: str, **settings: Any) -> str:
+        (tmp_path / "theirs.py").write_text(
+            "from tests.settings import *\n"
+            'INSTALLED_APPS = [*INSTALLED_APPS, "django_outbox_pattern"]\n'
+            f"DJANGO_OUTBOX_PATTERN = {settings!r}\n"
+        )
+        path = os.pathsep.join([str(ROOT), str(tmp_path), *sys.path, str(OTHERS)])
+        done = subprocess.run(
+            [sys.executable, "-c", f"import django; django.setup()\n{code}"],
+            env=os.environ
+            | {"DJANGO_SETTINGS_MODULE": "theirs", "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    yield run
+    with connection.cursor() as cursor:
+        for table in ("published", "received"):
+            cursor.execute(f"DROP TABLE IF EXISTS {table}")
+        cursor.execute("DELETE FROM django_migrations WHERE app LIKE '%pattern'")
+
+
+@pytest.fixture(params=["activemq", "rabbitmq"])
+def stomp_server(request: pytest.FixtureRequest) -> StompServer:
+    """Either STOMP broker."""
+    server: StompServer = request.getfixturevalue(request.param)
+    return server
+
+
+def take_over(*arguments: str) -> str:
+    said = StringIO()
+    try:
+        call_command("take_over_outbox_pattern", *arguments, stdout=said)
+    except CommandError as error:
+        said.write(str(error))
+    return said.getvalue()
+
+
+def outbox() -> dict[str, str]:
+    rows = OutboxMessage.objects.values_list("message_id", "destination")
+    return {str(message_id): destination for message_id, destination in rows}
+
+
+def test_what_is_stored_moves_over_once(theirs: Theirs) -> None:
+    stored = json.loads(theirs(STORED))
+    got: list[Message] = []
+
+    with txmsg(), declared(got.append, "mails.confirm") as stage:
+        dry = take_over("--dry-run")
+        assert "Would take 2 unsent messages" in dry
+        assert (outbox(), InboxMessage.objects.count()) == ({}, 0)
+
+        said = take_over()
+        assert "Took 2 unsent messages over into the outbox." in said
+        assert "2 that it had given up are left: --given-up takes them" in said
+        assert "Took 2 ids of received messages over into the inbox." in said
+        assert "by destination: /exchange/shop/orders (1)" in said
+        assert outbox() == {
+            stored["queue"]: "mails.confirm",
+            stored["topic"]: "topic:orders.placed.v1",
+        }
+
+        again = take_over("--given-up", "--rename", "/exchange/shop/orders=orders")
+        assert "Took 3 unsent messages" in again
+        assert "Took 0 ids" in again
+        assert set(outbox()) == {
+            stored[one] for one in ("queue", "topic", "failed", "late", "strange")
+        }
+        assert outbox()[stored["strange"]] == "orders"
+        assert "Took 0 unsent messages" in take_over("--given-up")
+
+        # The headers that its receivers know a message by go on with it.
+        row = OutboxMessage.objects.get(message_id=stored["queue"])
+        assert row.headers["dop-msg-id"] == stored["queue"]
+        assert row.correlation_id == row.headers["dop-correlation-id"]
+
+        # A late copy of what it had received is known.
+        copy = {"dop-msg-id": stored["received"][0], "content-type": "text/plain"}
+        put("mails.confirm", b"1", copy)
+        put("mails.confirm", b"1", copy | {"dop-msg-id": str(uuid.uuid4())})
+        step(stage, 2)
+    assert [message.body for message in got] == ["1"]
+
+
+def test_without_its_tables_it_says_where_it_has_looked() -> None:
+    said = take_over()
+
+    assert "Database 'default' has no tables of django-outbox-pattern" in said
+
+
+@pytest.mark.postgresql
+def test_a_stage_knows_what_its_sender_sends_twice(
+    theirs: Theirs, stomp_server: StompServer, destination: str
+) -> None:
+    sent = theirs(
+        SENT.format(destination=destination),
+        DEFAULT_STOMP_HOST_AND_PORTS=[("127.0.0.1", stomp_server.port)],
+        DEFAULT_STOMP_USERNAME=USER,
+        DEFAULT_STOMP_PASSCODE=PASSWORD,
+    )
+    got: list[Message] = []
+
+    with (
+        txmsg(BROKERS={"default": {"URL": stomp_server.url()}}),
+        declared(got.append, destination) as stage,
+        running(stage),
+    ):
+        wait_until(lambda: InboxMessage.objects.filter(deliveries=2).exists())
+    assert [str(message.id) for message in got] == [sent]
+    assert json.loads(got[0].body) == {"number": 1}
