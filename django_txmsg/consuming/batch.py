@@ -15,13 +15,12 @@ from .. import tracing
 from ..envelope.message import Message
 from ..errors import DecodeError
 from ..models import InboxMessage
-from ..models.inbox_seen import Seen
+from ..models.inbox_record import Seen
 from ..sending import storing
 from ..sending.scope import in_scope
-from . import arrival as arrivals
-from . import failing, inbox
-from .arrival import Arrival, Duplicate, Outcome, Processed
-from .inbox import NOT_HANDLERS
+from . import failing, inbox, reading
+from .attempt import NOT_HANDLERS, announce_processed, stage_scope
+from .outcomes import Arrival, Duplicate, Outcome, Processed
 from .savepoints import Savepoints
 from .transaction import Demarcation, guarded, lost_conflict
 
@@ -39,11 +38,11 @@ def process(batch: Sequence[Arrival]) -> list[Outcome]:
     alone: list[Arrival] = []
     for arrival in batch:
         try:
-            message = arrivals.read(arrival.delivery, arrival.stage)
+            message = reading.read(arrival.delivery, arrival.stage)
         except DecodeError:
             alone.append(arrival)
             continue
-        if message.id in readable or not arrivals.has_identity(arrival.delivery):
+        if message.id in readable or not reading.has_identity(arrival.delivery):
             alone.append(arrival)
         else:
             readable[message.id] = (arrival, message)
@@ -71,7 +70,7 @@ def _together(
         seen = recorded[message.id]
         # What has failed before, or killed its worker, takes no others along again.
         ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
-        if ordinary and not arrivals.expired(message, arrival.delivery, seen.now):
+        if ordinary and not reading.expired(message, arrival.delivery, seen.now):
             work.append((arrival, message.attempted(1), seen))
         else:
             apart.append((arrival, seen))
@@ -102,11 +101,11 @@ def _together(
     for arrival, message, seen in work:
         if seen.id in durations:
             outcomes[id(arrival)] = Processed()
-            inbox.announce_processed(stage, message, durations[seen.id], True)
+            announce_processed(stage, message, durations[seen.id], True)
         elif seen.id not in locked:
             outcomes[id(arrival)] = Duplicate()
     for (arrival, message, seen), reason, duration in failures:
-        seen = arrivals.started_again(seen, rows.start_again(seen.id))
+        seen = seen.attempted(rows.start_again(seen.id))
         outcome, again = failing.failed(arrival, message, seen, reason, duration)
         if outcome is None:
             # Blocking redelivery has counted the attempt, as recording it anew does.
@@ -139,7 +138,7 @@ def _run_one(
     try:
         with (
             tracing.processing(message, arrival.stage.name),
-            in_scope(inbox.stage_scope(arrival, message)),
+            in_scope(stage_scope(arrival, message)),
             savepoints.next(),
             guarded(using),
         ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from django.db import Error as AnyDatabaseError
 from django.db import router
@@ -19,7 +19,7 @@ from .. import conf, wire
 from ..brokers import get_broker
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable
-from ..models import StageState, Worker
+from ..models import InboxMessage, StageState, Worker
 from ..models.period_count import PERIOD
 from ..monitoring import databases, periods, status
 from ..monitoring.presence import Presence
@@ -31,7 +31,7 @@ from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
 from .intake import IntakeThread
-from .stage_thread import StageThread, wake_for_parked
+from .stage_thread import StageThread
 from .throttle import Throttle
 
 log = logging.getLogger("django_txmsg.consumer")
@@ -136,7 +136,7 @@ class Consumer:
         """
         for thread in self.threads:
             alias = thread.stage.broker
-            error = self._breakers[alias].error or thread.refused.error
+            error = self._breakers[alias].error or thread.refusal
             if error is not None:
                 raise BrokerUnavailable(f"broker {alias!r} cannot be used: {error}")
         for using in self._databases:
@@ -231,6 +231,29 @@ class Consumer:
             activity=self._activity,
             number=number,
         )
+
+
+def wake_for_parked(threads: Iterable[StageThread]) -> None:
+    """Tell the threads whose stage has parked messages that are due.
+
+    One query for each database; a database that is away is looked at again later.
+    """
+    by_alias: dict[str, dict[str, list[StageThread]]] = {}
+    for thread in threads:
+        named = by_alias.setdefault(thread.using, {})
+        named.setdefault(thread.stage.name, []).append(thread)
+    for using, named in by_alias.items():
+        if not outage.usable(using):
+            continue
+        try:
+            due = InboxMessage.objects.db_manager(using).due_stages(list(named))
+        except AnyDatabaseError as error:
+            if not outage.note(using, error):
+                log.warning("cannot see which parked messages are due: %s", error)
+            continue
+        for name in due:
+            for thread in named[name]:
+                thread.parked_due.set()
 
 
 def _threads(stage: Stage, wanted: int) -> int:

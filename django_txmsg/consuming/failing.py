@@ -19,10 +19,10 @@ from ..envelope.message import Message
 from ..envelope.redelivery import Dead, decide
 from ..errors import BrokerUnavailable
 from ..models import Attempt, InboxMessage
-from ..models.inbox_seen import Seen
+from ..models.inbox_record import Seen
 from ..upkeep import outage
-from . import arrival as arrivals
-from .arrival import Arrival, Duplicate, Interrupted, Outcome
+from . import reading
+from .outcomes import Arrival, Duplicate, Interrupted, Outcome
 
 
 def failed(
@@ -65,7 +65,7 @@ def failed(
         attempt = inbox.start_again(seen.id, arrival.token)
         if not attempt:
             return Duplicate(), seen
-        return None, arrivals.started_again(seen, attempt)
+        return None, seen.attempted(attempt)
     if mode == "broker" and arrival.parked is None:
         note()
         _hand_back(arrival, seen, decision.delay)
@@ -74,7 +74,7 @@ def failed(
         parked = inbox.park(
             seen.id,
             delay=decision.delay,
-            headers=arrivals.kept_headers(arrival.delivery),
+            headers=reading.kept_headers(arrival.delivery),
             body=arrival.delivery.body,
             error=failure.exception,
             token=arrival.token,
@@ -112,11 +112,11 @@ def bury(
             using=arrival.using,
             message_id=seen.message_id
             if seen
-            else arrivals.identity(delivery, stage.broker),
+            else reading.identity(delivery, stage.broker),
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
-            headers=arrivals.kept_headers(delivery),
+            headers=reading.kept_headers(delivery),
             body=delivery.body,
             reason=reason,
             failure=failure,
@@ -145,7 +145,7 @@ def is_outage(error: BaseException, raw: Any) -> bool:
 
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:
     """Give the broker a delayed copy, with proof; the delivery is acknowledged next."""
-    headers = arrivals.copied_headers(arrival.delivery.headers)
+    headers = reading.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: as a copy it has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
     headers[wire.FAILED_ATTEMPT] = str(seen.attempt)

@@ -14,47 +14,28 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from django.db import DatabaseError, connections
-from django.utils import timezone
 
-from .. import conf, signals, tracing, wire
-from ..brokers.base import Outgoing
+from .. import signals
 from ..envelope.failure import Failure
 from ..envelope.message import Message
 from ..errors import (
-    BrokerError,
-    BrokerUnavailable,
     DecodeError,
     DispatchRejected,
-    InvalidMessage,
 )
 from ..models import InboxMessage, OutboxMessage
-from ..models.inbox_seen import Seen
+from ..models.inbox_record import Seen
 from ..models.outbox import PENDING
-from ..models.outbox_store import NewMessage
-from ..sending import storing
-from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from ..upkeep import outage
 from ..upkeep.leases import Lease
-from . import arrival as arrivals
-from .arrival import Arrival, Duplicate, Interrupted, Outcome, Processed
+from . import reading
+from .attempt import NOT_HANDLERS, LostRace, run, session_id
 from .failing import bury, failed, is_outage
-from .transaction import Demarcation, abandon, begins_early, guarded, lost_conflict
-
-#: Seconds in a handler from which on a row marked before it is marked again after it,
-#: so that `processed_at` is no more than this too early.
-MARK_AGAIN_AFTER = 0.02
-#: What ends the attempt and is not the handler's failure. Whatever else it raises is,
-#: the time-outs and cancellations that are no `Exception` included.
-NOT_HANDLERS = (BrokerUnavailable, KeyboardInterrupt)
-
+from .outcomes import Arrival, Duplicate, Interrupted, Outcome
+from .transaction import abandon, begins_early, lost_conflict
 
 #: Times that a stage runs again at once after its transaction lost against another.
 MAX_CONFLICTS = 10
-
-
-class LostRace(Exception):
-    """Another copy of the message was processed while this one waited for the lock."""
 
 
 def process(arrival: Arrival) -> Outcome:
@@ -70,11 +51,11 @@ def process(arrival: Arrival) -> Outcome:
 def _process(arrival: Arrival) -> Outcome:
     stage = arrival.stage
     try:
-        message = arrivals.read(arrival.delivery, stage)
+        message = reading.read(arrival.delivery, stage)
     except DecodeError as error:
         seen = None if arrival.parked is None else arrival.parked.seen
         return bury(arrival, seen, error.reason, Failure.of(error))
-    if not arrivals.has_identity(arrival.delivery):
+    if not reading.has_identity(arrival.delivery):
         return _adopt(arrival)
     seen, begun = _record(arrival, message)
     if seen is not None and not begun:
@@ -87,7 +68,7 @@ def _process(arrival: Arrival) -> Outcome:
         raw = connections[arrival.using].connection
         began = time.monotonic()
         try:
-            return _run(arrival, message.attempted(attempt), seen, begun)
+            return run(arrival, message.attempted(attempt), seen, begun)
         except LostRace:
             return Duplicate()
         except NOT_HANDLERS:
@@ -105,22 +86,22 @@ def _process(arrival: Arrival) -> Outcome:
                     arrival.session.rollback()
                 if arrival.stop.wait(random.uniform(0, min(0.5, 0.002 * 2**conflicts))):  # noqa: S311
                     return Interrupted()
-                message = arrivals.read(arrival.delivery, stage)
+                message = reading.read(arrival.delivery, stage)
                 continue
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:
                 return outcome
             # Read again: the handler may have changed what it was given.
-            message = arrivals.read(arrival.delivery, stage)
+            message = reading.read(arrival.delivery, stage)
 
 
 def _adopt(arrival: Arrival) -> Outcome:
     """Give a foreign message an identity that lasts, before anything is done for it:
     it comes again under that one. What the broker does not take back is buried."""
-    delivery = arrivals.named(arrival.delivery)
+    delivery = reading.named(arrival.delivery)
     try:
-        return arrivals.send_back(delivery, arrival.session)
+        return reading.send_back(delivery, arrival.session)
     except DispatchRejected as error:
         detail = f"it cannot go back to its queue under an id of ours: {error}"
         failure = Failure.because("rejected", detail)
@@ -150,7 +131,7 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
     stage, using = arrival.stage, arrival.using
     inbox = InboxMessage.objects.db_manager(using)
     if stage.transaction != "outbox":
-        if not arrivals.came_before(arrival.delivery):
+        if not reading.came_before(arrival.delivery):
             return None, False
         return inbox.record(stage.name, [message], idempotent=True)[message.id], False
     connections[using].ensure_connection()
@@ -195,7 +176,7 @@ def _reason_not_to_run(arrival: Arrival, message: Message, seen: Seen) -> str:
         return "settled"
     if seen.attempt > arrival.stage.policy.max_attempts:
         return "worker_lost"
-    return "expired" if arrivals.expired(message, arrival.delivery, seen.now) else ""
+    return "expired" if reading.expired(message, arrival.delivery, seen.now) else ""
 
 
 def _nothing_to_do(arrival: Arrival, seen: Seen) -> bool:
@@ -218,7 +199,7 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
     waiting: dict[str, list[int]] = {}
     for pk, broker in (
         OutboxMessage.objects.using(arrival.using)
-        .filter(PENDING, session_id=_session_id(message, stage))
+        .filter(PENDING, session_id=session_id(message, stage))
         .values_list("id", "broker")
     ):
         waiting.setdefault(broker, []).append(pk)
@@ -226,117 +207,6 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
         signals.messages_committed.send_robust(
             sender=None, using=arrival.using, broker=broker, ids=ids
         )
-
-
-def _run(
-    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
-) -> Processed:
-    """Begin, run the stage, commit: the database first, then the broker."""
-    stage, session = arrival.stage, arrival.session
-    began = time.monotonic()
-    inbox = InboxMessage.objects.db_manager(arrival.using)
-    scope = stage_scope(arrival, message)
-    with tracing.processing(message, stage.name):
-        if stage.transaction == "broker_only":
-            with in_scope(scope):
-                stage.handler(message)
-            employed = False
-        else:
-            with Demarcation(stage.definition, begun=begun) as demarcation:
-                if stage.transaction == "outbox" and not begun:
-                    assert seen is not None
-                    if not inbox.take(seen.id, arrival.token):
-                        raise LostRace
-                # Left before the commit: its hooks are no part of the stage any more.
-                with in_scope(scope):
-                    with guarded(arrival.using):
-                        stage.handler(message)
-                    storing.flush(arrival.using)
-                if stage.transaction != "outbox":
-                    # The last moment at which a dead broker costs nothing.
-                    session.ping()
-                elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
-                    inbox.finish([seen.id])
-            employed = demarcation.employed
-    acknowledged = stage.transaction != "outbox"
-    if acknowledged:
-        _commit_broker(arrival, employed)
-        if seen is not None:
-            inbox.finish([seen.id])
-    announce_processed(stage, message, time.monotonic() - began, employed)
-    return Processed(acknowledged and arrival.parked is None)
-
-
-def _commit_broker(arrival: Arrival, employed: bool) -> None:
-    """Commit the broker's transaction; the database's is committed already."""
-    began = time.monotonic()
-    error: BrokerError | None = None
-    try:
-        arrival.session.commit([arrival.delivery] if arrival.parked is None else [])
-    except BrokerError as raised:
-        error = raised
-    seconds = time.monotonic() - began
-    if arrival.stage.transaction == "best_effort_1pc":
-        arrivals.note_dangerous_window(arrival.stage, seconds, error, employed)
-    if isinstance(error, DispatchRejected):
-        raise error  # rolled back, and the delivery is still in hand
-    if error is not None:
-        # The broker redelivers it, or has committed. Parked as well, it would run
-        # once more than that.
-        raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
-
-
-def stage_scope(arrival: Arrival, message: Message) -> Scope:
-    """Return what the messages that the stage sends for `message` belong to."""
-    stage = arrival.stage
-    entered = Scope(
-        session_id=_session_id(message, stage),
-        using=arrival.using,
-        cause=message,
-        stage=stage.name,
-    )
-    if stage.transaction != "outbox":
-        service = conf.get().SERVICE
-
-        def enlist(row: NewMessage) -> None:
-            if row.delay:
-                raise InvalidMessage(
-                    f"The message to {row.destination!r} has a delay, which belongs to "
-                    f"the outbox: stage {stage.name!r} has "
-                    f'transaction="{stage.transaction}" and sends into the broker\'s '
-                    f'transaction. Use transaction="outbox".'
-                )
-            created = wire.format_instant(timezone.now())
-            headers = wire.headers_of(row, service, created)
-            arrival.session.enlist(Outgoing(row.destination, headers, row.body))
-
-        entered.enlist = enlist
-    else:
-        entered.gathers = connections[arrival.using]
-    return entered
-
-
-def _session_id(message: Message, stage: Stage) -> uuid.UUID:
-    return wire.session_id(conf.get().SERVICE, message.id, stage.name)
-
-
-def announce_processed(
-    stage: Stage, message: Message, duration: float, employed: bool
-) -> None:
-    """Tell that a stage's transaction is committed."""
-    if not signals.announced(signals.message_processed):
-        return
-    signals.announce(
-        signals.message_processed,
-        id=message.id,
-        destination=message.destination,
-        stage=stage.name,
-        attempt=message.delivery_attempt,
-        duration=duration,
-        critical_time=arrivals.critical_time(message),
-        db="used" if employed else "unused",
-        employed=employed,
-    )
 
 
 def _worker_lost(stage: Stage) -> Failure:

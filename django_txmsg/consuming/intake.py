@@ -24,7 +24,7 @@ from ..upkeep import outage
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
-from . import arrival as arrivals
+from . import reading
 
 log = logging.getLogger("django_txmsg.intake")
 
@@ -70,12 +70,12 @@ class IntakeThread:
             recycle(idle=idle, but=but)
             if delivery is None or self._stopping.is_set():
                 continue
-            if arrivals.has_identity(delivery) or delivery.problem:
+            if reading.has_identity(delivery) or delivery.problem:
                 self._settle(session, delivery)
             else:
-                delivery = arrivals.named(delivery)
+                delivery = reading.named(delivery)
                 try:
-                    arrivals.send_back(delivery, session)
+                    reading.send_back(delivery, session)
                 except DispatchRejected:
                     # A worker that dies before it is acknowledged leaves two.
                     self._settle(session, delivery)
@@ -107,11 +107,11 @@ class IntakeThread:
         with transaction.atomic(using=self._using):
             burial.bury(
                 using=self._using,
-                message_id=arrivals.identity(delivery, self._broker),
+                message_id=reading.identity(delivery, self._broker),
                 stage="",
                 broker=self._broker,
                 destination=origin,
-                headers=arrivals.kept_headers(delivery),
+                headers=reading.kept_headers(delivery),
                 body=delivery.body,
                 reason="broker",
                 failure=Failure.because(

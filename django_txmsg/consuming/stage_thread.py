@@ -14,13 +14,12 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from django.db import Error as AnyDatabaseError
 
 from .. import conf
-from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
 from ..errors import BrokerUnavailable
 from ..models import InboxMessage
@@ -30,10 +29,10 @@ from ..upkeep import outage
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
-from . import arrival as arrivals
 from . import batch as batches
-from . import inbox
-from .arrival import Arrival, Interrupted, Outcome, Processed
+from . import inbox, reading
+from .outcomes import Arrival, Interrupted, Outcome, Processed
+from .subscription import Subscription
 from .throttle import Throttle
 
 log = logging.getLogger("django_txmsg.stage_thread")
@@ -73,17 +72,10 @@ class StageThread:
         #: Whether it has asked the broker, and got nothing.
         self.dry = False
         self.handled = 0
-        self._stopping, self._breaker = stop, breaker
-        #: What the broker has against this stage alone: the others are to go on.
-        self.refused = Breaker(
-            stage.name,
-            conf.get().RELAY.BREAKER_MAX_PAUSE,
-            kind="the subscription of stage",
-            follows="the stage waits, and its messages with the broker",
-        )
+        self._stopping = stop
+        self._subscription = Subscription(self.stage, breaker)
         self._throttle, self._activity = throttle, activity
         self._settings = conf.get()
-        self._session: Session | None = None
         self._since_parked = PARKED_SHARE
         self._token = uuid.uuid4()
 
@@ -104,14 +96,14 @@ class StageThread:
                 self._stopping.wait(0.2)
             elif self._needs_database and not outage.usable(self.using):
                 outage.wait(self.using, self._stopping)
-            elif self._session is None and self._pause:
+            elif self._subscription.session is None and self._subscription.pause:
                 self._work_parked_without_broker()
-                self._stopping.wait(min(self._pause, 0.5))
+                self._stopping.wait(min(self._subscription.pause, 0.5))
             else:
                 self._step()
         except BrokerUnavailable as error:
-            self._close()
-            self._breaker.failed(error)
+            self.dry = False
+            self._subscription.failed(error)
         except AnyDatabaseError as error:
             if not outage.outlast(self.using, error, self._stopping):
                 self._report_ours()
@@ -131,8 +123,9 @@ class StageThread:
         return self.stage.transaction == "outbox"
 
     @property
-    def _pause(self) -> float:
-        return max(self._breaker.remaining, self.refused.remaining)
+    def refusal(self) -> BaseException | None:
+        """What the broker has against this stage alone, if it has."""
+        return self._subscription.refused.error
 
     def stuck(self, after: float) -> str | None:
         """Return the handler's stack when it has been running for `after` seconds."""
@@ -155,7 +148,7 @@ class StageThread:
         self._since_parked = min(self._since_parked, PARKED_SHARE - 1)
         first = first or session.receive(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
         if first is None:
-            self._breaker.worked()
+            self._subscription.worked()
             self.dry = True
             recycle(idle=True, but=getattr(session, "using", None))
             return
@@ -170,7 +163,7 @@ class StageThread:
             # Received after the stop: untouched, they go back with the session.
             self._close()
             return
-        self._breaker.worked()
+        self._subscription.worked()
         self._since_parked += len(deliveries)
         with self._throttle.turn():
             self._work(session, deliveries)
@@ -240,7 +233,7 @@ class StageThread:
         if self._stopping.is_set():
             rows.unpark(parked.seen.id, self._token)
             return False
-        delivery = arrivals.from_parked(
+        delivery = reading.from_parked(
             parked.destination, parked.headers, parked.body, parked.seen.message_id
         )
         arrival = self._arrival(session, delivery, parked)
@@ -278,70 +271,15 @@ class StageThread:
         self.handled += 1
 
     def _open(self) -> Session | None:
-        """Return the session, a new one if need be, or None while the broker is down:
-        of all that wait for it only one knocks."""
-        if self._session is None:
-            stage = self.stage
-            subscriber = stage.subscriber
-            prefetch = max(self._settings.CONSUME.PREFETCH, 2 * stage.batch)
-            with self._breaker.connecting:
-                if self._pause:
-                    return None
-                try:
-                    session = get_broker(stage.broker).open(
-                        transacted=stage.transaction != "outbox", subscriber=subscriber
-                    )
-                except BrokerUnavailable as error:
-                    # A durable subscriber's connection has a name of its own, which
-                    # may be taken.
-                    (self.refused if subscriber else self._breaker).failed(error)
-                    return None
-            try:
-                session.subscribe(
-                    stage.destination,
-                    prefetch=1 if stage.transaction != "outbox" else prefetch,
-                    subscriber=subscriber,
-                )
-            except BrokerUnavailable as error:
-                session.close()
-                self.refused.failed(error)
-                return None
-            except BaseException:
-                session.close()
-                raise
-            self.refused.worked()
-            self._session = session
+        before = self._subscription.session
+        session = self._subscription.open()
+        if session is not before:
             self._activity.note()  # it takes a moment until the first message is here
-        return self._session
+        return session
 
     def _close(self) -> None:
-        if self._session is not None:
-            session, self._session = self._session, None
-            self.dry = False
-            session.close()
-
-
-def wake_for_parked(threads: Iterable[StageThread]) -> None:
-    """Tell the threads whose stage has parked messages that are due.
-
-    One query for each database; a database that is away is looked at again later.
-    """
-    by_alias: dict[str, dict[str, list[StageThread]]] = {}
-    for thread in threads:
-        named = by_alias.setdefault(thread.using, {})
-        named.setdefault(thread.stage.name, []).append(thread)
-    for using, named in by_alias.items():
-        if not outage.usable(using):
-            continue
-        try:
-            due = InboxMessage.objects.db_manager(using).due_stages(list(named))
-        except AnyDatabaseError as error:
-            if not outage.note(using, error):
-                log.warning("cannot see which parked messages are due: %s", error)
-            continue
-        for name in due:
-            for thread in named[name]:
-                thread.parked_due.set()
+        self.dry = False
+        self._subscription.close()
 
 
 class _NoSession:

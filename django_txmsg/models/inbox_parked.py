@@ -22,7 +22,7 @@ from .fields import (
     prepared,
     skip_locked_sql,
 )
-from .inbox_seen import SEEN_COLUMNS, Seen, read_seen
+from .inbox_record import SEEN_COLUMNS, RecordingManager, Seen, read_seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Parked:
     lease: float
 
 
-class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class ParkedManager(RecordingManager):
     """The transitions of parked messages, each in a single statement."""
 
     def park(
@@ -156,8 +156,3 @@ class ParkedManager(models.Manager):  # type: ignore[type-arg]  # not generic at
         self.filter(pk=pk, lease_token=token).update(
             lease_until=None, lease_token=None, attempts=models.F("attempts") - 1
         )
-
-    @property
-    def _table(self) -> str:
-        table: str = self.model._meta.db_table
-        return table

@@ -1,7 +1,7 @@
 """Has a transaction committed? Asked of the database by somebody else's connection.
 
 PostgreSQL tells by the transaction's id, at once and for certain. Elsewhere nobody can
-ask, and the control message's receiver waits (`control.py`).
+ask, and the control message's receiver waits (`look_up.py`).
 """
 
 from __future__ import annotations

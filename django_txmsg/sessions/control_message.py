@@ -1,6 +1,6 @@
 """Step 3's control message on the wire: whom to look for, signed, and without a body.
 
-A session sends it to its own service before it commits (`control.py`). Whoever may
+A session sends it to its own service before it commits (`announce.py`). Whoever may
 write to the queue may write anything: what is not signed with this project's SECRET_KEY
 is a hint at most, and how long anything takes is said by settings alone.
 """

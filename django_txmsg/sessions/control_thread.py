@@ -26,7 +26,7 @@ from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
-from . import control
+from . import look_up
 from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control_thread")
@@ -118,8 +118,8 @@ class ControlThread:
 
     def _look(self, session: Session, held: _Held) -> None:
         try:
-            control.handle(held.delivery, self._dispatch, self._stopping)
-        except control.LookAgain as again:
+            look_up.handle(held.delivery, self._dispatch, self._stopping)
+        except look_up.LookAgain as again:
             held.due = time.monotonic() + again.after
             if time.monotonic() - held.since < HOLD or self._stopping.is_set():
                 heapq.heappush(self._later, held)

@@ -21,7 +21,7 @@ from ..envelope.message import check_headers, new_id
 from ..errors import SessionError, SwallowedDatabaseError
 from ..sending import storing
 from ..sending.scope import Scope, current_scope, enter_scope
-from . import control
+from .announce import announce
 from .late_block import LateBlock
 
 log = logging.getLogger("django_txmsg.session")
@@ -126,7 +126,7 @@ class OutboxSession:
             self._warn_of_other_databases()
             if self.stored:
                 storing.flush(self.using)
-                control.announce(
+                announce(
                     self.using,
                     self.id,
                     check_headers(self.metadata),

@@ -25,9 +25,8 @@ from django.utils import timezone
 from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
-from ..consuming import arrival as arrivals
-from ..consuming import batch
-from ..consuming.arrival import Arrival, Duplicate, Outcome, Processed
+from ..consuming import batch, reading
+from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
 from ..envelope import serializers
 from ..envelope.broker_url import split_url
 from ..envelope.message import Message
@@ -192,7 +191,7 @@ class _Worker:
                 self._session.ack(settled)
             self._note(outcomes, limit)
         while parked := rows.claim_parked(self._stage.name, self._token, _LEASE):
-            delivery = arrivals.from_parked(
+            delivery = reading.from_parked(
                 parked.destination, parked.headers, parked.body, parked.seen.message_id
             )
             self._note(batch.process([self._arrival(delivery, parked)]), limit)

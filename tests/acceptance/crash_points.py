@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from django_txmsg import stages
-from django_txmsg.consuming import arrival, inbox
+from django_txmsg.consuming import attempt, inbox, reading
 from django_txmsg.consuming import transaction as demarcation
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
@@ -43,12 +43,12 @@ def consumer() -> None:
     for one in json.loads(os.environ["CRASH_STAGES"]):
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
-    after(arrival, "read", "received")
+    after(reading, "read", "received")
     after(inbox, "_record", "recorded")
     before(demarcation.Demarcation, "__exit__", "before the commit")
     before(demarcation.Demarcation, "__exit__", "broker proven alive")
     after(demarcation.Demarcation, "__exit__", "committed")
-    after(inbox, "_commit_broker", "broker committed")
+    after(attempt, "_commit_broker", "broker committed")
     before(StageThread, "_note", "acknowledged")
 
 

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from django_txmsg.consuming.arrival import MAX_HEADERS
+from django_txmsg.consuming.reading import MAX_HEADERS
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage

@@ -17,7 +17,7 @@ from django.core.management import call_command
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
 from django_txmsg.consuming import inbox
-from django_txmsg.consuming.arrival import Arrival
+from django_txmsg.consuming.outcomes import Arrival
 from django_txmsg.envelope.broker_url import split_url
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
@@ -200,7 +200,7 @@ def declare() -> None:
 
     policy = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.0)
     stages.stage(os.environ["FOREIGN"], redelivery=policy)(handler)
-    crash_points.after(inbox, "_run", "committed")
+    crash_points.after(inbox, "run", "committed")
 
 
 def test_a_worker_killed_before_each_acknowledgement(

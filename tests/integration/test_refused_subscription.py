@@ -58,7 +58,7 @@ def test_a_stage_that_may_not_subscribe_slows_nobody(
         crew.add("control", control.run)
         crew.start()
         try:
-            wait_until(lambda: bad.refused.error and control._refused.error)
+            wait_until(lambda: bad.refusal and control._refused.error)
             for _ in range(200):
                 broker.put(
                     "/queue/tests.healthy",

@@ -93,7 +93,7 @@ def test_fast_starts_and_stops_lose_nothing(
 def test_a_paused_stage_gives_back_what_it_holds() -> None:
     with declared(effect) as stage, running(stage) as (thread,):
         thread.paused.set()
-        wait_until(lambda: thread._session is None)
+        wait_until(lambda: thread._subscription.session is None)
         put(stage.destination)
         thread.paused.clear()
         wait_until(Effect.objects.exists)

@@ -42,7 +42,7 @@ def test_rabbitmq_shares_a_topic_among_threads(
         with running(stage, concurrency=3) as threads:
             wait_until(lambda: processed(stage) == 60, deadline=60)
             wait_until(
-                lambda: all(thread._session is not None for thread in threads),
+                lambda: all(thread._subscription.session for thread in threads),
                 deadline=60,
                 message="each thread has its own subscription",
             )

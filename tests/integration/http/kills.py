@@ -27,15 +27,15 @@ def die_once(*_: Any, **__: Any) -> None:
 
 def before_the_control_message() -> None:
     """Between steps 2 and 3."""
-    from django_txmsg.sessions import control
+    from django_txmsg.sessions import session
 
-    announce = control.announce
+    announce = session.announce
 
     def announce_or_die(*args: Any) -> None:
         die_once()
         announce(*args)
 
-    control.announce = announce_or_die
+    session.announce = announce_or_die
 
 
 def before_the_commit() -> None:

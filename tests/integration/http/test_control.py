@@ -23,7 +23,7 @@ from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.relaying.lane import Lane
-from django_txmsg.sessions import control, control_message
+from django_txmsg.sessions import control_message, look_up
 from tests.app.models import Order
 
 from .conftest import txmsg
@@ -57,7 +57,7 @@ def dispatch(using: str, session_id: uuid.UUID) -> None:
 
 def handle(delivery: Delivery) -> None:
     """Look once, as the consumer does."""
-    control.handle(delivery, dispatch, threading.Event())
+    look_up.handle(delivery, dispatch, threading.Event())
 
 
 def handle_to_the_end(delivery: Delivery) -> list[float]:
@@ -71,7 +71,7 @@ def handle_to_the_end(delivery: Delivery) -> list[float]:
             while True:
                 try:
                     return handle(delivery)
-                except control.LookAgain as again:
+                except look_up.LookAgain as again:
                     pauses.append(again.after)
                     threading.Event().wait(again.after)
         except BaseException as error:
@@ -163,7 +163,7 @@ def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
         # The session is over, and the transaction around it is not.
         delivery = arrivals.receive(5)
         for _ in range(8):
-            with pytest.raises(control.LookAgain) as again:
+            with pytest.raises(look_up.LookAgain) as again:
                 _elsewhere(lambda: handle(delivery))
             pauses.append(again.value.after)
         assert arrived() == 0
@@ -325,7 +325,7 @@ def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
         delivery = arrivals.receive(5)
         ends = [time.monotonic() + 1.0]
         while time.monotonic() < ends[0]:
-            with pytest.raises(control.LookAgain) as again:
+            with pytest.raises(look_up.LookAgain) as again:
                 _elsewhere(lambda: handle(delivery))
             threading.Event().wait(min(0.1, again.value.after))
     handle_to_the_end(delivery)
@@ -364,7 +364,7 @@ def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
     )
     assert len(claimed) == 2
     delivery = arrivals.receive(5)
-    with pytest.raises(control.LookAgain) as again:
+    with pytest.raises(look_up.LookAgain) as again:
         handle(delivery)
     assert 0 < again.value.after <= 1.0
     # Whoever it was has died: the lease ends, and the control message does it.
@@ -394,8 +394,8 @@ def test_a_broker_that_is_down_is_asked_again(arrivals, heard) -> None:
     def down(using: str, session_id: uuid.UUID) -> None:
         raise BrokerUnavailable("down")
 
-    with pytest.raises(control.LookAgain):
-        control.handle(delivery, down, threading.Event())
+    with pytest.raises(look_up.LookAgain):
+        look_up.handle(delivery, down, threading.Event())
     assert heard["handled"] == []
     handle(delivery)
     assert arrived() == 2
@@ -480,7 +480,7 @@ def test_a_key_that_was_rotated_is_honoured(arrivals, heard, settings) -> None:
     delivery = arrivals.receive(5)
     settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
     settings.SECRET_KEY = "a new one"
-    with pytest.raises(control.LookAgain):
+    with pytest.raises(look_up.LookAgain):
         handle(delivery)
     settings.SECRET_KEY_FALLBACKS = []
     handle(delivery)
@@ -498,7 +498,7 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
     """As for a database without our tables. Logged, and no place is held for ever."""
-    monkeypatch.setattr(control, "PATIENCE", 0.5)
+    monkeypatch.setattr(look_up, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:
         raise LookupError("no such thing")
@@ -509,8 +509,8 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
     with override_settings(TXMSG=lease(0.1)):
         ends = time.monotonic() + 30
         while not heard["handled"] and time.monotonic() < ends:
-            with suppress(control.LookAgain):
-                control.handle(delivery, broken, threading.Event())
+            with suppress(look_up.LookAgain):
+                look_up.handle(delivery, broken, threading.Event())
     assert heard["handled"][0]["outcome"] == "left_to_relay"
     assert heard["handled"][0]["session_id"] == session.id
     assert "no such thing" in caplog.text

@@ -1,4 +1,4 @@
-"""Hop 6's reading: an arrival, what its raw headers and bytes mean, and its outcome.
+"""Hop 6's reading: what the raw headers and bytes of a delivery mean.
 
 Everything a foreign or broken sender may get wrong ends here, as a DecodeError with a
 reason code; the bytes stay as they came.
@@ -8,78 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import logging
-import threading
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from django.utils import timezone
-
-from .. import signals, wire
+from .. import wire
 from ..brokers.base import Delivery, Session
 from ..envelope import serializers
 from ..envelope.message import Message, new_id
-from ..envelope.redelivery import Dead, RedeliverAfter
-from ..errors import BrokerError, DecodeError
-from ..models.inbox_parked import Parked
-from ..models.inbox_seen import Seen
+from ..errors import DecodeError
 from ..stages import Stage
-
-log = logging.getLogger("django_txmsg.arrival")
+from .outcomes import SentBack
 
 #: Largest header block taken, in characters, and most headers.
 MAX_HEADER_BLOCK = 128 * 1024
 MAX_HEADERS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Processed:
-    """The stage's transaction is committed."""
-
-    acknowledged: bool = False
-    """Whether the broker's own transaction has settled the delivery already."""
-
-
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """Nothing was to be done but to drop this copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentBack:
-    """A foreign message without a lasting identity lies in its queue again, under one
-    of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
-
-
-Outcome = Processed | Duplicate | RedeliverAfter | Dead | SentBack | Interrupted
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A delivery in the hands of one worker thread, for one stage.
-
-    `parked` is set when it comes from the inbox's parking place and not from the
-    broker; `token` is the lease it is held under then.
-    """
-
-    stage: Stage
-    delivery: Delivery
-    session: Session
-    worker: str
-    stop: threading.Event
-    parked: Parked | None = None
-    token: uuid.UUID | None = None
-
-    @property
-    def using(self) -> str:
-        """The database alias of the stage's transaction, and of its inbox."""
-        return self.stage.definition.using
 
 
 def read(delivery: Delivery, stage: Stage) -> Message:
@@ -206,41 +148,6 @@ def expired(message: Message, delivery: Delivery, now: dt.datetime) -> bool:
     """Return whether its sender no longer wants it processed, by the database's now."""
     until = _instant(delivery.headers.get(wire.EXPIRES))
     return until is not None and until <= now
-
-
-def critical_time(message: Message) -> float | None:
-    """Return the seconds since the message was stored, clocks permitting."""
-    if message.created_at is None:
-        return None
-    return (timezone.now() - message.created_at).total_seconds()
-
-
-def started_again(seen: Seen, attempt: int) -> Seen:
-    """Return what is known of the message, one attempt later."""
-    return dataclasses.replace(seen, attempt=attempt)
-
-
-def note_dangerous_window(
-    stage: Stage, seconds: float, error: BrokerError | None, employed: bool
-) -> None:
-    """Measure the time between the database's commit and the broker's, and say aloud
-    when the second did not follow."""
-    if error is not None:
-        log.log(
-            logging.ERROR if employed else logging.WARNING,
-            "stage %r: the broker's commit failed after the database's (%s); the "
-            "message comes again, to a handler that must be idempotent: %s",
-            stage.name,
-            "db=used" if employed else "db=unused",
-            error,
-        )
-    signals.dangerous_window.send_robust(
-        sender=None,
-        stage=stage.name,
-        seconds=seconds,
-        failed=error is not None,
-        employed=employed,
-    )
 
 
 def _correlation_id(headers: Mapping[str, str]) -> str | None:

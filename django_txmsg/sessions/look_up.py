@@ -1,8 +1,8 @@
-"""Step 3 of an HTTP request, and what its receiver makes of it.
+"""What the receiver of a control message does: looks after the session that sent it.
 
-Before a session commits, it tells its own service through the broker: look whether my
-messages were dispatched. If its process dies right after the commit, the receiver
-dispatches them. If the session never committed, the control message ends quietly.
+If the session has committed and its process has died, its messages are dispatched here.
+If it never committed, the control message ends quietly. Until that is known, or as long
+as somebody else is sending, it is looked at again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.db import OperationalError, connections
+from django.db.models import Count, DateTimeField, Q
+from django.db.models.expressions import RawSQL
 from django.utils import timezone
 
 from .. import conf, signals
 from ..brokers.base import Delivery
-from ..envelope.message import new_id
-from ..errors import BrokerError, CommitTimedOut
-from ..models import SessionRecord
+from ..errors import BrokerError
+from ..models import OutboxMessage, SessionRecord
+from ..models.fields import now_sql
+from ..models.outbox import PENDING
 from ..models.session_record import SessionStatus
 from ..upkeep import outage
 from . import commit_status
-from .channel import control_channel
 from .commit_status import Verdict
 from .control_message import ControlMessage
-from .pending import Pending
 
 log = logging.getLogger("django_txmsg.control")
 
@@ -55,75 +56,32 @@ class LookAgain(Exception):
         super().__init__(f"look again in {self.after:.3f} s")
 
 
-def announce(
-    using: str,
-    session_id: uuid.UUID,
-    metadata: Mapping[str, str] | None = None,
-    transaction: str | None = None,
-) -> None:
-    """Send the control message of a session that is about to commit. `transaction` is
-    its transaction's id, when that is known already.
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What has not left of a session: how many messages, how many of them are due, and
+    how many of those somebody is sending."""
 
-    Raises BrokerError when it could not be sent and settings say "fail", and
-    CommitTimedOut when the session was given up meanwhile. It must roll back then.
-    """
-    settings = conf.get().HTTP
-    if settings.CONTROL_MESSAGE == "off":
-        return
-    channel, connection = control_channel(), connections[using]
-    if commit_status.never_commits(connection):
-        return
-    mark = ""
-    if getattr(channel.broker, "using", None) == using:
-        # The embedded broker's tables are in this very transaction.
-        kind = "arrival"
-    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and commit_status.can_tell(
-        connection
-    ):
-        kind = "transaction"
-        mark = transaction or commit_status.transaction_id(connection)
-    else:
-        kind = "delay"
-    control = ControlMessage(
-        id=str(new_id()),
-        session_id=session_id,
-        using=using,
-        oracle=kind,
-        transaction=mark,
-        headers=dict(metadata or {}),
-    )
-    began = time.monotonic()
-    error: BrokerError | None = None
-    try:
-        channel.send(control.outgoing())
-    except BrokerError as caught:
-        error = caught
-    signals.control_message_sent.send_robust(
-        sender=None,
-        session_id=session_id,
-        using=using,
-        outcome="failed" if error else "sent",
-        duration=time.monotonic() - began,
-        error=error,
-    )
-    if error is not None:
-        # A failed INSERT has spoiled the transaction that it shares.
-        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
-            raise error
-        log.info("session %s commits without a control message: %s", session_id, error)
-    elif kind == "delay":
-        _leave_a_record(using, session_id)
+    count: int = 0
+    due: int = 0
+    leased: int = 0
 
-
-def _leave_a_record(using: str, session_id: uuid.UUID) -> None:
-    if not SessionRecord.objects.db_manager(using).commit(session_id):
-        raise CommitTimedOut(
-            f"Session {session_id} on database {using!r} took longer than "
-            f'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] = '
-            f"{conf.get().HTTP.MAX_COMMIT_DURATION:g} s from its control message to "
-            f"its commit, and was given up. It was rolled back: nothing was stored and "
-            f"nothing is sent. If this recurs, raise that setting."
+    @classmethod
+    def of(cls, using: str, session_id: uuid.UUID) -> Pending:
+        """Ask the outbox."""
+        now = RawSQL(  # noqa: S611 - a constant of ours
+            now_sql(connections[using]), (), output_field=DateTimeField()
         )
+        due = Q(due_at__lte=now)
+        found = (
+            OutboxMessage.objects.using(using)
+            .filter(PENDING, session_id=session_id)
+            .aggregate(
+                count=Count("pk"),
+                due=Count("pk", filter=due),
+                leased=Count("pk", filter=due & Q(lease_until__gt=now)),
+            )
+        )
+        return cls(**found)
 
 
 @dataclass

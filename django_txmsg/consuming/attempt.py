@@ -1,0 +1,186 @@
+"""Around hop 8: one attempt, from the beginning of its transaction to its commit.
+
+Begin → run the stage, which stores what it sends → commit. What an exception of it
+means, `inbox.py` and `failing.py` say.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from django.db import connections
+from django.utils import timezone
+
+from .. import conf, signals, tracing, wire
+from ..brokers.base import Outgoing
+from ..envelope.message import Message
+from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, InvalidMessage
+from ..models import InboxMessage
+from ..models.inbox_record import Seen
+from ..models.outbox_store import NewMessage
+from ..sending import storing
+from ..sending.scope import Scope, in_scope
+from ..stages import Stage
+from .outcomes import Arrival, Processed
+from .transaction import Demarcation, guarded
+
+#: Watched under this name since the dangerous window was measured where it was read.
+log = logging.getLogger("django_txmsg.arrival")
+
+#: Seconds in a handler from which on a row marked before it is marked again after it,
+#: so that `processed_at` is no more than this too early.
+MARK_AGAIN_AFTER = 0.02
+#: What ends the attempt and is not the handler's failure. Whatever else it raises is,
+#: the time-outs and cancellations that are no `Exception` included.
+NOT_HANDLERS = (BrokerUnavailable, KeyboardInterrupt)
+
+
+class LostRace(Exception):
+    """Another copy of the message was processed while this one waited for the lock."""
+
+
+def run(
+    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+) -> Processed:
+    """Begin, run the stage, commit: the database first, then the broker. `begun` says
+    that the transaction has begun already, and has taken the message's row.
+
+    Raises LostRace, and whatever the handler or a commit raises.
+    """
+    stage, session = arrival.stage, arrival.session
+    began = time.monotonic()
+    inbox = InboxMessage.objects.db_manager(arrival.using)
+    scope = stage_scope(arrival, message)
+    with tracing.processing(message, stage.name):
+        if stage.transaction == "broker_only":
+            with in_scope(scope):
+                stage.handler(message)
+            employed = False
+        else:
+            with Demarcation(stage.definition, begun=begun) as demarcation:
+                if stage.transaction == "outbox" and not begun:
+                    assert seen is not None
+                    if not inbox.take(seen.id, arrival.token):
+                        raise LostRace
+                # Left before the commit: its hooks are no part of the stage any more.
+                with in_scope(scope):
+                    with guarded(arrival.using):
+                        stage.handler(message)
+                    storing.flush(arrival.using)
+                if stage.transaction != "outbox":
+                    # The last moment at which a dead broker costs nothing.
+                    session.ping()
+                elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
+                    inbox.finish([seen.id])
+            employed = demarcation.employed
+    acknowledged = stage.transaction != "outbox"
+    if acknowledged:
+        _commit_broker(arrival, employed)
+        if seen is not None:
+            inbox.finish([seen.id])
+    announce_processed(stage, message, time.monotonic() - began, employed)
+    return Processed(acknowledged and arrival.parked is None)
+
+
+def stage_scope(arrival: Arrival, message: Message) -> Scope:
+    """Return what the messages that the stage sends for `message` belong to."""
+    stage = arrival.stage
+    entered = Scope(
+        session_id=session_id(message, stage),
+        using=arrival.using,
+        cause=message,
+        stage=stage.name,
+    )
+    if stage.transaction != "outbox":
+        service = conf.get().SERVICE
+
+        def enlist(row: NewMessage) -> None:
+            if row.delay:
+                raise InvalidMessage(
+                    f"The message to {row.destination!r} has a delay, which belongs to "
+                    f"the outbox: stage {stage.name!r} has "
+                    f'transaction="{stage.transaction}" and sends into the broker\'s '
+                    f'transaction. Use transaction="outbox".'
+                )
+            created = wire.format_instant(timezone.now())
+            headers = wire.headers_of(row, service, created)
+            arrival.session.enlist(Outgoing(row.destination, headers, row.body))
+
+        entered.enlist = enlist
+    else:
+        entered.gathers = connections[arrival.using]
+    return entered
+
+
+def session_id(message: Message, stage: Stage) -> uuid.UUID:
+    return wire.session_id(conf.get().SERVICE, message.id, stage.name)
+
+
+def announce_processed(
+    stage: Stage, message: Message, duration: float, employed: bool
+) -> None:
+    """Tell that a stage's transaction is committed."""
+    if not signals.announced(signals.message_processed):
+        return
+    signals.announce(
+        signals.message_processed,
+        id=message.id,
+        destination=message.destination,
+        stage=stage.name,
+        attempt=message.delivery_attempt,
+        duration=duration,
+        critical_time=_critical_time(message),
+        db="used" if employed else "unused",
+        employed=employed,
+    )
+
+
+def _commit_broker(arrival: Arrival, employed: bool) -> None:
+    """Commit the broker's transaction; the database's is committed already."""
+    began = time.monotonic()
+    error: BrokerError | None = None
+    try:
+        arrival.session.commit([arrival.delivery] if arrival.parked is None else [])
+    except BrokerError as raised:
+        error = raised
+    seconds = time.monotonic() - began
+    if arrival.stage.transaction == "best_effort_1pc":
+        _note_dangerous_window(arrival.stage, seconds, error, employed)
+    if isinstance(error, DispatchRejected):
+        raise error  # rolled back, and the delivery is still in hand
+    if error is not None:
+        # The broker redelivers it, or has committed. Parked as well, it would run
+        # once more than that.
+        raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
+
+
+def _note_dangerous_window(
+    stage: Stage, seconds: float, error: BrokerError | None, employed: bool
+) -> None:
+    """Measure the time between the database's commit and the broker's, and say aloud
+    when the second did not follow."""
+    if error is not None:
+        log.log(
+            logging.ERROR if employed else logging.WARNING,
+            "stage %r: the broker's commit failed after the database's (%s); the "
+            "message comes again, to a handler that must be idempotent: %s",
+            stage.name,
+            "db=used" if employed else "db=unused",
+            error,
+        )
+    signals.dangerous_window.send_robust(
+        sender=None,
+        stage=stage.name,
+        seconds=seconds,
+        failed=error is not None,
+        employed=employed,
+    )
+
+
+def _critical_time(message: Message) -> float | None:
+    """Return the seconds since the message was stored, clocks permitting."""
+    if message.created_at is None:
+        return None
+    return (timezone.now() - message.created_at).total_seconds()

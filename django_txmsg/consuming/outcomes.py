@@ -1,0 +1,61 @@
+"""Hop 7 from outside: an arrival goes in, and one of these outcomes comes out."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from dataclasses import dataclass
+
+from ..brokers.base import Delivery, Session
+from ..envelope.redelivery import Dead, RedeliverAfter
+from ..models.inbox_parked import Parked
+from ..stages import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """The stage's transaction is committed."""
+
+    acknowledged: bool = False
+    """Whether the broker's own transaction has settled the delivery already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Nothing was to be done but to drop this copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentBack:
+    """A foreign message without a lasting identity lies in its queue again, under one
+    of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The worker is stopping: leave the delivery to the broker, unacknowledged."""
+
+
+Outcome = Processed | Duplicate | RedeliverAfter | Dead | SentBack | Interrupted
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A delivery in the hands of one worker thread, for one stage.
+
+    `parked` is set when it comes from the inbox's parking place and not from the
+    broker; `token` is the lease it is held under then.
+    """
+
+    stage: Stage
+    delivery: Delivery
+    session: Session
+    worker: str
+    stop: threading.Event
+    parked: Parked | None = None
+    token: uuid.UUID | None = None
+
+    @property
+    def using(self) -> str:
+        """The database alias of the stage's transaction, and of its inbox."""
+        return self.stage.definition.using

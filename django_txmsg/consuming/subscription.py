@@ -1,0 +1,85 @@
+"""Hop 6's end of the broker: one thread's session, subscribed to its stage.
+
+It is opened when it is needed, and again after what broke, with pauses that grow: for
+what keeps the broker from everybody, and for what it has against this stage alone.
+"""
+
+from __future__ import annotations
+
+from .. import conf
+from ..brokers import get_broker
+from ..brokers.base import Session
+from ..errors import BrokerUnavailable
+from ..stages import Stage
+from ..upkeep.breaker import Breaker
+
+
+class Subscription:
+    """The session of one thread. `breaker` is shared by all who use the broker."""
+
+    def __init__(self, stage: Stage, breaker: Breaker) -> None:
+        self._stage, self._breaker = stage, breaker
+        #: What the broker has against this stage alone: the others are to go on.
+        self.refused = Breaker(
+            stage.name,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            kind="the subscription of stage",
+            follows="the stage waits, and its messages with the broker",
+        )
+        self._prefetch = conf.get().CONSUME.PREFETCH
+        self.session: Session | None = None
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the broker may be asked again."""
+        return max(self._breaker.remaining, self.refused.remaining)
+
+    def open(self) -> Session | None:
+        """Return the session, a new one if need be, or None while the broker is down:
+        of all that wait for it only one knocks."""
+        if self.session is not None:
+            return self.session
+        stage, subscriber = self._stage, self._stage.subscriber
+        transacted = stage.transaction != "outbox"
+        with self._breaker.connecting:
+            if self.pause:
+                return None
+            try:
+                session = get_broker(stage.broker).open(
+                    transacted=transacted, subscriber=subscriber
+                )
+            except BrokerUnavailable as error:
+                # A durable subscriber's connection has a name of its own, which may be
+                # taken.
+                (self.refused if subscriber else self._breaker).failed(error)
+                return None
+        prefetch = 1 if transacted else max(self._prefetch, 2 * stage.batch)
+        try:
+            session.subscribe(
+                stage.destination, prefetch=prefetch, subscriber=subscriber
+            )
+        except BrokerUnavailable as error:
+            session.close()
+            self.refused.failed(error)
+            return None
+        except BaseException:
+            session.close()
+            raise
+        self.refused.worked()
+        self.session = session
+        return session
+
+    def close(self) -> None:
+        """Give everything that is in hand back to the broker."""
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.close()
+
+    def failed(self, error: BrokerUnavailable) -> None:
+        """Close a session that broke, and keep away from the broker for a while."""
+        self.close()
+        self._breaker.failed(error)
+
+    def worked(self) -> None:
+        """Note that the broker answers."""
+        self._breaker.worked()

@@ -1,0 +1,212 @@
+"""Recording an arrival: was this message here before, and what came of it?
+
+Hop 7 asks before it runs anything, and the answer counts the attempt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, models
+
+from .fields import ids_sql, no_wait_sql, now_sql, prepared, read_instant, read_uuid
+
+if TYPE_CHECKING:
+    from ..envelope.message import Message
+
+#: Said of a row that is to be processed, or parked.
+OPEN = "processed_at IS NULL AND dead_at IS NULL"
+#: Ends a row well, with the clock's expression as `now`.
+PROCESSED = (
+    "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
+    " lease_until = NULL, lease_token = NULL"
+)
+#: The session setting that proves the first half of `record_and_begin()`.
+_MARK = "txmsg.arrival"
+
+#: What `read_seen()` reads, in SQL with the clock's expression as `now`.
+# The instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
+SEEN_COLUMNS = (
+    "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the inbox knew of a message once its arrival was recorded."""
+
+    id: int
+    message_id: uuid.UUID
+    attempt: int
+    deliveries: int
+    processed: bool
+    dead: bool
+    parked: bool
+    now: dt.datetime
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do for this arrival but to drop it."""
+        return self.processed or self.dead or self.parked
+
+    def attempted(self, attempt: int) -> Seen:
+        """Return what is known once another attempt was counted."""
+        return dataclasses.replace(self, attempt=attempt)
+
+
+class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """Counts arrivals, each of many in a single statement."""
+
+    def record(
+        self,
+        stage: str,
+        messages: Sequence[Message],
+        *,
+        idempotent: bool = False,
+        together: bool = False,
+    ) -> dict[uuid.UUID, Seen]:
+        """Count an arrival of each message, and an attempt for each that is to run.
+
+        Commits at once, so that a message that kills its worker is still counted; on
+        PostgreSQL without waiting for the disk, since losing a count costs no more
+        than one attempt. `idempotent` stages run again what they have processed.
+        Of messages that are to run `together` none is counted an attempt: should their
+        worker die, nobody could tell whose it was, and each comes again alone.
+        """
+        connection = connections[self.db]
+        sql, parameters = self._recording(
+            stage, messages, idempotent, 0 if together else 1
+        )
+        no_wait, waits_not = no_wait_sql(connection)
+        if no_wait:
+            sql = f"WITH {no_wait} {sql}, {waits_not}"
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            seen = [read_seen(row[:8]) for row in cursor.fetchall()]
+        return {one.message_id: one for one in seen}
+
+    def record_and_begin(
+        self, stage: str, message: Message, isolation: str | None, mark: str
+    ) -> tuple[Seen, bool]:
+        """Record an arrival, commit that, begin the stage's transaction and take the
+        row in it: `record()` and `take()` in one round trip instead of three.
+
+        Returns what was recorded, and whether the row is taken. The transaction is
+        open in any case: `Demarcation` takes it over, or the caller rolls it back. For
+        a connection of psycopg 3 that is outside of any block (`begins_early()`).
+        When it fails, `recorded()` tells by the `mark` whether the first half stayed.
+        """
+        connection = connections[self.db]
+        recording, parameters = self._recording(stage, [message], False, 1)
+        # OPTIONS' level is the driver's to say, and the driver says no BEGIN here.
+        own = getattr(connection.connection, "isolation_level", None)
+        if isolation is None and own is not None:
+            isolation = own.name.replace("_", " ")
+        level = f" ISOLATION LEVEL {isolation}" if isolation else ""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
+                f" set_config('{_MARK}', %s, false); COMMIT;"
+                f" BEGIN{level};"
+                f" UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"
+                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {OPEN}",
+                [*parameters, mark, message.id, stage],
+            )
+            for _passed in ("BEGIN", "SET"):
+                cursor.nextset()
+            seen = read_seen(cursor.fetchone()[:8])
+            while cursor.nextset():
+                pass
+            return seen, bool(cursor.rowcount)
+
+    def recorded(self, stage: str, message: Message, mark: str) -> Seen | None:
+        """Return what `record_and_begin()` has recorded before it failed, if it has:
+        a setting of the session that was made in a transaction ends with that, unless
+        it commits."""
+        now = now_sql(connections[self.db])
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(
+                f"SELECT {SEEN_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
+                " WHERE message_id = %s AND stage = %s"
+                f" AND current_setting('{_MARK}', true) = %s",
+                [message.id, stage, mark],
+            )
+            row = cursor.fetchone()
+        return None if row is None else read_seen(row)
+
+    def _recording(
+        self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int
+    ) -> tuple[str, list[Any]]:
+        connection = connections[self.db]
+        now = now_sql(connection)
+        given = {message.id: message for message in messages}
+        rows = ", ".join(
+            [f"(%s, %s, %s, %s, %s, %s, 1, {counted}, {now}, {now}, {now}, '')"]
+            * len(given)
+        )
+        parameters: list[Any] = []
+        for message in given.values():
+            parameters += [
+                stage,
+                prepared(self.model, "message_id", message.id, connection),
+                message.destination,
+                message.correlation_id or "",
+                (message.service or "")[:255],
+                prepared(self.model, "created_at", message.created_at, connection),
+            ]
+        again = "i.processed_at IS NOT NULL" if idempotent else "FALSE"
+        runs = "i.dead_at IS NULL AND i.due_at IS NULL"
+        if not idempotent:
+            runs += " AND i.processed_at IS NULL"
+        sql = f"""
+            INSERT INTO {self._table} AS i
+                (stage, message_id, destination, correlation_id, service, created_at,
+                 deliveries, attempts, first_received_at, last_received_at,
+                 started_at, last_error)
+            VALUES {rows}
+            ON CONFLICT (message_id, stage) DO UPDATE SET
+                deliveries = i.deliveries + 1, last_received_at = {now},
+                attempts = CASE WHEN {again} THEN 1
+                                WHEN {runs} THEN i.attempts + {counted}
+                                ELSE i.attempts END,
+                started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
+            RETURNING {SEEN_COLUMNS.format(now=now)}
+        """  # noqa: S608 - constants only
+        return sql, parameters
+
+    def unrecord(self, ids: list[int], *, attempts: int = 0) -> None:
+        """Take back an arrival that is to be recorded anew, and so many attempts that
+        were counted with it and not started."""
+        connection = connections[self.db]
+        condition, parameters = ids_sql(connection, "id", ids)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET deliveries = deliveries - 1,"  # noqa: S608 - constants only
+                f" attempts = attempts - %s WHERE {condition}",
+                [attempts, *parameters],
+            )
+
+    @property
+    def _table(self) -> str:
+        table: str = self.model._meta.db_table
+        return table
+
+
+def read_seen(row: Sequence[Any]) -> Seen:
+    """Make sense of a row of SEEN_COLUMNS."""
+    pk, message_id, attempts, deliveries, processed, dead, parked, now = row
+    return Seen(
+        id=pk,
+        message_id=read_uuid(message_id),
+        attempt=attempts,
+        deliveries=deliveries,
+        processed=processed is not None,
+        dead=dead is not None,
+        parked=parked is not None,
+        now=read_instant(now),
+    )

@@ -1,0 +1,95 @@
+"""Step 3 of an HTTP request: before it commits, a session sends a control message.
+
+It says to the session's own service: look whether my messages were dispatched. If the
+process dies right after the commit, the receiver dispatches them (`look_up.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping
+
+from django.db import connections
+
+from .. import conf, signals
+from ..envelope.message import new_id
+from ..errors import BrokerError, CommitTimedOut
+from ..models import SessionRecord
+from . import commit_status
+from .channel import control_channel
+from .control_message import ControlMessage
+
+log = logging.getLogger("django_txmsg.control")
+
+
+def announce(
+    using: str,
+    session_id: uuid.UUID,
+    metadata: Mapping[str, str] | None = None,
+    transaction: str | None = None,
+) -> None:
+    """Send the control message of a session that is about to commit. `transaction` is
+    its transaction's id, when that is known already.
+
+    Raises BrokerError when it could not be sent and settings say "fail", and
+    CommitTimedOut when the session was given up meanwhile. It must roll back then.
+    """
+    settings = conf.get().HTTP
+    if settings.CONTROL_MESSAGE == "off":
+        return
+    channel, connection = control_channel(), connections[using]
+    if commit_status.never_commits(connection):
+        return
+    mark = ""
+    if getattr(channel.broker, "using", None) == using:
+        # The embedded broker's tables are in this very transaction.
+        kind = "arrival"
+    elif settings.CONTROL_MESSAGE_ORACLE == "auto" and commit_status.can_tell(
+        connection
+    ):
+        kind = "transaction"
+        mark = transaction or commit_status.transaction_id(connection)
+    else:
+        kind = "delay"
+    control = ControlMessage(
+        id=str(new_id()),
+        session_id=session_id,
+        using=using,
+        oracle=kind,
+        transaction=mark,
+        headers=dict(metadata or {}),
+    )
+    began = time.monotonic()
+    error: BrokerError | None = None
+    try:
+        channel.send(control.outgoing())
+    except BrokerError as caught:
+        error = caught
+    signals.control_message_sent.send_robust(
+        sender=None,
+        session_id=session_id,
+        using=using,
+        outcome="failed" if error else "sent",
+        duration=time.monotonic() - began,
+        error=error,
+    )
+    if error is not None:
+        # A failed INSERT has spoiled the transaction that it shares.
+        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
+            raise error
+        log.info("session %s commits without a control message: %s", session_id, error)
+    elif kind == "delay":
+        _leave_a_record(using, session_id)
+
+
+def _leave_a_record(using: str, session_id: uuid.UUID) -> None:
+    if not SessionRecord.objects.db_manager(using).commit(session_id):
+        raise CommitTimedOut(
+            f"Session {session_id} on database {using!r} took longer than "
+            f'TXMSG["HTTP"]["MAX_COMMIT_DURATION"] = '
+            f"{conf.get().HTTP.MAX_COMMIT_DURATION:g} s from its control message to "
+            f"its commit, and was given up. It was rolled back: nothing was stored and "
+            f"nothing is sent. If this recurs, raise that setting."
+        )
