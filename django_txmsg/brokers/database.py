@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import json
 import logging
+import re
 import threading
 import time
 import uuid
@@ -35,6 +37,8 @@ from .base import Broker, Delivery, Outgoing, Session
 log = logging.getLogger("django_txmsg.brokers.database")
 
 Result = TypeVar("Result")
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 class DatabaseBroker(Broker):
@@ -237,17 +241,21 @@ class DatabaseSession(Session):
         self._held.update(pk for pk, *_ in rows)
         if rows:
             self._keeping.begin()
-        return [
-            Delivery(
-                destination=self._destination,
-                headers=headers,
-                body=body,
-                redelivered=deliveries > 1,
-                broker_message_id=str(pk),
-                handle=pk,
+        found = []
+        for pk, written, body, deliveries in rows:
+            headers, problem = _headers(written)
+            found.append(
+                Delivery(
+                    destination=self._destination,
+                    headers=headers,
+                    body=body,
+                    redelivered=deliveries > 1,
+                    broker_message_id=str(pk),
+                    handle=pk,
+                    problem=problem,
+                )
             )
-            for pk, headers, body, deliveries in rows
-        ]
+        return found
 
     def _delete(self, deliveries: Sequence[Delivery]) -> int:
         if not deliveries:
@@ -271,3 +279,22 @@ class DatabaseSession(Session):
             elif not isinstance(error, OperationalError):
                 raise
             raise BrokerUnavailable(f"database {self.using!r}: {error}") from error
+
+
+def _headers(written: str) -> tuple[dict[str, str], str]:
+    """Return a row's headers as text, and what is wrong with them, or "": anybody may
+    write a row by hand, and the column holds any JSON."""
+    try:
+        given = json.loads(written)
+        if not isinstance(given, dict):
+            return {}, f"its headers are no object: {written[:200]}"
+        strange = [name for name, value in given.items() if not isinstance(value, str)]
+        for name in strange:
+            given[name] = json.dumps(given[name])
+    except (ValueError, RecursionError) as error:
+        return {}, f"its headers cannot be read: {error}"
+    if strange:
+        return given, f"its header {strange[0][:80]!r} is no text"
+    if _UNSTORABLE.search("".join([*given, *given.values()])):
+        return given, "its headers have a NUL or half of a surrogate pair"
+    return given, ""

@@ -26,11 +26,11 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
     def claim(
         self, queue: str, token: uuid.UUID, *, limit: int, lease: float
-    ) -> list[tuple[int, dict[str, str], bytes, int]]:
+    ) -> list[tuple[int, str, bytes, int]]:
         """Take due messages of a queue, in order: at most `limit`, and no more bytes
         than claiming.MAX_BYTES.
 
-        Returns id, headers, body and number of deliveries of each.
+        Returns id, headers as JSON, body and number of deliveries of each.
         """
         connection = connections[self.db]
         sql = claim_sql(
@@ -56,7 +56,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return [
             (
                 pk,
-                json.loads(headers) if isinstance(headers, str) else headers,
+                headers if isinstance(headers, str) else json.dumps(headers),
                 bytes(body),
                 deliveries,
             )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import uuid
 
 import pytest
+from django.db import connection
 
+from django_txmsg import wire
+from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.consuming.reading import MAX_HEADERS
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from tests.running import committing, declared, put, step
+from tests.running import committing, declared, put, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -59,3 +62,69 @@ def test_the_same_bad_message_again_is_the_same_dead_letter() -> None:
         step(stage, times=2)
     assert DeadLetter.objects.get().deaths == 2
     assert not InboxMessage.objects.filter(processed_at__isnull=False).exists()
+
+
+#: What somebody may write by hand into the embedded broker's column of headers.
+NO_TEXT = {
+    "a list": "[]",
+    "nothing": "null",
+    "a text": '"txmsg-id"',
+    "a number": "7",
+    "a number in it": '{"content-type": "application/json", "n": 7}',
+    "an id that is a number": '{"txmsg-id": 7, "content-type": "application/json"}',
+    "null in it": '{"content-type": null, "txmsg-expires": null}',
+    "an object in it": '{"txmsg-created": {"a": []}, "correlation-id": [1]}',
+    "true in it": '{"redelivered": true, "txmsg-failed-attempt": false}',
+    "nested": '{"a": %s}' % ("[" * 900 + "]" * 900),
+    "a number of many digits": '{"a": %s}' % ("9" * 5000),
+}
+#: PostgreSQL takes none of these.
+NO_TEXT_ON_SQLITE = {
+    "half a pair": r'{"correlation-id": "\ud800", "txmsg-key": "\udfff"}',
+    "NUL": r'{"correlation-id": "a\u0000b", "content-type": "application/json"}',
+}
+
+
+def write_by_hand(queue: str, headers: str, body: bytes) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO django_txmsg_queuemessage (queue, headers, body, deliveries,"
+            " enqueued_at, available_at)"
+            " VALUES (%s, %s, %s, 0, CURRENT_TIMESTAMP, CURRENT_TIMESTAMP)",
+            [queue, headers, body],
+        )
+
+
+def no_text() -> dict[str, str]:
+    more = NO_TEXT_ON_SQLITE if connection.vendor == "sqlite" else {}
+    return {**NO_TEXT, **more}
+
+
+@pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc", "broker_only"])
+def test_headers_that_are_no_text_bury_their_message_and_no_other(
+    transaction: str,
+) -> None:
+    got: list[Message] = []
+    with declared(got.append, transaction=transaction) as stage:
+        for name, headers in no_text().items():
+            write_by_hand(stage.destination, headers, name.encode())
+        good = put(stage.destination)
+        step(stage, times=len(no_text()) + 1)
+        assert not QueueMessage.objects.filter(queue=stage.destination).exists()
+    assert [one.id for one in got] == [good]
+    letters = {bytes(one.body).decode(): one for one in DeadLetter.objects.all()}
+    assert letters.keys() == no_text().keys()
+    assert {one.reason for one in letters.values()} == {"malformed_headers"}
+    kept = letters["an id that is a number"].headers
+    assert (kept["txmsg-id"], kept["content-type"]) == ("7", "application/json")
+
+
+def test_headers_that_are_no_text_in_the_other_queues_we_read() -> None:
+    control = wire.control_destination("tests")
+    for name, headers in no_text().items():
+        write_by_hand(control, headers, name.encode())
+        write_by_hand("tests.dead", headers, name.encode())
+    with txmsg(DEAD_LETTER_DESTINATIONS=["tests.dead"]):
+        Consumer([]).run(once=True)
+    assert not QueueMessage.objects.exists()
+    assert DeadLetter.objects.count() == len(no_text())
