@@ -15,7 +15,7 @@ from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
 from ..models import BulkOperation
-from ..models.bulk import BulkKind, BulkState
+from ..models.bulk_operation import BulkKind, BulkState
 from ..monitoring import attendance, status
 from . import display
 from .addresses import led

@@ -18,7 +18,7 @@ from .. import conf
 from ..dead_letters import bulk, selection
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
-from ..models.bulk import BulkKind, BulkState
+from ..models.bulk_operation import BulkKind, BulkState
 from .addresses import MESSAGE, led
 from .audit import audit
 from .base import ReadOnlyAdmin

@@ -18,7 +18,7 @@ from django.views.decorators.http import require_POST
 
 from ..dead_letters import selection
 from ..models import DeadLetter
-from ..models.bulk import BulkKind
+from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
 from . import display
 from .addresses import address

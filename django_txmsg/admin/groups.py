@@ -13,7 +13,7 @@ from django.shortcuts import render
 
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
-from ..models.bulk import BulkKind
+from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
 from .addresses import led
 from .audit import audit

@@ -22,7 +22,7 @@ from django.db.models.functions import Now
 
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
-from ..models.bulk import BulkKind, BulkState
+from ..models.bulk_operation import BulkKind, BulkState
 from . import resolution, selection
 from .resolution import Tally
 
@@ -104,7 +104,6 @@ def finish(
     operation: BulkOperation,
     *,
     patience: float | None = None,
-    stop: threading.Event | None = None,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
     """Work on one operation, for `patience` seconds at most, until it has ended.
@@ -112,10 +111,9 @@ def finish(
     Returns it as it is then: ended, paused, or still running in other hands.
     """
     using = operation._state.db or "default"
-    stop = stop or threading.Event()
     deadline = None if patience is None else time.monotonic() + patience
-    while not stop.is_set():
-        handled = work_batch(using, only=operation.pk, stop=stop)
+    while True:
+        handled = work_batch(using, only=operation.pk)
         operation.refresh_from_db(using=using)
         if on_batch is not None:
             on_batch(operation)
@@ -124,7 +122,9 @@ def finish(
         if deadline is not None and time.monotonic() > deadline:
             break
         if handled is None:
-            stop.wait(0.05)  # the rate says not yet, or another worker has the batch
+            threading.Event().wait(
+                0.05
+            )  # the rate says not yet, or another worker has the batch
     return operation
 
 

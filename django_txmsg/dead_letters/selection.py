@@ -17,7 +17,7 @@ from django.db.models.functions import Now
 from .. import conf
 from ..errors import TxmsgError
 from ..models import DeadLetter
-from ..models.bulk import BulkKind
+from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
 
 #: What a filter may say. All given must hold.

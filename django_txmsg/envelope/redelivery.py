@@ -105,10 +105,7 @@ class Dead:
 
 
 def decide(
-    policy: RedeliveryPolicy,
-    attempt: int,
-    error: BaseException,
-    rand: Callable[[], float] = random.random,
+    policy: RedeliveryPolicy, attempt: int, error: BaseException
 ) -> RedeliverAfter | Dead:
     """Return what follows from `error` in the `attempt`-th execution (from 1)."""
     if isinstance(error, (Refuse, *policy.refuse_on)):
@@ -119,4 +116,4 @@ def decide(
         return Dead("attempts_exhausted")
     if isinstance(error, Redeliver):
         return RedeliverAfter(error.after)
-    return RedeliverAfter(policy.delay(attempt, rand))
+    return RedeliverAfter(policy.delay(attempt))

@@ -10,18 +10,21 @@ from ..errors import ConfigurationError
 if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 
-from .archive import ArchiveMark, PipelineRun, StagedMessage, StoredRun
+from .archive_mark import ArchiveMark
 from .attempt import Attempt
-from .bulk import BulkOperation
+from .bulk_operation import BulkOperation
 from .dead_letter import DeadLetter
 from .failure_note import FailureNote
-from .idempotent_request import IdempotencyKey
+from .idempotency_key import IdempotencyKey
 from .inbox import InboxMessage
 from .outbox import OutboxMessage
 from .period_count import PeriodCount
+from .pipeline_run import PipelineRun
 from .queue import QueueMessage, QueueSubscription
 from .session_record import SessionRecord
 from .stage_state import StageState
+from .staged_message import StagedMessage
+from .stored_run import StoredRun
 from .worker import Worker
 
 __all__ = [

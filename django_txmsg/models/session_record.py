@@ -22,6 +22,10 @@ class SessionStatus(models.TextChoices):
     TOMBSTONE = "tombstone", "given up"
 
 
+#: How long writing a tombstone waits, in milliseconds, for a commit just going on.
+PATIENCE_MS = 200
+
+
 class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """The two ends, each a single INSERT that loses against the other."""
 
@@ -32,22 +36,21 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """
         return self._insert(session_id, SessionStatus.COMMITTED)
 
-    def give_up(self, session_id: uuid.UUID, patience: float = 0.2) -> bool:
+    def give_up(self, session_id: uuid.UUID) -> bool:
         """Write a tombstone. Returns False when the session has committed.
 
-        Raises OperationalError when `patience` seconds do not tell, because the
+        Raises OperationalError when PATIENCE_MS do not tell, because the
         session's transaction is committing just now.
         """
         connection = connections[self.db]
-        milliseconds = int(patience * 1000)
         if connection.vendor == "postgresql":
             with transaction.atomic(using=self.db), connection.cursor() as cursor:
-                cursor.execute(f"SET LOCAL lock_timeout = {milliseconds}")
+                cursor.execute(f"SET LOCAL lock_timeout = {PATIENCE_MS}")
                 return self._insert(session_id, SessionStatus.TOMBSTONE)
         with connection.cursor() as cursor:
             cursor.execute("PRAGMA busy_timeout")
             (usual,) = cursor.fetchone()
-            cursor.execute(f"PRAGMA busy_timeout = {milliseconds}")
+            cursor.execute(f"PRAGMA busy_timeout = {PATIENCE_MS}")
             try:
                 return self._insert(session_id, SessionStatus.TOMBSTONE)
             finally:

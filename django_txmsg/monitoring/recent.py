@@ -65,13 +65,13 @@ def last_processed(
         (
             stage,
             max((processed for processed, _, _ in rows if processed), default=None),
-            _percentile((p - s).total_seconds() for p, s, _ in rows if p and s),
-            _percentile((p - c).total_seconds() for p, _, c in rows if p and c),
+            _p95((p - s).total_seconds() for p, s, _ in rows if p and s),
+            _p95((p - c).total_seconds() for p, _, c in rows if p and c),
         )
         for stage, rows in sorted(times.items())
     ]
 
 
-def _percentile(values: Iterable[float], share: float = 0.95) -> float | None:
+def _p95(values: Iterable[float]) -> float | None:
     ordered = sorted(values)
-    return ordered[int(share * (len(ordered) - 1))] if ordered else None
+    return ordered[int(0.95 * (len(ordered) - 1))] if ordered else None

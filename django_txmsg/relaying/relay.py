@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
@@ -70,9 +69,7 @@ class Relay:
         """Finish what is claimed and take nothing new. From any thread or signal."""
         self._stop.set()
 
-    def run(
-        self, *, once: bool = False, on_progress: Callable[[], None] | None = None
-    ) -> None:
+    def run(self, *, once: bool = False) -> None:
         """Relay until stopped; `once`: until no lane finds anything due any more.
 
         Raises the error that ended a lane, if one did, after all have ended. With
@@ -83,7 +80,7 @@ class Relay:
 
         def work(lane: Lane) -> None:
             try:
-                self._work(lane, once, on_progress)
+                self._work(lane, once)
             except Exception as error:
                 if not once or not _is_away(error):
                     raise
@@ -100,9 +97,7 @@ class Relay:
             # A database says more than a broker: it may hold what others need.
             raise min(away, key=lambda error: isinstance(error, BrokerUnavailable))
 
-    def _work(
-        self, lane: Lane, once: bool, on_progress: Callable[[], None] | None
-    ) -> None:
+    def _work(self, lane: Lane, once: bool) -> None:
         breaker = self._breakers[lane.broker_alias]
         interval = conf.get().RELAY.POLL_INTERVAL
         while not self._stop.is_set():
@@ -136,8 +131,6 @@ class Relay:
                 recycle()
             breaker.worked()
             if claimed:
-                if on_progress is not None:
-                    on_progress()
                 continue
             if once:
                 return

@@ -180,10 +180,10 @@ class LakeTable:
         *,
         services: Sequence[str] = (),
         since: dt.date | None = None,
-        until: dt.date | None = None,
     ) -> DataFrame:
-        """Return the committed rows, of some services and days. Columns that a file is
-        older than are null; service and day are the log's word, not a directory's."""
+        """Return the committed rows, of some services and since a day. Columns that a
+        file is older than are null; service and day are the log's word, not a
+        directory's."""
         inner = t.StructType(
             [f for f in self.struct.fields if f.name not in PARTITIONS]
         )
@@ -191,7 +191,7 @@ class LakeTable:
         for one in self.named():
             if services and one.service not in services:
                 continue
-            if (since and one.day < since) or (until and one.day > until):
+            if since and one.day < since:
                 continue
             parts.setdefault((one.service, one.day), []).append(self._address(one.path))
         whole: DataFrame | None = None

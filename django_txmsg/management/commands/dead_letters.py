@@ -20,7 +20,7 @@ from ... import conf
 from ...dead_letters import bulk, selection
 from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
-from ...models.bulk import BulkKind, BulkState
+from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
 from ...stages import all_stages
 from ._dead_letter_report import Report
