@@ -116,6 +116,10 @@ class Settings:
     """Dotted path of a function from Stage to TransactionDefinition."""
     DEAD_LETTER_DESTINATIONS: tuple[str, ...] = ()
     """The broker's own dead-letter queues that `consume` takes in."""
+    KNOWN_DESTINATIONS: tuple[str, ...] = ()
+    """What other services consume of yours, as names or patterns like "billing.*". If
+    given, the overview warns of messages to any other place that no stage here
+    consumes."""
     EDIT_DEAD_LETTERS: bool = False
     """Whether the admin may redeliver an edited copy."""
     MASK: str | None = None

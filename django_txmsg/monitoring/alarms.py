@@ -6,6 +6,7 @@ import datetime as dt
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import quote
 
 from .. import wire
 from .lengths import duration
@@ -43,6 +44,7 @@ def of(status: Status) -> list[Alarm]:
         *_lost(status),
         *_dead(status),
         *_nobody_relays(status),
+        *_unconsumed(status),
         *_paused(status),
     ]
 
@@ -151,6 +153,24 @@ def _nobody_relays(status: Status) -> Iterator[Alarm]:
             "warn", "worker", "", "No relay is running.",
             " Messages leave after each commit, but none is tried again: start "
             "manage.py relay.",
+        )  # fmt: skip
+
+
+def _unconsumed(status: Status) -> Iterator[Alarm]:
+    for name, meant in list(status.unconsumed.items())[:LINES]:
+        if name in status.queues and status.queues[name].overdue:
+            continue  # said already, and with more
+        yield Alarm(
+            "warn", "outboxmessage", f"?destination={quote(name, safe='')}",
+            f"No stage here consumes {name}",
+            f", to which messages go. Was {meant} meant?" if meant else ", and "
+            'TXMSG["KNOWN_DESTINATIONS"] does not say that anybody else does.',
+        )  # fmt: skip
+    if len(status.unconsumed) > LINES:
+        yield Alarm(
+            "warn", "outboxmessage", "",
+            f"{len(status.unconsumed) - LINES} more destinations are consumed by "
+            f"nobody known", ".",
         )  # fmt: skip
 
 

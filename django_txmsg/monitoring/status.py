@@ -18,6 +18,7 @@ from ..models.queue import queue_name
 from ..stages import all_stages
 from . import attendance, recent
 from .attendance import Attendance
+from .unconsumed import unconsumed
 from .waiting import CAP, Waiting, in_inbox, in_outbox, in_queues, total
 
 
@@ -51,6 +52,9 @@ class Status:
     destinations: dict[str, Place] = field(default_factory=dict)
     stages: dict[str, Place] = field(default_factory=dict)
     queues: dict[str, Waiting] = field(default_factory=dict)
+    unconsumed: dict[str, str] = field(default_factory=dict)
+    """The destinations that nobody is known to consume, each with the name that was
+    perhaps meant."""
     attendance: Attendance = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,6 +136,7 @@ class Status:
             or self.dead
             or self.attendance.lost
             or self.unattended
+            or self.unconsumed
             or self.paused
         )
 
@@ -154,6 +159,15 @@ def read(using: str = "default") -> Status:
         if declared.destination in status.destinations:
             consumed = status.destinations[declared.destination]
             consumed.consumers.append(declared.name)
+    status.unconsumed = unconsumed(
+        {
+            name: place.last
+            for name, place in status.destinations.items()
+            if not place.consumers
+        },
+        [declared.destination for declared in all_stages()],
+        status.now,
+    )
     for name, waiting in in_inbox(using, held).items():
         _place(status.stages, name).waiting = waiting
     for name, last, processing, critical in recent.last_processed(using):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import json
 from collections.abc import Callable
@@ -211,3 +212,44 @@ def test_without_a_database_probes_are_a_503(
     assert response.status_code == 503
     if address == "health":
         assert response.json() == {"status": "no database"}
+
+
+@pytest.mark.parametrize(
+    ("known", "sent", "said"),
+    [
+        ((), "mails.confrim", "Was mails.confirm meant?"),
+        ((), "mails.confirmed", ""),
+        ((), "billing.pay", ""),
+        (["billing.*"], "billing.pay", ""),
+        (["billing.*"], "shipping.send", "does not say that anybody else does"),
+    ],
+)
+def test_a_destination_that_nobody_is_known_to_consume_is_told_of(
+    viewer: Client,
+    declared: Callable[..., None],
+    settings: Any,
+    known: Any,
+    sent: str,
+    said: str,
+) -> None:
+    """At a broker, which takes messages to any name, nothing else would tell."""
+    settings.TXMSG = {**settings.TXMSG, "KNOWN_DESTINATIONS": known}
+    declared("mails.confirm")
+    factories.WorkerFactory(kind="relay", stages=[])
+    factories.WorkerFactory(stages=["mails.confirm"])
+    for destination in ("mails.confirm", sent):
+        factories.OutboxMessageFactory(destination=destination, dispatched=True)
+    old = factories.ago(hours=30)
+    factories.OutboxMessageFactory(
+        destination="mails.confimr", created_at=old, dispatched_at=old
+    )
+
+    page = html.unescape(viewer.get(URL).content.decode())
+    text, code = told()
+
+    for where in (page, text):
+        assert (f"No stage here consumes {sent}" in where) == bool(said)
+        assert said in where
+        assert ("All is well." in where) == (not said)
+        assert "confimr" not in text
+    assert code == 0
