@@ -67,6 +67,8 @@ class ConfirmPages:
             return self._back(request)
         redelivers = kind == BulkKind.REDELIVER
         count = facts.count
+        same = count == 1 or "fingerprint" in filters
+        newest = letters.only("exception", "reason").order_by("-pk").first()
         context = {
             **self._admin.page_context(
                 request, f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
@@ -74,6 +76,7 @@ class ConfirmPages:
             "kind": kind.value,
             "verb": kind.value.capitalize(),
             "facts": facts,
+            "error": (newest.exception or newest.reason) if newest and same else "",
             "places": facts.places[:20],
             "filters": filter_text(filters),
             "fields": hidden_fields(filters),
@@ -89,11 +92,13 @@ class ConfirmPages:
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
     ) -> HttpResponse:
         rate = request.POST.get("rate", "").strip()
+        why = request.POST.get("why", "").strip()
         operation = bulk.start(
             kind,
             filters,
             using=using,
             by=request.user.get_username(),
+            why=why,
             force=request.POST.get("force") == "1",
             rate=float(rate) if rate else None,
         )
@@ -102,7 +107,7 @@ class ConfirmPages:
             request,
             operation,
             f"{kind.capitalize()} {operation.total} dead letters{forced}; "
-            f"filter: {filter_text(filters)}.",
+            f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
         )
         if operation.total <= AT_ONCE and operation.rate is None:
             bulk.finish(operation, patience=PATIENCE)

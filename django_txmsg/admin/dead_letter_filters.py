@@ -13,6 +13,7 @@ from django.http import HttpRequest
 
 from ..models import DeadLetter
 from ..models.dead_letter import Resolution
+from . import display
 from .counting import count
 from .filters import CountingFilter
 
@@ -54,9 +55,23 @@ class DestinationFilter(DeadFilter):
 
 
 class FingerprintFilter(DeadFilter):
-    """The error."""
+    """The error, in the words of the newest of its kind."""
 
-    title = parameter_name = column = "fingerprint"
+    title = "error"
+    parameter_name = column = "fingerprint"
+
+    def counted(
+        self, request: HttpRequest, model_admin: Any
+    ) -> Iterator[tuple[str, str, int | None]]:
+        """Count the open ones."""
+        counts = open_counts(request, model_admin)
+        letters = model_admin.get_queryset(request).filter(
+            pk__in=[counts["newest"][value] for value in counts[self.column]]
+        )
+        said = dict(letters.values_list("fingerprint", "exception").order_by())
+        for value, number in counts[self.column].items():
+            text = display.cut(display.first_line(said.get(value, "")), 60)
+            yield value, f"{text or value} ({number})", None
 
 
 class ResolutionFilter(CountingFilter):
@@ -115,18 +130,19 @@ FILTERS = (
 )
 
 
-def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, str]]:
-    """Return the open dead letters by each filtered column: one query a page.
+def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
+    """Return the open dead letters by each filtered column, and under "newest" the
+    latest one's key of each fingerprint: one query a page.
 
     Only the newest are counted, and "12+" says so where there are more.
     """
-    kept: dict[str, dict[str, str]] | None = getattr(request, "_txmsg_counts", None)
+    kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept
     with connections[model_admin.get_queryset(request).db].cursor() as cursor:
         cursor.execute(
-            "SELECT stage, destination, fingerprint, reason, COUNT(*) FROM ("
-            " SELECT stage, destination, fingerprint, reason"
+            "SELECT stage, destination, fingerprint, reason, MAX(id), COUNT(*) FROM ("
+            " SELECT stage, destination, fingerprint, reason, id"
             " FROM django_txmsg_deadletter"
             " WHERE resolution = 'open' ORDER BY id DESC LIMIT %s"
             ") AS newest GROUP BY stage, destination, fingerprint, reason",
@@ -142,5 +158,8 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, s
         kept[name] = {
             value: f"{number:,}{more}" for value, number in counts.most_common(20)
         }
+    kept["newest"] = {
+        row[2]: row[-2] for row in sorted(rows, key=lambda row: int(row[-2]))
+    }
     request._txmsg_counts = kept  # type: ignore[attr-defined]
     return kept

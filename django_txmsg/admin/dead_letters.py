@@ -88,7 +88,7 @@ class DeadLetterAdmin(MessageAdmin):
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Show groups, or the list when anything is asked for."""
-        if request.method == "GET" and not request.GET:
+        if request.method == "GET" and request.GET.keys() <= {"sort"}:
             return GroupPages(self).page(request)
         more = {"title": "Dead letters", "deeds": deeds(request)}
         return super().changelist_view(request, {**more, **(extra_context or {})})

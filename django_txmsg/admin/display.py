@@ -36,6 +36,7 @@ TONES = {
     "dead": "bad",
     "open": "bad",
     "failed again": "bad",
+    "new": "warn",
     "discarded": "quiet",
     "muted": "quiet",
     "cancelled": "quiet",
@@ -56,17 +57,22 @@ def exact(count: int) -> str:
     return f"{count:,}"
 
 
+def moment(instant: dt.datetime) -> str:
+    """Return an instant to the millisecond, as clocks here show it."""
+    here = timezone.localtime(instant)
+    shown = date_format(here, "Y-m-d H:i:s")
+    return f"{shown}.{here.microsecond // 1000:03d} {here.tzname()}"
+
+
 def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
     """Return how long ago an instant was, with the instant itself as the title."""
     if instant is None:
         return format_html("{}", "-")
     length = (now or timezone.now()) - instant
-    exact = timezone.localtime(instant)
     return format_html(
         '<time datetime="{}" title="{}">{}</time>',
         instant.isoformat(),
-        f"{date_format(exact, 'Y-m-d H:i:s')}.{exact.microsecond // 1000:03d} "
-        f"{exact.tzname()}",
+        moment(instant),
         f"in {duration(-length)}" if length < dt.timedelta() else duration(length),
     )
 

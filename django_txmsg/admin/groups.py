@@ -1,7 +1,9 @@
-"""Open dead letters by error, most first, with what colleagues found out."""
+"""Open dead letters by error, with what colleagues found out."""
 
 from __future__ import annotations
 
+import datetime as dt
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import messages
@@ -10,6 +12,7 @@ from django.db import router
 from django.db.models import Count, Max, Min
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
+from django.utils import timezone
 
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
@@ -20,8 +23,11 @@ from .audit import audit
 from .base import ReadOnlyAdmin
 from .bulk import PERMISSIONS
 
-#: The most groups on a page, largest first.
+#: The most groups on a page.
 MOST_GROUPS = 200
+
+#: An error whose first dead letter is no older is marked as new.
+NEW = dt.timedelta(hours=1)
 
 
 class GroupPages:
@@ -35,10 +41,12 @@ class GroupPages:
         if not self._admin.has_view_permission(request):
             raise PermissionDenied
         using = router.db_for_read(DeadLetter)
-        groups = grouped(using)
+        latest = request.GET.get("sort") == "latest"
+        groups = grouped(using, latest=latest)
         context = {
             **self._admin.page_context(request, "Dead letters"),
             "groups": groups[:MOST_GROUPS],
+            "latest": latest,
             "more": max(0, len(groups) - MOST_GROUPS),
             "total": sum(group["count"] for group in groups),
             "muted": sum(group["count"] for group in groups if group["muted"]),
@@ -73,9 +81,9 @@ class GroupPages:
         return led(request, "admin:django_txmsg_deadletter_changelist")
 
 
-def grouped(using: str) -> list[dict[str, Any]]:
+def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     """Return the open dead letters by fingerprint, with an example and the note; most
-    first, but for muted ones, which come last."""
+    first, or the latest, but for muted ones, which come last."""
     open_letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     groups: dict[str, dict[str, Any]] = {}
     rows: Any = open_letters.values("fingerprint", "stage", "destination").annotate(
@@ -96,10 +104,15 @@ def grouped(using: str) -> list[dict[str, Any]]:
         group["places"][place] = group["places"].get(place, 0) + row["count"]
     # Written by hand, so there are few.
     notes = {note.fingerprint: note for note in FailureNote.objects.using(using).all()}
+    recent = timezone.now() - NEW
     for fingerprint, group in groups.items():
+        group["new"] = group["first"] > recent
         note = group["note"] = notes.get(fingerprint)
         group["muted"] = note is not None and note.muted
-    ordered = sorted(groups.values(), key=lambda one: (one["muted"], -one["count"]))
+    rank: Callable[[dict[str, Any]], float] = (
+        (lambda one: one["last"].timestamp()) if latest else (lambda one: one["count"])
+    )
+    ordered = sorted(groups.values(), key=lambda one: (one["muted"], -rank(one)))
     examples = DeadLetter.objects.using(using).in_bulk(
         [group["example"] for group in ordered[:MOST_GROUPS]]
     )

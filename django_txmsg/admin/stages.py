@@ -81,18 +81,20 @@ class StageAdmin(ReadOnlyAdmin):
         if not request.user.has_perm("django_txmsg.pause_stage"):
             raise PermissionDenied
         name = request.POST.get("stage", "")
+        why = request.POST.get("why", "").strip()
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
         if paused and not is_known(name, using):
             messages.error(request, f"There is no stage {display.cut(name)!r} here.")
             return led(request, "admin:django_txmsg_stagestate_changelist")
         if paused:
-            changed = states.pause(name, by=request.user.get_username())
+            changed = states.pause(name, by=request.user.get_username(), why=why)
         else:
             changed = states.resume(name)
         verb = "Paused" if paused else "Resumed"
         if changed:
-            audit(request, states.get(stage=name), f"{verb} stage {name}.")
+            because = f": {why}" if why and paused else "."
+            audit(request, states.get(stage=name), f"{verb} stage {name}{because}")
             messages.success(
                 request, f"{verb} stage {name}. Its consumers obey within two seconds."
             )

@@ -31,7 +31,8 @@ def _problems() -> Iterator[CheckMessage]:
     for problem in conf.problems():
         yield Error(
             f"{problem.path} {problem.message}",
-            hint=problem.hint or "See docs/reference/settings.md.",
+            hint=problem.hint
+            or "The documentation's page on settings has each with its default.",
             id="txmsg.E001",
         )
 
@@ -63,7 +64,8 @@ def _brokers() -> Iterator[CheckMessage]:
         for one in wrong:
             yield Error(
                 f'{where}["URL"] cannot be used: {one}',
-                hint="See docs/how-to/brokers.md for the URLs there are.",
+                hint="A URL looks like database:// or stomp://user:password@host:61613 "
+                "(stomp+ssl:// for TLS); options go into the query, ?vhost=/.",
                 id="txmsg.E003",
             )
 

@@ -47,6 +47,7 @@ def start(
     *,
     using: str = "default",
     by: str = "",
+    why: str = "",
     force: bool = False,
     rate: float | None = None,
 ) -> BulkOperation:
@@ -69,6 +70,7 @@ def start(
             up_to=letters.aggregate(last=Max("pk"))["last"] or 0,
             batch_size=FIRST_BATCH,
             by=by[:255],
+            why=why[:255],
             force=force,
             rate=rate,
         )

@@ -36,6 +36,10 @@ class Migration(migrations.Migration):
                 ("stage", models.CharField(max_length=255, unique=True)),
                 ("paused_at", models.DateTimeField(blank=True, null=True)),
                 ("paused_by", models.CharField(blank=True, default="", max_length=255)),
+                (
+                    "paused_why",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
             ],
             options={
                 "verbose_name": "stage",
@@ -155,6 +159,7 @@ class Migration(migrations.Migration):
                 ("filter", models.JSONField(default=dict)),
                 ("force", models.BooleanField(default=False)),
                 ("by", models.CharField(blank=True, default="", max_length=255)),
+                ("why", models.CharField(blank=True, default="", max_length=255)),
                 (
                     "rate",
                     models.FloatField(

@@ -67,6 +67,7 @@ class BulkOperation(models.Model):
     filter = models.JSONField(default=dict)
     force = models.BooleanField(default=False)
     by = models.CharField(max_length=255, default="", blank=True)
+    why = models.CharField(max_length=255, default="", blank=True)
     rate = models.FloatField(
         null=True, blank=True, help_text="Messages a second at most; empty: no limit."
     )

@@ -14,12 +14,12 @@ from django.db.models.functions import Now
 class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """The transitions of a stage."""
 
-    def pause(self, stage: str, *, by: str = "") -> bool:
+    def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
         """Make the stage's consumers take nothing new. False when it was paused."""
         self.get_or_create(stage=stage)
         return bool(
             self.filter(stage=stage, paused_at=None).update(
-                paused_at=Now(), paused_by=by[:255]
+                paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
             )
         )
 
@@ -27,7 +27,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         """Let the stage's consumers go on. False when it was not paused."""
         return bool(
             self.filter(stage=stage, paused_at__isnull=False).update(
-                paused_at=None, paused_by=""
+                paused_at=None, paused_by="", paused_why=""
             )
         )
 
@@ -38,12 +38,13 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
 
 
 class StageState(models.Model):
-    """Whether one stage is paused, since when and by whom."""
+    """Whether one stage is paused, since when, by whom and why."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255, unique=True)
     paused_at = models.DateTimeField(null=True, blank=True)
     paused_by = models.CharField(max_length=255, default="", blank=True)
+    paused_why = models.CharField(max_length=255, default="", blank=True)
 
     objects = StageStateManager()
 

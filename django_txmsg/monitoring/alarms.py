@@ -195,7 +195,8 @@ def _who(place: Place, now: dt.datetime) -> str:
         if waiting
         else ""
     )
-    return f" By {place.paused_by or 'somebody'}, {ago} ago{wait}."
+    why = f": {place.paused_why}" if place.paused_why else ""
+    return f" By {place.paused_by or 'somebody'}, {ago} ago{why}{wait}."
 
 
 def _since(waiting: Waiting, now: dt.datetime) -> str:

@@ -36,6 +36,7 @@ class Place:
     critical: float | None = None
     paused_at: dt.datetime | None = None
     paused_by: str = ""
+    paused_why: str = ""
     known: bool = True
     """Whether the stage is declared here."""
     workers: int = 0
@@ -184,6 +185,7 @@ def read(using: str = "default") -> Status:
     for state in held.values():
         place = _place(status.stages, state.stage)
         place.paused_at, place.paused_by = state.paused_at, state.paused_by
+        place.paused_why = state.paused_why
     status.attendance = attendance.read(using, status.now)
     known = {declared.name for declared in all_stages()}
     serving = status.attendance.serving

@@ -23,7 +23,15 @@ def _filter(name: str) -> None:
     register.filter(name, lambda value: getattr(_display(), name)(value))
 
 
-for _name in ("badge", "capped", "duration", "exact", "first_line", "last_line"):
+for _name in (
+    "badge",
+    "capped",
+    "duration",
+    "exact",
+    "first_line",
+    "last_line",
+    "moment",
+):
     _filter(_name)
 
 

@@ -150,6 +150,20 @@ def test_every_button_can_be_read(
             walker.photograph(pictures, name)
 
 
+@pytest.mark.usefixtures("shop_stages")
+def test_a_stage_can_be_paused_on_a_phone(walker: Browser) -> None:
+    walker.look(size=PHONE)
+    walker.open("/admin/django_txmsg/stagestate/")
+    walker.find("#content h1")
+    edges = walker.driver.execute_script(
+        "return [...document.querySelectorAll('.act button')].map("
+        "(one) => one.getBoundingClientRect().right)"
+    )
+    assert len(edges) >= len(shop.STAGES)
+    assert all(edge <= PHONE[0] for edge in edges)
+    walker.look()
+
+
 def test_long_words_fit_a_phone(walker: Browser, pictures: Path) -> None:
     word = "shop.integrations.carriers.OutOfStock" * 4
     letter = factories.DeadLetterFactory(exception=word, stage="s" * 200)

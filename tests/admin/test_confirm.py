@@ -188,3 +188,28 @@ def test_each_deed_needs_its_own_permission(
     assert client.post(URL, query).status_code == 403
     letter.refresh_from_db()
     assert letter.resolution == ("discarded" if kind == "restore" else "open")
+
+
+def test_why_is_kept_with_the_deed_and_in_the_log(operator: Client) -> None:
+    factories.DeadLetterFactory.create_batch(2)
+
+    operator.post(URL, {"kind": "discard", "why": " a duplicate import "})
+
+    operation = BulkOperation.objects.get()
+    assert operation.why == "a duplicate import"
+    entry = LogEntry.objects.get().change_message
+    assert entry == "Discard 2 dead letters; filter: all; why: a duplicate import."
+    page = operator.get(f"/admin/django_txmsg/bulkoperation/{operation.pk}/change/")
+    assert "a duplicate import" in page.content.decode()
+
+
+def test_the_question_names_the_error_in_words(operator: Client) -> None:
+    for number in range(2):
+        factories.DeadLetterFactory(
+            fingerprint="c0ffee11c0ffee11", exception=f"OutOfStock: {number} left"
+        )
+    factories.DeadLetterFactory(exception="ReadTimeout: 10 s")
+
+    one = {"kind": "discard", "fingerprint": "c0ffee11c0ffee11"}
+    assert "OutOfStock: 1 left" in operator.get(URL, one).content.decode()
+    assert "OutOfStock" not in operator.get(URL, {"kind": "discard"}).content.decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -42,6 +43,35 @@ def test_open_dead_letters_are_grouped_by_error_most_first(operator: Client) -> 
     assert "Ticket 7." in page
     assert page.count("failed again") == 1
     assert "Redeliver 4…" in page
+
+
+def test_a_new_error_is_marked_and_can_come_first(operator: Client) -> None:
+    for error, ages in (("a", (300, 200)), ("b", (300, 90, 1)), ("c", (2,))):
+        for age in ages:
+            factories.DeadLetterFactory(
+                fingerprint=error * 16, created_at=factories.ago(minutes=age)
+            )
+
+    most, latest = operator.get(URL), operator.get(URL, {"sort": "latest"})
+
+    def order(response: Any) -> str:
+        return "".join(one["fingerprint"][0] for one in response.context["groups"])
+
+    assert (order(most), order(latest)) == ("bac", "bca")
+    assert [one["new"] for one in latest.context["groups"]] == [False, True, False]
+    assert ">new<" in latest.content.decode()
+
+
+def test_the_filter_by_error_says_which(operator: Client) -> None:
+    for number in range(2):
+        factories.DeadLetterFactory(
+            fingerprint="c0ffee11c0ffee11", exception=f"OutOfStock: {number} left"
+        )
+
+    page = operator.get(URL, {"resolution": "open"}).content.decode()
+
+    assert "OutOfStock: 1 left (2)" in page
+    assert "c0ffee11c0ffee11 (2)" not in page
 
 
 def test_no_dead_letters_is_good_news(viewer: Client) -> None:
@@ -172,7 +202,7 @@ def test_the_pages_need_their_permission(somebody: Callable[..., Client]) -> Non
     assert client.get(f"{URL}1/change/").status_code == 403
 
 
-@pytest.mark.parametrize(("url", "queries"), [(URL, 7), (f"{URL}?resolution=open", 11)])
+@pytest.mark.parametrize(("url", "queries"), [(URL, 7), (f"{URL}?resolution=open", 12)])
 def test_the_number_of_queries_is_fixed(
     operator: Client,
     django_assert_num_queries: Callable[..., object],

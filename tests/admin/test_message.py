@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from django.test import Client
+from django.utils import timezone
 
 from django_txmsg import conf, wire
 from tests import factories
@@ -78,6 +80,17 @@ def test_the_gaps_say_where_the_time_went(operator: Client) -> None:
     assert [event.what for event in events] == ["stored", "dispatched"]
     assert round(events[1].gap.total_seconds()) == 120
     assert "2 min later" in operator.get(url(row.message_id)).content.decode()
+
+
+def test_the_timeline_says_when_by_the_clock(viewer: Client) -> None:
+    row = factories.OutboxMessageFactory(
+        created_at=dt.datetime(2026, 3, 4, 5, 6, 7, 89_000, dt.timezone.utc)
+    )
+
+    with timezone.override("UTC"):
+        page = viewer.get(url(row.message_id)).content.decode()
+
+    assert "2026-03-04 05:06:07.089 UTC<" in page
 
 
 def test_a_message_known_only_by_its_dead_letter(operator: Client) -> None:

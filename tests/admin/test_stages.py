@@ -62,6 +62,20 @@ def test_a_stage_is_paused_and_resumed(operator: Client, declared: str) -> None:
     ]
 
 
+def test_why_a_stage_is_paused_is_told(operator: Client, declared: str) -> None:
+    paused = {"stage": declared, "why": "until Hamburg is back"}
+
+    page = operator.post(f"{URL}pause/", paused, follow=True).content.decode()
+    overview = operator.get("/admin/django_txmsg/").content.decode()
+
+    assert " ago: until Hamburg is back" in " ".join(page.split())
+    assert " ago: until Hamburg is back" in overview
+    (entry,) = LogEntry.objects.all()
+    assert entry.change_message == "Paused stage admin.tests: until Hamburg is back"
+    operator.post(f"{URL}resume/", {"stage": declared})
+    assert StageState.objects.get().paused_why == ""
+
+
 def test_pausing_needs_its_permission(
     somebody: Callable[..., Client], declared: str
 ) -> None:

@@ -58,6 +58,7 @@ class Command(BaseCommand):
         )
         parser.add_argument("--search", help="message id, correlation id or key")
         parser.add_argument("--limit", type=int, default=50, help="of list")
+        parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
             "--force",
@@ -189,6 +190,7 @@ class Command(BaseCommand):
             filters,
             using=using,
             by=f"command: {_user()}",
+            why=options["why"],
             force=options["force"],
             rate=options["rate"],
         )
