@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from . import bulk, dead_letters, inbox, outbox, pipeline, stages, workers
+from . import (
+    bulk,
+    dead_letters,
+    idempotency,
+    inbox,
+    outbox,
+    pipeline,
+    stages,
+    workers,
+)
 
-__all__ = ["bulk", "dead_letters", "inbox", "outbox", "pipeline", "stages", "workers"]
+__all__ = [
+    "bulk",
+    "dead_letters",
+    "idempotency",
+    "inbox",
+    "outbox",
+    "pipeline",
+    "stages",
+    "workers",
+]

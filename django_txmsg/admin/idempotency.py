@@ -1,0 +1,71 @@
+"""What was answered under an `Idempotency-Key`, and how to have it forgotten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.db.models.functions import Length
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+
+from ..models import IdempotencyKey
+from . import display
+from .base import ReadOnlyAdmin
+from .filters import AgeFilter
+
+
+@admin.register(IdempotencyKey)
+class IdempotencyAdmin(ReadOnlyAdmin):
+    """Who sent which key. Responses are not shown: they are their caller's. A key that
+    is deleted is free: the same request is done again."""
+
+    list_display = ("shown", "who", "status_code", "size", "age")
+    list_filter = (AgeFilter,)
+    list_display_links = None
+    search_fields = ("key",)
+    search_help_text = "Exact key"
+    ordering = ("-id",)
+    actions = ()
+    change_list_template = "admin/django_txmsg/change_list.html"
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Whether the user may have keys forgotten."""
+        return request.user.has_perm("django_txmsg.delete_idempotencykey")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[IdempotencyKey]:
+        """Leave the responses where they are."""
+        rows: QuerySet[IdempotencyKey] = super().get_queryset(request)
+        return rows.defer("body", "headers").annotate(length=Length("body"))
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Find by one exact key."""
+        found = queryset.filter(key=search_term) if search_term else queryset
+        return found, False
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """The list alone: a row's own page would show the response."""
+        return obj is None and super().has_view_permission(request)
+
+    @admin.display(description="key")
+    def shown(self, row: IdempotencyKey) -> SafeString:
+        """The key."""
+        return display.mono(display.cut(row.key, 60), row.key)
+
+    @admin.display(description="caller")
+    def who(self, row: IdempotencyKey) -> SafeString:
+        """Whose key it is; what tells a caller is kept as a digest."""
+        return display.mono(display.cut(row.caller, 24), row.caller)
+
+    @admin.display(description="response")
+    def size(self, row: Any) -> str:
+        """How long the stored response is."""
+        return "-" if row.length is None else display.size(row.length)
+
+    @admin.display(description="age")
+    def age(self, row: IdempotencyKey) -> SafeString:
+        """Since when it is kept."""
+        return display.age(row.created_at)

@@ -1,0 +1,62 @@
+"""The list of idempotency keys: seen without their responses, and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.test import Client
+
+from django_txmsg.models import IdempotencyKey
+
+URL = "/admin/django_txmsg/idempotencykey/"
+
+
+@pytest.fixture
+def keys(db: None) -> list[IdempotencyKey]:
+    return [
+        IdempotencyKey.objects.create(
+            caller=f"user:{number}",
+            key=f"key-{number}",
+            fingerprint="f" * 64,
+            status_code=201,
+            headers=[["Location", "/secret"]],
+            body=b"IBAN DE00",
+        )
+        for number in range(2)
+    ]
+
+
+def test_responses_are_not_shown(
+    somebody: Callable[..., Client], keys: list[IdempotencyKey]
+) -> None:
+    client = somebody("view_idempotencykey")
+
+    page = client.get(URL).content.decode()
+
+    assert "key-0" in page
+    assert "user:1" in page
+    assert "9 bytes" in page
+    assert "IBAN" not in page
+    assert "secret" not in page
+    assert client.get(f"{URL}{keys[0].pk}/change/").status_code in (302, 403)
+    assert "key-1" not in client.get(URL, {"q": "key-0"}).content.decode()
+    assert somebody("view_outboxmessage").get(URL).status_code == 403
+
+
+def test_keys_are_forgotten_by_whoever_may(
+    somebody: Callable[..., Client], keys: list[IdempotencyKey]
+) -> None:
+    chosen = {
+        "action": "delete_selected",
+        "_selected_action": str(keys[0].pk),
+        "post": "yes",
+    }
+
+    somebody("view_idempotencykey").post(URL, chosen)
+    assert IdempotencyKey.objects.count() == 2
+    somebody("view_idempotencykey", "delete_idempotencykey").post(URL, chosen)
+
+    assert IdempotencyKey.objects.get() == keys[1]
+    assert LogEntry.objects.get().object_repr == "key-0"
