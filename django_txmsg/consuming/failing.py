@@ -61,6 +61,8 @@ def failed(
     if mode == "blocking":
         note()
         if arrival.stop.wait(decision.delay):
+            if arrival.token is not None:
+                inbox.unpark(seen.id, arrival.token, attempts=0)
             return Interrupted(), seen
         attempt = inbox.start_again(seen.id, arrival.token)
         if not attempt:

@@ -85,7 +85,7 @@ def _process(arrival: Arrival) -> Outcome:
                 if stage.transaction != "outbox":
                     arrival.session.rollback()
                 if arrival.stop.wait(random.uniform(0, min(0.5, 0.002 * 2**conflicts))):  # noqa: S311
-                    return Interrupted()
+                    return _given_back(arrival, seen)
                 message = reading.read(arrival.delivery, stage)
                 continue
             duration = time.monotonic() - began
@@ -94,6 +94,17 @@ def _process(arrival: Arrival) -> Outcome:
                 return outcome
             # Read again: the handler may have changed what it was given.
             message = reading.read(arrival.delivery, stage)
+
+
+def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
+    """Take back what was counted for an attempt that is nobody's fault, and the lease
+    of what was parked."""
+    rows = InboxMessage.objects.db_manager(arrival.using)
+    if seen is not None and arrival.token is not None:
+        rows.unpark(seen.id, arrival.token)
+    elif seen is not None:
+        rows.unrecord([seen.id], attempts=1)
+    return Interrupted()
 
 
 def _adopt(arrival: Arrival) -> Outcome:

@@ -151,8 +151,9 @@ class ParkedManager(RecordingManager):
                 ],
             )
 
-    def unpark(self, pk: int, token: uuid.UUID) -> None:
-        """Give a claimed parked message back unstarted."""
+    def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
+        """Give a claimed parked message back, due now, and so many attempts that were
+        counted and not made."""
         self.filter(pk=pk, lease_token=token).update(
-            lease_until=None, lease_token=None, attempts=models.F("attempts") - 1
+            lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
         )

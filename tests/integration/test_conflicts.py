@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from django.db import connection
 
+from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import committing, declared, put, running, step
+from tests.running import committing, declared, put, running, step, thread_of
 
 pytestmark = [
     committing,
@@ -98,3 +101,35 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
             )
     row = InboxMessage.objects.get()
     assert (row.state, row.deliveries, row.attempts) == ("processed", 1, 1)
+
+
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_stop_between_two_tries_counts_none_and_keeps_no_lease(parked: bool) -> None:
+    stop = threading.Event()
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        if parked and runs == [1]:
+            raise ValueError
+        if not stop.is_set():
+            stop.set()
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    "DO $$ BEGIN RAISE EXCEPTION 'lost' USING ERRCODE = '40001'; END $$"
+                )
+
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+    with declared(handler, redelivery=policy) as stage:
+        put(stage.destination)
+        if parked:
+            step(stage)
+        thread = thread_of(stage, stop)
+        wake_for_parked([thread])
+        thread._step()
+        thread._close()
+        row = InboxMessage.objects.get()
+        assert (row.attempts, row.lease_token) == (int(parked), None)
+        step(stage)
+    assert runs == ([1, 2, 2] if parked else [1, 1])
+    assert InboxMessage.objects.get().state == "processed"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 import pytest
+from django.core.management import call_command
 
-from django_txmsg import Redeliver
+from django_txmsg import Redeliver, Refuse
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
-from django_txmsg.models import DeadLetter, InboxMessage
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import status
 from tests.app.models import Effect
@@ -149,3 +151,22 @@ def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
         step(stage, times=2)
     assert Effect.objects.count() == 1
     assert InboxMessage.objects.get().attempts == 2
+
+
+@pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc", "broker_only"])
+def test_a_stop_during_a_blocking_wait_keeps_no_lease(transaction: Any) -> None:
+    """It was parked by a redelivery of its dead letter; the next worker need not wait
+    for the end of the lease."""
+    slow = RedeliveryPolicy(mode="blocking", initial_delay=600.0, max_delay=600.0)
+    script = Script(Refuse(), ValueError())
+    with declared(script, transaction=transaction, redelivery=slow) as stage:
+        put(stage.destination)
+        step(stage)
+        call_command("dead_letters", "redeliver", "--all", verbosity=0)
+        with running(stage):
+            wait_until(lambda: Attempt.objects.filter(exception="ValueError").exists())
+        row = InboxMessage.objects.get()
+        assert (row.attempts, row.lease_token, row.lease_until) == (1, None, None)
+        step(stage)
+    assert script.attempts == [1, 1, 2]
+    assert InboxMessage.objects.get().state == "processed"
