@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import prometheus_client
+import promql_parser
 import pytest
 
 from django_txmsg import metrics
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "how-to" / "alerts.md").read_text()
+DASHBOARD = json.loads(
+    (ROOT / "docs" / "how-to" / "grafana-dashboard.json").read_text()
+)
+TARGETS = [target for panel in DASHBOARD["panels"] for target in panel["targets"]]
 QUERIES = re.findall(r"^ +expr: (.+)$", PAGE, re.MULTILINE) + re.findall(
     r"^\| .+ \| `(.+)` \|$", PAGE, re.MULTILINE
 )
+QUERIES += [target["expr"].replace("$__rate_interval", "5m") for target in TARGETS]
 
 
 @pytest.fixture
@@ -32,18 +39,45 @@ def offered() -> dict[str, set[str]]:
 
 
 def _label(name: str) -> str:
-    kinds = {"outbox": "destination", "queue": "destination", "worker": "worker"}
+    kinds = {"outbox": "destination", "queue": "destination"}
+    kinds |= {"worker": "worker", "workers": "kind"}
     return kinds.get(name.partition("_")[0], "stage")
 
 
 def test_there_are_alerts_and_panels() -> None:
-    assert len(QUERIES) >= 14
+    assert len(QUERIES) >= 14 + len(TARGETS)
+    assert len(TARGETS) >= 14
+
+
+def test_no_panel_lies_on_another() -> None:
+    taken = set()
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not taken & cells, panel["title"]
+        assert at["x"] + at["w"] <= 24
+        taken |= cells
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target["expr"])
+def test_a_legend_names_labels_that_its_query_keeps(target: dict[str, str]) -> None:
+    kept = re.search(r"\bby \(([^)]+)\)", target["expr"])
+    names = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+
+    assert names <= set(re.split(r",\s*", kept[1]) if kept else [])
 
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_query_asks_for_what_a_scrape_has(
     query: str, offered: dict[str, set[str]]
 ) -> None:
+    promql_parser.parse(query)
     series = set(re.findall(r"\btxmsg_\w+", query))
 
     assert series

@@ -38,7 +38,8 @@ def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_shop")
-@pytest.mark.django_db(transaction=True)  # the pages' own test cases roll back
+# The pages' own test cases roll back.
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
 @pytest.mark.parametrize("page", SHOWING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Stages want a module, and pages go on where their last block ended.
@@ -48,6 +49,8 @@ def test_the_python_of_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) 
     cases: list[type[unittest.TestCase]] = []
 
     class Page(TestCase):
+        databases = frozenset({"default", "other"})
+
         def test_it(self) -> None:
             for block in blocks(page):
                 if block.language == "python" and block.runs:
