@@ -188,7 +188,7 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
     inbox = InboxMessage.objects
     print(f"\n{dispatched:,} dispatched, {delayed:,} delayed, {parked:,} parked")
     print(f"an empty claim: {milliseconds(claim):.2f} ms")
-    due = milliseconds(lambda: inbox.due_stages(["bench.big"]))
+    due = milliseconds(lambda: inbox.due_stages({"bench.big": None}))
     print(f"which stages are due: {due:.2f} ms")
     one = milliseconds(lambda: inbox.claim_parked("bench.big", uuid.uuid4(), 60))
     print(f"an empty claim of a parked message: {one:.2f} ms")

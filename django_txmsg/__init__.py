@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .envelope.message import Message
+    from .envelope.message_type import message_type
     from .envelope.redelivery import RedeliveryPolicy
+    from .envelope.upgraders import upgrade
     from .errors import Redeliver, Refuse
     from .middleware import no_outbox
+    from .sending.destination import Destination
     from .sending.outbox import send_message, send_messages
     from .sessions.session import outbox_session
     from .stages import stage
@@ -21,27 +24,33 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Destination",
     "Message",
     "Redeliver",
     "RedeliveryPolicy",
     "Refuse",
+    "message_type",
     "no_outbox",
     "outbox_session",
     "send_message",
     "send_messages",
     "stage",
+    "upgrade",
 ]
 
 _HOME = {
+    "Destination": "sending.destination",
     "Message": "envelope.message",
     "Redeliver": "errors",
     "RedeliveryPolicy": "envelope.redelivery",
     "Refuse": "errors",
+    "message_type": "envelope.message_type",
     "no_outbox": "middleware",
     "outbox_session": "sessions.session",
     "send_message": "sending.outbox",
     "send_messages": "sending.outbox",
     "stage": "stages",
+    "upgrade": "envelope.upgraders",
 }
 
 

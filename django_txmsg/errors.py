@@ -7,6 +7,7 @@ TxmsgError
 │   ├── InvalidMessage          body, header, key, destination, delay or size
 │   └── DuplicateMessage        the id is already stored
 ├── DecodeError             an incoming message cannot be read
+│   └── NewerCodeNeeded         not by this version of the code; it waits
 ├── BrokerError             a conversation with a broker failed
 │   ├── BrokerUnavailable       nothing was handed over; try again later
 │   ├── DispatchRejected        the broker refused this message for good
@@ -62,6 +63,17 @@ class DecodeError(TxmsgError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+class NewerCodeNeeded(DecodeError):
+    """The body is of a version that only newer code reads. It waits for that."""
+
+    def __init__(self, name: str, version: int, here: int) -> None:
+        super().__init__(
+            "needs_newer_code",
+            f"{name} is read by version {version} and above, and this is {here}",
+        )
+        self.name, self.version = name, version
 
 
 class BrokerError(TxmsgError):

@@ -8,14 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from django.utils.module_loading import import_string
 
-from . import conf
+from . import codecs, conf
+from .envelope.handler import accepted, bound
 from .envelope.message import Message, check_destination
 from .envelope.redelivery import RedeliveryPolicy
+from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
+from .sending.destination import Destination
 
 TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only"]
 TRANSACTION_MODES: tuple[TransactionMode, ...] = (
@@ -31,7 +34,26 @@ ISOLATION_LEVELS = (
 )
 
 Handler = Callable[[Message], Any]
-Decorated = TypeVar("Decorated", bound=Handler)
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+Body = TypeVar("Body")
+Result = TypeVar("Result")
+
+
+class Declaring(Protocol[Body]):
+    """What `@stage` does with the handler of a typed destination."""
+
+    @overload
+    def __call__(
+        self, handler: Callable[[Message], Result], /
+    ) -> Callable[[Message], Result]: ...
+    @overload
+    def __call__(
+        self, handler: Callable[[Body], Result], /
+    ) -> Callable[[Body], Result]: ...
+    @overload
+    def __call__(
+        self, handler: Callable[[Body, Message], Result], /
+    ) -> Callable[[Body, Message], Result]: ...
 
 
 @dataclass(frozen=True)
@@ -69,13 +91,29 @@ class Stage:
     concurrency: int = 1
     broker: str = "default"
     batch: int = 1
+    #: The annotation of the body that the handler takes; None: it takes the message.
+    accepts: Any = None
     #: What `resolved()` has found out.
     _definition: TransactionDefinition | None = None
 
     def resolved(self) -> Stage:
         """Return the stage with its policy and its transaction found out once and for
         all, as a consumer runs it: two answers for one message would be a split one."""
+        assert self.reader is None or self.reader  # a missing codec is said at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
+
+    @property
+    def reader(self) -> BodyReader | None:
+        """What makes a body the handler's argument; None where it takes the message,
+        with the body as JSON gives it. Raises ConfigurationError without a codec."""
+        return None if self.accepts is None else codecs.reader(self.accepts)
+
+    @property
+    def reads(self) -> Sequence[tuple[str, int]] | None:
+        """The message types that the handler reads, each with its version here; None
+        where it takes every body, as JSON gives it."""
+        reader = self.reader
+        return None if reader is None else reader.reads
 
     @property
     def policy(self) -> RedeliveryPolicy:
@@ -117,6 +155,20 @@ class Stage:
 _stages: dict[str, Stage] = {}
 
 
+@overload
+def stage(
+    destination: Destination[Body],
+    *,
+    name: str | None = None,
+    transaction: TransactionMode = "outbox",
+    redelivery: RedeliveryPolicy | None = None,
+    isolation: str | None = None,
+    using: str | None = None,
+    concurrency: int = 1,
+    broker: str = "default",
+    batch: int = 1,
+) -> Declaring[Body]: ...
+@overload
 def stage(
     destination: str,
     *,
@@ -128,9 +180,23 @@ def stage(
     concurrency: int = 1,
     broker: str = "default",
     batch: int = 1,
-) -> Callable[[Decorated], Decorated]:
-    """Declare a function of one Message as the consumer of `destination`.
+) -> Callable[[Decorated], Decorated]: ...
+def stage(
+    destination: str | Destination[Any],
+    *,
+    name: str | None = None,
+    transaction: TransactionMode = "outbox",
+    redelivery: RedeliveryPolicy | None = None,
+    isolation: str | None = None,
+    using: str | None = None,
+    concurrency: int = 1,
+    broker: str = "default",
+    batch: int = 1,
+) -> Callable[[Any], Any]:
+    """Declare a function as the consumer of `destination`, a name or a Destination.
 
+    It takes a Message, or what its annotation says that the body is: `(order: Order)`
+    or `(order: Order, message: Message)`; a union is told apart by `txmsg-type`.
     `name` (default: the destination) is the inbox's key together with the message id:
     keep it when you rename the function. `transaction`: "outbox" (exactly-once
     effects), "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no
@@ -140,10 +206,10 @@ def stage(
 
     Raises ConfigurationError for a name that is taken and for what cannot be.
     """
-    check_destination(destination)
+    destination = check_destination(str(destination))
     _check(transaction, isolation, concurrency, batch)
 
-    def declare(handler: Decorated) -> Decorated:
+    def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(handler):
             raise ConfigurationError(
                 f"The handler of {destination!r} is a coroutine function; Django's "
@@ -153,7 +219,8 @@ def stage(
         declared = Stage(
             name=name or destination,
             destination=destination,
-            handler=handler,
+            handler=bound(handler),
+            accepts=accepted(handler),
             transaction=transaction,
             redelivery=redelivery,
             isolation=isolation,

@@ -17,6 +17,8 @@ MESSAGE_ID = "txmsg-id"
 SERVICE = "txmsg-service"
 CREATED = "txmsg-created"
 KEY = "txmsg-key"
+#: What the body is: `NAME;v=N;min=M`.
+TYPE = "txmsg-type"
 EXPIRES = "txmsg-expires"
 #: On the copy that a stage hands back to the broker: the attempt that has failed.
 FAILED_ATTEMPT = "txmsg-failed-attempt"
@@ -63,6 +65,7 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     SERVICE,
     CREATED,
     KEY,
+    TYPE,
     EXPIRES,
     CONTENT_TYPE,
     "expires",
@@ -221,6 +224,16 @@ def digest(headers: Mapping[str, str], body: bytes) -> str:
     found = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
     found.update(body)
     return found.hexdigest()
+
+
+def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers to store with a copy of a message that keeps its body: what
+    its sender wrote, and what says how to read that body."""
+    kept = senders(headers)
+    kept.pop(CORRELATION_ID, None)  # a column of its own
+    if TYPE in headers:
+        kept[TYPE] = headers[TYPE]
+    return kept
 
 
 def headers_of(row: Any, service: str, created: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ TONES = {
     "received": "wait",
     "redelivering": "warn",
     "overdue": "bad",
+    "needs newer code": "warn",
     "in flight": "busy",
     "running": "busy",
     "paused": "warn",

@@ -18,13 +18,13 @@ from .filters import AgeFilter, PlaceFilter, StateFilter
 from .received import is_held, shown_state, with_state
 
 #: Due for long; what a paused stage would take is not.
-OVERDUE_HERE = Q(due_at__lt=Now() - OVERDUE) & ~Q(
+OVERDUE_HERE = Q(due_at__lt=Now() - OVERDUE, needs_version=None) & ~Q(
     stage__in=StageState.objects.filter(paused_at__isnull=False).values("stage")
 )
 
 
 class InboxStateFilter(StateFilter):
-    """Redelivering, overdue, processed or dead."""
+    """Redelivering, overdue, in need of newer code, processed or dead."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -32,6 +32,7 @@ class InboxStateFilter(StateFilter):
         return {
             "redelivering": Q(due_at__isnull=False),
             "overdue": OVERDUE_HERE,
+            "newer": Q(due_at__isnull=False, needs_version__isnull=False),
             "processed": Q(processed_at__isnull=False),
             "dead": Q(dead_at__isnull=False),
         }
@@ -76,6 +77,8 @@ class InboxAdmin(MessageAdmin):
         """When a parked message is tried again."""
         if row.due_at is None:
             return "-"
+        if row.needs_version is not None:
+            return f"with {row.needs_type} {row.needs_version}"
         return "when resumed" if is_held(row) else display.ago(row.due_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:

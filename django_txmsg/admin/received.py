@@ -29,6 +29,8 @@ def is_held(row: InboxMessage) -> bool:
 def shown_state(row: InboxMessage) -> str:
     """Return the word for a row of with_state()."""
     if row.due_at is not None:
+        if row.needs_version is not None:
+            return "needs newer code"
         late = timezone.now() - row.due_at > OVERDUE and not is_held(row)
         return "overdue" if late else "redelivering"
     if row.dead_at is not None and getattr(row, "discarded", False):

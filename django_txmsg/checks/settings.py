@@ -76,6 +76,7 @@ def _paths() -> Iterator[CheckMessage]:
         ('["TRANSACTION_DEFINITION"]', settings.TRANSACTION_DEFINITION),
         ('["MASK"]', settings.MASK),
         ('["HTTP"]["IDEMPOTENCY_CALLER"]', settings.HTTP.IDEMPOTENCY_CALLER),
+        *(('["CODECS"]', path) for path in settings.CODECS),
     ):
         if path is None:
             continue
@@ -87,6 +88,6 @@ def _paths() -> Iterator[CheckMessage]:
         if not usable:
             yield Error(
                 f"TXMSG{name} names {path!r}, which cannot be used: {why}.",
-                hint="Give the dotted path of a function.",
+                hint="Give the dotted path of a function, or of a codec's class.",
                 id="txmsg.E005",
             )

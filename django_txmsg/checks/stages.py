@@ -14,7 +14,9 @@ from django.utils.connection import ConnectionDoesNotExist
 from django.utils.module_loading import module_has_submodule
 
 from .. import brokers, conf, stages, wire
+from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
+from ..errors import ConfigurationError
 from ..monitoring import databases
 from ..stages import Stage
 
@@ -26,7 +28,7 @@ def check() -> list[CheckMessage]:
     """Return what is wrong with stages, databases and retention."""
     found: list[CheckMessage] = []
     for stage in stages.all_stages():
-        for look in (_definition, _broker, _isolation):
+        for look in (_definition, _broker, _isolation, _codec):
             found += look(stage)
     return [*found, *_misnamed(), *_databases(), *_retention()]
 
@@ -99,6 +101,18 @@ def _isolation(stage: Stage) -> Iterator[CheckMessage]:
             f"SQLite does not know: its transactions are serializable.",
             hint="Leave isolation= out where the stage runs on SQLite.",
             id="txmsg.W002",
+        )
+
+
+def _codec(stage: Stage) -> Iterator[CheckMessage]:
+    try:
+        assert stage.reader is None or stage.reader
+    except ConfigurationError as error:
+        yield Error(
+            f"The handler of stage {stage.name!r} takes {stage.accepts!r}, which "
+            f"nothing here can read: {error}",
+            hint=f'Run: {INSTALL}, or name a codec in TXMSG["CODECS"].',
+            id="txmsg.E012",
         )
 
 

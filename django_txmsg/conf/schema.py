@@ -124,6 +124,9 @@ class Settings:
     """Whether the admin may redeliver an edited copy."""
     MASK: str | None = None
     """Dotted path of a function that masks personal data before it is shown."""
+    CODECS: tuple[str, ...] = ()
+    """Dotted paths of codecs that read and write typed bodies, asked in this order,
+    before pydantic."""
     RELAY: RelaySettings = field(default_factory=RelaySettings)
     REDELIVERY: RedeliverySettings = field(default_factory=RedeliverySettings)
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)

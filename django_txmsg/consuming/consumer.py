@@ -246,7 +246,8 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
         if not outage.usable(using):
             continue
         try:
-            due = InboxMessage.objects.db_manager(using).due_stages(list(named))
+            reads = {name: threads[0].stage.reads for name, threads in named.items()}
+            due = InboxMessage.objects.db_manager(using).due_stages(reads)
         except AnyDatabaseError as error:
             if not outage.note(using, error):
                 log.warning("cannot see which parked messages are due: %s", error)

@@ -17,12 +17,12 @@ from ..dead_letters import burial
 from ..envelope.failure import Failure
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, decide
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, DecodeError, NewerCodeNeeded
 from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
 from ..upkeep import outage
 from . import reading
-from .outcomes import Arrival, Duplicate, Interrupted, Outcome
+from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
 
 
 def failed(
@@ -85,6 +85,41 @@ def failed(
             return Duplicate(), seen
         note()
     return decision, seen
+
+
+def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
+    """Make durable what becomes of a message that the stage's code cannot read: it is
+    dead at once, or waits, at no attempt, for code that can."""
+    seen = None if arrival.parked is None else arrival.parked.seen
+    if isinstance(error, NewerCodeNeeded):
+        return _wait_for_newer_code(arrival, seen, error)
+    failure = Failure.of(error)
+    if error.reason == "invalid_body":
+        # By what is wrong, and not by the place in our code that found it.
+        failure = Failure.because(error.reason, str(error))
+    return bury(arrival, seen, error.reason, failure)
+
+
+def _wait_for_newer_code(
+    arrival: Arrival, seen: Seen | None, error: NewerCodeNeeded
+) -> Outcome:
+    delivery, stage = arrival.delivery, arrival.stage
+    inbox = InboxMessage.objects.db_manager(arrival.using)
+    if seen is None:
+        message = reading.envelope(delivery, stage)
+        seen = inbox.record(stage.name, [message], together=True)[message.id]
+        if seen.settled:
+            return Duplicate()
+    parked = inbox.park(
+        seen.id,
+        delay=0.0,
+        headers=reading.kept_headers(delivery),
+        body=delivery.body,
+        error=str(error),
+        token=arrival.token,
+        needs=(error.name, error.version),
+    )
+    return Postponed() if parked else Duplicate()
 
 
 def bury(

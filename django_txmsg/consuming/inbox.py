@@ -21,6 +21,7 @@ from ..envelope.message import Message
 from ..errors import (
     DecodeError,
     DispatchRejected,
+    NewerCodeNeeded,
 )
 from ..models import InboxMessage, OutboxMessage
 from ..models.inbox_record import Seen
@@ -30,7 +31,7 @@ from ..upkeep import outage
 from ..upkeep.leases import Lease
 from . import reading
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
-from .failing import bury, failed, is_outage
+from .failing import bury, failed, is_outage, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
 from .transaction import abandon, begins_early, lost_conflict
 
@@ -53,8 +54,11 @@ def _process(arrival: Arrival) -> Outcome:
     try:
         message = reading.read(arrival.delivery, stage)
     except DecodeError as error:
-        seen = None if arrival.parked is None else arrival.parked.seen
-        return bury(arrival, seen, error.reason, Failure.of(error))
+        if isinstance(error, NewerCodeNeeded) and not reading.has_identity(
+            arrival.delivery
+        ):
+            return _adopt(arrival)
+        return unreadable(arrival, error)
     if not reading.has_identity(arrival.delivery):
         return _adopt(arrival)
     seen, begun = _record(arrival, message)
@@ -105,6 +109,10 @@ def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
     elif seen is not None:
         rows.unrecord([seen.id], attempts=1)
     return Interrupted()
+
+
+def _has_identity(arrival: Arrival) -> bool:
+    return reading.has_identity(arrival.delivery)
 
 
 def _adopt(arrival: Arrival) -> Outcome:

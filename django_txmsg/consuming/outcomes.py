@@ -32,11 +32,18 @@ class SentBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Postponed:
+    """Parked, at no attempt, until code runs that reads the body's version."""
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The worker is stopping: leave the delivery to the broker, unacknowledged."""
 
 
-Outcome = Processed | Duplicate | RedeliverAfter | Dead | SentBack | Interrupted
+Outcome = (
+    Processed | Duplicate | RedeliverAfter | Dead | SentBack | Postponed | Interrupted
+)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,25 @@ MAX_HEADERS = 1000
 
 
 def read(delivery: Delivery, stage: Stage) -> Message:
-    """Return the message of a delivery. Raises DecodeError."""
+    """Return the message of a delivery, with the body that the stage's handler takes.
+    Raises DecodeError, of which NewerCodeNeeded is one."""
+    content_type = _checked(delivery, stage)
+    reader = stage.reader
+    if reader is None:
+        body = serializers.decode(delivery.body, content_type)
+    else:
+        header = delivery.headers.get(wire.TYPE)
+        body = reader.read(delivery.body, content_type, header)
+    return _message(delivery, stage, body)
+
+
+def envelope(delivery: Delivery, stage: Stage) -> Message:
+    """Return the message of a delivery whose body cannot be read here yet."""
+    return _message(delivery, stage, None)
+
+
+def _checked(delivery: Delivery, stage: Stage) -> str:
+    """Return the content type of a delivery. Raises DecodeError for its headers."""
     headers = delivery.headers
     if delivery.problem:
         raise DecodeError("malformed_headers", delivery.problem)
@@ -43,12 +61,17 @@ def read(delivery: Delivery, stage: Stage) -> Message:
     content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
     if "/" not in content_type:
         raise DecodeError("content_type", f"no media type: {content_type[:80]!r}")
+    return content_type
+
+
+def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
+    headers = delivery.headers
     written = wire.senders(headers)
     written.pop(wire.CORRELATION_ID, None)  # a field of its own
     return Message(
         id=identity(delivery, stage.broker),
         destination=delivery.destination,
-        body=serializers.decode(delivery.body, content_type),
+        body=body,
         headers=written,
         key=headers.get(wire.KEY),
         created_at=_instant(headers.get(wire.CREATED)),

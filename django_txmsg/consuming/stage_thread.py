@@ -226,7 +226,9 @@ class StageThread:
         if not self.parked_due.is_set():
             return False
         rows = InboxMessage.objects.db_manager(self.using)
-        parked = rows.claim_parked(self.stage.name, self._token, PARKED_LEASE)
+        parked = rows.claim_parked(
+            self.stage.name, self._token, PARKED_LEASE, self.stage.reads
+        )
         if parked is None:
             self.parked_due.clear()
             return False

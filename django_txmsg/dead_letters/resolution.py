@@ -132,7 +132,7 @@ def redeliver_copy(
         destination=letter.destination,
         key=letter.headers.get(wire.KEY, ""),
         correlation_id=letter.correlation_id,
-        headers=_own_headers(check_headers(wire.senders(headers))),
+        headers=_copied_headers(letter, headers),
         content_type=content_type,
         body=body,
     )
@@ -166,7 +166,7 @@ def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
 
 def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
     """Let the stage alone have the copy: its destination may be a topic."""
-    kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID)
+    kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID, wire.TYPE)
     headers = {name: letter.headers[name] for name in kept if name in letter.headers}
     headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
     InboxMessage.objects.using(using).create(
@@ -190,7 +190,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
             {
                 "id": one.pk,
                 "key": one.headers.get(wire.KEY, ""),
-                "headers": _own_headers(one.headers),
+                "headers": wire.of_a_copy(one.headers),
                 "replay_id": f"dead-letter-{one.pk}-{one.deaths}",
             }
             for one in letters
@@ -207,10 +207,13 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         storing.after_commit(using, broker, pks, rows)
 
 
-def _own_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    own = wire.senders(headers)
-    own.pop(wire.CORRELATION_ID, None)  # a column of its own
-    return own
+def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what an edited copy travels with: what it was given, and the type of the
+    body, which nobody edits."""
+    kept = wire.of_a_copy(letter.headers)
+    given = check_headers(wire.senders(headers))
+    given.pop(wire.CORRELATION_ID, None)  # a column of its own
+    return given | {name: kept[name] for name in (wire.TYPE,) if name in kept}
 
 
 def _resolve(

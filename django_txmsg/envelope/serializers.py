@@ -38,13 +38,10 @@ def decode(body: bytes, content_type: str) -> Any:
 
     Raises DecodeError when the bytes are not what their content type says.
     """
+    if is_json(content_type):
+        return loads(body)
     media_type, _, parameters = content_type.partition(";")
     media_type = media_type.strip().lower()
-    if media_type == wire.JSON or media_type.endswith("+json"):
-        try:
-            return json.loads(body, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise DecodeError("undecodable_body", f"not valid JSON: {error}") from error
     if media_type.startswith("text/"):
         charset = _charset(parameters)
         try:
@@ -54,6 +51,20 @@ def decode(body: bytes, content_type: str) -> Any:
                 "undecodable_body", f"not text in {charset}: {error}"
             ) from error
     return body
+
+
+def loads(text: bytes | str, **options: Any) -> Any:
+    """Parse JSON. Raises DecodeError, reason `undecodable_body`, where it is none."""
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, **options)
+    except (ValueError, RecursionError, ArithmeticError) as error:
+        raise DecodeError("undecodable_body", f"not valid JSON: {error}") from error
+
+
+def is_json(content_type: str) -> bool:
+    """Return whether a content type says that the body is JSON."""
+    media_type = content_type.partition(";")[0].strip().lower()
+    return media_type == wire.JSON or media_type.endswith("+json")
 
 
 def _charset(parameters: str) -> str:
@@ -68,7 +79,8 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _default(value: object) -> str:
+def as_text(value: object) -> str:
+    """Return what JSON has no type for as the text that is sent. Raises TypeError."""
     if isinstance(value, uuid.UUID | decimal.Decimal):
         return str(value)
     if isinstance(value, dt.datetime | dt.date | dt.time):
@@ -89,5 +101,5 @@ def _duration(value: dt.timedelta) -> str:
 
 
 _ENCODER = json.JSONEncoder(
-    default=_default, allow_nan=False, ensure_ascii=False, separators=(",", ":")
+    default=as_text, allow_nan=False, ensure_ascii=False, separators=(",", ":")
 )

@@ -475,6 +475,23 @@ class Migration(migrations.Migration):
                 ("headers", models.JSONField(blank=True, null=True)),
                 ("body", models.BinaryField(blank=True, null=True)),
                 ("last_error", models.TextField(blank=True, default="")),
+                (
+                    "needs_type",
+                    models.CharField(
+                        blank=True,
+                        db_default="",
+                        help_text="The message type that the code which parked it could not read.",
+                        max_length=255,
+                    ),
+                ),
+                (
+                    "needs_version",
+                    models.PositiveIntegerField(
+                        blank=True,
+                        help_text="The oldest version of it that can.",
+                        null=True,
+                    ),
+                ),
                 ("created_xid", django_txmsg.models.fields.XidField()),
                 ("changed_xid", django_txmsg.models.fields.XidField()),
             ],

@@ -143,6 +143,15 @@ class InboxMessage(models.Model):
     headers = models.JSONField(null=True, blank=True)
     body = models.BinaryField(null=True, blank=True)
     last_error = models.TextField(default="", blank=True)
+    needs_type = models.CharField(
+        max_length=255,
+        db_default="",
+        blank=True,
+        help_text="The message type that the code which parked it could not read.",
+    )
+    needs_version = models.PositiveIntegerField(
+        null=True, blank=True, help_text="The oldest version of it that can."
+    )
     created_xid = XidField()
     changed_xid = XidField()
 

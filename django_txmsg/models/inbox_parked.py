@@ -24,6 +24,9 @@ from .fields import (
 )
 from .inbox_record import SEEN_COLUMNS, RecordingManager, Seen, read_seen
 
+#: Message types by name, each with the version of the code here.
+Reads = Sequence[tuple[str, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Parked:
@@ -49,25 +52,32 @@ class ParkedManager(RecordingManager):
         body: bytes,
         error: str,
         token: uuid.UUID | None = None,
+        needs: tuple[str, int] | None = None,
     ) -> bool:
         """Keep the whole message here until it is due again in `delay` seconds.
 
+        `needs` names a message type and the oldest version that reads it: no worker of
+        an older one claims it, and it costs no attempt.
         False when it is processed or dead by now, or when `token`, the lease it was
         held under, has ended and somebody else has it.
         """
         connection = connections[self.db]
         held, fence = self.fence(token)
+        # Its claim counted the attempt.
+        uncounted = int(needs is not None and token is not None)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
                 " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
-                " lease_token = NULL WHERE id = %s AND processed_at IS NULL"
-                f" AND dead_at IS NULL{held}",
+                " lease_token = NULL, needs_type = %s, needs_version = %s,"
+                f" attempts = attempts - {uncounted} WHERE id = %s"
+                f" AND processed_at IS NULL AND dead_at IS NULL{held}",
                 [
                     later_value(connection, delay),
                     prepared(self.model, "headers", dict(headers), connection),
                     prepared(self.model, "body", body, connection),
                     error,
+                    *(needs or ("", None)),
                     pk,
                     *fence,
                 ],
@@ -83,24 +93,33 @@ class ParkedManager(RecordingManager):
         held = prepared(self.model, "lease_token", token, connection)
         return " AND lease_token = %s", [held]
 
-    def due_stages(self, stages: Sequence[str]) -> set[str]:
-        """Return which of the stages have parked messages that are due and free."""
+    def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
+        """Return which of the stages have parked messages that are due and free, and of
+        a version that the code here reads."""
         connection = connections[self.db]
         now = began_sql(connection)
-        one = f"""
-            SELECT %s AS stage WHERE EXISTS (
-                SELECT 1 FROM {self._table} WHERE stage = %s AND due_at <= {now}
-                AND (lease_until IS NULL OR lease_until < {now}))
-        """  # noqa: S608 - constants only
-        with connection.cursor() as cursor:
-            cursor.execute(
-                " UNION ALL ".join([one] * len(stages)),
-                [name for stage in stages for name in (stage, stage)],
+        queries: list[str] = []
+        parameters: list[Any] = []
+        for stage, reads in stages.items():
+            readable, versions = _readable("", reads)
+            queries.append(
+                f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
+                f" WHERE stage = %s AND due_at <= {now}{readable}"
+                f" AND (lease_until IS NULL OR lease_until < {now}))"
             )
+            parameters += [stage, stage, *versions]
+        with connection.cursor() as cursor:
+            cursor.execute(" UNION ALL ".join(queries), parameters)
             return {stage for (stage,) in cursor.fetchall()}
 
-    def claim_parked(self, stage: str, token: uuid.UUID, lease: float) -> Parked | None:
-        """Take one due parked message of a stage, counting the attempt it is for."""
+    def claim_parked(
+        self, stage: str, token: uuid.UUID, lease: float, reads: Reads | None = None
+    ) -> Parked | None:
+        """Take one due parked message of a stage, counting the attempt it is for.
+
+        `reads` are the types and versions that the code here knows; None reads all.
+        """
+        readable, versions = _readable("c.", reads)
         connection = connections[self.db]
         now = now_sql(connection)
         sql = claim_sql(
@@ -108,7 +127,8 @@ class ParkedManager(RecordingManager):
             self._table,
             due="due_at",
             where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
-            f" (c.lease_until IS NULL OR c.lease_until < {began_sql(connection)})",
+            f" (c.lease_until IS NULL OR c.lease_until < {began_sql(connection)})"
+            f"{readable}",
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
             returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body",
@@ -118,6 +138,7 @@ class ParkedManager(RecordingManager):
                 sql,
                 [
                     stage,
+                    *versions,
                     *bounds(1),
                     later_value(connection, lease),
                     prepared(self.model, "lease_token", token, connection),
@@ -157,3 +178,13 @@ class ParkedManager(RecordingManager):
         self.filter(pk=pk, lease_token=token).update(
             lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
         )
+
+
+def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
+    """Return the condition that code which knows these types can read a row, with its
+    parameters; none for a stage that takes bodies as JSON gives them."""
+    if reads is None:
+        return "", []
+    one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"
+    known = [value for pair in reads for value in pair]
+    return f" AND ({of}needs_version IS NULL{one * len(reads)})", known

@@ -41,6 +41,7 @@ def of(status: Status) -> list[Alarm]:
         *_outbox(status),
         *_queues(status),
         *_redeliveries(status),
+        *_left_behind(status),
         *_lost(status),
         *_dead(status),
         *_nobody_relays(status),
@@ -118,6 +119,21 @@ def _redeliveries(status: Status) -> Iterator[Alarm]:
         f"{'y is' if waiting.overdue == 1 else 'ies are'} overdue",
         f"{_since(waiting, status.now)}, of {_late(late)}.",
     )  # fmt: skip
+
+
+def _left_behind(status: Status) -> Iterator[Alarm]:
+    for place in status.left_behind[:LINES]:
+        newer = place.newer
+        assert newer is not None
+        many = newer.count != 1
+        since = duration(status.now - newer.since) if newer.since else ""
+        yield Alarm(
+            "bad", "inboxmessage", "?state=newer",
+            f"{capped(newer.count)} message{'s' * many} of stage {place.name} "
+            f"need{'s' * (not many)} newer code",
+            f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
+            f"after a roll-back, bury what nobody will read.",
+        )  # fmt: skip
 
 
 def _lost(status: Status) -> Iterator[Alarm]:

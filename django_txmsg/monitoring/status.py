@@ -19,7 +19,17 @@ from ..stages import all_stages
 from . import attendance, recent
 from .attendance import Attendance
 from .unconsumed import unconsumed
-from .waiting import CAP, Waiting, in_inbox, in_outbox, in_queues, total
+from .waiting import (
+    CAP,
+    DEPLOYED,
+    NeedsNewerCode,
+    Waiting,
+    for_newer_code,
+    in_inbox,
+    in_outbox,
+    in_queues,
+    total,
+)
 
 
 @dataclass
@@ -37,6 +47,8 @@ class Place:
     paused_at: dt.datetime | None = None
     paused_by: str = ""
     paused_why: str = ""
+    newer: NeedsNewerCode | None = None
+    """What waits for code of a newer version."""
     known: bool = True
     """Whether the stage is declared here."""
     workers: int = 0
@@ -117,6 +129,17 @@ class Status:
         return [place for place in self.stages.values() if place.paused_at]
 
     @property
+    def left_behind(self) -> list[Place]:
+        """The stages with messages that have been waiting for newer code for longer
+        than a deployment takes."""
+        return [
+            place
+            for place in self.stages.values()
+            if place.newer and place.newer.since
+            if self.now - place.newer.since > DEPLOYED
+        ]
+
+    @property
     def oldest_due(self) -> dt.datetime | None:
         """Since when the oldest message that should go on has been due."""
         ages = (self.outbox, self.parked, self.queued)
@@ -139,6 +162,7 @@ class Status:
             or self.unattended
             or self.unconsumed
             or self.paused
+            or self.left_behind
         )
 
     @property
@@ -147,7 +171,7 @@ class Status:
 
 
 def read(using: str = "default") -> Status:
-    """Return the whole picture, in nine queries."""
+    """Return the whole picture, in ten queries."""
     status = Status(now=clock(using))
     pauses = StageState.objects.using(using).filter(paused_at__isnull=False)
     held = {state.stage: state for state in pauses}
@@ -171,6 +195,8 @@ def read(using: str = "default") -> Status:
     )
     for name, waiting in in_inbox(using, held).items():
         _place(status.stages, name).waiting = waiting
+    for name, newer in for_newer_code(using).items():
+        _place(status.stages, name).newer = newer
     for name, last, processing, critical in recent.last_processed(using):
         place = _place(status.stages, name)
         place.last, place.processing, place.critical = last, processing, critical

@@ -19,6 +19,9 @@ CAP = 50_000
 #: A message that has been due for so long is overdue.
 OVERDUE = dt.timedelta(minutes=2)
 
+#: A deployment that is still going on has not lasted longer.
+DEPLOYED = dt.timedelta(minutes=15)
+
 
 @dataclass
 class Waiting:
@@ -40,6 +43,17 @@ class Waiting:
     def capped(self) -> bool:
         """Whether there are more than were counted."""
         return self.count > CAP
+
+
+@dataclass(frozen=True)
+class NeedsNewerCode:
+    """Messages of one stage that wait for code which reads them: how many, since when,
+    and a type and version that is needed."""
+
+    count: int
+    since: dt.datetime | None
+    type: str
+    version: int
 
 
 def capped(count: int | None, cap: int = CAP) -> str:
@@ -76,13 +90,31 @@ def in_outbox(using: str) -> dict[str, Waiting]:
 
 def in_inbox(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
     """Return what waits for another attempt, by stage; of the `held` ones, which an
-    operator has paused, nothing is due."""
+    operator has paused, and of what needs newer code, nothing is due."""
     found = _waiting(
         using,
-        "SELECT stage AS name, due_at, TRUE AS retried, lease_until >= {now} AS leased"
+        "SELECT stage AS name, TRUE AS retried, lease_until >= {now} AS leased,"
+        " CASE WHEN needs_version IS NULL THEN due_at END AS due_at"
         " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL LIMIT {limit}",
     )
     return _hold(found, held)
+
+
+def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
+    """Return what no code that has seen it could read, by stage."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"
+            " MAX(needs_version) FROM (SELECT stage, first_received_at, needs_type,"
+            " needs_version FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL"
+            " AND needs_version IS NOT NULL LIMIT %s) AS bounded"
+            " GROUP BY stage ORDER BY stage",
+            [CAP + 1],
+        )
+        return {
+            stage: NeedsNewerCode(count, read_instant(since), name, version)
+            for stage, count, since, name, version in cursor.fetchall()
+        }
 
 
 def in_queues(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:

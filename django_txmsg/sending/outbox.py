@@ -15,7 +15,7 @@ from typing import Any
 from django.db import connections, router, transaction
 from django.utils import timezone
 
-from .. import conf, tracing, wire
+from .. import codecs, conf, tracing, wire
 from ..envelope import serializers
 from ..envelope.message import (
     Message,
@@ -30,10 +30,11 @@ from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage
 from .scope import Scope, current_scope
 from .storing import MAX_GATHERED, gather, plain, store
+from .typed_name import TypedName
 
 
 def send_message(
-    destination: str,
+    destination: str | TypedName[Any],
     body: object,
     *,
     headers: Mapping[str, str] | None = None,
@@ -46,9 +47,10 @@ def send_message(
 ) -> Message:
     """Store one message; it leaves if and only if the open transaction commits.
 
-    `body` is anything JSON can carry (with Decimal, date, time, UUID as strings) or
-    bytes. Messages of one `key` leave in the order they were stored. `delay` and
-    `expires` count from now, by the database's clock. `using` names the database.
+    `body` is anything JSON can carry (with Decimal, date, time, UUID as strings),
+    bytes, or an object of a typed message's class, which is validated. Messages of one
+    `key` leave in the order they were stored. `delay` and `expires` count from now, by
+    the database's clock. `using` names the database.
 
     Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
     carried, DuplicateMessage when `message_id` is stored already. Nothing is stored
@@ -161,7 +163,7 @@ def _prepare(
             f"{', '.join(sorted(_ARGUMENTS - _NEEDED))}; "
             f"got {', '.join(sorted(map(str, given)))}."
         )
-    body, content_type = serializers.encode(given["body"])
+    body, content_type, body_type = _encoded(given["destination"], given["body"])
     if len(body) > settings.MAX_MESSAGE_BYTES:
         raise InvalidMessage(
             f"The body has {len(body)} bytes; at most {settings.MAX_MESSAGE_BYTES} are "
@@ -173,6 +175,8 @@ def _prepare(
         raise InvalidMessage(
             f"The header 'correlation-id' is longer than {wire.MAX_CORRELATION_ID}."
         )
+    if body_type:
+        headers[wire.TYPE] = body_type
     message_id = given.get("message_id")
     if message_id is not None and not isinstance(message_id, uuid.UUID):
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
@@ -184,7 +188,10 @@ def _prepare(
         )
         correlation_id = correlation_id or cause.correlation_id or str(cause.id)
     message_id = message_id or new_id()
-    destination = check_destination(given["destination"])
+    destination = given["destination"]
+    if isinstance(destination, TypedName):
+        destination = destination.name
+    destination = check_destination(destination)
     tracing.stored(message_id, destination, headers)
     if current is not None and current.cause is not None:
         inherited = wire.traceparent(current.cause.headers)
@@ -204,6 +211,19 @@ def _prepare(
         delay=delay.total_seconds() if delay else 0.0,
         expiry=_seconds(check_duration("expires", given.get("expires"))),
     )
+
+
+def _encoded(destination: object, body: object) -> tuple[bytes, str, str]:
+    """Return a body's bytes, their content type and their `txmsg-type`, which is empty
+    where nothing says what the body is."""
+    typed = (
+        destination.type_of(body)
+        if isinstance(destination, TypedName)
+        else codecs.type_of(body)
+    )
+    if typed is None:
+        return *serializers.encode(body), ""
+    return typed.encode(body), wire.JSON, typed.header if typed.name else ""
 
 
 _NEEDED = frozenset({"destination", "body"})

@@ -190,7 +190,8 @@ class _Worker:
             if settled:
                 self._session.ack(settled)
             self._note(outcomes, limit)
-        while parked := rows.claim_parked(self._stage.name, self._token, _LEASE):
+        stage = self._stage
+        while parked := rows.claim_parked(stage.name, self._token, _LEASE, stage.reads):
             delivery = reading.from_parked(
                 parked.destination, parked.headers, parked.body, parked.seen.message_id
             )

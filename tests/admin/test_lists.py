@@ -145,7 +145,7 @@ def test_pages_are_counted_up_to_the_cap(
     ("url", "queries", "make"),
     [
         (OUTBOX, 12, factories.OutboxMessageFactory),
-        (INBOX, 11, factories.InboxMessageFactory),
+        (INBOX, 12, factories.InboxMessageFactory),
         (WORKERS, 7, factories.WorkerFactory),
     ],
 )

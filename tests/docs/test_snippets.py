@@ -13,6 +13,7 @@ import pytest
 from django.test import TestCase, override_settings
 
 from django_txmsg import conf, stages
+from django_txmsg.envelope import upgraders
 from tests.app.models import Order
 from tests.docs.pages import PAGES, ROOT, blocks
 
@@ -31,6 +32,7 @@ def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     models.Order = Order  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "shop", ModuleType("shop"))
     monkeypatch.setitem(sys.modules, "shop.models", models)
+    monkeypatch.setattr(upgraders, "_upgraders", dict(upgraders._upgraders))
     yield
     for stage in stages.all_stages():
         if stage.name not in known:

@@ -18,28 +18,33 @@ from django_txmsg import Message, RedeliveryPolicy, send_message, send_messages,
 from tests.docs.pages import PAGES, ROOT, blocks
 
 NAMES = [
+    "Destination",
     "Message",
     "Redeliver",
     "RedeliveryPolicy",
     "Refuse",
+    "message_type",
     "no_outbox",
     "outbox_session",
     "send_message",
     "send_messages",
     "stage",
+    "upgrade",
 ]
 
 PUBLIC = {
     "django_txmsg": """
-        Message Redeliver RedeliveryPolicy Refuse __version__ no_outbox outbox_session
-        send_message send_messages stage conf jms metrics signals wire
+        Destination Message Redeliver RedeliveryPolicy Refuse __version__ message_type
+        no_outbox outbox_session send_message send_messages stage upgrade conf jms
+        metrics signals wire
     """,
+    "django_txmsg.codecs": "Codec Misfit",
     "django_txmsg.conf": "get problems",
     "django_txmsg.errors": """
         BrokerError BrokerUnavailable CommitTimedOut ConfigurationError DecodeError
         DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage DurableInStage
-        InvalidMessage Redeliver Refuse SessionError StageError StoreError
-        SwallowedDatabaseError TransactionRequired TxmsgError WorkerFailed
+        InvalidMessage NewerCodeNeeded Redeliver Refuse SessionError StageError
+        StoreError SwallowedDatabaseError TransactionRequired TxmsgError WorkerFailed
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """
@@ -78,7 +83,7 @@ PUBLIC = {
     "django_txmsg.urls": "app_name urlpatterns",
     "django_txmsg.wire": """
         CONTENT_LENGTH CONTENT_TYPE CORRELATION_ID CREATED EXPIRES FAILED_ATTEMPT KEY
-        MESSAGE_ID PERSISTENT SERVICE TRACEPARENT
+        MESSAGE_ID PERSISTENT SERVICE TRACEPARENT TYPE
     """,
 }
 

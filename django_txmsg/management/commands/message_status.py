@@ -39,7 +39,7 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(told, indent=2))
         else:
             self._print(picture, given_up)
-        if picture.overdue:
+        if picture.overdue or picture.left_behind:
             sys.exit(1)
 
     def _print(self, picture: Status, given_up: int) -> None:
@@ -126,6 +126,7 @@ def facts(picture: Status) -> dict[str, Any]:
                 "critical_p95": p.critical,
                 "paused": p.paused_at is not None,
                 "workers": p.workers,
+                "needs_newer_code": p.newer.count if p.newer else 0,
             }
             for n, p in picture.stages.items()
         },
@@ -156,6 +157,8 @@ def _place(place: Place, now: dt.datetime) -> str:
     parts = []
     if place.waiting.count:
         parts.append(_waiting(place.waiting, now))
+    if place.newer is not None:
+        parts.append(f"{capped(place.newer.count)} of them need newer code")
     if place.dead:
         parts.append(f"{place.dead} dead")
     if place.paused_at is not None:

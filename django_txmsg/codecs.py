@@ -1,0 +1,138 @@
+"""Who reads and writes bodies of which class: TXMSG["CODECS"], then pydantic.
+
+`Codec` is what a codec of yours extends; `Misfit` is what it raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from django.apps import apps
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from . import conf
+from .envelope import upgraders
+from .envelope.codec import Codec, Misfit
+from .envelope.message_type import class_of, declaration
+from .envelope.pydantic_codec import PydanticCodec
+from .envelope.typed_body import BodyReader, BodyType, members
+from .errors import ConfigurationError
+
+__all__ = ["Codec", "Misfit"]
+
+_pydantic = PydanticCodec()
+
+#: Classes whose objects are sent as they always were: JSON knows them.
+_PLAIN = (dict, list, tuple, str, int, float, bytes, bytearray, memoryview)
+
+
+def reader(annotation: Any) -> BodyReader:
+    """Return what reads the bodies that a handler with this annotation takes.
+
+    Raises ConfigurationError where no codec does, or pydantic is missing.
+    """
+    return _reader(annotation)
+
+
+def body_type(annotation: Any) -> BodyType:
+    """Return how one class of bodies is read and sent. Raises ConfigurationError."""
+    return _body_type(annotation)
+
+
+def type_of(value: object) -> BodyType | None:
+    """Return how an object is sent whose class says what it is; None for what JSON
+    knows, and for what no codec handles."""
+    kind: Any = type(value)
+    if kind in _PLAIN or value is None:
+        return None
+    return _type_of(kind)
+
+
+def codec_of(annotation: Any) -> Codec:
+    """Return the first codec that handles an annotation. Raises ConfigurationError."""
+    for codec in _codecs():
+        if codec.handles(annotation):
+            return codec
+    if not _pydantic.handles(annotation):
+        raise ConfigurationError(f"No codec handles {annotation!r}.")
+    return _pydantic
+
+
+@cache
+def _codecs() -> tuple[Codec, ...]:
+    return tuple(import_string(path)() for path in conf.get().CODECS)
+
+
+@cache
+def _reader(annotation: Any) -> BodyReader:
+    return BodyReader(annotation, list(_types(annotation)))
+
+
+def _types(annotation: Any) -> Iterator[BodyType]:
+    parts = [one for one in members(annotation) if one is not type(None)]
+    if len(parts) == 1 and len(members(annotation)) == 1:
+        yield _body_type(annotation)
+    elif len(parts) == 1 or not any(map(class_of, parts)):
+        # Optional, or a union of what has no name: one type to whoever reads it.
+        yield _named(annotation, class_of(parts[0]) if len(parts) == 1 else None)
+    else:
+        yield from map(_body_type, parts)
+
+
+@cache
+def _body_type(annotation: Any) -> BodyType:
+    return _named(annotation, class_of(annotation))
+
+
+def _named(annotation: Any, cls: type | None) -> BodyType:
+    codec = codec_of(annotation)
+    if cls is None:
+        return BodyType(annotation, codec)
+    declared = declaration(cls)
+    name = declared.name or f"{_label(cls)}.{cls.__name__}"
+    oldest = declared.readable_from
+    if oldest is None:
+        oldest = upgraders.last_break(name, declared.version)
+    return BodyType(annotation, codec, name, declared.version, oldest)
+
+
+def _label(cls: type) -> str:
+    """Return the label of the app that a class belongs to, or its package's name."""
+    app = apps.get_containing_app_config(cls.__module__) if apps.apps_ready else None
+    label: str = app.label if app else cls.__module__.partition(".")[0]
+    return label.strip("_") or "main"
+
+
+@cache
+def _type_of(kind: Any) -> BodyType | None:
+    if issubclass(kind, _PLAIN) or class_of(kind) is None:
+        return None
+    try:
+        return _body_type(kind)
+    except ConfigurationError:
+        # Nothing that a codec handles is as it was: JSON may know it, or refuses it.
+        if is_declared(kind):
+            raise
+        return None
+
+
+def is_declared(kind: type) -> bool:
+    """Return whether objects of a class can only be meant as a typed message."""
+    return hasattr(kind, "__dataclass_fields__") or bool(declaration(kind).name)
+
+
+def forget() -> None:
+    """Find everything out anew, after a change of TXMSG or of what is declared."""
+    for found in (_codecs, _reader, _body_type, _type_of):
+        found.cache_clear()
+
+
+def _reset(*, setting: str, **_: object) -> None:
+    if setting == "TXMSG":
+        forget()
+
+
+setting_changed.connect(_reset)

@@ -1,0 +1,93 @@
+"""What a handler takes: the message, its body, or both. Its annotations say so.
+
+Pure: no Django, no I/O.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ConfigurationError
+from .message import Message
+
+#: Annotations of a first argument that is the message, as JSON gives its body.
+_THE_MESSAGE = (Message, Any, object, inspect.Parameter.empty)
+
+
+def accepted(handler: Callable[..., Any]) -> Any:
+    """Return the annotation of the body that a handler takes; None where it takes the
+    message. Raises ConfigurationError for an annotation that names nothing."""
+    positional = _positional(handler)
+    if not positional:
+        return None
+    found = _resolved(handler, positional[0])
+    return None if any(found is one for one in _THE_MESSAGE) else found
+
+
+def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
+    """Return the handler as a function of the message that has been read for it."""
+    if accepted(handler) is None:
+        return handler
+    needed = [one for one in _positional(handler) if one.default is one.empty]
+    if len(needed) > 2:
+        raise ConfigurationError(
+            f"{_name(handler)} takes {len(needed)} arguments: a handler takes a "
+            f"message, a body, or a body and its message."
+        )
+    if len(needed) == 2:
+
+        @functools.wraps(handler)
+        def both(message: Message) -> Any:
+            return handler(message.body, message)
+
+        return both
+
+    @functools.wraps(handler)
+    def alone(message: Message) -> Any:
+        return handler(message.body)
+
+    return alone
+
+
+def _positional(handler: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        parameters = inspect.signature(handler).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [
+        one
+        for one in parameters
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+
+
+def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    """Return an annotation as an object: with `from __future__ import annotations` it
+    is text. Only this one is looked up: the others may be there for a checker alone."""
+    given = parameter.annotation
+    if not isinstance(given, str):
+        return given
+    function = inspect.unwrap(handler)
+    if isinstance(function, functools.partial):
+        function = function.func
+    if not hasattr(function, "__globals__"):
+        function = getattr(type(function).__call__, "__func__", type(function).__call__)
+    names = getattr(function, "__globals__", vars(sys.modules[handler.__module__]))
+    try:
+        return eval(given, names)  # noqa: S307 - the annotation of the user's own code
+    except Exception as error:
+        if given.rpartition(".")[2] == Message.__name__:
+            return Message
+        raise ConfigurationError(
+            f"The annotation {given!r} of {_name(handler)} is unknown: {error}. "
+            f"Import the class where the handler's module is run, and not under "
+            f"TYPE_CHECKING."
+        ) from None
+
+
+def _name(handler: Callable[..., Any]) -> str:
+    return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"

@@ -1,0 +1,62 @@
+"""A destination that says what is sent to it, so that senders are checked too."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..envelope.message import Message
+from .outbox import send_message
+from .typed_name import Body, TypedName
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+_declared: list[Destination[Any]] = []
+
+
+class Destination(TypedName[Body]):
+    """A queue or a topic, and the type of the bodies in it.
+
+    `orders_place = Destination("orders.place", PlaceOrder)`: `orders_place.send(…)`
+    takes a PlaceOrder, for a type checker and when it runs; `@stage(orders_place)`
+    hands one out. The type may be a union. Raises InvalidMessage for a name that not
+    every broker can carry.
+    """
+
+    def __init__(self, name: str, body: TypeForm[Body]) -> None:
+        super().__init__(name, body)
+        _declared.append(self)
+
+    def send(
+        self,
+        body: Body,
+        *,
+        headers: Mapping[str, str] | None = None,
+        message_id: uuid.UUID | None = None,
+        key: str | None = None,
+        delay: dt.timedelta | None = None,
+        expires: dt.timedelta | None = None,
+        using: str | None = None,
+        broker: str = "default",
+    ) -> Message:
+        """Store one message, as `send_message()` does, and raise what it raises; and
+        InvalidMessage for a body of another type."""
+        return send_message(
+            self,
+            body,
+            headers=headers,
+            message_id=message_id,
+            key=key,
+            delay=delay,
+            expires=expires,
+            using=using,
+            broker=broker,
+        )
+
+
+def declared() -> list[Destination[Any]]:
+    """Return every destination that was declared with its type."""
+    return list(_declared)

@@ -1,0 +1,50 @@
+"""A destination's name with the type of the bodies in it, which may be a union."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from .. import codecs
+from ..envelope.message import check_destination
+from ..envelope.typed_body import BodyType
+from ..errors import InvalidMessage
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
+
+Body = TypeVar("Body")
+
+
+class TypedName(Generic[Body]):
+    """What `Destination` is without its way to send."""
+
+    def __init__(self, name: str, body: TypeForm[Body]) -> None:
+        self.name = check_destination(name)
+        self.body: Any = body
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def type_of(self, body: object) -> BodyType:
+        """Return which of the destination's types a body is. Raises InvalidMessage."""
+        types = codecs.reader(self.body).types
+        if len(types) == 1:
+            return types[0]
+        for one in types:
+            if type(body) is one.cls:
+                return one
+        # A TypedDict's objects are dicts, which do not say which one they are.
+        fitting = [
+            one
+            for one in types
+            if isinstance(body, dict if one.is_typed_dict else one.cls)
+        ]
+        if len(fitting) == 1:
+            return fitting[0]
+        raise InvalidMessage(
+            f"{self.name!r} takes one of {', '.join(one.name for one in types)}, and "
+            f"not {type(body).__name__}."
+        )
