@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+#: Where the project is at home, and how a file of it is addressed there.
+HOME = "https://github.com/django-txmsg/django_txmsg"
+_AT_HOME = re.compile(
+    rf"{HOME}/(?:blob|tree)/main/"
+    r"|https://raw\.githubusercontent\.com/django-txmsg/django_txmsg/main/"
+)
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 
@@ -45,6 +52,15 @@ def links(page: Path) -> Iterator[str]:
     text = _BLOCK.sub("", page.read_text())
     for found in re.finditer(r"\]\(([^)\s]+)\)", text):
         yield found[1]
+    named = dict(re.findall(r"^\[([^]]+)\]: (\S+)$", text, re.MULTILINE))
+    for label in re.findall(r"\]\[([^]\"]+)\]", text):
+        yield named.get(label, label)
+
+
+def here(link: str) -> str:
+    """Return an address of one of our files as the file's path, others as they are."""
+    found = _AT_HOME.match(link)
+    return str(ROOT / link[found.end() :]) if found else link
 
 
 def anchors(page: Path) -> set[str]:

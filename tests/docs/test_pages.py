@@ -12,7 +12,7 @@ from django.core.management import get_commands, load_command_class
 from django.dispatch import Signal
 
 from django_txmsg import conf, errors, signals, wire
-from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
+from tests.docs.pages import HOME, PAGES, ROOT, anchors, blocks, here, links
 
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -21,7 +21,7 @@ REFERENCE = ROOT / "docs" / "reference"
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
     for link in links(page):
-        target, _, anchor = link.partition("#")
+        target, _, anchor = here(link).partition("#")
         if "://" in target or target.startswith("mailto:"):
             continue
         path = (page.parent / target).resolve() if target else page
@@ -31,6 +31,17 @@ def test_links_lead_somewhere(page: Path) -> None:
             broken.append(link)
 
     assert broken == []
+
+
+def test_an_index_shows_the_readme_whole() -> None:
+    """There, a relative link leads nowhere."""
+    project = (ROOT / "pyproject.toml").read_text()
+    urls = project.partition("[project.urls]")[2].partition("\n\n")[0]
+    shown = set(links(ROOT / "README.md"))
+
+    assert urls.count(f'= "{HOME}') == urls.count(" = ") >= 4
+    assert [link for link in shown if "://" not in link] == []
+    assert len([link for link in shown if here(link) != link]) > 30
 
 
 def test_every_setting_is_described_with_its_default() -> None:
