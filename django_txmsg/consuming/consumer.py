@@ -18,7 +18,7 @@ from django.db import router
 from .. import conf, wire
 from ..brokers import get_broker
 from ..dead_letters import bulk
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, ConfigurationError
 from ..models import InboxMessage, StageState, Worker
 from ..models.period_count import PERIOD
 from ..monitoring import databases, periods, status
@@ -104,6 +104,11 @@ class Consumer:
         crew.add("txmsg-bulk", self._bulk)
         self._obey()
         self._presence.beat(0)
+        try:
+            self._presence.refuse_rivals()
+        except ConfigurationError:
+            self._presence.leave()
+            raise
         crew.start()
         try:
             self._watch(once)
@@ -123,6 +128,7 @@ class Consumer:
             self._name_stuck()
             if time.monotonic() >= beat_at:
                 self._presence.beat(self.in_flight)
+                self._presence.refuse_rivals()
                 beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
             recycle()
             if once and self._all_done():

@@ -12,6 +12,7 @@ class Worker(models.Model):
     id = models.BigAutoField(primary_key=True)
     name = models.CharField(max_length=255, unique=True)
     kind = models.CharField(max_length=16)
+    service = models.CharField(max_length=255, default="", db_default="", blank=True)
     host = models.CharField(max_length=255)
     pid = models.PositiveIntegerField()
     stages = models.JSONField(default=list, blank=True)

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from django.db import Error as AnyDatabaseError
 from django.db.models.functions import Now
 
+from .. import conf
+from ..errors import ConfigurationError
 from ..models import Worker
 from ..upkeep import outage
+from . import attendance, status
 
 log = logging.getLogger("django_txmsg.worker")
 
@@ -27,6 +30,7 @@ class Presence:
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.name = name or f"{self.host}:{self.pid}:{uuid.uuid4().hex[:6]}"
         self._kind, self._using, self._stages = kind, using, list(stages)
+        self._service = conf.get().SERVICE
 
     def beat(self, in_flight: int) -> None:
         """Tell that the process lives and how many messages it has in hand."""
@@ -42,6 +46,7 @@ class Presence:
                 },
                 create_defaults={
                     "kind": self._kind,
+                    "service": self._service,
                     "host": self.host,
                     "pid": self.pid,
                     "stages": self._stages,
@@ -49,6 +54,35 @@ class Presence:
                 },
             )
         )
+
+    def refuse_rivals(self) -> None:
+        """Look whether another service runs a stage of the same name in this database,
+        where the inbox knows stages by their names alone.
+
+        Raises ConfigurationError, for the one of the two that came later.
+        """
+        workers = Worker.objects.using(self._using)
+        found: list[tuple[Worker, set[str]]] = []
+
+        def look() -> None:
+            living = attendance.read_living(self._using, status.clock(self._using))
+            own = workers.filter(name=self.name).first()
+            for one in living.workers:
+                shared = set(one.stages) & set(self._stages)
+                other = one.service not in ("", self._service)
+                if own and other and shared and one.pk < own.pk:
+                    found.append((one, shared))
+
+        if self._stages:
+            self._quietly(look)
+        for other, shared in found:
+            raise ConfigurationError(
+                f"Service {other.service!r} (process {other.pid} on {other.host}) runs "
+                f"stage {min(shared)!r} in the same database as this service, "
+                f"{self._service!r}: they would take each other's messages for copies, "
+                f"and one of them would process none. Give one of the stages another "
+                f"name=, or each service a database of its own."
+            )
 
     def leave(self) -> None:
         """Take the row away: the process stops in good order."""

@@ -52,7 +52,12 @@ class Command(BaseCommand):
         with stop_on_signals(consumer.stop, self.stderr):
             try:
                 consumer.run(once=options["once"])
-            except (BrokerUnavailable, WorkerFailed, AnyDatabaseError) as error:
+            except (
+                BrokerUnavailable,
+                ConfigurationError,
+                WorkerFailed,
+                AnyDatabaseError,
+            ) as error:
                 raise CommandError(f"The consumer ended: {error}") from error
         if options["verbosity"] > 0:
             count = consumer.handled
