@@ -16,7 +16,7 @@ help:
 	@echo "            or TXMSG_SOAK_SECONDS of it"
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make bench  the benchmarks"
-	@echo "make docs   the documentation as a site, in build/site"
+	@echo "make docs   the documentation as a site, in build/site, and what it shows is run"
 	@echo "make clean  remove the environment and every cache"
 
 demo: $(FOR_DEMO)
@@ -47,6 +47,7 @@ bench: $(FOR_TEST)
 
 docs: $(FOR_TEST)
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/site
+	$(PYTHON) -m pytest -q tests/docs
 	@echo "build/site/index.html"
 
 clean:
