@@ -20,7 +20,7 @@ TxmsgError
     ├── DurableInStage          atomic(durable=True) inside a stage
     └── CommitTimedOut          a tombstone forbids this late commit
 
-Refuse and Redeliver are no errors but a handler's own verdict on its message.
+Refuse and Redeliver are not errors but a handler's decision about its message.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SessionError(TxmsgError):
 
 class WorkerFailed(TxmsgError):
     """A thread of a worker process ended before its time, and the process with it: its
-    supervisor starts another. What it had in hand comes again."""
+    supervisor starts another. What it was working on is delivered again."""
 
 
 class StageError(TxmsgError):
@@ -144,7 +144,7 @@ class Refuse(Exception):
 
 
 class Redeliver(Exception):
-    """Raised by a handler: try again after so many seconds, whatever the policy's
+    """Raised by a handler: try again after `after` seconds, whatever the policy's
     back-off says. The attempt counts, so the policy's maximum still holds."""
 
     def __init__(self, after: float, reason: str = "") -> None:

@@ -102,7 +102,9 @@ class BulkAdmin(ReadOnlyAdmin):
             if getattr(operations, verb)(pk):
                 audit(request, operation, f"{verb.capitalize()}: {operation}.")
             else:
-                messages.warning(request, f"It had ended, or was {verb}d, already.")
+                messages.warning(
+                    request, f"The operation has ended, or was {verb}d before."
+                )
             return led(request, "admin:django_txmsg_bulkoperation_change", pk)
 
         return move

@@ -24,14 +24,15 @@ from .audit import audit
 from .base import ReadOnlyAdmin
 from .bulk import PERMISSIONS, filter_text
 
-#: Up to so many are done before the page answers; it waits so many seconds at most.
+#: The most messages that are done before the page answers, and the most seconds that
+#: it waits for them.
 AT_ONCE, PATIENCE = 200, 5.0
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
 class ConfirmPages:
-    """The question and, posted back, the deed."""
+    """The question (GET), and the start of the operation (POST)."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
@@ -139,7 +140,7 @@ class ConfirmPages:
 def read_filter(given: QueryDict) -> dict[str, Any]:
     """Return the filter that a page's query or form asks for.
 
-    Raises ValueError when ids are no numbers.
+    Raises ValueError when an id is not a number.
     """
     filters: dict[str, Any] = {
         name: given[name]

@@ -27,7 +27,7 @@ from .addresses import MESSAGE, led
 from .audit import audit
 from .base import ReadOnlyAdmin
 
-#: A longer body is no matter for a text field.
+#: Bytes of body up to which a text field is offered.
 LONGEST = 256 * 1024
 
 
@@ -105,7 +105,7 @@ class CopyPages:
             letter, headers=headers, body=encoded, by=request.user.get_username()
         )
         audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")
-        messages.success(request, f"A copy is on its way as message {copy_id}.")
+        messages.success(request, f"A copy was stored as message {copy_id}.")
         return led(request, MESSAGE, copy_id)
 
 
@@ -114,7 +114,7 @@ def unfit(letter: DeadLetter) -> str:
     if letter.resolution != Resolution.OPEN:
         return f"Dead letter {letter.pk} is not open any more: {letter.resolution}."
     if len(letter.body) > LONGEST:
-        return "Its body is too long to be edited here: write a command of your own."
+        return "Its body is too long to be edited here."
     try:
         bytes(letter.body).decode()
     except UnicodeDecodeError:
@@ -145,7 +145,8 @@ def headers_text(headers: Any) -> str:
 
 
 def parse_headers(text: str) -> dict[str, str]:
-    """Return the headers that lines say. Raises ValueError for what is no header."""
+    """Return the headers that lines say. Raises ValueError for a line that is
+    not a header."""
     headers: dict[str, str] = {}
     for line in text.splitlines():
         if not line.strip():

@@ -1,7 +1,7 @@
 """The messages before and after one: all of the same correlation, as a tree.
 
 What a stage sends carries the mark of the message it was processing (`session_id`),
-so that each message's cause can be told without being stored.
+so each message's cause can be found without being stored.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class GroupPages:
             audit(request, note, f"{muted} failures {note.fingerprint}: {note.note}")
             messages.success(
                 request,
-                "The error is muted." if note.muted else "The note is kept.",
+                "The error is muted." if note.muted else "The note is saved.",
             )
         return led(request, "admin:django_txmsg_deadletter_changelist")
 

@@ -92,7 +92,7 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="attempts")
     def tries(self, row: InboxMessage) -> SafeString:
-        """Attempts of so many that there may be, copies, and the last error."""
+        """Attempts made and allowed, copies received, and the last error."""
         most = attempts_allowed().get(row.stage)
         text = f"{row.attempts} of {most}" if most else str(row.attempts)
         if row.deliveries > 1:

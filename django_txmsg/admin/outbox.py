@@ -91,7 +91,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="failed attempts")
     def tries(self, row: OutboxMessage) -> SafeString | str:
-        """Failed dispatches of so many that there may be, and the last error."""
+        """Failed and allowed dispatches, and the last error."""
         if not row.attempts:
             return "-"
         return display.tried(

@@ -1,4 +1,4 @@
-"""The first page: is messaging well, what waits, what died, who works."""
+"""The first page: alarms, waiting and dead messages, and the processes at work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .addresses import address
 
 BAR, GAP, HEIGHT = 8, 2, 44
 
-#: So many places at which nothing waits are not folded away.
+#: Up to this number, idle places are listed; more are folded away.
 FEW = 8
 
 #: Whose permission a chart needs.

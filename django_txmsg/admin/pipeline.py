@@ -17,7 +17,7 @@ from .base import ReadOnlyAdmin
 
 
 class RecordAdmin(ReadOnlyAdmin):
-    """A record is nobody's to delete."""
+    """Nobody deletes a record."""
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
         """Not from here."""
@@ -62,7 +62,7 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="options")
     def chosen(self, run: PipelineRun) -> SafeString:
-        """What it was told."""
+        """The options it was given."""
         return format_html("<pre>{}</pre>", json.dumps(run.options, indent=2))
 
     @admin.display(description="counts")

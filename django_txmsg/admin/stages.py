@@ -47,7 +47,7 @@ class StageAdmin(ReadOnlyAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show all stages with what waits, what died, and how long they take."""
+        """Show all stages: their waiting and dead messages, and their times."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         picture = status.read(router.db_for_write(StageState))
@@ -99,7 +99,7 @@ class StageAdmin(ReadOnlyAdmin):
                 request, f"{verb} stage {name}. Its consumers obey within two seconds."
             )
         else:
-            messages.warning(request, f"Stage {name} was {verb.lower()} already.")
+            messages.warning(request, f"Stage {name} is {verb.lower()} already.")
         return led(request, "admin:django_txmsg_stagestate_changelist")
 
 

@@ -97,8 +97,8 @@ class Session(abc.ABC):
         """Store a copy with other headers where the delivery came from, with proof,
         and acknowledge the delivery at once; `ack()` need not do so any more.
 
-        Raises DispatchRejected, with the delivery still in hand, when the broker does
-        not take the copy.
+        Raises DispatchRejected, with the delivery still unacknowledged, when the
+        broker does not take the copy.
         """
         copy = Outgoing(delivery.destination, headers, delivery.body)
         for error in self.send_delayed([copy]):
@@ -124,8 +124,8 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def rollback(self) -> None:
-        """Forget the open transaction's sends; what was received stays in hand, and
-        can be acknowledged or used in another transaction."""
+        """Forget the open transaction's sends; what was received stays
+        unacknowledged, and can be acknowledged or used in another transaction."""
 
     @abc.abstractmethod
     def ping(self) -> None:
@@ -160,7 +160,7 @@ class Broker(abc.ABC):
     ) -> Session:
         """Return a new Session. Raises BrokerUnavailable when nobody answers.
 
-        `subscriber` names a durable subscriber of topics, where the broker wants to
+        `subscriber` names a durable subscriber of topics, where the broker has to
         know it at the connection already.
         """
 

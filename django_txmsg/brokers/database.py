@@ -266,7 +266,7 @@ class DatabaseSession(Session):
         return count
 
     def _extend(self) -> None:
-        """Keep what is in hand while a handler takes its time."""
+        """Extend the lease of what a handler is still working on."""
         if held := list(self._held):
             self._rows.extend(held, self._token, self._lease)
 
@@ -287,14 +287,14 @@ def _headers(written: str) -> tuple[dict[str, str], str]:
     try:
         given = json.loads(written)
         if not isinstance(given, dict):
-            return {}, f"its headers are no object: {written[:200]}"
+            return {}, f"its headers are not an object: {written[:200]}"
         strange = [name for name, value in given.items() if not isinstance(value, str)]
         for name in strange:
             given[name] = json.dumps(given[name])
     except (ValueError, RecursionError) as error:
         return {}, f"its headers cannot be read: {error}"
     if strange:
-        return given, f"its header {strange[0][:80]!r} is no text"
+        return given, f"its header {strange[0][:80]!r} is not text"
     if _UNSTORABLE.search("".join([*given, *given.values()])):
         return given, "its headers have a NUL or half of a surrogate pair"
     return given, ""

@@ -253,7 +253,7 @@ class StompSession(Session):
             self._session.commit(redeliver=False)
         except jms.TransactionRolledBackError as error:
             if self._connection.closed:
-                # The deliveries are not in hand any more: they come again.
+                # The deliveries are no longer ours: the broker sends them again.
                 raise BrokerUnavailable(str(error)) from error
             raise DispatchRejected(str(error)) from error
         except jms.MessagingError as error:

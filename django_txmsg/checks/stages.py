@@ -157,7 +157,7 @@ def _options(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
     if not options.get("AUTOCOMMIT", True):
         yield Error(
             f"The database {alias!r} has AUTOCOMMIT off: claims, receipts and counted "
-            f"attempts are statements that commit by themselves, and would not.",
+            f"attempts are statements with a commit each, and would not.",
             hint=f'Remove DATABASES["{alias}"]["AUTOCOMMIT"]; transaction.atomic() '
             f"makes the transactions.",
             id="txmsg.E011",

@@ -42,7 +42,7 @@ def hide_passwords() -> None:
     given = getattr(django_settings, "TXMSG", None)
     brokers = given.get("BROKERS") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(brokers, Mapping):
-        return  # nothing there, or a check's affair
+        return  # nothing to hide; a system check reports what is wrong
     django_settings.TXMSG = {
         **given,
         "BROKERS": {alias: _hidden(entry) for alias, entry in brokers.items()},

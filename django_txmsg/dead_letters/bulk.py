@@ -77,7 +77,7 @@ def start(
     operation.refresh_from_db(using=using)
     log.info(
         "bulk operation %d: %s %d dead letters, asked for by %s, filter %s",
-        operation.pk, kind, operation.total, by or "nobody named", dict(filters),
+        operation.pk, kind, operation.total, by or "unknown", dict(filters),
     )  # fmt: skip
     return operation
 

@@ -1,4 +1,4 @@
-"""From the grave: what an operator does with dead letters, a locked batch at a time.
+"""What an operator does with dead letters, a locked batch at a time.
 
 `bulk.py` has the batches, for the admin and for `manage.py dead_letters` alike.
 """
@@ -124,7 +124,7 @@ def redeliver_copy(
         serializers.decode(body, content_type)
     except TxmsgError as error:
         raise InvalidMessage(
-            f"The edited body is no {content_type}: {error}"
+            f"The edited body is not valid {content_type}: {error}"
         ) from error
     copy = NewMessage(
         message_id=new_id(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from urllib.parse import SplitResult, urlsplit
 
-#: Options in a URL's query that are nobody's to read.
+#: Options in a URL's query that are secret.
 _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
 
 

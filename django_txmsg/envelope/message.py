@@ -1,6 +1,6 @@
 """Message: the immutable envelope that travels all nine hops.
 
-Pure: no Django, no I/O. `outbound()` validates what a caller wants to send; everything
+Pure: no Django, no I/O. `outbound()` validates what a caller sends; everything
 that cannot be carried is refused here, before anything is stored.
 """
 

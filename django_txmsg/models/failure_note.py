@@ -1,7 +1,7 @@
 """What operators found out about an error, for all dead letters of its fingerprint.
 
 A muted error is known and waited out: its dead letters stay where they are and can be
-redelivered as ever, but the overview and the alarms do not count them.
+redelivered as before, but the overview and the alarms do not count them.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def later_sql(connection: Any) -> str:
 
 
 def later_value(connection: Any, seconds: float) -> float | str:
-    """Return the parameter that `later_sql()` wants."""
+    """Return the parameter for `later_sql()`."""
     if connection.vendor == "postgresql":
         return seconds
     return f"{seconds:+.3f} seconds"

@@ -34,7 +34,7 @@ class Attendance:
     @property
     def lost(self) -> list[Worker]:
         """Those that fell silent and whose work nobody has taken over since: a process
-        that was killed and started again is nobody's loss."""
+        that was killed and started again is not missed."""
         return [
             one
             for one in self.workers

@@ -22,7 +22,7 @@ log = logging.getLogger("django_txmsg.worker")
 
 class Presence:
     """Says in the database that this process lives. Never fails: a worker works on
-    when nobody can be told."""
+    when it cannot be reported."""
 
     def __init__(
         self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
@@ -33,7 +33,7 @@ class Presence:
         self._service = conf.get().SERVICE
 
     def beat(self, in_flight: int) -> None:
-        """Tell that the process lives and how many messages it has in hand."""
+        """Report that the process lives, and how many messages it is working on."""
         workers = Worker.objects.using(self._using)
         self._quietly(
             lambda: workers.update_or_create(

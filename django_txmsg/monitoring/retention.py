@@ -213,7 +213,7 @@ def _old(cutoff: dt.datetime) -> Q:
 
 
 def _of_no_use(cutoff: dt.datetime) -> Q:
-    # Other brokers forget them by themselves.
+    # Other brokers delete expired messages on their own.
     destination = wire.control_destination(conf.get().SERVICE)
     return Q(queue=destination, enqueued_at__lt=cutoff)
 

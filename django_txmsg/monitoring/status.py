@@ -34,7 +34,7 @@ from .waiting import (
 
 @dataclass
 class Place:
-    """A destination or a stage: what waits, what died, what happened last."""
+    """A destination or a stage: waiting and dead messages, and the last activity."""
 
     name: str
     waiting: Waiting = field(default_factory=Waiting)

@@ -1,4 +1,4 @@
-"""What waits for its next step: in the outbox, parked in the inbox, in the queues.
+"""Messages waiting for their next step: in the outbox, the inbox and the queues.
 
 Counts stop at CAP, so that asking stays cheap when there is much to count.
 """
@@ -89,8 +89,8 @@ def in_outbox(using: str) -> dict[str, Waiting]:
 
 
 def in_inbox(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
-    """Return what waits for another attempt, by stage; of the `held` ones, which an
-    operator has paused, and of what needs newer code, nothing is due."""
+    """Return the messages waiting for another attempt, by stage. None is due of the
+    `held` stages, which an operator has paused, and none that needs newer code."""
     found = _waiting(
         using,
         "SELECT stage AS name, TRUE AS retried, lease_until >= {now} AS leased,"

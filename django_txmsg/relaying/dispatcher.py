@@ -55,7 +55,7 @@ class Dispatcher:
             log.debug("dispatcher is behind; %d rows wait for the relay", len(ids))
 
     def stop(self, timeout: float) -> None:
-        """Finish what waits, at most `timeout` seconds long."""
+        """Dispatch the waiting messages, for at most `timeout` seconds."""
         self._stopping.set()
         try:
             self._waiting.put_nowait(None)
@@ -172,7 +172,8 @@ def _dispatcher(using: str, broker: str) -> Dispatcher:
 
 @atexit.register
 def stop_dispatchers(timeout: float = 2.0) -> None:
-    """End this process's threads, each with at most `timeout` seconds for what waits.
+    """End this process's threads, each with at most `timeout` seconds for its waiting
+    messages.
     The next commit starts them again."""
     with _lock:
         stopping = list(_dispatchers.values())

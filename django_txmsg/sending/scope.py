@@ -1,4 +1,4 @@
-"""What the messages sent in this context belong to: a session's, a stage's, nobody's.
+"""What the messages sent in this context belong to: a session, a stage, or neither.
 
 The middleware and the stages enter a scope; `send_message()` asks for it.
 """

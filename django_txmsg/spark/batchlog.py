@@ -67,7 +67,7 @@ class BatchLog:
         self.last = number
 
     def taken_over(self, why: object) -> EnvironmentFault:
-        """Return what is told when somebody else has gone on."""
+        """Return the error of an archiver that another one has overtaken."""
         return EnvironmentFault(
             f"Another archiver has taken {self.table.name} of {self.service!r} over "
             f"({why}): this one has lost its lock, and has changed nothing more. Run "

@@ -24,7 +24,7 @@ def duration(text: str) -> dt.timedelta:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no duration: write 30d, 12h, 15m or 45s"
+            f"{text!r} is not a duration: write 30d, 12h, 15m or 45s"
         )
     unit = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}[found[2]]
     return dt.timedelta(**{unit: float(found[1])})

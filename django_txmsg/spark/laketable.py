@@ -223,7 +223,7 @@ class LakeTable:
         return int(done["numFilesRemoved"])
 
     def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
-        """Delete files that the log named once, and does not for so many hours."""
+        """Delete files that the log has not named for `hours` hours."""
         delta = self.load()
         if delta is None:
             return []

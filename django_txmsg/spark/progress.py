@@ -1,4 +1,4 @@
-"""A progress bar on the error stream, and nothing where there is no terminal."""
+"""A progress bar on the error stream; silent where that is not a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 24
 
 
 class Progress:
-    """So many done of so many to do, with a rate; redrawn in place."""
+    """What is done and to do, with a rate; redrawn in place."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
         self.label, self.stream, self.unit = label, stream, unit
@@ -38,7 +38,7 @@ class Progress:
         return cls(label, sys.stderr if seen else None, unit)
 
     def start(self, total: int) -> None:
-        """Begin, with so many to do."""
+        """Begin, with `total` to do."""
         self.total, self.started = total, time.monotonic()
         self._draw()
 

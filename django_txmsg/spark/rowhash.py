@@ -2,7 +2,7 @@
 
 A row is hashed as PostgreSQL's own binary record of it (`record_send`): for each
 column its type id, its length and its bytes, so that no two rows have one encoding and
-null is no text. SHA-256 of that, cut to 60 bits, is *summed*: a sum needs no order,
+null is not text. SHA-256 of that, cut to 60 bits, is *summed*: a sum needs no order,
 and unlike an exclusive or it does not lose a pair of equal rows.
 """
 

@@ -47,7 +47,7 @@ def session(
 ) -> Iterator[SparkSession]:
     """Yield a session with the data source registered; stop it if it was made here.
 
-    Raises EnvironmentFault when Spark does not start, mostly for want of Java.
+    Raises EnvironmentFault when Spark does not start, mostly because Java is missing.
     """
     active = SparkSession.getActiveSession()
     spark = active or build(f"txmsg {job}", settings)

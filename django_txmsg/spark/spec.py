@@ -1,4 +1,4 @@
-"""What a job is told: plain dataclasses that travel as JSON, with no secret in them.
+"""A job's specification: plain dataclasses that travel as JSON, with no secret in them.
 
 `manage.py pipeline` makes them from Django's settings; elsewhere they are a file. A
 password is named by the environment variable that holds it, never written.

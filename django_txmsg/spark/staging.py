@@ -33,7 +33,7 @@ _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 
 @dataclass(frozen=True)
 class Brought:
-    """What one attempt of a task has staged: so many messages, and their ids' sum."""
+    """What one attempt of a task has staged: how many messages, and their ids' sum."""
 
     task: str
     rows: int

@@ -1,4 +1,4 @@
-"""For the tests of projects: `drain()`, and a STOMP broker that does as it is told.
+"""For the tests of projects: `drain()`, and a STOMP broker that follows a script.
 
 Names resolve lazily, and the broker needs no Django.
 """

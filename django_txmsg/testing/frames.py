@@ -24,7 +24,7 @@ _BLANK_LINE = re.compile(rb"\n\r?\n")
 
 
 class FrameError(Exception):
-    """The bytes are no frame of this version; nothing after them can be read."""
+    """The bytes are not a frame of this version; nothing after them can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Frame:
 
 
 def encode(frame: Frame, version: str = "1.2") -> bytes:
-    """Write a frame as bytes, its headers escaped as the version wants it."""
+    """Write a frame as bytes, its headers escaped as the version requires."""
     escapes = {} if frame.command in _UNESCAPED else _ESCAPES[version]
     lines = [frame.command]
     for name, value in frame.headers.items():
@@ -133,7 +133,7 @@ class Decoder:
                 return None
             return stop
         if not (length.isascii() and length.isdigit()):
-            raise FrameError(f"content-length is no number: {length!r}")
+            raise FrameError(f"content-length is not a number: {length!r}")
         stop = start + int(length)
         if len(self._buffer) <= stop:
             self._wanted = stop + 1
@@ -146,7 +146,7 @@ class Decoder:
         try:
             lines = block.decode().split("\n")
         except UnicodeDecodeError as error:
-            raise FrameError(f"headers are no UTF-8: {error}") from error
+            raise FrameError(f"headers are not UTF-8: {error}") from error
         if self.version == "1.2":
             lines = [line.removesuffix("\r") for line in lines]
         command, *lines = lines

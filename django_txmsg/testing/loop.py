@@ -71,7 +71,7 @@ class Loop:
             self._selector.unregister(channel.sock)
 
     def call_later(self, delay: float, action: Callable[[], None]) -> None:
-        """Run the action on the loop's thread after so many seconds."""
+        """Run the action on the loop's thread after a delay in seconds."""
         due = time.monotonic() + delay
         heapq.heappush(self._timers, (due, next(self._numbers), action))
         self.wake()

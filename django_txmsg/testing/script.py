@@ -143,7 +143,7 @@ class Rule:
         return self._do(Verb.DUPLICATE)
 
     def permute_receipts(self, window: int, *, seed: int = 0) -> Rule:
-        """Send receipts in windows of so many, each window shuffled.
+        """Send receipts in windows of ``window``, each window shuffled.
 
         An incomplete last window waits for ``broker.release()``.
         """
@@ -231,7 +231,7 @@ class Script:
         elif order:
             if sorted(order) != list(range(len(taken))):
                 raise ValueError(
-                    f"{order!r} is no order of the {len(taken)} frames that are held."
+                    f"{order!r} is not an order of the {len(taken)} held frames."
                 )
             taken = [taken[index] for index in order]
         for held in taken:

@@ -48,7 +48,7 @@ class ScriptedBroker(BrokerState):
         """Listen at once; ``port`` 0 takes a free one.
 
         ``users``: who may log in, by password; None lets everybody in. ``heart_beat``:
-        what the broker offers and wants, in milliseconds; None: whatever the client
+        what the broker offers and asks for, in milliseconds; None: whatever the client
         does. ``receive_buffer``: bytes a stalled broker's socket still takes.
         ``strict``: leaving the ``with`` block fails when a client has broken the rules
         of STOMP.
@@ -96,7 +96,7 @@ class ScriptedBroker(BrokerState):
         """Pick frames for one of the rule's verbs; "*" is every command.
 
         ``nth``: only the n-th (from 1) of those that match from now on, whatever other
-        rules do to them. ``times``: it decides over so many, and then no more. Rules
+        rules do to them. ``times``: the most frames that it decides over. Rules
         are asked in the order they were made.
         """
         rule = Rule(command, nth=nth, times=times, destination=destination, where=where)

@@ -167,7 +167,7 @@ class Store:
         return queues[subscription]
 
     def forget(self, topic: str, subscription: str) -> None:
-        """Drop a topic's subscription and what waits for it."""
+        """Drop a topic's subscription and its waiting messages."""
         self._topics.get(topic, {}).pop(subscription, None)
 
     def publish(self, message: StoredMessage) -> None:

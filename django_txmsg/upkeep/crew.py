@@ -2,7 +2,7 @@
 
 A thread that ends by an error is noticed: the process stops as on a signal, and ends
 with that error. A process that limps on, with a sign of life and without one of its
-threads, would be nobody's to restart.
+threads, would never be restarted.
 """
 
 from __future__ import annotations

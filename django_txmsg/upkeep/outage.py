@@ -2,7 +2,7 @@
 
 One answer to "is the database away?" and one reaction, for every thread that uses one:
 close the connection, wait with everybody else of this process until somebody's probe
-gets an answer, and go on. An error that is no outage is somebody else's business: a
+gets an answer, and go on. An error that is not an outage is left to the caller: a
 deadlock, a lock's or a statement's time-out, a constraint.
 """
 
@@ -64,7 +64,7 @@ def breaker(using: str) -> Breaker:
                 using,
                 MAX_PAUSE,
                 kind="database",
-                follows="what needs it waits, keeps what it has in hand, and counts "
+                follows="threads that need it wait, keep their messages, and count "
                 "no attempt",
             )
         return _breakers[using]

@@ -168,7 +168,7 @@ def test_an_alarm_is_shown_to_whoever_may_see_its_rows(
     page = somebody("view_worker").get(URL).content.decode()
 
     assert "All is well." not in page
-    assert "you may not see what" in page
+    assert "you do not have the permission to see it" in page
     for hidden in ("secret.place", "dead letter", "overdue"):
         assert hidden not in page
 

@@ -251,7 +251,7 @@ def test_from_a_group_to_an_edited_copy(
     assert "Ada Lovelace" in walker.find(".diff-removed").text
     walker.photograph(pictures, "copy")
     walker.click("Send the copy")
-    walker.until("A copy is on its way")
+    walker.until("A copy was stored")
 
     letter.refresh_from_db()
     copy = OutboxMessage.objects.get(message_id=letter.replaced_by)
@@ -273,7 +273,7 @@ def test_a_bulk_redelivery_of_2000_is_watched_to_its_end(
     walker.click("Redeliver 2,000 messages")
     walker.until("0 of 2,000")
     consumer = manage("consume", txmsg={"DISPATCH_ON_COMMIT": "off"})
-    walker.until("Ready in about", deadline=60)
+    walker.until("Time left", deadline=60)
     walker.photograph(pictures, "bulk")
     walker.click("Pause")
     walker.until("paused")

@@ -25,7 +25,7 @@ def test_an_idle_system_is_well(viewer: Client) -> None:
     page = viewer.get(URL).content.decode()
 
     assert "All is well." in page
-    assert "Look here" not in page
+    assert "Attention" not in page
 
 
 def test_what_is_wrong_is_said_first_with_a_link(

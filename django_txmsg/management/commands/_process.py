@@ -1,9 +1,9 @@
 """What a long-running command is to the operating system: signals and a heartbeat.
 
-A stop finishes what is in hand, and ends. A handler has all the time it takes. What
-waits for a server has `PATIENCE`: a database that answers nothing, a lock that nobody
-lets go or a broker that keeps its receipts would keep the process for ever, and what a
-process leaves behind that ends in the middle of anything is taken up by others anyway.
+A stop finishes the messages in progress, and ends. A handler has all the time it takes.
+A thread that waits for a server has `PATIENCE`: a database that does not answer, a lock
+that is not released or a broker that sends no receipts would keep the process for ever.
+Other processes take over what this one leaves unfinished.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PATIENCE = 15.0
 
 
 class Busy(Protocol):
-    """Anything that knows how many messages it has in hand, and can be stopped."""
+    """Anything that knows how many messages are in progress, and can be stopped."""
 
     @property
     def in_flight(self) -> int: ...
@@ -85,8 +85,8 @@ def _insist(ended: threading.Event, stderr: Any) -> None:
         elif time.monotonic() - since > PATIENCE:
             waiting = sorted(one.name for one in threading.enumerate())
             stderr.write(
-                f"Stopped without an answer after {PATIENCE:g} s; what was in hand "
-                f"comes again. Threads that wait: {', '.join(waiting)}."
+                f"Stopped without an answer after {PATIENCE:g} s. The messages in "
+                f"progress are delivered again. Waiting threads: {', '.join(waiting)}."
             )
             stderr.flush()
             os._exit(0)

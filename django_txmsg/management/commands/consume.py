@@ -44,7 +44,7 @@ class Command(BaseCommand):
             self.stderr.write(f"Consuming: {names}.")
             if not stages:
                 self.stderr.write(
-                    "No stage is declared: each app's are looked for in its module "
+                    "No stage is declared. Stages are searched in each app's module "
                     "named stages (APP/stages.py)."
                 )
         if not options["once"]:

@@ -35,8 +35,8 @@ class Command(BaseCommand):
         sessions = SessionRecord.objects.db_manager(using)
         given_up = sessions.given_up(dt.timedelta(days=1))
         if options["json"]:
-            told = facts(picture) | {"sessions_given_up": given_up}
-            self.stdout.write(json.dumps(told, indent=2))
+            found = facts(picture) | {"sessions_given_up": given_up}
+            self.stdout.write(json.dumps(found, indent=2))
         else:
             self._print(picture, given_up)
         if picture.overdue or picture.left_behind:

@@ -1,4 +1,4 @@
-"""`manage.py pipeline JOB`: the data pipeline, told of this project by its settings.
+"""`manage.py pipeline JOB`: the data pipeline, configured by this project's settings.
 
 The settings become a job specification; the job itself knows nothing of Django.
 """

@@ -1,7 +1,7 @@
 """`manage.py take_over_outbox_pattern`: moves in from django-outbox-pattern.
 
 Its tables are read as they are: the package need not be installed, and cannot be beside
-our STOMP client, since it wants an older stomp.py.
+our STOMP client, since it needs an older stomp.py.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Command(BaseCommand):
         if options["batch_size"] < 1:
             raise CommandError("--batch-size must be 1 or more.")
         if not all("=" in one for one in options["rename"]):
-            raise CommandError("--rename wants OLD=NEW.")
+            raise CommandError("--rename takes OLD=NEW.")
         require_tables(using)
         self.renamed = dict(one.split("=", 1) for one in options["rename"])
         self.strange = Counter()

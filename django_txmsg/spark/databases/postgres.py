@@ -50,7 +50,7 @@ class Postgres:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                 # A hexadecimal name that PostgreSQL itself made.
                 if not set(snapshot) <= set("0123456789ABCDEF-"):
-                    raise ValueError(f"{snapshot!r} is no snapshot of PostgreSQL")
+                    raise ValueError(f"{snapshot!r} is not a snapshot of PostgreSQL")
                 cursor.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
             cursor.adbc_statement.set_options(
                 **{"adbc.postgresql.batch_size_hint_bytes": str(BATCH_BYTES)}

@@ -154,7 +154,7 @@ class Archiver:
         self.progress.advance(settled.rows)
         if settled.different:
             self.result.refused.append(
-                f"{self.table.name}, batch {batch}: {settled.told()}"
+                f"{self.table.name}, batch {batch}: {settled.describe()}"
             )
 
     def _advance(

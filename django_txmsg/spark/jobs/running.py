@@ -17,7 +17,7 @@ from ..runs import Run, recorded
 from ..spec import JobSpec
 from .outcome import Outcome, job_session
 
-#: Where a job is told of things, and Django's own options: no part of what it does.
+#: Options of the command line and of Django itself, which are no part of the job.
 _NOT_RECORDED = frozenset(
     [
         "spec", "json", "conf", "job", "service", "verbosity", "settings",

@@ -38,7 +38,7 @@ class Settled:
     rows: int = 0
     different: list[int] = field(default_factory=list)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Name the rows that are not as the lake had them."""
         ids = sorted(self.different)
         listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")

@@ -247,4 +247,4 @@ def _senders(found: Findings) -> str:
         )
         for row in found.senders
     ]
-    return bars(rows, "blue") if rows else '<p class="none">Nobody sent anything.</p>'
+    return bars(rows, "blue") if rows else '<p class="none">No messages were sent.</p>'
