@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from django.apps import apps
+from django.conf import settings as django_settings
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
@@ -95,8 +98,39 @@ def _named(annotation: Any, cls: type | None) -> BodyType:
     name = declared.name or f"{_label(cls)}.{cls.__name__}"
     oldest = declared.readable_from
     if oldest is None:
-        oldest = upgraders.last_break(name, declared.version)
+        oldest = _oldest_reader(name, declared.version)
     return BodyType(annotation, codec, name, declared.version, oldest)
+
+
+def _oldest_reader(name: str, version: int) -> int:
+    """Return how far back a version is readable, as the committed contract has it; the
+    version itself where it is newer than that. Where nothing is committed, old code
+    reads what old bodies need no upgrader for."""
+    known = _committed().get(name, {})
+    if known.get("x-txmsg-version", version) < version:
+        return version
+    if known.get("x-txmsg-version") == version:
+        return int(known.get("x-txmsg-readable-from", version))
+    return upgraders.last_break(name, version)
+
+
+def contract_path() -> Path:
+    """Return where the committed contract lies."""
+    given = conf.get().CONTRACT
+    if given is not None:
+        return Path(given)
+    return Path(getattr(django_settings, "BASE_DIR", "."), "asyncapi.json")
+
+
+@cache
+def _committed() -> dict[str, Any]:
+    """Return the messages of the committed contract, if there is one."""
+    try:
+        contract = json.loads(contract_path().read_text("utf-8"))
+        messages: dict[str, Any] = contract["components"]["messages"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+    return messages
 
 
 def _label(cls: type) -> str:
@@ -126,7 +160,7 @@ def is_declared(kind: type) -> bool:
 
 def forget() -> None:
     """Find everything out anew, after a change of TXMSG or of what is declared."""
-    for found in (_codecs, _reader, _body_type, _type_of):
+    for found in (_codecs, _reader, _body_type, _type_of, _committed):
         found.cache_clear()
 
 

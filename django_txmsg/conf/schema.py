@@ -127,6 +127,8 @@ class Settings:
     CODECS: tuple[str, ...] = ()
     """Dotted paths of codecs that read and write typed bodies, asked in this order,
     before pydantic."""
+    CONTRACT: str | None = None
+    """Path of the committed contract; None: asyncapi.json in BASE_DIR."""
     RELAY: RelaySettings = field(default_factory=RelaySettings)
     REDELIVERY: RedeliverySettings = field(default_factory=RedeliverySettings)
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)

@@ -1,0 +1,1 @@
+"""What this service promises others: its destinations, messages and their schemas."""

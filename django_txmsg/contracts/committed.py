@@ -1,0 +1,39 @@
+"""The contract as it was agreed to: the file in the repository."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .. import codecs
+from ..errors import ConfigurationError
+from .document import Contract, text
+
+
+def path(given: str | None = None) -> Path:
+    """Return the contract's file: as given, or TXMSG["CONTRACT"], or asyncapi.json
+    beside manage.py."""
+    return Path(given) if given else codecs.contract_path()
+
+
+def read(file: Path) -> Contract:
+    """Return the contract in a file. Raises ConfigurationError where there is none."""
+    try:
+        found: Contract = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"There is no contract at {file}. Write it with: manage.py txmsg "
+            f"contracts export"
+        ) from None
+    except ValueError as error:
+        raise ConfigurationError(f"{file} is no JSON: {error}.") from error
+    return found
+
+
+def write(file: Path, contract: Contract) -> bool:
+    """Write the contract; return whether that has changed anything."""
+    content = text(contract)
+    if file.exists() and file.read_text("utf-8") == content:
+        return False
+    file.write_text(content, "utf-8")
+    return True

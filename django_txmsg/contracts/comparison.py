@@ -1,0 +1,113 @@
+"""What a change of the contract breaks, and for whom.
+
+Two directions: messages that are on their way already come to the new code, and code
+that runs elsewhere, or here for a little longer, gets the new messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..envelope import upgraders
+from ..envelope.schema_reader import faults
+from .document import READABLE_FROM, VERSION, Contract
+
+#: The two directions, as they are told.
+OLD_MESSAGES = "new code cannot read messages that are on their way"
+OLD_READERS = "code that runs already cannot read the new messages"
+
+
+class Change(NamedTuple):
+    """One difference that breaks somebody."""
+
+    where: str
+    what: str
+    breaks: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.breaks}"
+
+
+def breaking(committed: Contract, current: Contract) -> list[Change]:
+    """Return what of `current` breaks who has agreed to `committed`."""
+    return [
+        *_received(committed, current),
+        *_sent(committed, current),
+        *_bodies(committed, current),
+    ]
+
+
+def _received(old: Contract, new: Contract) -> Iterator[Change]:
+    now = _of_operations(new, "receive")
+    for channel, types in _of_operations(old, "receive").items():
+        if channel not in now:
+            yield Change(channel, "no stage consumes it any more", OLD_MESSAGES)
+            continue
+        if not now[channel]:
+            continue  # a handler that takes every message
+        gone = sorted(types - now[channel])
+        for name in gone:
+            yield Change(channel, f"no stage takes {name} any more", OLD_MESSAGES)
+        if not types:
+            what = "its stage took every message, and takes typed ones now"
+            yield Change(channel, what, OLD_MESSAGES)
+
+
+def _sent(old: Contract, new: Contract) -> Iterator[Change]:
+    before = _of_operations(old, "send")
+    for channel, types in _of_operations(new, "send").items():
+        if channel not in before:
+            continue
+        for name in sorted(types - before[channel]):
+            yield Change(channel, f"{name} is sent to it now", OLD_READERS)
+
+
+def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
+    received, sent = _named(new, "receive"), _named(new, "send")
+    for name, message in _messages(new).items():
+        before = _messages(old).get(name)
+        if before is None:
+            continue
+        was, now = before.get(VERSION, 1), message.get(VERSION, 1)
+        if now < was:
+            yield Change(name, f"version {was} has become {now}", OLD_READERS)
+            continue
+        schema, known = _schema(message), _schema(before)
+        if schema is None or known is None:
+            continue
+        if name in received and not upgraders.needed(name, was, now):
+            for fault in faults(schema, known):
+                yield Change(name, f"{fault.path}: {fault.kind}", OLD_MESSAGES)
+        if name in sent and message.get(READABLE_FROM, 1) <= was:
+            for fault in faults(known, schema, ours=True):
+                yield Change(name, f"{fault.path}: {fault.kind}", OLD_READERS)
+
+
+def _of_operations(contract: Contract, action: str) -> dict[str, set[str]]:
+    """Return the messages of all operations of a kind, by channel."""
+    found: dict[str, set[str]] = {}
+    for operation in contract.get("operations", {}).values():
+        if operation["action"] == action:
+            channel = _last(operation["channel"]["$ref"])
+            names = {_last(one["$ref"]) for one in operation.get("messages", ())}
+            found.setdefault(channel, set()).update(names)
+    return found
+
+
+def _named(contract: Contract, action: str) -> set[str]:
+    return set().union(*_of_operations(contract, action).values())
+
+
+def _messages(contract: Contract) -> dict[str, Contract]:
+    found: dict[str, Contract] = contract.get("components", {}).get("messages", {})
+    return found
+
+
+def _schema(message: Contract) -> Contract | None:
+    found: Contract | None = message.get("payload", {}).get("schema")
+    return found
+
+
+def _last(pointer: str) -> str:
+    return pointer.rpartition("/")[2].replace("~1", "/").replace("~0", "~")

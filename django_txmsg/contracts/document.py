@@ -1,0 +1,147 @@
+"""The contract as it is in the code now: an AsyncAPI 3.0 document.
+
+Channels are destinations, receive operations are stages, send operations are declared
+`Destination`s, and a message is a type with its JSON Schema.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .. import codecs, conf, wire
+from ..envelope.message_type import declaration
+from ..envelope.schema_reader import faults
+from ..envelope.typed_body import BodyType
+from ..sending import destination
+from ..stages import all_stages
+
+#: The version of AsyncAPI, and of JSON Schema in it.
+ASYNCAPI = "3.0.0"
+SCHEMA_FORMAT = "application/schema+json;version=draft-2020-12"
+
+#: Of a message: the version of its type, and the oldest that reads it.
+VERSION, READABLE_FROM = "x-txmsg-version", "x-txmsg-readable-from"
+
+Contract = dict[str, Any]
+
+
+def build(committed: Contract | None = None) -> Contract:
+    """Return the contract of all stages and destinations declared here.
+
+    `committed` is the one before it: how far back a new version is readable is found
+    out by comparison. Raises ConfigurationError for a type that no codec handles.
+    """
+    return _Builder(committed or {}).build()
+
+
+def text(contract: Contract) -> str:
+    """Return the contract as it is written into its file: the same for the same."""
+    return json.dumps(contract, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+class _Builder:
+    def __init__(self, committed: Contract) -> None:
+        self._committed = committed
+        self._messages: Contract = {}
+        self._channels: Contract = {}
+        self._operations: Contract = {}
+
+    def build(self) -> Contract:
+        for one in destination.declared():
+            types = codecs.reader(one.body).types
+            self._operate("send", f"send.{one}", str(one), types)
+        for stage in all_stages():
+            reader = stage.reader
+            self._operate(
+                "receive",
+                f"receive.{stage.name}",
+                stage.destination,
+                () if reader is None else reader.types,
+            )
+        service = conf.get().SERVICE
+        return {
+            "asyncapi": ASYNCAPI,
+            "info": {"title": service, "version": "1.0.0"},
+            "defaultContentType": wire.JSON,
+            "channels": self._channels,
+            "operations": self._operations,
+            "components": {"messages": self._messages},
+        }
+
+    def _operate(
+        self, action: str, name: str, address: str, types: tuple[BodyType, ...]
+    ) -> None:
+        channel = self._channels.setdefault(
+            address, {"address": address, "messages": {}}
+        )
+        operation = self._operations.setdefault(
+            name,
+            {"action": action, "channel": {"$ref": _pointer("channels", address)}},
+        )
+        for one in types:
+            message = one.name or f"{address.replace(':', '.')}.body"
+            channel["messages"][message] = {
+                "$ref": _pointer("components", "messages", message)
+            }
+            place = {"$ref": _pointer("channels", address, "messages", message)}
+            named = operation.setdefault("messages", [])
+            if place not in named:
+                named.append(place)
+            self._describe(message, one)
+
+    def _describe(self, name: str, body: BodyType) -> None:
+        if name in self._messages:
+            return
+        described: Contract = {"name": name, "contentType": wire.JSON}
+        schema = body.codec.schema(body.annotation)
+        if schema is not None:
+            within = _pointer("components", "messages", name, "payload", "schema")
+            described["payload"] = {
+                "schemaFormat": SCHEMA_FORMAT,
+                "schema": _rooted(schema, within),
+            }
+        if body.name:
+            described[VERSION] = body.version
+            described[READABLE_FROM] = self._oldest_reader(body, schema)
+            described["headers"] = {
+                "type": "object",
+                "properties": {wire.TYPE: {"type": "string"}},
+            }
+        self._messages[name] = described
+
+    def _oldest_reader(self, body: BodyType, schema: Contract | None) -> int:
+        """Return the oldest version that reads what is sent: what is declared, or as
+        far back as the changes are compatible."""
+        before = self._committed.get("components", {}).get("messages", {})
+        known = before.get(body.name)
+        if known is None or declaration(body.cls).readable_from is not None:
+            return body.oldest_reader
+        version: int = known.get(VERSION, 1)
+        oldest: int = known.get(READABLE_FROM, version)
+        if version == body.version:
+            return oldest
+        reader = known.get("payload", {}).get("schema")
+        fits = None not in (reader, schema) and not faults(
+            reader, schema or {}, ours=True
+        )
+        return oldest if fits and version < body.version else body.version
+
+
+def _pointer(*names: str) -> str:
+    escaped = [name.replace("~", "~0").replace("/", "~1") for name in names]
+    return "#/" + "/".join(escaped)
+
+
+def _rooted(schema: Any, within: str) -> Any:
+    """Return a schema whose references begin at the root of the document."""
+    if isinstance(schema, dict):
+        return {
+            key: within + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _rooted(value, within)
+            for key, value in schema.items()
+        }
+    if isinstance(schema, list):
+        return [_rooted(one, within) for one in schema]
+    return schema

@@ -1,0 +1,193 @@
+"""Whether code of one JSON Schema reads what code of another one writes.
+
+Pure: no Django, no I/O. Where it cannot tell, it says no: a contract that is red for
+nothing is looked at, one that is green for nothing loses messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+Schema = Mapping[str, Any]
+
+#: Bounds of a value: the greater the narrower, and the smaller the narrower.
+_AT_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_AT_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+#: What has to be the same, where the reader asks for it at all.
+_THE_SAME = ("pattern", "format", "multipleOf", "uniqueItems", "contentEncoding")
+
+
+class Fault(NamedTuple):
+    """Where a reader fails, and in what."""
+
+    path: str
+    kind: str
+
+
+def faults(reader: Schema, writer: Schema, *, ours: bool = False) -> list[Fault]:
+    """Return where a reader's schema does not take what a writer's lets through.
+
+    `ours`: it is our code that writes, which leaves no default out and adds nothing.
+    """
+    return list(_Comparison(reader, writer, ours).compare(reader, writer, "$"))
+
+
+class _Comparison:
+    def __init__(self, reader: Schema, writer: Schema, ours: bool) -> None:
+        self._roots = reader, writer
+        self._ours = ours
+        self._open: set[tuple[int, int]] = set()
+
+    def compare(self, reader: Any, writer: Any, path: str) -> Iterator[Fault]:
+        reader = _resolved(reader, self._roots[0])
+        writer = _resolved(writer, self._roots[1])
+        both = id(reader), id(writer)
+        if both in self._open:
+            return  # a type that holds itself
+        if isinstance(reader, Mapping) and isinstance(writer, Mapping):
+            self._open.add(both)
+        if reader is True or reader == {} or writer is False:
+            return
+        if reader is False:
+            yield Fault(path, "not allowed")
+            return
+        if writer is True:
+            writer = {}
+        choices = _choices(writer)
+        if choices:
+            for one in choices:
+                yield from self.compare(reader, one, path)
+            return
+        choices = _choices(reader)
+        if choices:
+            yield from self._one_of(choices, writer, path)
+            return
+        yield from self._plain(reader, writer, path)
+
+    def _one_of(self, choices: list[Any], writer: Any, path: str) -> Iterator[Fault]:
+        found: list[list[Fault]] = []
+        for one in choices:
+            opened = set(self._open)
+            found.append(list(self.compare(one, writer, path)))
+            self._open = opened
+            if not found[-1]:
+                return
+        # The one that comes nearest tells most.
+        best = min(found, key=lambda one: ("type" in {f.kind for f in one}, len(one)))
+        yield from best
+
+    def _plain(self, reader: Schema, writer: Schema, path: str) -> Iterator[Fault]:
+        if not _types(writer) <= _wider(_types(reader)):
+            yield Fault(path, "type")
+            return
+        yield from _values(reader, writer, path)
+        yield from _bounds(reader, writer, path)
+        yield from self._fields(reader, writer, path)
+        yield from self._items(reader, writer, path)
+
+    def _fields(self, reader: Schema, writer: Schema, path: str) -> Iterator[Fault]:
+        read, written = reader.get("properties", {}), writer.get("properties", {})
+        always = set(writer.get("required", ()))
+        if self._ours:
+            always |= {name for name, one in written.items() if "default" in one}
+        for name in reader.get("required", ()):
+            if name not in always:
+                kind = "required" if name in written else "missing"
+                yield Fault(f"{path}.{name}", kind)
+        others = reader.get("additionalProperties", True)
+        open_ended = writer.get("additionalProperties", True) is not False
+        if others is False and open_ended and not self._ours:
+            yield Fault(path, "unknown fields")
+        for name, one in written.items():
+            if name in read:
+                yield from self.compare(read[name], one, f"{path}.{name}")
+            elif others is False:
+                yield Fault(f"{path}.{name}", "unknown field")
+            elif isinstance(others, Mapping):
+                yield from self.compare(others, one, f"{path}.{name}")
+        if isinstance(others, Mapping) and "object" in _types(writer):
+            # Fields that are not named are ignored by who writes named ones.
+            rest = writer.get("additionalProperties", bool(not written))
+            if rest is not False:
+                yield from self.compare(others, rest, f"{path}.*")
+
+    def _items(self, reader: Schema, writer: Schema, path: str) -> Iterator[Fault]:
+        first, written = reader.get("prefixItems", []), writer.get("prefixItems", [])
+        for index in range(max(len(first), len(written))):
+            one = first[index] if index < len(first) else reader.get("items", True)
+            two = written[index] if index < len(written) else writer.get("items", True)
+            yield from self.compare(one, two, f"{path}[{index}]")
+        if "items" in reader and "array" in _types(writer):
+            rest = writer.get("items", not written)
+            yield from self.compare(reader["items"], rest, f"{path}[]")
+
+
+def _values(reader: Schema, writer: Schema, path: str) -> Iterator[Fault]:
+    known = _enumerated(reader)
+    if known is None:
+        return
+    given = _enumerated(writer)
+    if given is None or any(one not in known for one in given):
+        yield Fault(path, "values")
+
+
+def _bounds(reader: Schema, writer: Schema, path: str) -> Iterator[Fault]:
+    for name in _AT_LEAST:
+        if name in reader and writer.get(name, float("-inf")) < reader[name]:
+            yield Fault(path, name)
+    for name in _AT_MOST:
+        if name in reader and writer.get(name, float("inf")) > reader[name]:
+            yield Fault(path, name)
+    for name in _THE_SAME:
+        if name in reader and writer.get(name) != reader[name]:
+            yield Fault(path, name)
+
+
+def _enumerated(schema: Schema) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    found: list[Any] | None = schema.get("enum")
+    return found
+
+
+_ALL = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
+
+
+def _types(schema: Schema) -> frozenset[str]:
+    given = schema.get("type")
+    if given is None:
+        values = _enumerated(schema)
+        if values is not None:
+            return frozenset(map(_type_of, values))
+        return _ALL
+    return frozenset([given] if isinstance(given, str) else given)
+
+
+def _wider(types: frozenset[str]) -> frozenset[str]:
+    return types | {"integer"} if "number" in types else types
+
+
+def _type_of(value: object) -> str:
+    for kind, name in (
+        (bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"),
+        (list, "array"), (dict, "object"),
+    ):  # fmt: skip
+        if isinstance(value, kind):
+            return name
+    return "null"
+
+
+def _choices(schema: Any) -> list[Any]:
+    found = schema.get("anyOf") or schema.get("oneOf")
+    if found is None and len(schema.get("allOf", ())) == 1:
+        found = schema["allOf"]
+    return list(found or ())
+
+
+def _resolved(schema: Any, root: Schema) -> Any:
+    while isinstance(schema, Mapping) and "$ref" in schema:
+        # Of a document, the part behind the type's own `$defs` is the name.
+        name = schema["$ref"].rpartition("/$defs/")[2]
+        schema = root.get("$defs", {}).get(name, True)
+    return schema

@@ -1,0 +1,38 @@
+"""`manage.py txmsg VERB`: all commands of the package under one name."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.core.management import get_commands, load_command_class
+from django.core.management.base import BaseCommand, CommandParser
+
+from ... import __name__ as package
+from ..contracts import Command as Contracts
+
+
+class Command(BaseCommand):
+    """Run one of the package's commands by its name alone."""
+
+    help = "All commands of django_txmsg: manage.py txmsg VERB."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        verbs = parser.add_subparsers(
+            dest="verb", required=True, metavar="VERB", parser_class=CommandParser
+        )
+        self._verbs: dict[str, BaseCommand] = {"contracts": Contracts()}
+        for name, app in get_commands().items():
+            if app == package and name != "txmsg":
+                self._verbs[name] = load_command_class(package, name)
+        for name, command in sorted(self._verbs.items()):
+            command.add_arguments(verbs.add_parser(name, help=command.help))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        command = self._verbs[options.pop("verb")]
+        command.stdout, command.stderr, command.style = (
+            self.stdout,
+            self.stderr,
+            self.style,
+        )
+        command.handle(*args, **options)

@@ -1,0 +1,81 @@
+"""`manage.py txmsg contracts export|check`: the contract, written and compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from ..contracts import backlog, committed, comparison, document
+from ..errors import ConfigurationError
+
+
+class Command(BaseCommand):
+    """Write the contract of this service, or say what a change of it breaks."""
+
+    help = "AsyncAPI 3.0 of what is sent and received; what a change of it breaks."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        export = actions.add_parser("export", help="Write the contract's file.")
+        check = actions.add_parser(
+            "check", help="Exit 1 when a change breaks somebody."
+        )
+        for action in (export, check):
+            action.add_argument(
+                "file",
+                nargs="?",
+                help='Default: TXMSG["CONTRACT"]; "-": standard output',
+            )
+        check.add_argument("--json", action="store_true")
+        check.add_argument(
+            "--database", metavar="ALIAS", nargs="?", const="default",
+            help="Also look for rows that wait for what is gone.",
+        )  # fmt: skip
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            if options["action"] == "export":
+                self._export(options["file"])
+            else:
+                self._check(options)
+        except ConfigurationError as error:
+            raise CommandError(str(error)) from error
+
+    def _export(self, given: str | None) -> None:
+        file = committed.path(None if given == "-" else given)
+        before = committed.read(file) if file.exists() else {}
+        contract = document.build(before)
+        if given == "-":
+            self.stdout.write(document.text(contract), ending="")
+        elif committed.write(file, contract):
+            self.stdout.write(f"Wrote {file}.")
+        else:
+            self.stdout.write(f"{file} is as the code has it.")
+
+    def _check(self, options: dict[str, Any]) -> None:
+        file = committed.path(options["file"])
+        before = committed.read(file)
+        now = document.build(before)
+        broken = comparison.breaking(before, now)
+        if options["database"]:
+            broken += backlog.waiting(before, now, options["database"])
+        if options["json"]:
+            told = [one._asdict() for one in broken]
+            self.stdout.write(json.dumps({"breaking": told}, indent=2))
+        else:
+            for one in broken:
+                self.stdout.write(self.style.ERROR(str(one)))
+            if not broken:
+                same = document.text(now) == document.text(before)
+                self.stdout.write(
+                    "The contract is as the code has it."
+                    if same
+                    else "What has changed breaks nobody. Write it down with: "
+                    "manage.py txmsg contracts export"
+                )
+        if broken:
+            sys.exit(1)

@@ -1,0 +1,318 @@
+"""The contract: a valid document, and what a change of it breaks."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
+
+from django_txmsg import Destination, Message, codecs, message_type, stages, upgrade
+from django_txmsg.contracts import comparison, document
+from django_txmsg.envelope import upgraders
+from django_txmsg.sending import destination
+from tests import factories
+from tests.running import committing, declared, txmsg
+
+OFFICIAL = Path(__file__).parents[1] / "unit" / "asyncapi-3.0.0.json"
+
+
+@dataclass
+class Line:
+    amount: Decimal
+
+
+@message_type("shop.Order")
+@dataclass
+class First:
+    number: str
+    lines: list[Line]
+    above: First | None = None
+
+
+@message_type("shop.Order", version=2)
+@dataclass
+class Compatible:
+    number: str
+    lines: list[Line]
+    above: Compatible | None = None
+    currency: str = "EUR"
+
+
+@message_type("shop.Order", version=2)
+@dataclass
+class Breaking:
+    order: str
+    lines: list[Line]
+
+
+@message_type("shop.Order", version=2, readable_from=1)
+@dataclass
+class Promising:
+    order: str
+
+
+@message_type("shop.Order")
+@dataclass
+class Unversioned:
+    order: str
+
+
+@message_type("shop.Cancel")
+@dataclass
+class Cancel:
+    number: str
+
+
+def handler_of(annotation: Any) -> Any:
+    def handle(body: Any) -> None:
+        """Do nothing."""
+
+    handle.__annotations__["body"] = annotation
+    return handle
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stages, "_stages", {})
+    monkeypatch.setattr(destination, "_declared", [])
+    yield
+    upgraders.forget("shop.Order")
+    codecs.forget()
+
+
+@contextmanager
+def service(
+    takes: dict[str, Any] | None = None, sends: dict[str, Any] | None = None
+) -> Iterator[None]:
+    """A service that takes and sends these types, by destination."""
+    destination._declared.clear()
+    codecs.forget()
+    with ExitStack() as stack:
+        for name, annotation in (takes or {}).items():
+            stack.enter_context(declared(handler_of(annotation), name))
+        for name, annotation in (sends or {}).items():
+            Destination(name, annotation)
+        yield
+
+
+def contract(before: Any = None, **given: Any) -> document.Contract:
+    with service(**given):
+        return document.build(before)
+
+
+def broken(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    old = contract(**before)
+    with service(**after):
+        return [str(one) for one in comparison.breaking(old, document.build(old))]
+
+
+EVERYTHING: dict[str, Any] = {
+    "takes": {
+        "orders.place": First,
+        "orders.events": First | Cancel,
+        "topic:orders.placed": list[int],
+        "orders.any": Message,
+    },
+    "sends": {"topic:orders.told": First, "orders.events": First | Cancel},
+}
+
+
+def test_the_document_is_valid_by_the_official_schema() -> None:
+    found = contract(**EVERYTHING)
+
+    jsonschema.validate(found, json.loads(OFFICIAL.read_text()))
+    assert set(found["channels"]) == {
+        *EVERYTHING["takes"], "topic:orders.told",
+    }  # fmt: skip
+    assert found["operations"]["receive.orders.place"]["action"] == "receive"
+    assert found["operations"]["send.topic:orders.told"]["action"] == "send"
+    assert set(found["components"]["messages"]) == {
+        "shop.Order", "shop.Cancel", "topic.orders.placed.body",
+    }  # fmt: skip
+
+
+def test_every_reference_is_resolved_and_every_schema_valid() -> None:
+    found = contract(**EVERYTHING)
+    references = re.findall(r'"\$ref": "([^"]+)"', document.text(found))
+
+    assert len(references) > 10
+    for reference in references:
+        at: Any = found
+        for part in reference.removeprefix("#/").split("/"):
+            at = at[part.replace("~1", "/").replace("~0", "~")]
+    for message in found["components"]["messages"].values():
+        jsonschema.Draft202012Validator.check_schema(message["payload"]["schema"])
+
+
+def test_a_body_that_is_sent_is_valid_by_the_schema() -> None:
+    found = contract(**EVERYTHING)
+    order = First("A-1", [Line(Decimal("1.5"))])
+    body = codecs.type_of(order)
+    assert body is not None
+    pointer = {"$ref": "#/components/messages/shop.Order/payload/schema"}
+
+    jsonschema.validate(json.loads(body.encode(order)), {**found, **pointer})
+
+
+def test_the_same_code_gives_the_same_text() -> None:
+    turned = {
+        kind: dict(reversed(list(given.items()))) for kind, given in EVERYTHING.items()
+    }
+
+    assert document.text(contract(**EVERYTHING)) == document.text(contract(**turned))
+
+
+ORDER = {"orders.place": First}
+IN = comparison.OLD_MESSAGES
+OUT = comparison.OLD_READERS
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({}, {"takes": ORDER, "sends": ORDER}, []),
+        ({"takes": ORDER}, {"takes": ORDER}, []),
+        # A stage that is there, and one that is gone.
+        ({"takes": ORDER}, {}, [f"orders.place: no stage consumes it any more; {IN}"]),
+        ({"sends": ORDER}, {}, []),
+        # One type more, one less.
+        ({"takes": ORDER}, {"takes": {"orders.place": First | Cancel}}, []),
+        ({"takes": {"orders.place": First | Cancel}}, {"takes": ORDER},
+         [f"orders.place: no stage takes shop.Cancel any more; {IN}"]),
+        ({"sends": ORDER}, {"sends": {"orders.place": First | Cancel}},
+         [f"orders.place: shop.Cancel is sent to it now; {OUT}"]),
+        ({"sends": {"orders.place": First | Cancel}}, {"sends": ORDER}, []),
+        # From every message to typed ones, and back.
+        ({"takes": {"orders.place": Message}}, {"takes": ORDER},
+         ["orders.place: its stage took every message, and takes typed ones now; "
+          + IN]),
+        ({"takes": ORDER}, {"takes": {"orders.place": Message}}, []),
+        # By direction: who takes, and who sends.
+        ({"takes": ORDER}, {"takes": {"orders.place": Compatible}}, []),
+        ({"sends": ORDER}, {"sends": {"orders.place": Compatible}}, []),
+        ({"takes": ORDER}, {"takes": {"orders.place": Breaking}},
+         [f"shop.Order: $.order: missing; {IN}"]),
+        ({"sends": ORDER}, {"sends": {"orders.place": Breaking}}, []),
+        ({"sends": ORDER}, {"sends": {"orders.place": Promising}},
+         [f"shop.Order: $.number: missing; {OUT}",
+          f"shop.Order: $.lines: missing; {OUT}"]),
+        ({"sends": ORDER}, {"sends": {"orders.place": Unversioned}},
+         [f"shop.Order: $.number: missing; {OUT}",
+          f"shop.Order: $.lines: missing; {OUT}"]),
+        # A version that goes back.
+        ({"sends": {"orders.place": Compatible}}, {"sends": ORDER},
+         [f"shop.Order: version 2 has become 1; {OUT}"]),
+    ],
+)  # fmt: skip
+def test_what_breaks_and_what_does_not(
+    before: dict[str, Any], after: dict[str, Any], told: list[str]
+) -> None:
+    assert broken(before, after) == told
+
+
+def test_with_an_upgrader_old_messages_are_its_affair() -> None:
+    upgrade("shop.Order", from_version=1)(dict)
+
+    assert broken({"takes": ORDER}, {"takes": {"orders.place": Breaking}}) == []
+
+
+def test_how_far_back_a_version_is_readable_is_found_out_and_sent(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "asyncapi.json"
+    with txmsg(CONTRACT=str(file)):
+        for cls, before, after in (
+            (First, "shop.Order;v=1;min=1", "shop.Order;v=1;min=1"),
+            (Compatible, "shop.Order;v=2;min=2", "shop.Order;v=2;min=1"),
+            (Breaking, "shop.Order;v=2;min=1", "shop.Order;v=2;min=1"),
+        ):
+            with service(takes={"orders.place": cls}):
+                assert codecs.body_type(cls).header == before
+                call_command("txmsg", "contracts", "export", stdout=io.StringIO())
+                codecs.forget()
+                assert codecs.body_type(cls).header == after
+        file.write_text(document.text(contract(takes=ORDER)))
+        with service(takes={"orders.place": Breaking}):
+            call_command("txmsg", "contracts", "export", stdout=io.StringIO())
+            codecs.forget()
+            assert codecs.body_type(Breaking).header == "shop.Order;v=2;min=2"
+
+
+def run(*arguments: str) -> tuple[str, int]:
+    out = io.StringIO()
+    try:
+        call_command("txmsg", "contracts", *arguments, stdout=out)
+    except SystemExit as error:
+        return out.getvalue(), int(str(error.code))
+    return out.getvalue(), 0
+
+
+def test_the_command_writes_and_checks(tmp_path: Path) -> None:
+    file = str(tmp_path / "contract.json")
+    with service(takes=ORDER):
+        with pytest.raises(CommandError, match="contracts export"):
+            run("check", file)
+        assert run("export", file) == (f"Wrote {file}.\n", 0)
+        assert run("export", file) == (f"{file} is as the code has it.\n", 0)
+        assert run("check", file) == ("The contract is as the code has it.\n", 0)
+        assert json.loads(run("export", "-")[0])["asyncapi"] == "3.0.0"
+    with service(takes={"orders.place": Compatible}):
+        said, code = run("check", file)
+        assert (code, "breaks nobody" in said) == (0, True)
+    with service(takes={"orders.place": Breaking}):
+        assert run("check", file) == (f"shop.Order: $.order: missing; {IN}\n", 1)
+        said, code = run("check", file, "--json")
+        assert (code, json.loads(said)["breaking"]) == (
+            1,
+            [{"where": "shop.Order", "what": "$.order: missing", "breaks": IN}],
+        )
+
+
+@committing
+def test_rows_that_wait_for_what_is_gone_are_told(tmp_path: Path) -> None:
+    file = str(tmp_path / "contract.json")
+    header = {"txmsg-type": "shop.Cancel;v=1;min=1"}
+    factories.OutboxMessageFactory(destination="orders.old")
+    factories.OutboxMessageFactory(destination="elsewhere", headers=header)
+    factories.InboxMessageFactory(stage="orders.old", parked=True)
+    factories.QueueMessageFactory(queue="orders.old")
+    factories.DeadLetterFactory(stage="x", destination="x", headers=header)
+    with service(takes={"orders.old": Cancel}, sends={"elsewhere": First}):
+        run("export", file)
+        assert run("check", file, "--database") == (
+            "The contract is as the code has it.\n",
+            0,
+        )
+    with service(sends={"elsewhere": First}):
+        said, code = run("check", file, "--database", "default")
+
+    assert code == 1
+    assert said.splitlines() == [
+        f"orders.old: no stage consumes it any more; {IN}",
+        "orders.old: 1 pending in the outbox; rows still wait for it",
+        "orders.old: 1 parked; rows still wait for it",
+        "orders.old: 1 in the embedded broker; rows still wait for it",
+        "stage orders.old: 1 parked; rows still wait for it",
+        "shop.Cancel: 1 pending in the outbox; rows still wait for it",
+        "shop.Cancel: 1 open dead letters; rows still wait for it",
+    ]
+
+
+@committing
+def test_every_command_is_a_verb() -> None:
+    out = io.StringIO()
+
+    call_command("txmsg", "prune_messages", "--dry-run", stdout=out)
+
+    assert out.getvalue()

@@ -1,0 +1,224 @@
+"""Each change of a class of bodies, and whom it breaks: the table of the docs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Annotated, Any, Literal, Optional
+
+import pydantic
+import pytest
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
+from django_txmsg.envelope.pydantic_codec import PydanticCodec
+from django_txmsg.envelope.schema_reader import faults
+from tests.docs.pages import ROOT
+
+
+@dataclass
+class Base:
+    number: str
+
+
+@dataclass
+class WithDefault:
+    number: str
+    currency: str = "EUR"
+
+
+@dataclass
+class WithRequired:
+    number: str
+    currency: str
+
+
+@dataclass
+class WithInt:
+    number: int
+
+
+@dataclass
+class WithFloat:
+    number: float
+
+
+@dataclass
+class WithNull:
+    number: str | None
+
+
+@dataclass
+class Renamed:
+    order: str
+
+
+@dataclass
+class TwoValues:
+    kind: Literal["a", "b"]
+
+
+@dataclass
+class ThreeValues:
+    kind: Literal["a", "b", "c"]
+
+
+@dataclass
+class Bounded:
+    number: Annotated[str, Field(max_length=10)]
+
+
+@dataclass
+class WiderBounded:
+    number: Annotated[str, Field(max_length=20)]
+
+
+class Forbidding(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    number: str
+
+
+class Ignoring(pydantic.BaseModel):
+    number: str
+
+
+@dataclass
+class Lines:
+    lines: list[Base]
+
+
+@dataclass
+class OtherLines:
+    lines: list[WithRequired]
+
+
+class Omitting(TypedDict):
+    number: NotRequired[str]
+
+
+class Requiring(TypedDict):
+    number: str
+
+
+#: The change, the class before, the class after, and whether it breaks new code that
+#: reads old messages, and old code that reads new ones.
+CHANGES: list[tuple[str, Any, Any, bool, bool]] = [
+    ("nothing", Base, Base, False, False),
+    ("a field with a default is added", Base, WithDefault, False, False),
+    ("a field without a default is added", Base, WithRequired, True, False),
+    ("a field with a default is removed", WithDefault, Base, False, False),
+    ("a field without a default is removed", WithRequired, Base, False, True),
+    ("a field is renamed", Base, Renamed, True, True),
+    ("a field gets a default", WithRequired, WithDefault, False, False),
+    ("a field loses its default", WithDefault, WithRequired, True, False),
+    ("a field may be left out", Requiring, Omitting, False, True),
+    ("a field's type becomes wider (`int` to `float`)", WithInt, WithFloat, False,
+     True),
+    ("a field's type becomes narrower (`float` to `int`)", WithFloat, WithInt, True,
+     False),
+    ("a field's type becomes another", Base, WithInt, True, True),
+    ("a field may be null", Base, WithNull, False, True),
+    ("a field may not be null any more", WithNull, Base, True, False),
+    ("a value is added to an enumeration", TwoValues, ThreeValues, False, True),
+    ("a value is removed from an enumeration", ThreeValues, TwoValues, True, False),
+    ("a bound becomes wider", Bounded, WiderBounded, False, True),
+    ("a bound becomes narrower", WiderBounded, Bounded, True, False),
+    ("a bound is added", Base, Bounded, True, False),
+    ("unknown fields are forbidden", Ignoring, Forbidding, True, False),
+    ("unknown fields are ignored from now on", Forbidding, Ignoring, False, False),
+    ("the same of a class inside the class", Lines, OtherLines, True, False),
+]  # fmt: skip
+
+codec = PydanticCodec()
+
+
+def schema(cls: Any) -> dict[str, Any]:
+    found = codec.schema(cls)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "old_messages", "old_readers"),
+    [row[1:] for row in CHANGES],
+    ids=[row[0] for row in CHANGES],
+)
+def test_a_change_breaks_one_direction_or_the_other(
+    before: Any, after: Any, old_messages: bool, old_readers: bool
+) -> None:
+    old, new = schema(before), schema(after)
+
+    assert bool(faults(new, old)) is old_messages
+    assert bool(faults(old, new, ours=True)) is old_readers
+
+
+def test_the_docs_have_the_same_table() -> None:
+    page = (ROOT / "docs" / "how-to" / "contracts.md").read_text()
+    rows = {
+        what: (old.strip(), new.strip())
+        for what, old, new in re.findall(
+            r"^\| ([^|]+) \| (fits|\*\*breaks\*\*) \| (fits|\*\*breaks\*\*) \|$",
+            page,
+            re.MULTILINE,
+        )
+    }
+    words = {False: "fits", True: "**breaks**"}
+
+    assert rows == {
+        what: (words[old], words[new]) for what, _, _, old, new in CHANGES[1:]
+    }
+
+
+@dataclass
+class Tree:
+    value: Decimal
+    children: list[Tree] = field(default_factory=list)
+    parent: Optional[Tree] = None  # noqa: UP045 - what older code writes
+
+
+@dataclass
+class Shapes:
+    one: dict[str, Decimal]
+    two: tuple[int, str]
+    three: Base | WithInt | None
+    four: dict[str, Base] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize("cls", [Tree, Shapes, Base | Renamed])
+def test_every_type_reads_itself(cls: Any) -> None:
+    assert faults(schema(cls), schema(cls)) == []
+
+
+def test_a_fault_names_the_place() -> None:
+    assert faults(schema(OtherLines), schema(Lines)) == [
+        ("$.lines[].currency", "missing")
+    ]
+    assert faults(schema(Bounded), schema(Base)) == [("$.number", "maxLength")]
+
+
+@pytest.mark.parametrize(
+    ("reader", "writer", "kinds"),
+    [
+        ({}, {"type": "string"}, []),
+        ({"type": "string"}, {}, ["type"]),
+        (False, {"type": "string"}, ["not allowed"]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}},
+         {"type": "object", "additionalProperties": {"type": "string"}}, ["type"]),
+        ({"type": "object", "additionalProperties": {"type": "integer"}},
+         {"type": "object"}, ["type"]),
+        ({"type": "array", "prefixItems": [{"type": "integer"}]},
+         {"type": "array", "prefixItems": [{"type": "string"}]}, ["type"]),
+        ({"type": "array", "items": {"type": "integer"}}, {"type": "array"}, ["type"]),
+        ({"type": ["string", "null"]}, {"type": "null"}, []),
+        ({"const": 1}, {"enum": [1, 2]}, ["values"]),
+        ({"enum": [1]}, {"type": "integer"}, ["values"]),
+        ({"type": "string", "format": "date"}, {"type": "string"}, ["format"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"type": "string"},
+         ["type"]),
+    ],
+)  # fmt: skip
+def test_where_it_cannot_tell_it_says_no(
+    reader: Any, writer: Any, kinds: list[str]
+) -> None:
+    assert [fault.kind for fault in faults(reader, writer)] == kinds
