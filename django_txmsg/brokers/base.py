@@ -170,6 +170,14 @@ class Broker(abc.ABC):
         only a connection could tell."""
 
     @abc.abstractmethod
+    def unsubscribe(self, topic: str, subscriber: str) -> None:
+        """Delete a durable subscription, and what waits in it. None that is there is
+        no error.
+
+        Raises BrokerError when the broker refuses that, as while it is in use.
+        """
+
+    @abc.abstractmethod
     def check(self) -> list[str]:
         """Return what is wrong with the URL, in words; nothing is connected."""
 

@@ -60,6 +60,9 @@ class DatabaseBroker(Broker):
     def shares_topics(self) -> bool:
         return True
 
+    def unsubscribe(self, topic: str, subscriber: str) -> None:
+        QueueSubscription.objects.db_manager(self.using).remove(topic, subscriber)
+
     def check(self) -> list[str]:
         found = []
         if self.using not in django_settings.DATABASES:

@@ -53,6 +53,13 @@ class StompBroker(Broker):
         dialect = dict(parse_qsl(split_url(self._url).query)).get("dialect")
         return None if dialect is None else dialect == "rabbitmq"
 
+    def unsubscribe(self, topic: str, subscriber: str) -> None:
+        # A name alone ends nothing: it is taken up once more, to be ended for good.
+        session = self.open(subscriber=subscriber)
+        with session:
+            session.subscribe(topic, prefetch=1, subscriber=subscriber)
+            session.end_subscription()
+
     def check(self) -> list[str]:
         try:
             jms.ConnectionFactory(self._url)
@@ -143,6 +150,11 @@ class StompSession(Session):
                 subscription=subscriber if topic else None,
             )
         )
+
+    def end_subscription(self) -> None:
+        """Delete the durable subscription that this session has."""
+        assert self._consumer is not None, "subscribe() first"
+        _asked(partial(self._session.unsubscribe, self._consumer))
 
     def receive(self, timeout: float) -> Delivery | None:
         assert self._consumer is not None, "subscribe() first"

@@ -13,6 +13,9 @@ from django.db.models.functions import Now
 from .claiming import bounds, claim_sql
 from .fields import began_sql, ids_sql, later_sql, later_value, now_sql, prepared
 
+#: Messages of a removed subscription that are deleted in one transaction.
+REMOVED_TOGETHER = 1000
+
 
 def queue_name(destination: str, subscriber: str | None) -> str:
     """Return the queue that a destination's messages lie in; each subscriber of a
@@ -124,12 +127,30 @@ class QueueMessage(models.Model):
         return f"{self.id} in {self.queue}"
 
 
+class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The end of a subscription."""
+
+    def remove(self, topic: str, subscriber: str) -> int:
+        """End a subscription: no more copies for it, and what lies in its queue is
+        deleted, in bounded transactions. Returns how many messages that were."""
+        self.filter(topic=topic, subscriber=subscriber).delete()
+        rows = QueueMessage.objects.db_manager(self.db).filter(
+            queue=queue_name(topic, subscriber)
+        )
+        removed = 0
+        while ids := list(rows.values_list("pk", flat=True)[:REMOVED_TOGETHER]):
+            removed += rows.filter(pk__in=ids).delete()[0]
+        return removed
+
+
 class QueueSubscription(models.Model):
     """A durable subscriber of a topic: its queue gets a copy of every message."""
 
     id = models.BigAutoField(primary_key=True)
     topic = models.CharField(max_length=255)
     subscriber = models.CharField(max_length=255)
+
+    objects: ClassVar[SubscriptionManager] = SubscriptionManager()
 
     class Meta:
         constraints = [

@@ -47,6 +47,7 @@ def of(status: Status) -> list[Alarm]:
         *_nobody_relays(status),
         *_unconsumed(status),
         *_paused(status),
+        *_abandoned(status),
     ]
 
 
@@ -201,6 +202,24 @@ def _paused(status: Status) -> Iterator[Alarm]:
         yield Alarm(
             "warn", "stagestate", "", f"{len(paused) - LINES} more stages are paused."
         )
+
+
+def _abandoned(status: Status) -> Iterator[Alarm]:
+    for one in status.abandoned[:LINES]:
+        waiting = status.queues.get(one.queue, Waiting())
+        yield Alarm(
+            "warn", "outboxmessage", "#queues",
+            f"No stage here has the subscription {one.subscriber} any more",
+            f": it keeps a copy of each message to {one.topic}, "
+            f"{capped(waiting.count)} so far. If the stage is gone for good: manage.py "
+            f"subscriptions remove {one.topic} {one.subscriber}.",
+        )  # fmt: skip
+    more = len(status.abandoned) - LINES
+    if more > 0:
+        yield Alarm(
+            "warn", "outboxmessage", "#queues",
+            f"{more} more subscriptions are of no stage here.",
+        )  # fmt: skip
 
 
 def _who(place: Place, now: dt.datetime) -> str:

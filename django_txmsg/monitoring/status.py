@@ -16,8 +16,9 @@ from ..models import StageState
 from ..models.fields import now_sql, read_instant
 from ..models.queue import queue_name
 from ..stages import all_stages
-from . import attendance, recent
+from . import attendance, recent, subscriptions
 from .attendance import Attendance
+from .subscriptions import Subscription
 from .unconsumed import unconsumed
 from .waiting import (
     CAP,
@@ -68,6 +69,7 @@ class Status:
     unconsumed: dict[str, str] = field(default_factory=dict)
     """The destinations that nobody is known to consume, each with the name that was
     perhaps meant."""
+    subscriptions: list[Subscription] = field(default_factory=list)
     attendance: Attendance = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +142,11 @@ class Status:
         ]
 
     @property
+    def abandoned(self) -> list[Subscription]:
+        """The subscriptions of this service's stages that are here no longer."""
+        return [one for one in self.subscriptions if one.abandoned]
+
+    @property
     def oldest_due(self) -> dt.datetime | None:
         """Since when the oldest message that should go on has been due."""
         ages = (self.outbox, self.parked, self.queued)
@@ -162,6 +169,7 @@ class Status:
             or self.unattended
             or self.unconsumed
             or self.paused
+            or self.abandoned
             or self.left_behind
         )
 
@@ -171,7 +179,7 @@ class Status:
 
 
 def read(using: str = "default") -> Status:
-    """Return the whole picture, in ten queries."""
+    """Return the whole picture, in eleven queries."""
     status = Status(now=clock(using))
     pauses = StageState.objects.using(using).filter(paused_at__isnull=False)
     held = {state.stage: state for state in pauses}
@@ -219,6 +227,7 @@ def read(using: str = "default") -> Status:
         place.known = name in known
         place.workers = serving[name]
     status.queues = in_queues(using, held_queues(held))
+    status.subscriptions = subscriptions.read(using, status.attendance.living)
     return status
 
 

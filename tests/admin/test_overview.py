@@ -188,5 +188,5 @@ def test_the_number_of_queries_is_fixed(
         viewer.get(URL)
 
 
-#: Session, user and permissions 4; status 8 and the clock; the chart 5.
-QUERIES = 19
+#: Session, user and permissions 4; status 9 and the clock; the chart 5.
+QUERIES = 20

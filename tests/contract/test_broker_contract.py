@@ -386,6 +386,24 @@ def test_every_subscriber_of_a_topic_gets_a_copy_also_while_it_is_away(
             assert session.receive(0.3) is None
 
 
+def test_a_subscription_that_was_ended_gets_nothing_more(
+    party: Party, destination: str
+) -> None:
+    topic = f"topic:{destination}"
+    names = [f"{name}-{uuid.uuid4().hex}" for name in ("gone", "stays")]
+    for name in names:
+        party.consumer(topic, subscriber=name).close()
+    party.send(*numbered(topic, 3))
+    party.broker().unsubscribe(topic, names[0])
+    party.broker().unsubscribe(topic, names[0])  # as one that never was
+    party.send(*numbered(topic, 2))
+    for name, count in zip(names, (0, 5), strict=True):
+        with party.consumer(topic, subscriber=name) as session:
+            session.ack(take(session, count))
+            assert session.receive(0.3) is None
+        party.broker().unsubscribe(topic, name)
+
+
 def test_a_topic_does_not_wait_for_who_named_no_subscription(
     party: Party, destination: str
 ) -> None:

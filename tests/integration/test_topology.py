@@ -5,18 +5,29 @@ Services are told apart by TXMSG["SERVICE"] alone, as processes of their own are
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
 from typing import Any
 
 import pytest
+from django.core.management import call_command
+from django.core.management.base import CommandError
 
 from django_txmsg import stages
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import ConfigurationError
-from django_txmsg.models import InboxMessage, OutboxMessage, Worker
+from django_txmsg.models import (
+    InboxMessage,
+    OutboxMessage,
+    QueueMessage,
+    QueueSubscription,
+    Worker,
+    queue,
+)
 from django_txmsg.sending.outbox import send_message
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
@@ -72,6 +83,72 @@ def test_two_services_on_one_topic_send_two_messages_to_a_third(
     assert InboxMessage.objects.filter(stage=MAIL).count() == 4
     for using in consumers.values():
         assert not OutboxMessage.objects.using(using).filter(dead_at__isnull=False)
+
+
+def told(*arguments: str) -> str:
+    """What the command prints."""
+    out = StringIO()
+    call_command(*arguments, stdout=out)
+    return out.getvalue()
+
+
+def test_the_subscription_of_a_stage_that_was_renamed_is_found_and_ended() -> None:
+    with service("billing"):
+        for name in ("billing.old", "billing.new"):
+            with declared(note, TOPIC, name=name) as stage:
+                step(stage)
+        with service("shipping"), declared(note, TOPIC, name="a") as stage:
+            step(stage)
+        send(TOPIC, 1)
+        send(TOPIC, 2)
+        with declared(note, TOPIC, name="billing.new") as stage:
+            lines = told("subscriptions", "list").splitlines()
+            assert lines == [
+                f"{TOPIC} billing.billing.new: 2 waiting",
+                f"{TOPIC} billing.billing.old: 2 waiting, abandoned",
+                f"{TOPIC} shipping.a: 2 waiting",
+            ]
+            listed = json.loads(told("subscriptions", "list", "--json"))
+            assert [one["abandoned"] for one in listed] == [False, True, False]
+            remove = f"subscriptions remove {TOPIC} billing.billing.old"
+            assert remove in told("message_status")
+            with pytest.raises(CommandError, match="declared here"):
+                call_command("subscriptions", "remove", TOPIC, "billing.billing.new")
+            # As during a deployment: it runs where the older code does.
+            old = WorkerFactory(service="billing", stages=["billing.old"])
+            assert "abandoned" not in told("subscriptions", "list")
+            with pytest.raises(CommandError, match="or at work"):
+                call_command(*remove.split())
+            old.delete()
+            call_command(*remove.split(), verbosity=0)
+            assert "subscriptions remove" not in told("message_status")
+            send(TOPIC, 3)
+            assert f"{TOPIC} billing.billing.new: 3" in told("subscriptions", "list")
+    assert not QueueMessage.objects.filter(queue__endswith="old").exists()
+    assert QueueMessage.objects.count() == 6
+
+
+def test_many_messages_of_a_subscription_are_deleted_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queue, "REMOVED_TOGETHER", 2)
+    with txmsg(), declared(note, TOPIC) as stage:
+        step(stage)
+    for number in range(5):
+        send(TOPIC, number)
+    assert QueueSubscription.objects.remove(TOPIC, f"tests.{TOPIC}") == 5
+    assert not QueueMessage.objects.exists()
+    assert not QueueSubscription.objects.exists()
+
+
+def test_a_server_s_subscriptions_are_ended_and_not_listed() -> None:
+    with txmsg(BROKERS={"default": {"URL": "stomp://127.0.0.1:1"}}):
+        with pytest.raises(CommandError, match="is a server"):
+            call_command("subscriptions", "list")
+        with pytest.raises(CommandError, match="It is not removed: "):
+            call_command("subscriptions", "remove", TOPIC, "billing.old")
+    with txmsg(), pytest.raises(CommandError, match="No broker 'none'"):
+        call_command("subscriptions", "list", "--broker", "none")
 
 
 def consume(manage: Manage, name: str, stage: str) -> ManageProcess:

@@ -1,0 +1,96 @@
+"""`manage.py subscriptions`: lists topics' subscriptions, and ends them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from ...brokers import get_broker
+from ...brokers.base import Broker
+from ...errors import BrokerError, ConfigurationError
+from ...monitoring import attendance, status, subscriptions
+from ...monitoring.subscriptions import Subscription
+from ...monitoring.waiting import capped, in_queues
+from ...stages import all_stages
+from ._tables import require_tables
+
+
+class Command(BaseCommand):
+    """Look after the subscriptions that stages leave behind."""
+
+    help = "Lists the embedded broker's subscriptions; ends one, at any broker."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True)
+        listing = actions.add_parser("list", help="who subscribed to what")
+        listing.add_argument("--json", action="store_true")
+        ending = actions.add_parser("remove", help="end one, and delete what waits")
+        ending.add_argument("topic", metavar="TOPIC")
+        ending.add_argument("subscriber", metavar="SUBSCRIBER")
+        for one in (listing, ending):
+            one.add_argument("--broker", default="default", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            broker = get_broker(options["broker"])
+        except ConfigurationError as error:
+            raise CommandError(str(error)) from error
+        if options["action"] == "list":
+            self._list(broker, options["json"])
+        else:
+            self._remove(broker, options["topic"], options["subscriber"])
+
+    def _list(self, broker: Broker, as_json: bool) -> None:
+        using = getattr(broker, "using", None)
+        if using is None:
+            raise CommandError(
+                f"Broker {broker.alias!r} is a server, and only its own tools list its "
+                f"subscriptions: see docs/how-to/several-services.md."
+            )
+        known = self._known(using)
+        waiting = {name: one.count for name, one in in_queues(using).items()}
+        if as_json:
+            told = [
+                {
+                    "topic": one.topic,
+                    "subscriber": one.subscriber,
+                    "waiting": waiting.get(one.queue, 0),
+                    "abandoned": one.abandoned,
+                }
+                for one in known
+            ]
+            self.stdout.write(json.dumps(told, indent=2))
+            return
+        for one in known:
+            lying = capped(waiting.get(one.queue, 0))
+            self.stdout.write(
+                f"{one.topic} {one.subscriber}: {lying} waiting"
+                + (", abandoned" if one.abandoned else "")
+            )
+        if not known:
+            self.stdout.write("Nobody has subscribed to a topic.")
+
+    def _remove(self, broker: Broker, topic: str, subscriber: str) -> None:
+        using = getattr(broker, "using", None)
+        used = [one.subscriber for one in all_stages() if one.subscriber]
+        if using is not None:
+            used += [one.subscriber for one in self._known(using) if one.used]
+        if subscriber in used:
+            raise CommandError(
+                f"{subscriber!r} is the subscription of a stage that is declared here, "
+                f"or at work: it would miss messages. Remove the stage first, and stop "
+                f"the processes that run it."
+            )
+        try:
+            broker.unsubscribe(topic, subscriber)
+        except BrokerError as error:
+            raise CommandError(f"It is not removed: {error}") from error
+        self.stdout.write(f"Removed the subscription {subscriber} to {topic}.")
+
+    def _known(self, using: str) -> list[Subscription]:
+        require_tables(using)
+        living = attendance.read_living(using, status.clock(using)).living
+        return subscriptions.read(using, living)

@@ -1,0 +1,49 @@
+"""Who subscribed to the embedded broker's topics, and whether anybody still reads it.
+
+A subscription is fed from the moment it exists, for ever. That of a stage which was
+renamed or removed grows until somebody ends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .. import conf
+from ..models import QueueSubscription, Worker
+from ..models.queue import queue_name
+from ..stages import all_stages
+
+
+@dataclass(frozen=True)
+class Subscription:
+    """One subscriber of a topic. `abandoned` says that it was a stage of this service
+    that is here no longer; of another service's nobody here can tell."""
+
+    topic: str
+    subscriber: str
+    used: bool
+    abandoned: bool
+
+    @property
+    def queue(self) -> str:
+        """The queue that its copies lie in."""
+        return queue_name(self.topic, self.subscriber)
+
+
+def read(using: str, living: Collection[Worker]) -> list[Subscription]:
+    """Return all subscriptions, in one query. `living` are the processes at work: they
+    may run stages that are not declared here, as during a deployment."""
+    declared = {one.subscriber for one in all_stages() if one.subscriber}
+    served = {f"{one.service}.{stage}" for one in living for stage in one.stages}
+    own = f"{conf.get().SERVICE}."
+    found = []
+    for topic, subscriber in (
+        QueueSubscription.objects.using(using)
+        .order_by("topic", "subscriber")
+        .values_list("topic", "subscriber")
+    ):
+        used = subscriber in declared or subscriber in served
+        ours = subscriber.startswith(own)
+        found.append(Subscription(topic, subscriber, used, ours and not used))
+    return found
