@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, overload
 
 from django.utils.module_loading import import_string
 
-from . import codecs, conf
+from . import codecs, conf, wire
 from .envelope.handler import accepted, bound
 from .envelope.message import Message, check_destination
 from .envelope.redelivery import RedeliveryPolicy
@@ -133,7 +133,7 @@ class Stage:
     @property
     def subscriber(self) -> str | None:
         """The name of the stage's subscription, where its destination is a topic."""
-        if not self.destination.startswith("topic:"):
+        if not wire.is_topic(self.destination):
             return None
         return f"{conf.get().SERVICE}.{self.name}"
 

@@ -169,6 +169,11 @@ def is_control(destination: str) -> bool:
     return destination.endswith(_CONTROL)
 
 
+def is_topic(destination: str) -> bool:
+    """Return whether every subscriber gets what is sent there."""
+    return destination.startswith(TOPIC_PREFIX)
+
+
 def format_instant(instant: dt.datetime) -> str:
     """Return an aware instant as RFC 3339 in UTC, with microseconds."""
     return instant.astimezone(dt.timezone.utc).isoformat(timespec="microseconds")
@@ -183,6 +188,23 @@ def parse_instant(text: str) -> dt.datetime:
     if instant.tzinfo is None:
         raise ValueError(f"instant without a time zone: {text!r}")
     return instant
+
+
+def created(headers: Mapping[str, str]) -> dt.datetime | None:
+    """Return when a message was stored, as far as its sender says so legibly."""
+    return _instant(headers.get(CREATED))
+
+
+def expires(headers: Mapping[str, str]) -> dt.datetime | None:
+    """Return when a message is of no use any more, as far as that is legible."""
+    return _instant(headers.get(EXPIRES))
+
+
+def _instant(text: str | None) -> dt.datetime | None:
+    try:
+        return parse_instant(text) if text else None
+    except ValueError:
+        return None
 
 
 def traceparent(headers: Mapping[str, str]) -> str | None:

@@ -16,7 +16,8 @@ from django.views.decorators.http import require_POST
 
 from ..models import BulkOperation
 from ..models.bulk_operation import BulkKind, BulkState
-from ..monitoring import attendance, status
+from ..models.fields import clock
+from ..monitoring import attendance
 from . import display
 from .addresses import led
 from .audit import audit
@@ -132,7 +133,7 @@ class BulkAdmin(ReadOnlyAdmin):
 
 def _consumed(operation: BulkOperation) -> bool:
     using = operation._state.db or "default"
-    return attendance.read_living(using, status.clock(using)).consumed
+    return attendance.read_living(using, clock(using)).consumed
 
 
 def filter_text(filters: dict[str, Any]) -> str:

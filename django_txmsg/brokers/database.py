@@ -27,6 +27,7 @@ from django.db import Error as AnyDatabaseError
 from django.db.models import Value
 from django.db.models.functions import Now
 
+from .. import wire
 from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, queue_name
@@ -118,7 +119,7 @@ class DatabaseSession(Session):
     ) -> None:
         self._destination = self._queue = destination
         self._prefetch = max(1, prefetch)
-        if destination.startswith("topic:"):
+        if wire.is_topic(destination):
             self._durable = subscriber is not None
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
@@ -208,7 +209,7 @@ class DatabaseSession(Session):
         return None
 
     def _insert(self, batch: Sequence[Outgoing]) -> None:
-        topics = {one.destination for one in batch if one.destination[:6] == "topic:"}
+        topics = {one.destination for one in batch if wire.is_topic(one.destination)}
         subscribers: dict[str, list[str]] = {}
         if topics:
             for topic, name in (

@@ -138,7 +138,7 @@ class StompSession(Session):
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
-        topic = destination.startswith("topic:")
+        topic = wire.is_topic(destination)
         self._destination, self._prefetch = destination, prefetch
         # Where a copy reaches this subscriber alone. Without a name its subscription
         # ends with it: nothing comes again.

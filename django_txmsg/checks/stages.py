@@ -71,7 +71,7 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
             id="txmsg.E008",
         )
         return
-    if not stage.destination.startswith(wire.TOPIC_PREFIX):
+    if not wire.is_topic(stage.destination):
         return
     if stage.policy.mode == "broker":
         yield Error(

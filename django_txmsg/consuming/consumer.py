@@ -20,8 +20,9 @@ from ..brokers import get_broker
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..models import InboxMessage, StageState, Worker
+from ..models.fields import clock
 from ..models.period_count import PERIOD
-from ..monitoring import databases, periods, status
+from ..monitoring import databases, periods
 from ..monitoring.presence import Presence
 from ..sessions.control_thread import ControlThread
 from ..stages import Stage
@@ -212,7 +213,7 @@ class Consumer:
                         self._activity.note()
                     if counting:
                         # Counted now, nobody has to wait for the chart later.
-                        periods.remember(using, status.clock(using))
+                        periods.remember(using, clock(using))
                     breaker.worked()
                 except Exception as error:
                     if not outage.note(using, error):
@@ -266,7 +267,7 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
 def _threads(stage: Stage, wanted: int) -> int:
     """Return in how many threads the stage can be consumed, at most `wanted`: a broker
     that keeps a topic's subscription for one connection refuses all the others."""
-    topic = stage.destination.startswith(wire.TOPIC_PREFIX)
+    topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)
         return 1

@@ -74,7 +74,7 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
         body=body,
         headers=written,
         key=headers.get(wire.KEY),
-        created_at=_instant(headers.get(wire.CREATED)),
+        created_at=wire.created(headers),
         redelivered=came_before(delivery),
         correlation_id=_correlation_id(headers),
         service=headers.get(wire.SERVICE),
@@ -169,7 +169,7 @@ def from_parked(
 
 def expired(message: Message, delivery: Delivery, now: dt.datetime) -> bool:
     """Return whether its sender no longer wants it processed, by the database's now."""
-    until = _instant(delivery.headers.get(wire.EXPIRES))
+    until = wire.expires(delivery.headers)
     return until is not None and until <= now
 
 
@@ -182,12 +182,5 @@ def _correlation_id(headers: Mapping[str, str]) -> str | None:
 def _uuid(text: str) -> uuid.UUID | None:
     try:
         return uuid.UUID(text)
-    except ValueError:
-        return None
-
-
-def _instant(text: str | None) -> dt.datetime | None:
-    try:
-        return wire.parse_instant(text) if text else None
     except ValueError:
         return None

@@ -6,7 +6,6 @@ it (`resolution.py`).
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,7 +53,7 @@ def bury(
         "traceback": failure.traceback,
         "fingerprint": failure.fingerprint,
         "attempts": attempts,
-        "message_created_at": _created(headers),
+        "message_created_at": wire.created(headers),
     }
     letters = DeadLetter.objects.using(using)
     letter: DeadLetter
@@ -108,13 +107,6 @@ def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
         )
 
     return announce_burial
-
-
-def _created(headers: Mapping[str, str]) -> dt.datetime | None:
-    try:
-        return wire.parse_instant(headers[wire.CREATED])
-    except (KeyError, ValueError):
-        return None
 
 
 def _storable(text: str) -> str:

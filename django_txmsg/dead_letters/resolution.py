@@ -59,7 +59,7 @@ def redeliver(
     parked, sent, reset = [], [], []
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
-        topic = letter.destination.startswith(wire.TOPIC_PREFIX)
+        topic = wire.is_topic(letter.destination)
         if row is not None and row.processed_at is not None and not force:
             tally.skipped[letter.pk] = (
                 f"stage {stage!r} has processed message {letter.message_id} in the "

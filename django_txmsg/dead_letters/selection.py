@@ -8,13 +8,14 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from django.db.models import Count, Max, Min, Q, QuerySet
 from django.db.models.functions import Now
 
-from .. import conf
+from .. import conf, wire
 from ..errors import TxmsgError
 from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
@@ -133,7 +134,8 @@ def summary(letters: QuerySet[DeadLetter]) -> Summary:
 
 def _instant(value: Any) -> dt.datetime:
     if isinstance(value, str):
-        value = dt.datetime.fromisoformat(value.replace("Z", "+00:00"))
+        with suppress(ValueError):
+            value = wire.parse_instant(value)
     if not isinstance(value, dt.datetime) or value.tzinfo is None:
         raise TxmsgError(f"Not an instant with a time zone: {value!r}.")
     return value

@@ -109,7 +109,8 @@ def _checked(destination: str) -> str:
         raise InvalidMessage(
             f"The destination {destination[:80]!r} has characters that not every "
             f"broker can carry: use letters, digits, '.', '-' and '_', at most "
-            f"{MAX_NAME_LENGTH} of them, with 'topic:' in front for a topic."
+            f"{MAX_NAME_LENGTH} of them, with {wire.TOPIC_PREFIX!r} in front for a "
+            f"topic."
         )
     return destination
 

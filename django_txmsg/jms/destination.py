@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from .. import wire
 from .errors import InvalidDestinationError
 
 
@@ -21,7 +22,7 @@ class Destination:
 
     def __str__(self) -> str:
         """Write it the way ``parse`` reads it."""
-        return f"topic:{self.name}" if self.is_topic else self.name
+        return f"{wire.TOPIC_PREFIX}{self.name}" if self.is_topic else self.name
 
 
 class Queue(Destination):
@@ -63,8 +64,11 @@ def parse(destination: str | Destination | None) -> Destination:
 
 @lru_cache(1000)
 def _named(destination: str) -> Destination:
-    if destination.startswith(("topic:", "/topic/")):
-        found = Destination(destination[6:].removeprefix("/"), is_topic=True)
+    if wire.is_topic(destination):
+        name = destination.removeprefix(wire.TOPIC_PREFIX).removeprefix("/")
+        found = Destination(name, is_topic=True)
+    elif destination.startswith("/topic/"):
+        found = Destination(destination.removeprefix("/topic/"), is_topic=True)
     else:
         found = Destination(destination.removeprefix("/queue/"))
     return _checked(found, destination)

@@ -10,7 +10,7 @@ import json
 import uuid
 from typing import Any
 
-from django.db import models
+from django.db import connections, models
 
 
 class CurrentXid(models.Func):
@@ -55,6 +55,16 @@ def now_sql(connection: Any) -> str:
     if connection.vendor == "postgresql":
         return "clock_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+
+
+def clock(using: str) -> dt.datetime:
+    """Return the database's present instant."""
+    connection: Any = connections[using]
+    with connection.cursor() as cursor:
+        # With parameters, as everywhere: then `%%` means `%`.
+        cursor.execute(f"SELECT {now_sql(connection)}", [])
+        instant: dt.datetime = read_instant(cursor.fetchone()[0])
+    return instant
 
 
 def began_sql(connection: Any) -> str:

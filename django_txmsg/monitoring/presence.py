@@ -14,8 +14,9 @@ from django.db.models.functions import Now
 from .. import conf
 from ..errors import ConfigurationError
 from ..models import Worker
+from ..models.fields import clock
 from ..upkeep import outage
-from . import attendance, status
+from . import attendance
 
 log = logging.getLogger("django_txmsg.worker")
 
@@ -65,7 +66,7 @@ class Presence:
         found: list[tuple[Worker, set[str]]] = []
 
         def look() -> None:
-            living = attendance.read_living(self._using, status.clock(self._using))
+            living = attendance.read_living(self._using, clock(self._using))
             own = workers.filter(name=self.name).first()
             for one in living.workers:
                 shared = set(one.stages) & set(self._stages)

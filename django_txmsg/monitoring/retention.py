@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import connections, models, transaction
+from django.db import models, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from .. import conf, wire
@@ -28,7 +28,7 @@ from ..models import (
     Worker,
 )
 from ..models.dead_letter import Resolution
-from ..models.fields import now_sql, read_instant
+from ..models.fields import clock
 from ..sessions import control_message
 
 #: Days after which a worker that was killed, and could not say so, is forgotten.
@@ -183,13 +183,8 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
 
 
 def _cutoff(kind: Kind, using: str) -> dt.datetime:
-    connection = connections[using]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {now_sql(connection)}", [])
-        (now,) = cursor.fetchone()
     assert kind.days is not None
-    instant: dt.datetime = read_instant(now) - dt.timedelta(days=kind.days)
-    return instant
+    return clock(using) - dt.timedelta(days=kind.days)
 
 
 def _left(cutoff: dt.datetime) -> Q:

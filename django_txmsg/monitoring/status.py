@@ -13,7 +13,7 @@ from typing import Any
 from django.db import connections
 
 from ..models import StageState
-from ..models.fields import now_sql, read_instant
+from ..models.fields import clock, read_instant
 from ..models.queue import queue_name
 from ..stages import all_stages
 from . import attendance, recent, subscriptions
@@ -248,14 +248,6 @@ def held_queues(paused: Collection[str]) -> set[str]:
         for queue, stages in consumers_of_queues().items()
         if all(name in paused for name in stages)
     }
-
-
-def clock(using: str) -> dt.datetime:
-    """Return the database's present instant."""
-    connection = connections[using]
-    with connection.cursor() as cursor:
-        cursor.execute(f"SELECT {now_sql(connection)}".replace("%%", "%"))
-        return _instant(cursor.fetchone()[0])
 
 
 def open_dead_letters(

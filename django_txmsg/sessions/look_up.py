@@ -16,16 +16,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import OperationalError, connections
-from django.db.models import Count, DateTimeField, Q
-from django.db.models.expressions import RawSQL
+from django.db import OperationalError
+from django.db.models import Count, Q
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from .. import conf, signals
 from ..brokers.base import Delivery
 from ..errors import BrokerError
 from ..models import OutboxMessage, SessionRecord
-from ..models.fields import now_sql
 from ..models.outbox import PENDING
 from ..models.session_record import SessionStatus
 from ..upkeep import outage
@@ -68,17 +67,14 @@ class Pending:
     @classmethod
     def of(cls, using: str, session_id: uuid.UUID) -> Pending:
         """Ask the outbox."""
-        now = RawSQL(  # noqa: S611 - a constant of ours
-            now_sql(connections[using]), (), output_field=DateTimeField()
-        )
-        due = Q(due_at__lte=now)
+        due = Q(due_at__lte=Now())
         found = (
             OutboxMessage.objects.using(using)
             .filter(PENDING, session_id=session_id)
             .aggregate(
                 count=Count("pk"),
                 due=Count("pk", filter=due),
-                leased=Count("pk", filter=due & Q(lease_until__gt=now)),
+                leased=Count("pk", filter=due & Q(lease_until__gt=Now())),
             )
         )
         return cls(**found)

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 from django.db import DatabaseError
 
 from ... import conf
+from ...models.fields import clock
 from ...models.period_count import PERIOD
-from ...monitoring import periods, status
+from ...monitoring import periods
 from ...monitoring.presence import Presence
 from ...sending.scope import handlers_running
 from ...upkeep import outage
@@ -135,7 +136,7 @@ def _count(using: str) -> None:
     if not outage.usable(using):
         return
     try:
-        periods.remember(using, status.clock(using))
+        periods.remember(using, clock(using))
     except DatabaseError as error:
         if not outage.note(using, error):
             log.debug("the charts of database %r are not counted", using, exc_info=True)

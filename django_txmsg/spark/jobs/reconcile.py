@@ -10,6 +10,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import SparkSession
 from pyspark.storagelevel import StorageLevel
 
+from ... import wire
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
@@ -21,7 +22,6 @@ from ..transforms.reconcile import (
     SENT,
     SUMMARY,
     VERDICT,
-    is_a_topic,
     observed,
     reconcile,
     summarise,
@@ -147,7 +147,7 @@ def _declared(log: WholeLog) -> tuple[list[_Subscription], list[_Subscription]]:
     fresh = [
         (one.destination, consumer, now if one.service in services else _EPOCH)
         for one in log.spec.subscriptions
-        if is_a_topic(one.destination)
+        if wire.is_topic(one.destination)
         and (one.destination, consumer := f"{one.service}/{one.stage}") not in pairs
     ]
     return known, fresh

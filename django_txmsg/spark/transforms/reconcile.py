@@ -174,11 +174,6 @@ def observed(received: DataFrame) -> DataFrame:
     )
 
 
-def is_a_topic(destination: str) -> bool:
-    """Whether what is sent to a destination goes to all that listen."""
-    return destination.startswith(wire.TOPIC_PREFIX)
-
-
 def _senders(sent: DataFrame) -> DataFrame:
     """One row a message, whoever stored it again: a replay, a redelivery."""
     return sent.groupBy("message_id", "destination").agg(
