@@ -51,7 +51,7 @@ class Health:
 
 @probe
 def health(request: HttpRequest) -> JsonResponse:
-    """Answer how long the oldest due message has been waiting, and who is at work.
+    """Answer how long the oldest due message has been waiting, and which processes run.
 
     `?fail=late` or `?fail=degraded` answers 503 from that state on already.
     """

@@ -170,11 +170,11 @@ _TEXTS = {
     "stage_muted": "Open dead letters of the stage, of muted errors.",
     "stage_paused": "1 while an operator holds the stage.",
     "stage_workers": "Living processes that run the stage, of those declared here.",
-    "workers": "Processes that have given a sign of life in the last 30 seconds.",
+    "workers": "Processes with a heartbeat in the last 30 seconds.",
     "queue_waiting": "Messages in a queue of the embedded broker.",
     "queue_overdue": "Such messages available for more than two minutes.",
     "queue_oldest_due_age_seconds": "How long the oldest has been available.",
-    "worker_heartbeat_age_seconds": "Since a worker's last sign of life.",
+    "worker_heartbeat_age_seconds": "Since a worker's last heartbeat.",
 }
 
 

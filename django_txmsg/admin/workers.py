@@ -45,7 +45,7 @@ class WorkerAdmin(ReadOnlyAdmin):
 
     @admin.display(description="heartbeat")
     def heartbeat(self, worker: Worker) -> SafeString:
-        """Its last sign of life."""
+        """Its last heartbeat."""
         return format_html("{} ago", display.age(worker.heartbeat_at))
 
     @admin.display(description="running for")

@@ -66,7 +66,7 @@ def relay(alias: str) -> int:
     """Return the same of a relay's."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
-    return lanes + 1 + int(alias == _writes(Worker))  # leases, its sign of life
+    return lanes + 1 + int(alias == _writes(Worker))  # leases, its heartbeat
 
 
 def _writes(model: type[Model]) -> str:

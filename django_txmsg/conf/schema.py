@@ -54,7 +54,7 @@ class ConsumeSettings:
     THROTTLE_PAUSE: float = 1.0
     """Seconds between messages of a throttled stage."""
     HEARTBEAT: float = 5.0
-    """Seconds between a worker's signs of life."""
+    """Seconds between a worker's heartbeats."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class SessionRecord(models.Model):
-    """An outbox session that came to its end. Only where the delay oracle is used."""
+    """An outbox session that has ended. Written only where its commit status is found
+    by waiting."""
 
     session_id = models.UUIDField(primary_key=True)
     status = models.CharField(max_length=16, choices=SessionStatus.choices)

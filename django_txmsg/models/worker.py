@@ -1,4 +1,4 @@
-"""A process that relays or consumes, and its sign of life."""
+"""A process that relays or consumes, and its heartbeat."""
 
 from __future__ import annotations
 

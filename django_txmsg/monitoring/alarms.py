@@ -58,7 +58,7 @@ def _nobody_consumes(status: Status) -> Iterator[Alarm]:
     if not status.attendance.consumed:
         yield Alarm(
             "bad", "worker", "", "No consumer is running.",
-            " No stage is worked on: start manage.py consume.",
+            " No stage is processed: start manage.py consume.",
         )  # fmt: skip
         return
     many = len(unattended) > 1
@@ -133,7 +133,7 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
             f"{capped(newer.count)} message{'s' * many} of stage {place.name} "
             f"need{'s' * (not many)} newer code",
             f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
-            f"after a roll-back, bury what nobody will read.",
+            f"after a roll-back, bury these messages.",
         )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _lost(status: Status) -> Iterator[Alarm]:
         yield Alarm(
             "bad", "worker", "",
             f"The {one.kind} on {one.host} (process {one.pid}) is silent",
-            f": its last sign of life was {ago} ago.",
+            f": its last heartbeat was {ago} ago.",
         )  # fmt: skip
     if len(lost) > LINES:
         yield Alarm(
@@ -168,26 +168,26 @@ def _nobody_relays(status: Status) -> Iterator[Alarm]:
     if not status.attendance.relayed and not status.outbox.overdue:
         yield Alarm(
             "warn", "worker", "", "No relay is running.",
-            " Messages leave after each commit, but none is tried again: start "
-            "manage.py relay.",
+            " Messages are sent right after their commit; failed ones are not retried: "
+            "start manage.py relay.",
         )  # fmt: skip
 
 
 def _unconsumed(status: Status) -> Iterator[Alarm]:
     for name, meant in list(status.unconsumed.items())[:LINES]:
         if name in status.queues and status.queues[name].overdue:
-            continue  # said already, and with more
+            continue  # another alarm says so, in more detail
         yield Alarm(
             "warn", "outboxmessage", f"?destination={quote(name, safe='')}",
             f"No stage here consumes {name}",
             f", to which messages go. Was {meant} meant?" if meant else ", and "
-            'TXMSG["KNOWN_DESTINATIONS"] does not say that anybody else does.',
+            'TXMSG["KNOWN_DESTINATIONS"] names no other consumer.',
         )  # fmt: skip
     if len(status.unconsumed) > LINES:
         yield Alarm(
             "warn", "outboxmessage", "",
-            f"{len(status.unconsumed) - LINES} more destinations are consumed by "
-            f"nobody known", ".",
+            f"{len(status.unconsumed) - LINES} more destinations have no "
+            f"known consumer", ".",
         )  # fmt: skip
 
 

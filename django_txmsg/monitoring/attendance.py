@@ -1,4 +1,4 @@
-"""Who is at work: which processes give signs of life, and what nobody works on."""
+"""Which processes run, by their heartbeats, and which stages no process runs."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class Attendance:
 
 
 def read(using: str, now: dt.datetime) -> Attendance:
-    """Return who has been at work lately, in one query."""
+    """Return the processes with a recent heartbeat, in one query."""
     rows: Any = Worker.objects.using(using).order_by("-heartbeat_at")[:MOST]
     return Attendance(now, sorted(rows, key=lambda one: (one.kind, one.name)))
 
 
 def read_living(using: str, now: dt.datetime) -> Attendance:
-    """Return who is at work, without those that fell silent."""
+    """Return the living processes, without the silent ones."""
     living = Q(heartbeat_at__gte=now - SILENT)
     return Attendance(now, list(Worker.objects.using(using).filter(living)[:MOST]))

@@ -1,4 +1,4 @@
-"""A process's row in the table of workers, and its sign of life."""
+"""A process's row in the table of workers, and its heartbeat."""
 
 from __future__ import annotations
 

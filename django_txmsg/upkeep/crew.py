@@ -1,7 +1,7 @@
 """The threads of one process, each of which has to last as long as the process works.
 
 A thread that ends by an error is noticed: the process stops as on a signal, and ends
-with that error. A process that limps on, with a sign of life and without one of its
+with that error. A process that limps on, with a heartbeat and without one of its
 threads, would never be restarted.
 """
 

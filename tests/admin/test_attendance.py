@@ -43,7 +43,7 @@ def test_nobody_at_work_is_not_well(
     assert "No consumer is running." in page
     assert "No relay is running." in page
     text, code = told()
-    assert "No consumer is running. No stage is worked on" in text
+    assert "No consumer is running. No stage is processed" in text
     assert ("All is well." in text, code) == (False, 0)
     assert viewer.get(HEALTH).json() == {
         "status": "degraded",
@@ -221,7 +221,7 @@ def test_without_a_database_probes_are_a_503(
         ((), "mails.confirmed", ""),
         ((), "billing.pay", ""),
         (["billing.*"], "billing.pay", ""),
-        (["billing.*"], "shipping.send", "does not say that anybody else does"),
+        (["billing.*"], "shipping.send", "names no other consumer"),
     ],
 )
 def test_a_destination_that_nobody_is_known_to_consume_is_told_of(

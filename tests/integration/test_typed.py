@@ -286,8 +286,7 @@ def test_after_a_quarter_of_an_hour_somebody_is_told() -> None:
         told = [str(one) for one in alarms.of(picture) if "newer code" in one.what]
         assert told == [
             "1 message of stage tests.place needs newer code: shop.PlaceOrder version "
-            "2, for 16 min. Deploy it; or, after a roll-back, bury what nobody will "
-            "read."
+            "2, for 16 min. Deploy it; or, after a roll-back, bury these messages."
         ]
         with pytest.raises(SystemExit):
             call_command("message_status")
