@@ -1,4 +1,4 @@
-"""`manage.py txmsg contracts export|check`: the contract, written and compared."""
+"""`manage.py txmsg contracts export|check|bury`: written, compared, and rolled back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from ..contracts import backlog, committed, comparison, document
+from ..dead_letters.unread import bury_unread
 from ..errors import ConfigurationError
 
 
@@ -24,6 +25,9 @@ class Command(BaseCommand):
         check = actions.add_parser(
             "check", help="Exit 1 when a change breaks somebody."
         )
+        bury = actions.add_parser("bury", help="Bury what needs newer code.")
+        bury.add_argument("--stage", default="", help="Of this stage alone.")
+        bury.add_argument("--database", metavar="ALIAS", default="default")
         for action in (export, check):
             action.add_argument(
                 "file",
@@ -40,6 +44,9 @@ class Command(BaseCommand):
         try:
             if options["action"] == "export":
                 self._export(options["file"])
+            elif options["action"] == "bury":
+                buried = bury_unread(options["database"], options["stage"])
+                self.stdout.write(f"Buried {buried} messages that need newer code.")
             else:
                 self._check(options)
         except ConfigurationError as error:

@@ -292,6 +292,31 @@ def test_after_a_quarter_of_an_hour_somebody_is_told() -> None:
             call_command("message_status")
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_after_a_roll_back_an_operator_buries_what_nobody_will_read(
+    named: bool,
+) -> None:
+    with declared(first, name="tests.place") as stage:
+        sent = [send(stage.destination, ORDER) for _ in range(3)]
+        step(stage, times=3)
+        destination = stage.destination
+        InboxMessage.objects.filter(message_id=sent[0].id).update(
+            lease_token=sent[0].id, lease_until=ago(minutes=-5)
+        )
+        arguments = ["--stage", "tests.place"] if named else []
+        call_command("txmsg", "contracts", "bury", "--stage", "tests.other")
+        assert DeadLetter.objects.count() == 0
+        call_command("txmsg", "contracts", "bury", *arguments)
+
+    letters = DeadLetter.objects.filter(reason="needs_newer_code", attempts=0)
+    assert {letter.message_id for letter in letters} == {sent[1].id, sent[2].id}
+    # It is redelivered to the code that reads it.
+    with declared(second, destination, name="tests.place") as stage:
+        bulk.finish(bulk.start("redeliver", {}))
+        step(stage, times=3)
+    assert got == [ORDER, ORDER]
+
+
 def test_draining_leaves_what_is_too_new() -> None:
     with declared(first, name="tests.place") as stage, txmsg():
         with transaction.atomic():

@@ -1,0 +1,65 @@
+"""After a roll-back: burying messages that wait for code which nobody will deploy."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+
+from django.db import transaction
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from ..envelope.failure import Failure
+from ..models import InboxMessage
+from ..stages import all_stages
+from . import burial
+
+#: The reason of such dead letters.
+REASON = "needs_newer_code"
+_BATCH = 100
+
+
+def bury_unread(using: str, stage: str = "") -> int:
+    """Make dead letters of the parked messages that need newer code, of one stage or of
+    all, in bounded transactions; return how many. Redelivered, they wait as before."""
+    waiting = (
+        InboxMessage.objects.using(using)
+        .filter(due_at__isnull=False, needs_version__isnull=False)
+        .filter(Q(lease_until=None) | Q(lease_until__lt=Now()))
+        .order_by("id")
+    )
+    if stage:
+        waiting = waiting.filter(stage=stage)
+    brokers = {one.name: one.broker for one in all_stages()}
+    buried, last = 0, 0
+    while found := list(waiting.filter(pk__gt=last)[:_BATCH]):
+        last = found[-1].pk
+        with transaction.atomic(using=using):
+            for row in found:
+                # Whoever reads it may have come and claimed it.
+                token = uuid.uuid4()
+                held = {"lease_token": token, "lease_until": Now() + _LEASE}
+                if waiting.filter(pk=row.pk).update(**held):
+                    _bury(row, token, using, brokers.get(row.stage, "default"))
+                    buried += 1
+    return buried
+
+
+_LEASE = dt.timedelta(minutes=1)
+
+
+def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
+    rows = InboxMessage.objects.db_manager(using)
+    rows.mark_dead(row.pk, row.last_error, token)
+    burial.bury(
+        using=using,
+        message_id=row.message_id,
+        stage=row.stage,
+        broker=broker,
+        destination=row.destination,
+        headers=row.headers or {},
+        body=bytes(row.body or b""),
+        reason=REASON,
+        failure=Failure.because(REASON, row.last_error),
+        attempts=row.attempts,
+    )
