@@ -34,8 +34,9 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
-from .factory import ConnectionFactory, Options
+from .factory import ConnectionFactory
 from .message import DeliveryMode, Message
+from .options import Options
 from .producer import MessageProducer
 from .restrictions import Policy
 from .session import Session

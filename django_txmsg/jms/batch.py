@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from . import destination as destinations
-from .delivery import DEFAULT, Encoded, encode_message
+from .delivery import DEFAULT, Encoded
+from .destination import Destination
 from .errors import (
     ConnectionLostError,
+    MessageFormatError,
     MessagingError,
     SendHeldBackError,
     SendRejectedError,
@@ -26,38 +26,14 @@ from .errors import (
     TransactionInDoubtError,
     TransactionRolledBackError,
 )
-from .ledger import Entry
+from .ledger import Pending
+from .message import Message
+from .sending import SendingSession
 from .transaction import Transaction
-
-if TYPE_CHECKING:
-    from .destination import Destination
-    from .message import Message
-    from .session import Session
 
 Outcomes = list[MessagingError | None]
 #: Below this a transaction costs more than the receipts it saves.
 _WORTH_A_TRANSACTION = 4
-
-
-class BatchSend(Entry):
-    """One message of a batch sent with a receipt of its own."""
-
-    __slots__ = ("_batch", "_index")
-
-    is_send = True
-
-    def __init__(self, what: str, deadline: float, batch: Receipts, index: int) -> None:
-        """Know which outcome of the batch this is."""
-        super().__init__(what, deadline)
-        self._batch = batch
-        self._index = index
-
-    def settled(self) -> None:
-        """Note the outcome; the last one wakes the sender."""
-        self._batch.outcomes[self._index] = self.error
-        self._batch.missing -= 1
-        if not self._batch.missing:
-            self._batch.complete.set()
 
 
 class Receipts:
@@ -65,13 +41,24 @@ class Receipts:
 
     def __init__(self, outcomes: Outcomes, missing: int) -> None:
         """Write into the outcomes."""
-        self.outcomes = outcomes
-        self.missing = missing
+        self._outcomes = outcomes
+        self._missing = missing
         self.complete = threading.Event()
+
+    def pending(self, what: str, timeout: float, index: int) -> Pending:
+        """Make the pending frame of one message; the last outcome wakes the sender."""
+
+        def settled(pending: Pending) -> None:
+            self._outcomes[index] = pending.error
+            self._missing -= 1
+            if not self._missing:
+                self.complete.set()
+
+        return Pending(what, timeout, settled, is_send=True)
 
 
 def send(
-    session: Session,
+    session: SendingSession,
     messages: Sequence[tuple[str | Destination, Message]],
     timeout: float,
     *,
@@ -83,8 +70,10 @@ def send(
     encoded: list[tuple[int, Encoded]] = []
     for index, (destination, message) in enumerate(messages):
         try:
+            if not isinstance(message, Message):
+                raise MessageFormatError(f"Send a jms.Message, not {message!r}.")
             target = destinations.parse(destination)
-            encoded.append((index, encode_message(session, target, message, DEFAULT)))
+            encoded.append((index, session.encode(target, message, DEFAULT)))
         except MessagingError as error:
             rejected = SendRejectedError(f"{message!r} was not sent: {error}")
             rejected.__cause__ = error
@@ -144,7 +133,7 @@ def _unspoilt(
 
 
 def _parts(
-    session: Session, encoded: list[tuple[int, Encoded]], *, one_by_one: bool
+    session: SendingSession, encoded: list[tuple[int, Encoded]], *, one_by_one: bool
 ) -> Iterator[list[tuple[int, Encoded]]]:
     """Cut into parts that fit the window in messages and bytes."""
     most = 1 if one_by_one else max(session.max_in_flight, 1000)
@@ -165,37 +154,34 @@ def _parts(
 
 
 def _with_receipts(
-    session: Session,
+    session: SendingSession,
     part: list[tuple[int, Encoded]],
     outcomes: Outcomes,
     timeout: float,
 ) -> None:
     link = session.link
     receipts = Receipts(outcomes, len(part))
-    deadline = time.monotonic() + timeout
     entries = []
     for index, one in part:
         what = f"message {one.provided.message_id}"
-        entry = BatchSend(what, deadline, receipts, index)
+        entry = receipts.pending(what, timeout, index)
         entry.receipt = link.ledger.new_receipt()
         entries.append((one.frame(entry.receipt), entry))
-    with link.lock:
+    with link.lock, link.whole:
         try:
             link.check_alive()
         except MessagingError as error:
             for index, _ in part:
                 outcomes[index] = error
             return
-        put = link.writer.put_now if len(entries) == 1 else link.writer.put
         for frame, entry in entries:
-            link.ledger.reserve(entry)
-            put(frame, entry)
+            link.put(frame, entry, at_once=len(entries) == 1)
     while not receipts.complete.wait(1.0):
         pass
 
 
 def _in_transaction(
-    session: Session,
+    session: SendingSession,
     part: list[tuple[int, Encoded]],
     outcomes: Outcomes,
     timeout: float,
@@ -207,7 +193,7 @@ def _in_transaction(
     data = b"".join([one.frame(transaction=name) for _, one in part])
     error: MessagingError
     try:
-        with link.lock:
+        with link.lock, link.whole:
             link.check_alive()
             transaction.begin()
             transaction.loose(data)

@@ -1,29 +1,52 @@
 """Telling the sender what became of an asynchronous send.
 
 Hop 4 of a message. A listener, or a future, is told once per accepted send, in the
-order of the session's sends, one at a time per session, on a thread of a shared pool
-that is neither the sender's nor the connection's. While it runs, a marker tells which
-producer's callback this is, so that it cannot wait for itself.
+order of the session's sends, one at a time per session, on a thread of a pool that is
+neither the sender's nor the connection's. While it runs, a mark on its thread tells
+whose callback this is, so that it cannot wait for itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
+from . import pool
 from .errors import IllegalStateError, MessagingError
+from .message import Message
 
-if TYPE_CHECKING:
-    from .message import Message
-    from .producer import MessageProducer
+#: Of the thread, not of the context, which event loops and threads inherit: what is
+#: scheduled from a callback does not run in it.
+_this_thread = threading.local()
 
-#: The producer whose callback the current context runs, if any.
-running_for: ContextVar[MessageProducer | None] = ContextVar(
-    "django_txmsg_jms_running_for", default=None
-)
+
+@contextlib.contextmanager
+def running(scope: tuple[object, ...]) -> Iterator[None]:
+    """Run a callback of these objects: of its link, session, producer."""
+    before = getattr(_this_thread, "scope", ())
+    _this_thread.scope = scope
+    try:
+        yield
+    finally:
+        _this_thread.scope = before
+
+
+def is_running_for(thing: object) -> bool:
+    """Return whether this thread runs a callback of the object."""
+    return any(one is thing for one in getattr(_this_thread, "scope", ()))
+
+
+def refuse_own(thing: object, what: str) -> None:
+    """Raise ``IllegalStateError`` in a callback of the object."""
+    if is_running_for(thing):
+        raise IllegalStateError(
+            f"A completion callback cannot {what}: it would wait for itself. Do it "
+            "from another thread."
+        )
 
 
 @runtime_checkable
@@ -83,10 +106,10 @@ class CompletionFuture(Future["Message"]):
     ``cancel()`` succeeds only while the frame has not been written.
     """
 
-    def __init__(self, producer: MessageProducer) -> None:
-        """Belong to the producer whose ``submit`` made it."""
+    def __init__(self, session: object) -> None:
+        """Belong to the session that it is a send of."""
         super().__init__()
-        self._producer = producer
+        self._session = session
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
@@ -111,12 +134,7 @@ class CompletionFuture(Future["Message"]):
         return self._withdraw() and super().cancel()
 
     def _refuse_own_callback(self) -> None:
-        own = running_for.get()
-        if (
-            own is not None
-            and own.session is self._producer.session
-            and not self.done()
-        ):
+        if not self.done() and is_running_for(self._session):
             raise IllegalStateError(
                 "A completion callback waits for a later send of its own session, "
                 "whose callback cannot run before this one returns."
@@ -125,12 +143,14 @@ class CompletionFuture(Future["Message"]):
     def result(self, timeout: float | None = None) -> Message:
         """Wait for the outcome; raise the send's error."""
         self._refuse_own_callback()
-        return super().result(timeout)
+        with pool.waiting():
+            return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the outcome; return the send's error, if any."""
         self._refuse_own_callback()
-        return super().exception(timeout)
+        with pool.waiting():
+            return super().exception(timeout)
 
     def __await__(self) -> Generator[Any, None, Message]:
         """Wait on the running event loop, without blocking it."""

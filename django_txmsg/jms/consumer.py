@@ -6,12 +6,13 @@ here, so the local buffer is bounded, and the reader thread only ever appends to
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from .closing import Closing
 from .destination import Destination
@@ -19,13 +20,14 @@ from .errors import (
     ConnectionLostError,
     IllegalStateError,
     MessagingError,
+    RequestRejectedError,
     UnsupportedOperationError,
 )
-from .frames import Frame
+from .frames import Frame, encode
+from .link import Link
 from .message import Message
 
-if TYPE_CHECKING:
-    from .session import Session
+logger = logging.getLogger("django_txmsg.jms.consumer")
 
 
 class AckMode(Enum):
@@ -42,13 +44,17 @@ class MessageConsumer(Closing):
 
     def __init__(
         self,
-        session: Session,
+        link: Link,
         destination: Destination,
         prefetch: int,
         subscription: str | None,
         selector: str | None,
+        *,
+        on_received: Callable[[Message], None],
+        on_closed: Callable[[MessageConsumer], None],
     ) -> None:
-        """Check what was asked for; ``subscribe`` talks to the broker."""
+        """Check what was asked for; ``subscribe`` talks to the broker. The session
+        hears of what is received, and of the end."""
         if prefetch < 1:
             raise ValueError(
                 "prefetch is at least 1: with 0 a broker delivers nothing."
@@ -57,7 +63,6 @@ class MessageConsumer(Closing):
             raise UnsupportedOperationError(
                 "Only a topic has named subscriptions; a queue keeps messages anyway."
             )
-        link = session.link
         if (
             subscription is not None
             and link.dialect.durable_needs_client_id
@@ -67,7 +72,9 @@ class MessageConsumer(Closing):
                 f"A durable subscription on {link.dialect.name} belongs to a "
                 "client id. Give the factory one: stomp://host?client_id=NAME."
             )
-        self.session = session
+        self._link = link
+        self._on_received = on_received
+        self._on_closed = on_closed
         self.destination = destination
         self.prefetch = prefetch
         self.subscription = subscription
@@ -80,24 +87,30 @@ class MessageConsumer(Closing):
 
     def subscribe(self, timeout: float | None = None) -> None:
         """Ask the broker for deliveries; raise its refusal."""
-        link = self.session.link
+        link = self._link
         headers = link.dialect.subscribe_headers(
             self.destination, self.prefetch, self.subscription
         )
         headers |= {"id": self.subscription_id, "ack": "client-individual"}
         if self.selector is not None:
             headers["selector"] = self.selector
-        link.register(self)
+        link.route(self.subscription_id, self.deliver, self.arrived)
         what = f"the subscription to {self.destination}"
         try:
             link.ask("SUBSCRIBE", headers, timeout=timeout, what=what).wait()
-        except MessagingError:
-            link.unregister(self)
+        except BaseException as error:
+            link.unroute(self.subscription_id)
+            if not isinstance(error, RequestRejectedError):
+                # The broker may have it all the same, and deliver to nobody.
+                with contextlib.suppress(MessagingError):
+                    link.post(encode("UNSUBSCRIBE", self._end()))
             raise
 
     def deliver(self, frame: Frame) -> None:
         """Buffer a delivery; on the reader thread, with the lock held."""
-        self._buffer.append(Message.received(frame, self))
+        self._buffer.append(
+            Message.received(frame, self.subscription_id, self.destination)
+        )
         self.arrived.notify()
 
     def receive(self, timeout: float | None = None) -> Message | None:
@@ -107,7 +120,8 @@ class MessageConsumer(Closing):
         then is the broker's again, and comes to the next connection.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
-        link = self.session.link
+        link = self._link
+        link.refuse_inside()
         link.check_alive()
         with self.arrived:
             while True:
@@ -122,7 +136,7 @@ class MessageConsumer(Closing):
                 if left is not None and left <= 0:
                     return None
                 self.arrived.wait(left)
-        self.session.note_received(message)
+        self._on_received(message)
         return message
 
     def receive_nowait(self) -> Message | None:
@@ -145,10 +159,11 @@ class MessageConsumer(Closing):
                     f"The consumer of {message!r} is closed; the broker delivers the "
                     "message again."
                 )
-            if self._unsettled.pop(message.ack_id, None) is None:
+            if self._unsettled.get(message.ack_id) is not message:
                 raise IllegalStateError(
                     f"{message!r} is acknowledged already, or was taken back."
                 )
+            del self._unsettled[message.ack_id]
 
     def forget(self, message: Message) -> None:
         """Note that a committed transaction has acknowledged a message."""
@@ -170,12 +185,27 @@ class MessageConsumer(Closing):
         """Deliveries that arrived and were not received yet."""
         return len(self._buffer)
 
+    def __repr__(self) -> str:
+        """Name where it receives from."""
+        return f"<MessageConsumer of {self.destination}>"
+
     def close(self, *, delete_subscription: bool = False) -> None:
         """Take no more deliveries; what was not acknowledged is delivered again.
 
-        ActiveMQ does that at once, RabbitMQ when the connection ends.
+        ActiveMQ does that at once, RabbitMQ when the connection ends. A broker that
+        refuses to end the subscription, or does not answer, is only logged: its
+        connection's end will do. Raised is why a durable subscription is not deleted.
         """
-        link = self.session.link
+        try:
+            self._close(delete=delete_subscription)
+        except MessagingError as error:
+            if delete_subscription or isinstance(error, IllegalStateError):
+                raise
+            logger.warning("%r is closed all the same: %s", self, error)
+
+    def _close(self, *, delete: bool) -> None:
+        link = self._link
+        link.refuse_inside()
         if link.inherited:
             return
         with self.arrived:
@@ -184,24 +214,26 @@ class MessageConsumer(Closing):
             self._closed = True
             self._buffer.clear()
             self.arrived.notify_all()
-        self.session.consumer_closed(self)
+        self._on_closed(self)
         try:
             if not link.closed and link.error is None:
-                self._unsubscribe(delete=delete_subscription)
+                self._unsubscribe(delete=delete)
         except ConnectionLostError:
             pass  # which ends the subscription as well
         finally:
-            link.unregister(self)
+            link.unroute(self.subscription_id)
+
+    def _end(self) -> dict[str, str]:
+        address = self._link.dialect.address(self.destination)
+        return {"id": self.subscription_id, "destination": address}
 
     def _unsubscribe(self, *, delete: bool) -> None:
-        dialect = self.session.link.dialect
+        timeout = None if delete else self._link.options.close_timeout
+        dialect = self._link.dialect
         durable = (
             dialect.durable_headers(self.subscription) if self.subscription else {}
         )
-        end = {
-            "id": self.subscription_id,
-            "destination": dialect.address(self.destination),
-        }
+        end = self._end()
         if not (delete and durable):
             frames = [end]
         elif dialect.deletes_durable_while_in_use:
@@ -210,4 +242,4 @@ class MessageConsumer(Closing):
             frames = [end, end | durable]
         what = f"ending the subscription to {self.destination}"
         for headers in frames:
-            self.session.link.ask("UNSUBSCRIBE", headers, what=what).wait()
+            self._link.ask("UNSUBSCRIBE", headers, timeout=timeout, what=what).wait()

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import completion, restrictions
 from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
+from .connection import Connection
+from .consumer import AckMode, MessageConsumer
 from .destination import Destination
 from .message import DeliveryMode, Message
-
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .consumer import AckMode, MessageConsumer
 
 
 class ContextProducer:
@@ -39,7 +37,8 @@ class ContextProducer:
         if listener is None:
             self._listener = None
         else:
-            restrictions.check(self._context.session.link.options)
+            options = self._context.session.link.options
+            restrictions.check(options.in_atomic, options.on_event_loop)
             self._listener = completion.as_listener(listener)
         return self
 

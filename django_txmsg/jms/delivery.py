@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import random
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING
 
 from . import frames
+from .destination import Destination
+from .dialects import Dialect
 from .errors import MessageFormatError, UnsupportedOperationError
 from .message import (
     ID_HEADER,
@@ -21,12 +23,7 @@ from .message import (
     DeliveryMode,
     Message,
     Provided,
-    encode_body,
 )
-
-if TYPE_CHECKING:
-    from .destination import Destination
-    from .session import Session
 
 _MILLISECOND = timedelta(milliseconds=1)
 
@@ -92,22 +89,29 @@ class Encoded:
 
 
 def encode_message(
-    session: Session, target: Destination, message: Message, delivery: Delivery
+    target: Destination,
+    message: Message,
+    delivery: Delivery,
+    *,
+    dialect: Dialect,
+    address_lines: Callable[[Destination], bytes],
+    transacted: bool,
 ) -> Encoded:
-    """Encode a message for one destination of the session's broker.
+    """Encode a message for one destination of a broker. ``address_lines`` makes the
+    header lines that name a destination.
 
     Raises ``InvalidDestinationError``, ``MessageFormatError``,
     ``MessageNotAccessibleError`` or ``UnsupportedOperationError``.
     """
     application = message.headers
-    dialect = session.link.dialect
     if not RESERVED_HEADERS.isdisjoint(application):
         names = ", ".join(sorted(RESERVED_HEADERS.intersection(application)))
         raise MessageFormatError(
-            f"Headers {names} belong to the protocol; rename them in the message."
+            f"Headers {names} belong to the protocol; rename them in the message. To "
+            "send on what was received, send its copy()."
         )
     dialect.check_headers(application)
-    body, content_type = encode_body(message.body)
+    body, content_type = message.encoded()
     now = datetime.now(timezone.utc)
     message_id = application.get(ID_HEADER) or message._provided.message_id or new_id()
     headers = {**application, ID_HEADER: message_id}
@@ -123,7 +127,7 @@ def encode_message(
             left = delivery.time_to_live // _MILLISECOND
             headers |= dialect.expiry_headers(int(now.timestamp() * 1000), left)
         if held := delivery.delay // _MILLISECOND:
-            via, held_by = dialect.delayed(target, held, transacted=session.transacted)
+            via, held_by = dialect.delayed(target, held, transacted=transacted)
             if delivery.time_to_live and dialect.time_to_live_header in held_by:
                 raise UnsupportedOperationError(
                     f"{dialect.name} delays a message by letting it expire: it cannot "
@@ -131,7 +135,7 @@ def encode_message(
                 )
             headers |= held_by
     head = b"%s%scontent-length:%d\n%s" % (
-        session.address_lines(via),
+        address_lines(via),
         dialect.mode_header(persistent=delivery.mode is DeliveryMode.PERSISTENT),
         len(body),
         frames.header_lines(headers.items()),

@@ -1,6 +1,6 @@
 """Every frame that waits for the broker's answer, and what came of it.
 
-Hop 4 of a message. An entry is settled exactly once - acknowledged, rejected or
+Hop 4 of a message. A pending frame is settled exactly once - acknowledged, rejected or
 unknown - by a receipt, an ERROR frame, its deadline or the loss of the connection,
 whichever comes first; everything later about it is counted and ignored. All methods
 are called with the connection's lock held.
@@ -12,6 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol
 
 from .errors import (
     ConnectionLostError,
@@ -24,7 +25,7 @@ from .errors import (
 
 
 class State(IntEnum):
-    """Where an entry is; from ACKED on it is settled."""
+    """Where a frame is; from ACKED on it is settled."""
 
     QUEUED = 0
     ON_WIRE = 1
@@ -34,30 +35,63 @@ class State(IntEnum):
     CANCELLED = 5
 
 
-class Entry:
-    """A frame with a receipt, and who waits for it. Subclasses are told the outcome."""
+class Owner(Protocol):
+    """A transaction, as far as its frames' answers concern it."""
 
-    __slots__ = ("deadline", "error", "owner", "receipt", "sequence", "state", "what")
+    @property
+    def committing(self) -> Pending | None:
+        """The COMMIT frame, once it is queued."""
 
-    #: Whether the frame carries a message, which decides the class of its error.
-    is_send = False
+    def spoil(self, said: str) -> None:
+        """Take an ERROR frame that can only be for one of its frames."""
 
-    def __init__(self, what: str, deadline: float, owner: object = None) -> None:
-        """Describe the frame for error texts; ``owner`` is its transaction, if any."""
+    def fail(self, error: MessagingError) -> None:
+        """Learn that one of its frames has failed."""
+
+
+class Pending:
+    """A frame with a receipt, and who is told what came of it."""
+
+    __slots__ = (
+        "deadline", "error", "is_send", "on_settled", "owner", "receipt", "sequence",
+        "since", "state", "timeout", "what", "written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        what: str,
+        timeout: float,
+        on_settled: Callable[[Pending], None],
+        *,
+        is_send: bool = False,
+        owner: Owner | None = None,
+    ) -> None:
+        """``what``: for error texts. ``timeout``: seconds from its queuing on.
+        ``on_settled`` is called once, with the lock held: no I/O, no user code.
+        ``is_send``: whether it carries a message, which decides the class of its
+        error. ``owner``: its transaction, if any."""
         self.what = what
-        self.deadline = deadline
+        self.timeout = timeout
+        self.on_settled = on_settled
+        self.is_send = is_send
         self.owner = owner
+        self.since = 0.0
+        self.deadline = float("inf")
         self.state = State.QUEUED
         self.error: MessagingError | None = None
         self.receipt = b""
         self.sequence = 0
+        #: Whether it may have left this process, known once it is settled.
+        self.written = False
 
-    def settled(self) -> None:
-        """React to the outcome, with the lock held: no I/O, no user code."""
+    @property
+    def settled(self) -> bool:
+        """Whether it has its outcome."""
+        return self.state >= State.ACKED
 
 
 class Ledger:
-    """The entries of one connection, in the order of their sending."""
+    """The pending frames of one connection, in the order of their sending."""
 
     def __init__(self, epoch: int, describe: Callable[[], str]) -> None:
         """``epoch`` makes receipt ids of different connections differ."""
@@ -66,45 +100,52 @@ class Ledger:
         self._describe = describe
         self._sequence = 0
         # Frames without a receipt, not yet known to be handled: (sequence, owner).
-        self._loose: deque[tuple[int, object]] = deque()
-        self.open: dict[bytes, Entry] = {}
+        self._loose: deque[tuple[int, Owner | None]] = deque()
+        self.open: dict[bytes, Pending] = {}
         self.next_deadline = float("inf")
         #: Transactions refused for a reason that is still to come.
-        self.refused: list[object] = []
+        self.refused: list[Owner | None] = []
         # A reason that came between a barrier's receipt and the COMMIT after it, and
         # how many frames there were until then.
         self._unclaimed = (-1, "")
         #: Receipts and errors for nobody: late, repeated, or of another connection.
         self.ignored = 0
-        #: Sends in a row that found no answer in time.
+        #: Written frames in a row that found no answer in time, ...
         self.timeouts_in_a_row = 0
+        #: ... and since when the broker has answered nothing.
+        self.silent_since = 0.0
 
     def new_receipt(self) -> bytes:
         """Make a receipt id nobody had; needs no lock."""
         return b"%s%d" % (self._prefix, next(self._receipts))
 
-    def reserve(self, entry: Entry) -> None:
-        """Enter a frame that is about to be queued."""
+    def reserve(self, entry: Pending, now: float) -> None:
+        """Enter a frame that is about to be queued: its time begins."""
         self._sequence += 1
+        entry.since = now
+        entry.deadline = now + entry.timeout
         entry.sequence = self._sequence
         self.open[entry.receipt] = entry
         self.next_deadline = min(self.next_deadline, entry.deadline)
 
-    def note_loose(self, owner: object = None) -> None:
+    def note_loose(self, owner: Owner | None = None) -> None:
         """Enter a frame, or frames of one owner, that ask for no receipt."""
         self._sequence += 1
         if self._loose and self._loose[-1][1] is owner:
             self._loose.pop()  # a consumer that only ever acknowledges adds up to one
         self._loose.append((self._sequence, owner))
 
-    def settle(self, entry: Entry, state: State, error: MessagingError | None) -> bool:
+    def settle(
+        self, entry: Pending, state: State, error: MessagingError | None
+    ) -> bool:
         """Give the entry its outcome, unless it has one: the only place that does."""
-        if entry.state >= State.ACKED:
+        if entry.settled:
             return False
         self.open.pop(entry.receipt, None)
+        entry.written = entry.state is not State.QUEUED
         entry.state = state
         entry.error = error
-        entry.settled()
+        entry.on_settled(entry)
         return True
 
     def receipt(self, receipt: bytes) -> None:
@@ -154,18 +195,18 @@ class Ledger:
             self._spoil(open_owners or loose_owners, said)
         )
 
-    def _spoil(self, owners: list[object], said: str) -> int:
+    def _spoil(self, owners: list[Owner | None], said: str) -> int:
         """Make the transactions among the owners roll back; return their number."""
-        spoilt = {id(owner): owner for owner in owners if hasattr(owner, "spoil")}
+        spoilt = {id(owner): owner for owner in owners if owner is not None}
         for owner in spoilt.values():
             owner.spoil(said)
         return len(spoilt)
 
-    def _reject(self, entry: Entry, said: str) -> None:
+    def _reject(self, entry: Pending, said: str) -> None:
         kind = SendRejectedError if entry.is_send else RequestRejectedError
         text = f"{self._describe()} refused {entry.what}: {said}"
         self.settle(entry, State.REJECTED, kind(text, broker_said=said))
-        if getattr(entry.owner, "committing", None) is entry:
+        if entry.owner is not None and entry.owner.committing is entry:
             self.refused.append(entry.owner)
             came_at, reason = self._unclaimed
             if came_at == entry.sequence - 1:
@@ -177,12 +218,15 @@ class Ledger:
             return
         late = [entry for entry in self.open.values() if entry.deadline <= now]
         for entry in late:
-            self.timeouts_in_a_row += 1
+            if entry.state is State.ON_WIRE:
+                self.timeouts_in_a_row += 1
+                if self.timeouts_in_a_row == 1:
+                    self.silent_since = max(self.silent_since, entry.since)
             self.settle(entry, State.UNKNOWN, self._late(entry))
         deadlines = [entry.deadline for entry in self.open.values()]
         self.next_deadline = min(deadlines, default=float("inf"))
 
-    def _late(self, entry: Entry) -> MessagingError:
+    def _late(self, entry: Pending) -> MessagingError:
         if entry.state is State.QUEUED:  # and the writer will skip it now
             text = f"{entry.what} was not written to {self._describe()} in time."
         else:

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import wire
 from .destination import Destination
 from .errors import MessageFormatError, MessageNotAccessibleError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .consumer import MessageConsumer
-    from .frames import Frame
+from .frames import Frame
 
 #: The header that carries a message's identity over every resend.
 ID_HEADER = wire.MESSAGE_ID
@@ -56,7 +52,7 @@ class Message:
 
     __slots__ = (
         "_body", "_headers", "_in_flight", "_provided",
-        "ack_id", "consumer", "problem", "raw_body", "raw_headers", "redelivered",
+        "ack_id", "problem", "raw_body", "raw_headers", "redelivered", "subscription",
     )  # fmt: skip
 
     def __init__(
@@ -67,8 +63,8 @@ class Message:
         self._headers = dict(headers) if headers else {}
         self._in_flight = False
         self._provided = _NOTHING
-        #: Where the message came from, and its ACK id; ``None`` unless received.
-        self.consumer: MessageConsumer | None = None
+        #: The id of the subscription it came by, and its own; ``None`` unless received.
+        self.subscription: str | None = None
         self.ack_id: str | None = None
         #: Whether the broker has delivered it before.
         self.redelivered = False
@@ -79,11 +75,13 @@ class Message:
         self.problem: str | None = None
 
     @classmethod
-    def received(cls, frame: Frame, consumer: MessageConsumer) -> Message:
+    def received(
+        cls, frame: Frame, subscription: str, destination: Destination
+    ) -> Message:
         """Wrap a MESSAGE frame; its body is decoded when it is first asked for."""
         message = cls()
         headers = frame.headers
-        message.consumer = consumer
+        message.subscription = subscription
         message.ack_id = headers.get("ack")
         message.redelivered = headers.get("redelivered") == "true"
         message.raw_headers = message._headers = headers
@@ -92,7 +90,7 @@ class Message:
         priority = headers.get("priority", "4")
         message._provided = Provided(
             message_id=headers.get(ID_HEADER) or headers.get("message-id"),
-            destination=consumer.destination,
+            destination=destination,
             delivery_mode=DeliveryMode(
                 "true" if headers.get("persistent") == "true" else "false"
             ),
@@ -105,6 +103,29 @@ class Message:
         if self._in_flight:
             return "<Message in flight>"
         return f"<Message {self._provided.message_id or 'not sent'}>"
+
+    def copy(self) -> Message:
+        """Return a message of the same content, to be sent as one of its own: with the
+        headers that the sender wrote, and an id that is still to come."""
+        self._accessible()
+        copy = Message(self._body)
+        copy._headers = {
+            name: value
+            for name, value in self._headers.items()
+            if name != ID_HEADER and wire.travels(name)
+        }
+        copy.raw_headers, copy.raw_body = self.raw_headers, self.raw_body
+        return copy
+
+    def encoded(self) -> tuple[bytes, str | None]:
+        """Return its body as bytes, and their content type.
+
+        Raises ``MessageFormatError`` for what is no text, bytes or JSON.
+        """
+        self._accessible()
+        if self._body is None and self.raw_body:  # received, and never looked at
+            return self.raw_body, self.raw_headers.get("content-type")
+        return encode_body(self._body)
 
     def _accessible(self) -> None:
         if self._in_flight:

@@ -1,27 +1,29 @@
-"""The threads that run completion callbacks, shared by all connections.
+"""The threads that run a connection's completion callbacks.
 
-Hop 4 of a message. They are neither the sender's threads nor a connection's, they
+Hop 4 of a message. They are neither the sender's threads nor the connection's own, they
 come on demand and leave when idle, and they do not keep the interpreter from ending.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("django_txmsg.jms.pool")
 
 #: Seconds a process that ends gives its outstanding sends.
 EXIT_BUDGET = 2.0
+_this_thread = threading.local()
 
 
 class CompletionPool:
-    """Runs tasks on daemon threads, never more of them than ``max_workers``."""
+    """Runs tasks on daemon threads, never more of them than ``max_workers``, those
+    that wait for other tasks not counted."""
 
     def __init__(self, max_workers: int = 32, idle_seconds: float = 5.0) -> None:
         """Own no thread until there is a task."""
@@ -31,43 +33,58 @@ class CompletionPool:
         self._changed = threading.Condition()
         self._idle = 0
         self._workers = 0
-        self._stranded = False
+        #: Whether tasks wait for a thread that could not be started.
+        self.stranded = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Run the task on a pool thread, soon."""
+        """Run the task on a thread of the pool, soon."""
         with self._changed:
             self._tasks.append(task)
+        self.start_thread()
+
+    def start_thread(self) -> bool:
+        """See to it that a thread takes the first task; false when none can be had."""
+        with self._changed:
             if self._idle >= len(self._tasks):
+                self.stranded = False
                 self._changed.notify()
-                return
+                return True
             if self._workers >= self._max_workers:
-                return
+                return True
             self._workers += 1
-        name = "jms-completion"
         try:
-            threading.Thread(target=self._work, name=name, daemon=True).start()
-        except RuntimeError:  # the interpreter is ending and gives no new threads
+            threading.Thread(
+                target=self._work, name="jms-completion", daemon=True
+            ).start()
+        except RuntimeError:  # the interpreter ends, or the system has no more threads
             with self._changed:
                 self._workers -= 1
-                self._stranded = True
+                self.stranded = True
+                return False
+        with self._changed:
+            self.stranded = False
+            return True
 
     def help_out(self) -> None:
-        """Run what no thread could be started for, on the thread that waits for it."""
-        while self._stranded:
+        """Run tasks that no thread can be had for on the thread that waits for them."""
+        while self.stranded and not self.start_thread():
             with self._changed:
                 if not self._tasks:
+                    self.stranded = False
                     return
                 task = self._tasks.popleft()
             task()
 
     def _work(self) -> None:
+        _this_thread.pool = self
         while True:
             with self._changed:
                 self._idle += 1
                 found = self._changed.wait_for(lambda: self._tasks, self._idle_seconds)
                 self._idle -= 1
-                if not found:
+                if not found or self._workers > self._max_workers:
                     self._workers -= 1
+                    self._changed.notify()  # another one takes what this one left
                     return
                 task = self._tasks.popleft()
             try:
@@ -75,28 +92,26 @@ class CompletionPool:
             except BaseException:
                 logger.exception("A completion task ended with an error.")
 
-
-_pool = CompletionPool()
-
-
-def submit(task: Callable[[], None]) -> None:
-    """Run the task on the process's pool."""
-    _pool.submit(task)
+    def _lend(self, threads: int) -> None:
+        with self._changed:
+            self._max_workers += threads
+        if threads > 0:
+            self.start_thread()
 
 
-def help_out() -> None:
-    """Run what the process's pool got no thread for as the interpreter ends."""
-    _pool.help_out()
-
-
-def _renew() -> None:
-    """Start anew in a forked child, where the parent's threads do not exist."""
-    global _pool
-    _pool = CompletionPool()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew)
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Let another thread take this one's place while a callback waits for callbacks:
+    as many of them as there are threads might wait for each other."""
+    pool: CompletionPool | None = getattr(_this_thread, "pool", None)
+    if pool is None:
+        yield
+        return
+    pool._lend(1)
+    try:
+        yield
+    finally:
+        pool._lend(-1)
 
 
 def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:

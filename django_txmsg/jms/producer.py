@@ -8,14 +8,11 @@ afterwards is not sent.
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
-
 from . import completion, restrictions
 from . import destination as destinations
 from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
-from .delivery import DEFAULT, Delivery, Encoded, encode_message
+from .delivery import DEFAULT, Delivery, Encoded
 from .destination import Destination
 from .errors import (
     IllegalStateError,
@@ -24,23 +21,24 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
+from .ledger import Pending, State
+from .link import Request
 from .message import Message
-from .sends import AsyncSend, SyncSend
-from .transaction import Confirm
-
-if TYPE_CHECKING:
-    from .session import Session
+from .sending import SendingSession
+from .sends import Callback
 
 
 class MessageProducer(Closing):
     """Made by ``session.create_producer``."""
 
-    def __init__(self, session: Session, destination: Destination | None) -> None:
+    def __init__(
+        self, session: SendingSession, destination: Destination | None
+    ) -> None:
         """Send to the destination, or to the one each call names."""
         self.session = session
         self.destination = destination
-        #: Asynchronous sends whose callback has not returned.
-        self.outstanding = 0
+        # The number of the last asynchronous send, among those of the session.
+        self._last = 0
         self.delivery = DEFAULT
         self._closed = False
 
@@ -59,24 +57,33 @@ class MessageProducer(Closing):
         In a transacted session it returns once queued, since nothing is stored before
         the commit, which proves all its sends or raises. Raises ``SendRejectedError``,
         ``SendOutcomeUnknownError`` or, with nothing written, another error.
+
+        ``timeout``: seconds to wait for room in the window and then for the receipt;
+        with 0 it waits for no room, and for the receipt as long as usual.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
-        give_up = time.monotonic() + (timeout or link.options.send_timeout)
         what = f"message {encoded.provided.message_id}"
+        for_room, for_receipt = self._timeouts(timeout)
         if session.transacted:
-            self._send_in_transaction(message, encoded, what, give_up)
+            self._send_in_transaction(message, encoded, what, for_room)
             return
-        entry = SyncSend(what, give_up, session, encoded.size)
-        entry.receipt = link.ledger.new_receipt()
-        frame = encoded.frame(entry.receipt)
+        request = Request(link, what, for_receipt, is_send=True)
+        request.receipt = link.ledger.new_receipt()
+        frame = encoded.frame(request.receipt)
+
+        def settled(pending: Pending) -> None:
+            session.sends.release(encoded.size)
+            request.answer(pending)
+
+        request.on_settled = settled
         with link.lock:
-            self._check_accepts(message)
-            session.window.acquire(encoded.size, give_up)
-            link.ledger.reserve(entry)
-            link.writer.put_now(frame, entry)
-            message._provided = encoded.provided
-        entry.wait()
+            self._wait_for_room(message, encoded, for_room, told=False)
+            with link.whole:
+                session.sends.take(encoded.size)
+                link.put(frame, request, at_once=True)
+                message._provided = encoded.provided
+        request.wait()
 
     def send_async(
         self,
@@ -94,7 +101,7 @@ class MessageProducer(Closing):
         listener hears nothing. The message is not accessible until the listener is.
         """
         told = completion.as_listener(listener)
-        restrictions.check(self.session.link.options)
+        self._check_place()
         self._send_told(message, told, destination, delivery, timeout)
 
     def submit(
@@ -106,10 +113,10 @@ class MessageProducer(Closing):
         timeout: float | None = None,
     ) -> CompletionFuture:
         """Like ``send_async``, with a future that can be waited for or awaited."""
-        future = CompletionFuture(self)
-        restrictions.check(self.session.link.options)
-        entry = self._send_told(message, future, destination, delivery, timeout)
-        future._withdraw = entry.withdraw
+        future = CompletionFuture(self.session)
+        self._check_place()
+        pending = self._send_told(message, future, destination, delivery, timeout)
+        future._withdraw = lambda: self._withdraw(pending, message)
         return future
 
     # -- how ----------------------------------------------------------------------
@@ -121,66 +128,103 @@ class MessageProducer(Closing):
         destination: str | Destination | None,
         delivery: Delivery | None,
         timeout: float | None,
-    ) -> AsyncSend:
+    ) -> Pending:
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
-        give_up = time.monotonic() + (timeout or link.options.send_timeout)
         what = f"message {encoded.provided.message_id}"
-        entry = AsyncSend(what, give_up, self, message, listener, encoded.size)
-        entry.receipt = link.ledger.new_receipt()
+        for_room, for_receipt = self._timeouts(timeout)
+
+        def settled(pending: Pending) -> None:
+            session.sends.release(encoded.size)
+            if pending.error is not None and pending.owner is not None:
+                pending.owner.fail(pending.error)
+            session.sends.completed()
+
+        pending = Pending(what, for_receipt, settled, is_send=True)
+        pending.receipt = link.ledger.new_receipt()
+        scope = (link, session, self)
+        callback = Callback(pending, message, listener, encoded.size, scope)
         with link.lock:
-            self._check_accepts(message)
-            session.window.acquire(encoded.size, give_up)
-            session.callbacks.enqueue(entry)
-            message._in_flight = True
-            message._provided = encoded.provided
-            if not session.transacted:
-                link.ledger.reserve(entry)
-                link.writer.put(encoded.frame(entry.receipt), entry)
-            else:
-                self._put_in_transaction(encoded, what, entry)
-        return entry
+            self._wait_for_room(message, encoded, for_room, told=True)
+            with link.whole:
+                session.sends.take(encoded.size)
+                if not session.transacted:
+                    link.put(encoded.frame(pending.receipt), pending)
+                else:
+                    self._put_in_transaction(encoded, what, pending)
+                message._in_flight = True
+                message._provided = encoded.provided
+                # In the ledger it is by now, so it will be settled and told.
+                self._last = session.sends.enqueue(callback)
+        return pending
+
+    def _withdraw(self, pending: Pending, message: Message) -> bool:
+        """Cancel a send, if its frame has not been taken for writing."""
+        link = self.session.link
+        with link.lock:
+            if pending.state is not State.QUEUED or pending.owner is not None:
+                return False
+            message._in_flight = False
+            return link.ledger.settle(pending, State.CANCELLED, None)
 
     def _send_in_transaction(
-        self, message: Message, encoded: Encoded, what: str, give_up: float
+        self, message: Message, encoded: Encoded, what: str, for_room: float
     ) -> None:
         link = self.session.link
         with link.lock:
             self._check_accepts(message)
             limit = link.options.max_in_flight_bytes
-            if not link.writer.wait_for_room(limit, give_up):
+            if not link.writer.wait_for_room(limit, for_room):
                 raise WindowFullError(
                     f"{what} was not written: the broker does not read what is queued."
                 )
             self._check_accepts(message)
-            self._put_in_transaction(encoded, what, None)
-            message._provided = encoded.provided
+            with link.whole:
+                self._put_in_transaction(encoded, what, None)
+                message._provided = encoded.provided
 
     def _put_in_transaction(
-        self, encoded: Encoded, what: str, entry: AsyncSend | None
+        self, encoded: Encoded, what: str, told: Pending | None
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
         Without a receipt, ActiveMQ makes COMMIT fail when the SEND failed; with one it
-        would commit without the message. So only a listener's send asks for one.
+        would commit without the message. So only a listener's send asks for one. On
+        RabbitMQ the receipt comes after COMMIT, and a listener hears of a barrier.
         """
         link = self.session.link
         transaction = self.session.transaction()
         transaction.begin()
         name = transaction.name
-        if link.dialect.commit_proves_sends:
-            if entry is None:
-                transaction.loose(encoded.frame(transaction=name))
-                return
-            entry.join(transaction)
-            link.ledger.reserve(entry)
-            link.writer.put(encoded.frame(entry.receipt, name), entry)
-            return
-        confirm = Confirm(what, transaction, entry)
-        confirm.receipt = link.ledger.new_receipt()
-        transaction.confirms.add(confirm)
-        link.ledger.reserve(confirm)
-        link.writer.put(encoded.frame(confirm.receipt, name), confirm)
+        if told is not None:
+            told.owner = transaction
+        if not link.dialect.commit_proves_sends:
+            confirm = transaction.new_confirm(what)
+            link.put(encoded.frame(confirm.receipt, name), confirm)
+            if told is not None:
+                link.put_barrier(told)
+        elif told is None:
+            transaction.loose(encoded.frame(transaction=name))
+        else:
+            link.put(encoded.frame(told.receipt, name), told)
+
+    def _wait_for_room(
+        self, message: Message, encoded: Encoded, seconds: float, *, told: bool
+    ) -> None:
+        def check() -> None:
+            self._check_accepts(message)
+
+        check()
+        self.session.sends.wait_for_room(encoded.size, seconds, check, told=told)
+
+    def _timeouts(self, timeout: float | None) -> tuple[float, float]:
+        """Return the seconds to wait for room, and for the receipt from then on."""
+        seconds = self.session.link.seconds
+        return (0.0, seconds(None)) if timeout == 0 else (seconds(timeout),) * 2
+
+    def _check_place(self) -> None:
+        options = self.session.link.options
+        restrictions.check(options.in_atomic, options.on_event_loop)
 
     def _prepare(
         self,
@@ -190,10 +234,11 @@ class MessageProducer(Closing):
     ) -> Encoded:
         """Find every fault of the call, and encode the frame; nothing is reserved."""
         self._check_open()
+        self.session.check_usable()
         if not isinstance(message, Message):
             raise MessageFormatError(f"Send a jms.Message, not {message!r}.")
         target = self._target(destination)
-        return encode_message(self.session, target, message, delivery or self.delivery)
+        return self.session.encode(target, message, delivery or self.delivery)
 
     def _target(self, destination: str | Destination | None) -> Destination:
         if self.destination is None:
@@ -212,7 +257,7 @@ class MessageProducer(Closing):
     def _check_open(self) -> None:
         if self._closed:
             raise IllegalStateError("The producer is closed.")
-        self.session.check_usable()
+        self.session.check_open()
 
     def _check_accepts(self, message: Message) -> None:
         self._check_open()
@@ -225,13 +270,17 @@ class MessageProducer(Closing):
     def close(self) -> None:
         """Wait for this producer's sends and their callbacks, then send no more.
 
-        Raises ``IllegalStateError`` inside a callback of its own.
+        Raises ``IllegalStateError`` inside a callback of its own, and inside one of
+        its session's while it has sends to be told of: they come after that callback.
         """
-        if completion.running_for.get() is self:
-            raise IllegalStateError(
-                "A completion callback cannot close its own producer: it would wait "
-                "for itself. Close it from another thread."
-            )
-        self._closed = True
-        if not self.session.link.inherited:
-            self.session.callbacks.wait(self)
+        session = self.session
+        session.link.refuse_inside()
+        completion.refuse_own(self, "close its own producer")
+        if session.sends.finished < self._last:
+            completion.refuse_own(session, "close a producer whose sends are not told")
+        if session.link.inherited:
+            self._closed = True
+            return
+        with session.link.lock:
+            self._closed = True
+        session.sends.wait(self._last)

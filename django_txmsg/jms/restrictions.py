@@ -11,12 +11,8 @@ import asyncio
 import sys
 import warnings
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from .errors import IllegalStateError
-
-if TYPE_CHECKING:
-    from .factory import Options
 
 _IN_ATOMIC = (
     "An asynchronous send inside transaction.atomic() reaches the broker even if the "
@@ -37,15 +33,15 @@ class Policy(str, Enum):
     FORBID = "forbid"
 
 
-def check(options: Options) -> None:
+def check(in_atomic: Policy, on_event_loop: Policy) -> None:
     """Apply the connection's policies to a send that has a listener or a future.
 
     Raises ``IllegalStateError`` where one forbids it.
     """
-    if options.in_atomic is not Policy.ALLOW and _inside_atomic_block():
-        _apply(options.in_atomic, _IN_ATOMIC)
-    if options.on_event_loop is not Policy.ALLOW and _on_running_loop():
-        _apply(options.on_event_loop, _ON_LOOP)
+    if in_atomic is not Policy.ALLOW and _inside_atomic_block():
+        _apply(in_atomic, _IN_ATOMIC)
+    if on_event_loop is not Policy.ALLOW and _on_running_loop():
+        _apply(on_event_loop, _ON_LOOP)
 
 
 def _apply(policy: Policy, text: str) -> None:

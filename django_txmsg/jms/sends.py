@@ -1,126 +1,262 @@
-"""The sends that wait in the ledger: one whose caller waits, one whose listener does.
+"""The sends of one session: how many there may be, and the order of their callbacks.
 
-Hop 4 of a message. Both hold a slot of the session's window until their outcome; an
-asynchronous one also has its place in the session's order of callbacks.
+Hop 4 of a message. A send takes its place as it is queued; its callback runs once its
+outcome and those of all before it are known. The session owns no thread: while there
+is something to tell, one task of the connection's pool tells it. A send whose listener
+was not told yet is counted, so that a slow listener holds its senders up instead of
+filling the memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
-from . import completion
-from .ledger import Entry, State
-
-if TYPE_CHECKING:
-    from .completion import CompletionListener
-    from .message import Message
-    from .producer import MessageProducer
-    from .session import Session
-    from .transaction import Transaction
+from . import completion, pool
+from .completion import CompletionListener
+from .errors import WindowFullError
+from .ledger import Pending, State
+from .link import Link
+from .message import Message
 
 logger = logging.getLogger("django_txmsg.jms.sends")
 
-
-class Request(Entry):
-    """A frame whose answer a thread waits for; the reader wakes it."""
-
-    __slots__ = ("_answered",)
-
-    def __init__(self, what: str, deadline: float, owner: object = None) -> None:
-        """Describe the frame for error texts."""
-        super().__init__(what, deadline, owner)
-        self._answered = threading.Event()
-
-    def settled(self) -> None:
-        """Wake the waiting thread."""
-        self._answered.set()
-
-    def wait(self) -> None:
-        """Wait for the outcome and raise its error; the deadline bounds the wait."""
-        while not self._answered.wait(1.0):
-            pass
-        if self.error is not None:
-            raise self.error
+#: Callbacks told in one task, before other sessions get their turn.
+_IN_A_ROW = 256
+#: Listeners that are not told yet, in windows, before sends with one block.
+_UNTOLD_WINDOWS = 4
+#: What callbacks themselves may send beyond the window before it is an error, ...
+_HARD_CAP = 65_536
+#: ... and their bytes, in windows.
+_HARD_CAP_WINDOWS = 16
 
 
-class SyncSend(Request):
-    """A send whose caller waits."""
+class Callback:
+    """A listener to be told, in its turn, what became of a send."""
 
-    __slots__ = ("_session", "_size")
-
-    is_send = True
-
-    def __init__(self, what: str, deadline: float, session: Session, size: int) -> None:
-        """Hold a slot of the session's window."""
-        super().__init__(what, deadline)
-        self._session = session
-        self._size = size
-
-    def settled(self) -> None:
-        """Free the slot and wake the caller."""
-        self._session.window.release(self._size)
-        super().settled()
-
-
-class AsyncSend(Entry):
-    """A send whose listener is told, in its turn."""
-
-    __slots__ = ("_listener", "_message", "_size", "_transaction", "producer")
-
-    is_send = True
+    __slots__ = ("listener", "message", "pending", "scope", "size")
 
     def __init__(
         self,
-        what: str,
-        deadline: float,
-        producer: MessageProducer,
+        pending: Pending,
         message: Message,
         listener: CompletionListener,
         size: int,
+        scope: tuple[object, ...],
     ) -> None:
-        """Hold a slot of the session's window and the listener of this call."""
-        super().__init__(what, deadline)
-        self.producer = producer
-        self._message = message
-        self._listener = listener
-        self._size = size
-        self._transaction: Transaction | None = None
+        """``scope``: what must not be waited for while the callback runs."""
+        self.pending = pending
+        self.message = message
+        self.listener = listener
+        self.size = size
+        self.scope = scope
 
-    def join(self, transaction: Transaction) -> None:
-        """Belong to a transaction, which cannot be committed when this fails."""
-        self.owner = self._transaction = transaction
-
-    def settled(self) -> None:
-        """Free the slot; a failure spoils the transaction; have the callback run."""
-        session = self.producer.session
-        session.window.release(self._size)
-        if self._transaction is not None and self.error is not None:
-            self._transaction.fail(self.error)
-        session.callbacks.completed()
-
-    def withdraw(self) -> bool:
-        """Cancel it, if its frame has not been taken for writing."""
-        link = self.producer.session.link
-        with link.lock:
-            if self.state is not State.QUEUED or self._transaction is not None:
-                return False
-            return link.ledger.settle(self, State.CANCELLED, None)
-
-    def tell(self) -> None:
-        """Run the callback, on a pool thread; its errors are logged and end there."""
-        message = self._message
+    def run(self) -> None:
+        """Tell the listener, on a pool thread; its errors are logged and end there."""
+        message, error = self.message, self.pending.error
         message._in_flight = False
-        marker = completion.running_for.set(self.producer)
         try:
-            if self.state is State.CANCELLED:
-                self._listener.on_withdrawn()  # type: ignore[attr-defined]
-            elif self.error is None:
-                self._listener.on_completion(message)
-            else:
-                self._listener.on_exception(message, self.error)
+            with completion.running(self.scope):
+                if self.pending.state is State.CANCELLED:
+                    self.listener.on_withdrawn()  # type: ignore[attr-defined]
+                elif error is None:
+                    self.listener.on_completion(message)
+                else:
+                    self.listener.on_exception(message, error)
         except BaseException:
-            logger.exception("The completion listener of %s failed.", self.what)
+            what = self.pending.what
+            logger.exception("The completion listener of %s failed.", what)
+
+
+class Sends:
+    """What one session has in flight; its lock is the connection's."""
+
+    def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
+        """Bound the messages without an outcome, and all their bytes."""
+        self._link = link
+        self._messages = messages
+        self._max_bytes = max_bytes
+        self._order: deque[Callback] = deque()
+        self._telling = False
+        self._untold_bytes = 0
+        self._in_flight_bytes = 0
+        #: Sends without an outcome.
+        self.in_flight = 0
+        #: Sends with a listener so far, and those of them whose callback has returned:
+        #: since they are told in their order, all up to that number.
+        self.accepted = 0
+        self.finished = 0
+        self.waiters = 0
+        self._awaited: list[int] = []
+
+    @property
+    def untold(self) -> int:
+        """Sends whose callback has not returned."""
+        return self.accepted - self.finished
+
+    # -- room; with the lock held -------------------------------------------------
+
+    def wait_for_room(
+        self, size: int, timeout: float, check: Callable[[], None], *, told: bool
+    ) -> None:
+        """Wait until a send of that size may go, one with a listener if ``told``.
+
+        Raises ``WindowFullError``, or what ``check`` raises after a wait. Sends from a
+        callback never wait, since its return is what makes room; only a hard cap stops
+        them.
+        """
+        if completion.is_running_for(self._link):
+            most = max(16 * self._messages, _HARD_CAP)
+            held = self._in_flight_bytes + self._untold_bytes
+            if self.in_flight + self.untold >= most or (
+                held and held + size > _HARD_CAP_WINDOWS * self._max_bytes
+            ):
+                raise WindowFullError(
+                    "Callbacks have put far more messages in flight than the window "
+                    "allows; let them send fewer."
+                )
+            return
+        give_up = time.monotonic() + timeout
+        while not self._has_room(size, told=told):
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise WindowFullError(
+                    f"{self.in_flight} messages are in flight, {self.untold} wait for "
+                    "their callbacks, and too few finished in time. This message was "
+                    "not written; send it again later."
+                )
+            self.waiters += 1
+            try:
+                self._link.changed.wait(min(left, 0.05))
+            finally:
+                self.waiters -= 1
+            check()
+
+    def _has_room(self, size: int, *, told: bool) -> bool:
+        # A message larger than the window goes alone.
+        if self.in_flight and (
+            self.in_flight >= self._messages
+            or self._in_flight_bytes + size > self._max_bytes
+        ):
+            return False
+        return not (told and self.untold) or (
+            self.untold < _UNTOLD_WINDOWS * self._messages
+            and self._untold_bytes + size <= self._max_bytes
+        )
+
+    def take(self, size: int) -> None:
+        """Count one more in flight."""
+        self.in_flight += 1
+        self._in_flight_bytes += size
+
+    def release(self, size: int) -> None:
+        """Note that one more outcome is known."""
+        self.in_flight -= 1
+        self._in_flight_bytes -= size
+        # Waking a sender for every receipt would cost more than the send: wait until
+        # a sixteenth of the window is free. Waiters look by themselves now and then.
+        if self.waiters and self.in_flight <= self._messages * 15 // 16:
+            self._link.changed.notify_all()
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Count what goes on inside as one in flight."""
+        with self._link.lock:
+            self.take(0)
+        try:
+            yield
         finally:
-            completion.running_for.reset(marker)
+            with self._link.lock:
+                self.release(0)
+
+    # -- callbacks ----------------------------------------------------------------
+
+    def enqueue(self, callback: Callback) -> int:
+        """Give it its place, and return its number; with the lock held."""
+        self._order.append(callback)
+        self._untold_bytes += callback.size
+        self.accepted += 1
+        if callback.pending.settled:
+            self.completed()
+        return self.accepted
+
+    def completed(self) -> None:
+        """Let callbacks run whose turn it is; with the lock held."""
+        if self._telling:
+            if self._link.pool.stranded:
+                self._link.pool.start_thread()
+        elif self._order and self._order[0].pending.settled:
+            self._telling = True
+            self._link.pool.submit(self._tell)
+
+    def _tell(self) -> None:
+        """Run the callbacks at the head of the order, on a pool thread."""
+        for _ in range(_IN_A_ROW):
+            with self._link.lock:
+                if not self._order or not self._order[0].pending.settled:
+                    self._telling = False
+                    return
+                callback = self._order.popleft()
+            try:
+                callback.run()
+            finally:
+                with self._link.lock:
+                    self._finish(callback)
+        self._link.pool.submit(self._tell)
+
+    def _finish(self, callback: Callback) -> None:
+        self.finished += 1
+        self._untold_bytes -= callback.size
+        full = _UNTOLD_WINDOWS * self._messages - 1
+        if self.finished in self._awaited or (self.waiters and self.untold == full):
+            self._link.changed.notify_all()
+
+    # -- waiting ------------------------------------------------------------------
+
+    def wait(self, number: int | None = None) -> None:
+        """Wait until the callbacks of all sends so far, or up to one, have returned.
+
+        Sends end by their deadlines; a callback that never returns is waited for, and
+        a warning says so.
+        """
+        number = self.accepted if number is None else number
+        if self._wait(number, self._link.options.close_timeout):
+            logger.warning(
+                "Still waiting for %d asynchronous sends or their callbacks.",
+                number - self.finished,
+            )
+            self._wait(number, float("inf"))
+
+    def wait_until(self, give_up: float) -> int:
+        """Wait until then for all callbacks; return how many sends are left."""
+        return self._wait(self.accepted, give_up - time.monotonic())
+
+    def _wait(self, number: int, seconds: float) -> int:
+        give_up = time.monotonic() + seconds
+        with pool.waiting():
+            self._awaited.append(number)
+            try:
+                while self.finished < number:
+                    with self._link.lock:
+                        left = give_up - time.monotonic()
+                        if self.finished >= number or left <= 0:
+                            break
+                        self._link.changed.wait(min(left, 0.5))
+                    self._link.pool.help_out()
+            finally:
+                self._awaited.remove(number)
+        return max(0, number - self.finished)
+
+    def wait_for_outcomes(self) -> None:
+        """Wait until nothing is in flight; the sends' deadlines, and the connection's
+        loss, bound the wait."""
+        with self._link.lock:
+            self.waiters += 1
+            try:
+                while self.in_flight and self._link.error is None:
+                    self._link.changed.wait(0.5)
+            finally:
+                self.waiters -= 1

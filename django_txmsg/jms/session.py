@@ -1,20 +1,16 @@
-"""One order of sends, one window, one transaction at a time.
+"""A session: producers and consumers, sends and acknowledgements in one transaction.
 
-Hop 4 and 6 of a message. Under the connection's lock a send takes its place in the
-window, in the order of callbacks and in the writer's queue at once, so that the order
-on the wire is the order of the callbacks. Producers and consumers are made from it.
+Hop 4 and 6 of a message. Producers and consumers are made from it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from . import batch, completion, frames
+from . import batch, frames
 from . import destination as destinations
-from .callbacks import Callbacks
-from .closing import Closing
 from .consumer import AckMode, MessageConsumer
 from .destination import Destination
 from .errors import (
@@ -23,39 +19,35 @@ from .errors import (
     MessagingError,
     TransactionRolledBackError,
 )
+from .liveness import Liveness
+from .message import Message
 from .producer import MessageProducer
+from .sending import SendingSession
 from .transaction import Transaction
-from .window import Window
 
-if TYPE_CHECKING:
-    from .connection import Connection
-    from .message import Message
+logger = logging.getLogger("django_txmsg.jms.session")
 
 
-class Session(Closing):
+class Session(SendingSession):
     """Made by ``connection.create_session``; may be used from several threads."""
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Liveness,
         *,
         transacted: bool,
         ack_mode: AckMode,
         max_in_flight: int | None,
+        on_closed: Callable[[Session], None],
     ) -> None:
-        """Belong to the connection; nothing is written."""
-        options = connection.link.options
-        self.connection = connection
-        self.link = connection.link
-        self.transacted = transacted
+        """Belong to the connection, which hears of its end; nothing is written."""
+        super().__init__(connection, transacted=transacted, max_in_flight=max_in_flight)
         self.ack_mode = ack_mode
-        self.max_in_flight = max_in_flight or options.max_in_flight
-        self.window = Window(self, self.max_in_flight, options.max_in_flight_bytes)
-        self.callbacks = Callbacks(self)
-        self._closing = self._closed = False
-        self._addresses: dict[Destination, bytes] = {}
-        self._consumers: list[MessageConsumer] = []
-        self._transaction: Transaction | None = None
+        self._on_closed = on_closed
+        self._closed = False
+        self._consumers: dict[str, MessageConsumer] = {}
+        # The transaction of a commit() or rollback() that has not returned.
+        self._ends: Transaction | None = None
 
     # -- making producers and consumers -------------------------------------------
 
@@ -83,20 +75,24 @@ class Session(Closing):
         """
         self.check_usable()
         consumer = MessageConsumer(
-            self, destinations.parse(destination), prefetch, subscription, selector
+            self.link,
+            destinations.parse(destination),
+            prefetch,
+            subscription,
+            selector,
+            on_received=self._received,
+            on_closed=self._consumer_closed,
         )
         consumer.subscribe(timeout)
-        self._consumers.append(consumer)
+        self._consumers[consumer.subscription_id] = consumer
         return consumer
 
     def unsubscribe(self, consumer: MessageConsumer) -> None:
         """Close the consumer and delete its durable subscription."""
         consumer.close(delete_subscription=True)
 
-    def consumer_closed(self, consumer: MessageConsumer) -> None:
-        """Forget a closed consumer."""
-        if consumer in self._consumers:
-            self._consumers.remove(consumer)
+    def _consumer_closed(self, consumer: MessageConsumer) -> None:
+        self._consumers.pop(consumer.subscription_id, None)
 
     # -- sending ------------------------------------------------------------------
 
@@ -123,23 +119,13 @@ class Session(Closing):
                 "send_batch() proves each message on its own and cannot be part of a "
                 "transaction. Use a session with transacted=False."
             )
-        seconds = timeout or self.link.options.send_timeout
-        return batch.send(self, messages, seconds, isolate=isolate, keys=keys)
-
-    def address_lines(self, target: Destination) -> bytes:
-        """Return the header lines that name a destination."""
-        lines = self._addresses.get(target)
-        if lines is None:
-            if len(self._addresses) >= 1000:
-                self._addresses.clear()
-            headers = self.link.dialect.send_headers(target)
-            lines = self._addresses[target] = frames.header_lines(headers.items())
-        return lines
+        seconds = self.link.seconds(timeout)
+        with self.sends.one_more():  # for close() to wait for
+            return batch.send(self, messages, seconds, isolate=isolate, keys=keys)
 
     # -- acknowledging ------------------------------------------------------------
 
-    def note_received(self, message: Message) -> None:
-        """Make it part of the transaction, or acknowledge it in AUTO mode."""
+    def _received(self, message: Message) -> None:
         if self.transacted:
             self.adopt(message)
         elif self.ack_mode is AckMode.AUTO:
@@ -155,11 +141,11 @@ class Session(Closing):
         a transacted session it happens at the commit, for every message received.
         """
         self.check_usable()
-        consumer = message.consumer
-        if consumer is None or consumer.session is not self:
+        consumer = self._consumers.get(message.subscription or "")
+        if consumer is None:
             raise IllegalStateError(
-                f"{message!r} was not received by this session; acknowledge it where "
-                "it was received."
+                f"{message!r} was not received by this session: acknowledge it where "
+                "it was received. Of a closed consumer the broker delivers it again."
             )
         if message.ack_id is None:
             raise MessageFormatError(f"{message!r} came without an ack header.")
@@ -175,115 +161,141 @@ class Session(Closing):
 
     def recover(self) -> None:
         """Receive again, on this session, what was received and not acknowledged."""
-        self._refuse_own_callback("recover")
+        self.refuse_own("recover")
         self.check_usable()
         if self.transacted:
             raise IllegalStateError("A transacted session recovers by rollback().")
-        for consumer in list(self._consumers):
+        for consumer in list(self._consumers.values()):
             consumer.take_back()
 
     # -- transactions -------------------------------------------------------------
 
-    def transaction(self) -> Transaction:
-        """Return the open transaction, a new one if there is none."""
-        with self.link.lock:
-            if self._transaction is None:
-                self._transaction = Transaction(self.link)
-            return self._transaction
-
-    def adopt(self, message: Message) -> None:
-        """Make a message received earlier part of the current transaction."""
-        self.transaction().received.append(message)
-
     def commit(self, timeout: float | None = None, *, redeliver: bool = True) -> None:
         """Commit the sends, and the acknowledgements of all that was received.
 
-        Raises ``TransactionRolledBackError`` - none of it happened, what was received
-        is received again, unless `redeliver=False`, as for ``rollback`` - or
-        ``TransactionInDoubtError``.
+        Waits until those sends have their outcomes and callbacks; what is sent
+        meanwhile belongs to the next transaction. Raises
+        ``TransactionRolledBackError`` - none of it happened, what was received is
+        received again, unless `redeliver=False`, as for ``rollback`` - or
+        ``TransactionInDoubtError``. The next commit ends one that was interrupted, and
+        raises if that did not happen.
         """
-        self._refuse_own_callback("commit")
+        seconds = self._before_end("commit", timeout)
         if self.link.error is None:  # a lost connection has rolled it back
             self.check_usable()
-        transaction = self._end_transaction("commit")
-        seconds = timeout or self.link.options.send_timeout
-        transaction.settle_early(seconds)
-        self.callbacks.wait()
+        with self._ending:
+            interrupted = self._ends is not None
+            self._commit(seconds, redeliver=redeliver)
+            if interrupted:
+                self._commit(seconds, redeliver=redeliver)
+
+    def _commit(self, seconds: float, *, redeliver: bool) -> None:
+        transaction = self._end_transaction()
+        self.sends.wait(transaction.last_send)
         try:
             transaction.commit(seconds)
-        except TransactionRolledBackError:
-            if redeliver:
-                transaction.give_back()
+        except MessagingError as error:
+            self._ends = None
+            if redeliver and isinstance(error, TransactionRolledBackError):
+                self._give_back(transaction)
             raise
+        self._ends = None
+        for message in transaction.received:
+            consumer = self._consumers.get(message.subscription or "")
+            if consumer is not None:
+                consumer.forget(message)
 
     def rollback(self, *, redeliver: bool = True, timeout: float | None = None) -> None:
         """Abort the transaction; what it received is received again.
 
         With `redeliver=False` it is not: it stays unacknowledged until the
-        connection ends, unless the caller adopts it into the next transaction.
+        connection ends, unless the caller adopts it into the next transaction. Raises
+        ``IllegalStateError`` or ``TransactionInDoubtError`` when a commit before was
+        interrupted and has, or may have, happened.
         """
-        self._refuse_own_callback("rollback")
-        transaction = self._end_transaction("rollback")
-        seconds = timeout or self.link.options.send_timeout
-        transaction.settle_early(seconds)
-        self.callbacks.wait()
-        transaction.abort(seconds)
-        if redeliver:
-            transaction.give_back()
+        seconds = self._before_end("rollback", timeout)
+        with self._ending:
+            interrupted = self._ends
+            if interrupted is not None and interrupted.committing is not None:
+                try:
+                    self._commit(seconds, redeliver=redeliver)
+                except TransactionRolledBackError:
+                    interrupted = None
+            else:
+                interrupted = None
+            while self._ends is not None or self._transaction is not None:
+                transaction = self._end_transaction()
+                self.sends.wait(transaction.last_send)
+                transaction.abort(seconds)
+                self._ends = None
+                if redeliver:
+                    self._give_back(transaction)
+            if interrupted is not None:
+                text = "The commit() that was interrupted has happened."
+                raise IllegalStateError(f"{text} What came later is rolled back.")
 
-    def _end_transaction(self, verb: str) -> Transaction:
+    def _before_end(self, verb: str, timeout: float | None) -> float:
+        self.refuse_own(verb)
         if not self.transacted:
             raise IllegalStateError(
                 f"{verb}() needs a session made with create_session(transacted=True)."
             )
+        return self.link.seconds(timeout)
+
+    def _end_transaction(self) -> Transaction:
+        """Take the open transaction, or one whose end was interrupted."""
         with self.link.lock:
-            transaction, self._transaction = self.transaction(), None
-        return transaction
+            transaction = self._ends
+            if transaction is None:
+                transaction = self._ends = self.transaction()
+                transaction.last_send = self.sends.accepted
+                self._transaction = None
+            elif transaction.committing is None and not transaction.is_empty:
+                transaction.fail(IllegalStateError("its end was interrupted"))
+            return transaction
+
+    def _give_back(self, transaction: Transaction) -> None:
+        """Let what it received be received again."""
+        for name in {message.subscription for message in transaction.received}:
+            consumer = self._consumers.get(name or "")
+            if consumer is not None:
+                consumer.take_back()
 
     # -- ending -------------------------------------------------------------------
-
-    def check_usable(self) -> None:
-        """Raise ``IllegalStateError``, or the error the connection failed with."""
-        if self._closing:
-            raise IllegalStateError("The session is closed.")
-        self.connection.check_usable()
-
-    def _refuse_own_callback(self, verb: str) -> None:
-        own = completion.running_for.get()
-        if own is not None and own.session is self:
-            raise IllegalStateError(
-                f"A completion callback cannot {verb} its own session: it would wait "
-                "for itself. Do it from another thread."
-            )
 
     def drain(self, timeout: float = 30.0) -> None:
         """Wait without closing until every send has its outcome and was told it.
 
         Raises ``TimeoutError`` when some have not by then.
         """
-        self._refuse_own_callback("drain")
-        left = self.callbacks.wait_until(time.monotonic() + timeout)
+        self.refuse_own("drain")
+        left = self.sends.wait_until(time.monotonic() + timeout)
         if left:
             raise TimeoutError(f"{left} sends have no outcome after {timeout:g} s.")
 
     def begin_close(self) -> None:
         """Accept no more sends."""
-        self._refuse_own_callback("close")
+        if not self.link.inherited:
+            self.refuse_own("close")
         self._closing = True
 
     def close(self) -> None:
         """Wait for outstanding sends and their callbacks, then end.
 
-        An open transaction is rolled back. Raises ``IllegalStateError`` inside an own
-        callback.
+        An open transaction is rolled back. What the broker has against that is logged.
+        Raises ``IllegalStateError`` inside an own callback.
         """
         self.begin_close()
         if self.link.inherited or self._closed:
             return
         if self.transacted:
-            self.rollback(redeliver=False)
-        self.callbacks.wait()
+            try:
+                self.rollback(redeliver=False)
+            except MessagingError as error:
+                logger.warning("A session was closed: %s", error)
+        self.sends.wait()
+        self.sends.wait_for_outcomes()
         self._closed = True
-        for consumer in list(self._consumers):
+        for consumer in list(self._consumers.values()):
             consumer.close()
-        self.connection.session_closed(self)
+        self._on_closed(self)

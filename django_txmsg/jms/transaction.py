@@ -8,7 +8,6 @@ commit happily without the one message it refused or parked.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from . import frames
 from .errors import (
@@ -19,41 +18,12 @@ from .errors import (
     TransactionInDoubtError,
     TransactionRolledBackError,
 )
-from .ledger import Entry, State
-
-if TYPE_CHECKING:
-    from .link import Link
-    from .message import Message
-    from .sends import Request
-
+from .ledger import Pending, State
+from .link import Link, Request
+from .message import Message
 
 #: How long after a refused COMMIT the reason may still arrive.
 _REASON_SECONDS = 0.5
-
-
-class Confirm(Entry):
-    """A send of a transaction whose receipt comes only after COMMIT (RabbitMQ)."""
-
-    __slots__ = ("send", "transaction")
-
-    is_send = True
-
-    def __init__(self, what: str, transaction: Transaction, send: Entry | None) -> None:
-        """``send`` is the asynchronous send to be told earlier, if there is one."""
-        super().__init__(what, float("inf"), transaction)
-        self.transaction = transaction
-        self.send = send
-
-    def settled(self) -> None:
-        """Count down, and pass a failure on."""
-        self.transaction.confirms.discard(self)
-        if self.error is not None:
-            self.transaction.fail(self.error)
-            if self.send is not None:
-                ledger = self.transaction.link.ledger
-                ledger.settle(self.send, self.state, self.error)
-        if not self.transaction.confirms:
-            self.transaction.link.changed.notify_all()
 
 
 class Transaction:
@@ -64,12 +34,25 @@ class Transaction:
         self.link = link
         self.name = link.next_name("tx-")
         self.received: list[Message] = []
-        self.confirms: set[Confirm] = set()
+        #: Sends whose receipt comes only after COMMIT (RabbitMQ).
+        self.confirms: set[Pending] = set()
+        #: How many sends with a listener its session had when it was to end.
+        self.last_send = 0
         self.error: MessagingError | None = None
-        #: The COMMIT frame, once it is queued.
-        self.committing: Request | None = None
+        self._commit: Request | None = None
         self._begun = False
         self._has_loose_frames = False
+
+    @property
+    def committing(self) -> Pending | None:
+        """The COMMIT frame, once it is queued."""
+        commit = self._commit
+        return commit if commit is not None and commit.sequence else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to commit."""
+        return not self._begun and not self.received
 
     def begin(self) -> None:
         """Write BEGIN before the first frame; with the lock held."""
@@ -97,32 +80,23 @@ class Transaction:
             )
         )
 
-    def settle_early(self, timeout: float) -> None:
-        """Wait until RabbitMQ has taken the frames, and say so to their senders."""
-        waiting = sorted(
-            (confirm for confirm in self.confirms if confirm.send is not None),
-            key=lambda confirm: confirm.sequence,
-        )
-        if not waiting:
-            return
-        error = self._pass_barrier(timeout)
-        state = State.UNKNOWN if error else State.ACKED
-        with self.link.lock:
-            for confirm in waiting:
-                if confirm.send is not None and confirm.state < State.ACKED:
-                    self.link.ledger.settle(confirm.send, state, error)
+    def new_confirm(self, what: str) -> Pending:
+        """Make the pending frame of a send whose receipt comes only after COMMIT."""
+        # Its time begins with COMMIT.
+        confirm = Pending(what, float("inf"), self._confirmed, is_send=True, owner=self)
+        confirm.receipt = self.link.ledger.new_receipt()
+        self.confirms.add(confirm)
+        return confirm
 
-    def _pass_barrier(self, timeout: float) -> MessagingError | None:
-        """Wait until the broker has handled all frames; a failure spoils the rest."""
-        try:
-            self.link.barrier(timeout=timeout, owner=self).wait()
-        except MessagingError as error:
-            self.fail(error)
-            return error
-        return None
+    def _confirmed(self, confirm: Pending) -> None:
+        self.confirms.discard(confirm)
+        if confirm.error is not None:
+            self.fail(confirm.error)
+        if not self.confirms:
+            self.link.changed.notify_all()
 
     def commit(self, timeout: float) -> None:
-        """Make it happen on the broker.
+        """Make it happen on the broker; go on where a call before was interrupted.
 
         Raises ``TransactionRolledBackError`` when nothing of it happened, and
         ``TransactionInDoubtError`` when COMMIT was written and not answered.
@@ -130,52 +104,58 @@ class Transaction:
         acks = [message.ack_id for message in self.received if message.ack_id]
         joined = self.link.dialect.acks_join_transaction
         try:
-            if acks and joined:
-                self._acknowledge(acks)
+            if self.committing is None:
+                self._prove_frames(acks if joined else [], timeout)
             if self._begun:
-                self._commit(timeout)
+                self._finish(timeout)
         except ConnectionLostError as error:
             raise TransactionRolledBackError(
                 f"Transaction {self.name} is rolled back: {error}"
             ) from error
-        for message in self.received:
-            if message.consumer is not None:
-                message.consumer.forget(message)
         if not joined:
             for ack_id in acks:
                 self.link.post(frames.encode("ACK", {"id": ack_id}))
 
-    def _acknowledge(self, ack_ids: list[str]) -> None:
-        with self.link.lock:
-            self.link.check_alive()
-            self.begin()
-            for ack_id in ack_ids:
-                headers = {"id": ack_id, "transaction": self.name}
-                self.loose(frames.encode("ACK", headers))
-
-    def _commit(self, timeout: float) -> None:
-        if self._has_loose_frames and self.link.dialect.answers_inside_transaction:
-            self._pass_barrier(timeout)
+    def _prove_frames(self, ack_ids: list[str], timeout: float) -> None:
+        """See to it that the broker has handled all frames before COMMIT."""
+        if ack_ids and self.error is None:
+            with self.link.lock, self.link.whole:
+                self.link.check_alive()
+                self.begin()
+                for ack_id in ack_ids:
+                    headers = {"id": ack_id, "transaction": self.name}
+                    self.loose(frames.encode("ACK", headers))
+        answers = self.link.dialect.answers_inside_transaction
+        if self._has_loose_frames and answers and self.error is None:
+            try:
+                self.link.barrier(timeout=timeout, owner=self).wait()
+            except MessagingError as error:
+                self.fail(error)
         if self.error is not None:
             self.abort(timeout)
             raise TransactionRolledBackError(
                 f"Transaction {self.name} is rolled back: {self.error}"
             ) from self.error
+
+    def _finish(self, timeout: float) -> None:
         give_up = time.monotonic() + timeout
-        with self.link.lock:
-            self._start_clocks(give_up)
-            commit = self.committing = self._ask("COMMIT", timeout)
+        if self.committing is None:
+            with self.link.lock:
+                self._start_clocks(give_up)
+                # Known before it is queued: whatever interrupts this, it counts.
+                commit = self._commit = self._request("COMMIT", timeout)
+                self.link.submit(commit, "COMMIT", {"transaction": self.name})
+        assert self._commit is not None
         try:
-            commit.wait()
+            self._commit.wait()
             if not self.link.dialect.commit_proves_sends:
                 self._wait_for_confirms(give_up)
         except MessagingError as error:
-            raise self._outcome(error) from error
+            raise self._outcome(error, timeout) from error
 
-    def _ask(self, command: str, timeout: float) -> Request:
-        name = {"transaction": self.name}
+    def _request(self, command: str, timeout: float) -> Request:
         what = f"{command} of transaction {self.name}"
-        return self.link.ask(command, name, timeout=timeout, owner=self, what=what)
+        return Request(self.link, what, timeout, owner=self)
 
     def _start_clocks(self, give_up: float) -> None:
         for confirm in self.confirms:
@@ -191,20 +171,23 @@ class Transaction:
         if self.error is not None:
             raise self.error
 
-    def _outcome(self, error: MessagingError) -> MessagingError:
-        unwritten = isinstance(error, ConnectionLostError) and not error.written
+    def _outcome(self, error: MessagingError, timeout: float) -> MessagingError:
+        assert self._commit is not None
         refused = isinstance(error, RequestRejectedError)
-        if unwritten or (refused and self.link.dialect.commit_proves_sends):
-            if refused:
-                self._wait_for_reason()
-            return TransactionRolledBackError(
-                f"Transaction {self.name} is rolled back: {self.error or error}"
+        if refused and self.link.dialect.commit_proves_sends:
+            self._wait_for_reason()
+        elif not self._commit.written:
+            self.abort(timeout)
+        else:
+            # What else is sent here could join the transaction nobody knows about.
+            self.link.lose(f"transaction {self.name} is in doubt: {error}")
+            return TransactionInDoubtError(
+                f"Transaction {self.name} is in doubt: {error} Receive and send again "
+                "on a new connection; the message ids let receivers drop what came "
+                "twice."
             )
-        # Whatever else is sent here could join the transaction nobody knows about.
-        self.link.lose(f"transaction {self.name} is in doubt: {error}")
-        return TransactionInDoubtError(
-            f"Transaction {self.name} is in doubt: {error} Receive and send again on a "
-            "new connection; the message ids let receivers drop what came twice."
+        return TransactionRolledBackError(
+            f"Transaction {self.name} is rolled back: {self.error or error}"
         )
 
     def _wait_for_reason(self) -> None:
@@ -225,18 +208,13 @@ class Transaction:
         """Make sure nothing of it happens; a lost connection aborts it as well."""
         if self._begun:
             try:
-                self._ask("ABORT", timeout).wait()
+                abort = self._request("ABORT", timeout)
+                self.link.submit(abort, "ABORT", {"transaction": self.name})
+                abort.wait()
             except ConnectionLostError:
                 pass  # a broker aborts what was open on a connection that ended
             except MessagingError as error:
                 self.link.lose(f"transaction {self.name} did not abort: {error}")
         with self.link.lock:
             for confirm in list(self.confirms):
-                confirm.send = None
                 self.link.ledger.settle(confirm, State.CANCELLED, None)
-
-    def give_back(self) -> None:
-        """Let what was received be received again."""
-        for consumer in {message.consumer for message in self.received}:
-            if consumer is not None:
-                consumer.take_back()

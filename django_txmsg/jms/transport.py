@@ -76,7 +76,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self._socket: socket.socket | None = None
         # OpenSSL does not allow a read and a write of one connection at a time; each
         # is non-blocking, so neither waits for the other.
-        self._socket_lock = threading.Lock() if tls else contextlib.nullcontext()
+        self._write_lock = threading.Lock()
+        self._socket_lock = self._write_lock if tls else contextlib.nullcontext()
         self._reason = ""
         self.override_threading(self._start_thread)
 
@@ -165,7 +166,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         try:
             while view:
                 try:
-                    with self._socket_lock:
+                    with self._write_lock:
                         sent = self._socket.send(view)  # type: ignore[union-attr]
                     view = view[sent:]
                     give_up = time.monotonic() + timeout
@@ -197,7 +198,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         if self._tls is not None or self._socket is None:
             return 0
         try:
-            return self._socket.send(data)
+            with self._write_lock:
+                return self._socket.send(data)
         except OSError:
             return 0
 
@@ -207,17 +209,28 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         connected = self._socket
         if connected is None:
             return
-        with contextlib.suppress(OSError, ValueError):
-            if isinstance(connected, ssl.SSLSocket):
-                with self._socket_lock:
+        with self._write_lock:
+            with contextlib.suppress(OSError, ValueError):
+                if isinstance(connected, ssl.SSLSocket):
                     connected.unwrap()
-        with contextlib.suppress(OSError):
-            connected.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+    def drop(self) -> None:
+        """End a connection that nobody holds any more; takes no lock."""
+        self.running = False
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def cleanup(self) -> None:
-        """Close the socket; stomp.py calls this as the I/O thread ends."""
+        """Close the socket; stomp.py calls this as the I/O thread ends.
+
+        Not while a writer uses it: its number may be another socket's the next moment.
+        """
         if self._socket is not None:
-            self._socket.close()
+            with self._write_lock:
+                self._socket.close()
 
     def abandon(self) -> None:
         """Close the inherited socket in a forked child, with no byte written."""
@@ -233,6 +246,5 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             thread.join(timeout)
 
     def _over(self, reason: str) -> None:
-        if not self._reason:
-            self._reason = reason
-            self._listener.on_lost(reason)
+        self._reason = self._reason or reason
+        self._listener.on_lost(self._reason)

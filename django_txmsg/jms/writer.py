@@ -10,30 +10,39 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from .ledger import Entry, State
-
-if TYPE_CHECKING:
-    from .factory import Options
-    from .link import Link
-    from .transport import Transport
+from .ledger import Ledger, Pending, State
+from .options import Options
+from .transport import Transport
 
 
 class Writer:
     """Queue and thread; every attribute is guarded by the connection's lock."""
 
-    def __init__(self, transport: Transport, link: Link, options: Options) -> None:
-        """Write to the transport what threads put in; ``start`` begins."""
+    def __init__(
+        self,
+        transport: Transport,
+        lock: threading.RLock,
+        ledger: Ledger,
+        options: Options,
+        on_tick: Callable[[], None],
+        on_fault: Callable[[str], None],
+    ) -> None:
+        """Write to the transport what threads put in; ``start`` begins.
+
+        ``on_tick`` is called, with the lock held or not, when deadlines may pass,
+        ``on_fault`` when this thread can write no more.
+        """
         self._transport = transport
-        self._ledger = link.ledger
+        self._ledger = ledger
         self._coalesce_bytes = options.coalesce_bytes
         self._write_timeout = options.send_timeout
         self._heartbeat: float | None = None
-        self._on_deadlines = link.pass_deadlines
-        lock = link.lock
+        self._on_tick = on_tick
+        self._on_fault = on_fault
         self._wake = threading.Condition(lock)
-        self._queue: deque[tuple[bytes, Entry | None]] = deque()
+        self._queue: deque[tuple[bytes, Pending | None]] = deque()
         self._idle = False
         #: Until when it sleeps, while it is idle.
         self._until = 0.0
@@ -52,7 +61,7 @@ class Writer:
         self._heartbeat = heartbeat
         self._thread.start()
 
-    def put(self, data: bytes, entry: Entry | None = None) -> None:
+    def put(self, data: bytes, entry: Pending | None = None) -> None:
         """Queue whole frames; with the lock held."""
         self._queue.append((data, entry))
         self.queued_bytes += len(data)
@@ -60,7 +69,7 @@ class Writer:
             self._idle = False
             self._wake.notify()
 
-    def put_now(self, data: bytes, entry: Entry) -> None:
+    def put_now(self, data: bytes, entry: Pending) -> None:
         """Write a frame whose sender waits for its answer, if nothing waits before it
         and the socket takes it without blocking; queue it otherwise. With the lock
         held. Spares the sender a change of threads."""
@@ -86,8 +95,9 @@ class Writer:
         self._wake.notify()
         self._room.notify_all()
 
-    def wait_for_room(self, limit: int, give_up: float) -> bool:
+    def wait_for_room(self, limit: int, seconds: float) -> bool:
         """Wait until fewer bytes than the limit are queued; with the lock held."""
+        give_up = time.monotonic() + seconds
         while self.queued_bytes > limit and not self._stopped:
             left = give_up - time.monotonic()
             if left <= 0:
@@ -101,16 +111,17 @@ class Writer:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        while True:
-            data = self._next()
-            if data is None:
-                return
-            try:
+        try:
+            while (data := self._next()) is not None:
                 self._transport.write(
-                    data, timeout=self._write_timeout, tick=self._on_deadlines
+                    data, timeout=self._write_timeout, tick=self._on_tick
                 )
-            except OSError:
-                return  # the transport has told the connection
+        except OSError:
+            pass  # the transport has told the connection
+        except BaseException as error:
+            # Nobody else lets deadlines pass: without this thread nothing ever ends.
+            self._on_fault(f"a fault of this client: {error!r}")
+            raise
 
     def _next(self) -> bytes | None:
         """Wait for frames, a heart-beat's turn or a deadline; ``None`` to end."""
@@ -122,7 +133,7 @@ class Writer:
                 if now >= beat:
                     return b"\n"
                 if now >= self._ledger.next_deadline:
-                    self._on_deadlines()
+                    self._on_tick()
                     continue
                 moment = self._until = min(beat, self._ledger.next_deadline)
                 self._idle = True

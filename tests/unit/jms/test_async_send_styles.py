@@ -122,7 +122,7 @@ def test_a_message_that_cannot_be_encoded_is_a_format_error_and_takes_no_slot(
     producer.send_async(jms.Message("good"), listener, timeout=5)
 
     assert listener.wait_for(1) == ["good"]
-    assert session.window.in_flight == 0
+    assert session.sends.in_flight == 0
 
 
 def test_setting_no_listener_makes_sends_synchronous_again(

@@ -132,7 +132,7 @@ def test_a_receipt_lets_a_blocked_sender_go_on(
         target=producer.send_async, args=(jms.Message("2"), listener)
     )
     sender.start()
-    wait_until(lambda: session.window.waiters)
+    wait_until(lambda: session.sends.waiters)
     broker.wait_for_held(1)
 
     broker.release()

@@ -9,7 +9,7 @@ import pytest
 
 from django_txmsg import jms
 from django_txmsg.jms.frames import Receipt
-from django_txmsg.jms.ledger import Entry
+from django_txmsg.jms.ledger import Pending
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
 
@@ -217,7 +217,7 @@ def test_a_write_that_fails_makes_its_send_unknown_and_returns_its_slot(
     assert all(isinstance(e, jms.ConnectionLostError) for e in listener.errors)
     assert [e.written for e in listener.errors] == [True, False]  # type: ignore[union-attr]
     session.close()
-    assert session.window.in_flight == 0
+    assert session.sends.in_flight == 0
 
 
 def test_connection_loss_fails_the_sends_on_the_wire_in_order_and_a_new_one_goes_on(
@@ -255,7 +255,7 @@ def test_a_send_that_was_never_written_is_never_sent_after_its_deadline(
     big = producer.submit(jms.Message(b"x" * 10_000_000))
     wait_until(lambda: connection.link.writer.queued_bytes == 0)
     producer.send_async(jms.Message("late"), listener, timeout=0.3)
-    wait_until(lambda: producer.session.window.in_flight == 1)
+    wait_until(lambda: producer.session.sends.in_flight == 1)
     broker.resume()
     big.result(30)
     producer.send(jms.Message("after"))
@@ -321,7 +321,7 @@ def test_a_late_send_is_unknown_at_its_deadline_and_the_connection_lives(
 def test_a_broker_that_never_answers_is_given_up_after_some_timeouts(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    connection = connect(broker, give_up_after_timeouts=2)
+    connection = connect(broker, give_up_after_timeouts=2, send_timeout=0.1)
     producer = connection.create_session().create_producer(DESTINATION)
     broker.on("SEND").drop_receipt()
 
@@ -357,7 +357,7 @@ def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewher
     link, listener = producer.session.link, Listener()
     put = link.writer.put
 
-    def put_and_answer(data: bytes, entry: Entry | None = None) -> None:
+    def put_and_answer(data: bytes, entry: Pending | None = None) -> None:
         put(data)
         if entry is not None:
             link.on_frames([Receipt(entry.receipt)])

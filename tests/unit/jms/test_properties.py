@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from django_txmsg import jms
-from django_txmsg.jms.ledger import Entry, Ledger, State
+from django_txmsg.jms.ledger import Ledger, Pending, State
 from django_txmsg.testing import ScriptedBroker
 
 from .conftest import DESTINATION, Listener
@@ -77,8 +77,8 @@ def test_exactly_one_callback_per_accepted_send_in_order(
         connection.close()
 
     assert listener.bodies == accepted
-    assert session.window.in_flight == session.window.parked == 0
-    assert producer.outstanding == session.callbacks.outstanding == 0
+    assert session.sends.in_flight == session.sends.untold == 0
+    assert session.sends._in_flight_bytes == session.sends._untold_bytes == 0
     assert connection.link.ledger.open == {}
 
 
@@ -116,16 +116,16 @@ def play(
         pass  # refused in the call: then no callback may come
 
 
-class Counted(Entry):
-    """A ledger entry that counts how often it is told."""
+class Counted(Pending):
+    """A pending frame that counts how often it is told."""
 
     __slots__ = ("told",)
 
-    def __init__(self, number: int, deadline: float, owner: object) -> None:
-        super().__init__(f"entry {number}", deadline, owner)
+    def __init__(self, number: int, timeout: float) -> None:
+        super().__init__(f"entry {number}", timeout, self.count)
         self.told = 0
 
-    def settled(self) -> None:
+    def count(self, _: Pending) -> None:
         self.told += 1
 
 
@@ -149,9 +149,9 @@ def test_an_entry_is_settled_at_most_once_by_any_events_and_never_lost(
     for now, (event, which, flag) in enumerate(events):
         receipt = entries[which % len(entries)].receipt if entries else b"1-0"
         if event == "open":
-            entry = Counted(len(entries), now + which, None)
+            entry = Counted(len(entries), which)
             entry.receipt = ledger.new_receipt()
-            ledger.reserve(entry)
+            ledger.reserve(entry, now)
             entries.append(entry)
         elif event == "loose":
             ledger.note_loose(None)
@@ -176,10 +176,10 @@ def test_an_entry_is_settled_at_most_once_by_any_events_and_never_lost(
 
 def test_a_receipt_is_no_word_on_earlier_sends() -> None:
     ledger = Ledger(1, lambda: "the broker")
-    entries = [Counted(n, 100, None) for n in range(3)]
+    entries = [Counted(n, 100) for n in range(3)]
     for entry in entries:
         entry.receipt = ledger.new_receipt()
-        ledger.reserve(entry)
+        ledger.reserve(entry, 0)
 
     ledger.receipt(entries[2].receipt)
 

@@ -105,6 +105,7 @@ def test_after_a_fork_the_child_cannot_use_what_it_inherited_and_the_parent_can(
     connection = connect(broker)
     session = connection.create_session()
     producer, consumer = session.create_producer("x"), session.create_consumer("y")
+    transacted = connection.create_session(transacted=True)
     producer.send(jms.Message("before"))
 
     with connection.link.lock:  # held by "another thread" as the fork happens
@@ -120,6 +121,10 @@ def test_after_a_fork_the_child_cannot_use_what_it_inherited_and_the_parent_can(
                     connection.create_session,
                     connection.ping,
                     lambda: session.send_batch([]),
+                    session.drain,
+                    transacted.commit,
+                    transacted.rollback,
+                    lambda: connection.add_failure_listener(print),
                 ):
                     try:
                         call()
@@ -129,7 +134,7 @@ def test_after_a_fork_the_child_cannot_use_what_it_inherited_and_the_parent_can(
                 producer.close()
                 session.close()
                 connection.close()
-                code = 0 if (refused == 6 and connection.closed) else 2
+                code = 0 if (refused == 10 and connection.closed) else 2
             except BaseException as error:
                 print(repr(error), file=sys.__stderr__)
             finally:

@@ -173,7 +173,6 @@ def test_close_tells_the_callbacks_itself_when_no_thread_can_be_started_any_more
             raise RuntimeError("can't create new thread at interpreter shutdown")
         start(thread)
 
-    monkeypatch.setattr(pool, "_pool", pool.CompletionPool())
     monkeypatch.setattr(threading.Thread, "start", refuse)
     producer.send_async(jms.Message("x"), listener)
     connection.close()

@@ -1,0 +1,300 @@
+"""The line to one broker: its two threads, its ledger, its loss.
+
+Hop 4 and 6 of a message. The reader thread settles entries and feeds consumers, the
+writer thread writes; neither runs a user's code. One lock guards the state of the link
+and of everything that uses it, and is never held over a callback or over I/O that may
+block, a log handler's included. A link that is lost stays lost: reconnecting means a
+new one, so nothing is ever replayed silently.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from weakref import WeakMethod
+
+from . import frames
+from .dialects import BY_NAME, recognize
+from .errors import (
+    ConnectionFailedError,
+    ConnectionLostError,
+    IllegalStateError,
+    MessagingError,
+)
+from .ledger import Ledger
+from .options import Options
+from .pool import CompletionPool
+from .transport import Transport
+from .writer import Writer
+
+logger = logging.getLogger("django_txmsg.jms.link")
+Deliver = WeakMethod[Callable[[frames.Frame], None]]
+_epochs = itertools.count(1)
+
+
+class Whole:
+    """A `with` block, the lock held, of what happens as a whole or ends the link: an
+    exception that a signal raises may come between any two of its lines."""
+
+    def __init__(self, lose: Callable[[str], None]) -> None:
+        """Call it with the reason."""
+        self._lose = lose
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, MessagingError):
+            self._lose(f"a send was interrupted by {error!r}")
+
+
+class Line:
+    """Logged in when made; ended by ``close``, or lost."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        options: Options,
+        on_lost: Callable[[MessagingError], None],
+    ) -> None:
+        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
+
+        ``on_lost``, a method, is called at most once, with the lock held, and does not
+        keep its object alive.
+        """
+        self.address = address
+        self.options = options
+        self.dialect = BY_NAME[options.dialect or "activemq"]
+        self.server = ""
+        self.lock = threading.RLock()
+        #: Notified when room, an outcome or an end may be what somebody waits for.
+        self.changed = threading.Condition(self.lock)
+        self.whole = Whole(self.lose)
+        #: Why the link was lost, ``None`` while it was not.
+        self.error: ConnectionLostError | None = None
+        #: Whether consumers hand out messages.
+        self.delivering = True
+        self.closed = False
+        self.ledger = Ledger(next(_epochs), lambda: self.description)
+        self.pool = CompletionPool(options.callback_threads)
+        self._on_lost = WeakMethod(on_lost)
+        # Said under the lock, logged without it: a log handler may block.
+        self._to_log: deque[str] = deque()
+        self._pid = os.getpid()
+        self._numbers = itertools.count(1)
+        self._routes: dict[str, tuple[Deliver, threading.Condition]] = {}
+        self._connected = threading.Event()
+        self._refusal = ""
+        self._said = ""
+        self._leaving = False
+        self._send_every: float | None = None
+        self._transport = Transport(
+            address, self, tls=options.tls, connect_timeout=options.connect_timeout
+        )
+        self.writer = Writer(
+            self._transport, self.lock, self.ledger, options, self.tick, self.on_lost
+        )
+        try:
+            self._log_in()
+        except BaseException:
+            self.closed = True
+            self._transport.disconnect_socket()
+            self._transport.join(1.0)
+            raise
+        self.writer.start(self._send_every)
+
+    @property
+    def description(self) -> str:
+        """Who is at the other end, for error texts."""
+        return f"broker {self.address[0]}:{self.address[1]} ({self.dialect.name})"
+
+    @property
+    def inherited(self) -> bool:
+        """Whether a fork copied this link; then its locks and socket are not ours."""
+        return self._pid != os.getpid()
+
+    def check_alive(self) -> None:
+        """Raise ``IllegalStateError``, or ``ConnectionLostError`` once it is lost."""
+        self.check_own()
+        if self.error is not None:
+            text, said = str(self.error), self._said
+            raise ConnectionLostError(text, written=False, broker_said=said)
+        if self.closed:
+            raise IllegalStateError("The connection is closed.")
+
+    def check_own(self) -> None:
+        """Raise ``IllegalStateError`` in a forked child."""
+        if self._pid != os.getpid():
+            raise IllegalStateError(
+                "This connection was inherited through a fork; its socket belongs to "
+                "the parent process. Make a new connection in the child."
+            )
+
+    def refuse_inside(self) -> None:
+        """Raise ``IllegalStateError`` where waiting would never end: in a signal
+        handler that has interrupted a send of its thread, which holds the lock."""
+        if not self.inherited and self.lock._is_owned():  # type: ignore[attr-defined]
+            raise IllegalStateError(
+                "A signal handler has interrupted this thread in the middle of a send, "
+                "and would wait for it. Set a flag, or an event, in the handler."
+            )
+
+    def _log_in(self) -> None:
+        options = self.options
+        login = frames.encode_connect(options.connect_headers(self.address[0]))
+        give_up = time.monotonic() + options.connect_timeout
+        self._transport.start()
+        self._transport.write(login, timeout=options.connect_timeout, tick=lambda: None)
+        answered = self._connected.wait(max(0.0, give_up - time.monotonic()))
+        if self._refusal or not answered:
+            why = (
+                f"{self._refusal}. Check the URL's user, password and virtual host"
+                if self._refusal
+                else f"no CONNECTED within {options.connect_timeout:g} s"
+            )
+            raise ConnectionFailedError(
+                f"{self.address[0]}:{self.address[1]} refused the connection: {why}."
+            )
+
+    # -- what the transport tells, on its I/O thread ------------------------------
+
+    def on_frames(self, arrived: list[frames.Frame | frames.Receipt]) -> None:
+        """Settle receipts and hand messages to their consumers."""
+        answered = False
+        with self.lock:
+            for frame in arrived:
+                if isinstance(frame, frames.Receipt):
+                    self.ledger.receipt(frame)
+                    answered = True
+                elif frame.command == "MESSAGE":
+                    self._deliver(frame)
+                elif frame.command == "RECEIPT":
+                    self.ledger.receipt(frame.headers.get("receipt-id", "").encode())
+                elif frame.command == "ERROR":
+                    self._on_error(frame)
+                elif frame.command == "CONNECTED" and not self._connected.is_set():
+                    self._on_connected(frame.headers)
+            if answered:
+                self.ledger.silent_since = time.monotonic()
+        self._log()
+
+    def _deliver(self, frame: frames.Frame) -> None:
+        route = self._routes.get(frame.headers.get("subscription", ""))
+        deliver = None if route is None else route[0]()
+        if deliver is not None:
+            deliver(frame)
+
+    def _log(self) -> None:
+        while self._to_log:
+            logger.warning("%s", self._to_log.popleft())
+
+    def _on_connected(self, headers: dict[str, str]) -> None:
+        self.server = headers.get("server", "")
+        if self.options.dialect is None:
+            self.dialect = recognize(self.server)
+        version = headers.get("version", "1.0")
+        if version != "1.2":
+            self._refusal = f"it speaks STOMP {version}, not 1.2"
+        sends, wants = (
+            int(ms) / 1000 for ms in headers.get("heart-beat", "0,0").split(",")
+        )
+        ours = self.options.heartbeat
+        # Silence for twice the agreed interval is death, and ours is half of it at
+        # most: a busy machine is no dead one.
+        if ours and wants:
+            self._send_every = max(ours, wants) / 2
+        if ours and sends:
+            self._transport.silence_limit = 2 * max(ours, sends)
+        self._connected.set()
+
+    def _on_error(self, frame: frames.Frame) -> None:
+        body = frame.body[:400].decode(errors="replace").strip()
+        said = ": ".join(filter(None, (frame.headers.get("message"), body)))
+        if not self._connected.is_set():
+            self._refusal = said or "ERROR"
+            self._connected.set()
+            return
+        receipt = frame.headers.get("receipt-id", "")
+        names = self.dialect.errors_name_receipts
+        blames = self.dialect.blames_frame(said)
+        if not self.ledger.error(receipt, said, names_receipts=names, blames=blames):
+            self._said = said
+            self.lose(f"the broker answered ERROR: {said}")
+        elif not receipt:
+            self.changed.notify_all()
+            self._to_log.append(f"{self.description} answered ERROR: {said}")
+
+    def on_lost(self, reason: str) -> None:
+        """Learn that the connection is over; the reader says so in any case."""
+        with self.lock:
+            if self._connected.is_set():
+                self.lose(reason)
+            else:
+                self._refusal = reason
+                self._connected.set()
+        self._log()
+
+    def tick(self) -> None:
+        """Settle what is late; give up a broker that answers nothing at all."""
+        with self.lock:
+            now, ledger = time.monotonic(), self.ledger
+            ledger.expire(now)
+            limit = self.options.give_up_after_timeouts
+            silent_until = ledger.silent_since + self.options.send_timeout
+            if limit and ledger.timeouts_in_a_row >= limit and silent_until <= now:
+                self.lose(f"{limit} frames in a row had no answer in time")
+
+    def lose(self, reason: str) -> None:
+        """Give the link up, once: nothing on it can be trusted any more."""
+        with self.lock:
+            if self.closed or self._refusal or self.error is not None:
+                return
+            if self._leaving:  # after DISCONNECT the broker may well be the first to go
+                self.ledger.lose(reason, self._said)
+                return
+            self.error = ConnectionLostError(
+                f"Connection to {self.description} is lost: {reason}. "
+                "Make a new one with the factory.",
+                broker_said=self._said,
+            )
+            self._to_log.append(str(self.error))
+            self.writer.stop()
+            self.ledger.lose(reason, self._said)
+            self._transport.disconnect_socket()
+            self.wake_all()
+            tell = self._on_lost()
+            if tell is not None:
+                tell(self.error)
+
+    def wake_all(self) -> None:
+        """Let every waiting thread look at its condition again; with the lock held."""
+        self.changed.notify_all()
+        for _, arrived in self._routes.values():
+            arrived.notify_all()
+
+    def route(
+        self,
+        name: str,
+        deliver: Callable[[frames.Frame], None],
+        arrived: threading.Condition,
+    ) -> None:
+        """Hand the deliveries of a subscription to a method, on the reader thread with
+        the lock held, while its object lives; ``arrived``: who waits for them."""
+        with self.lock:
+            self._routes[name] = WeakMethod(deliver), arrived
+
+    def unroute(self, name: str) -> None:
+        """Hand on no more deliveries of the subscription."""
+        with self.lock:
+            self._routes.pop(name, None)

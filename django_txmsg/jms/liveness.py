@@ -1,0 +1,116 @@
+"""What an application asks of a connection: whether it lives, and with whom.
+
+Hop 4 and 6 of a message. When its link is lost it stays failed and says so to its
+listeners; the factory makes a new one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from .closing import Closing
+from .dialects import Dialect
+from .errors import IllegalStateError, MessagingError
+from .link import Link
+from .options import Options
+
+FailureListener = Callable[[MessagingError], object]
+
+
+class Liveness(Closing):
+    """A connection as its sessions know it."""
+
+    def __init__(self, address: tuple[str, int], options: Options) -> None:
+        """Connect; raises ``ConnectionFailedError`` or ``OSError`` in time."""
+        self.address = address
+        self._closing = False
+        self._failure_listeners: list[FailureListener] = []
+        self.link = Link(address, options, self._on_lost)
+
+    def __repr__(self) -> str:
+        """Name the address."""
+        return f"<Connection to {self.address[0]}:{self.address[1]}>"
+
+    @property
+    def dialect(self) -> Dialect:
+        """What kind of broker this is."""
+        return self.link.dialect
+
+    @property
+    def server(self) -> str:
+        """What the broker calls itself."""
+        return self.link.server
+
+    @property
+    def client_id(self) -> str | None:
+        """The name durable subscriptions belong to."""
+        return self.link.options.client_id
+
+    @property
+    def error(self) -> MessagingError | None:
+        """Why the connection failed, ``None`` if it did not."""
+        return self.link.error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the connection ended without being closed."""
+        return self.link.error is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection can no longer be used."""
+        return self._closing or self.failed or self.link.inherited
+
+    @property
+    def ignored_receipts(self) -> int:
+        """Receipts and errors that came late, twice, or for nobody."""
+        return self.link.ledger.ignored
+
+    def check_usable(self) -> None:
+        """Raise ``IllegalStateError``, or the error the connection failed with."""
+        self.link.check_alive()
+        if self._closing:
+            raise IllegalStateError("The connection is closed.")
+
+    def ping(self, timeout: float = 5.0) -> float:
+        """Prove that the broker handles our frames; return the seconds it took.
+
+        Raises ``RequestTimeoutError`` or ``ConnectionLostError``.
+        """
+        self.check_usable()
+        began = time.monotonic()
+        self.link.barrier(timeout=timeout).wait()
+        return time.monotonic() - began
+
+    def add_failure_listener(self, listener: FailureListener) -> None:
+        """Call the listener once, on a pool thread, when the connection fails."""
+        self.link.check_own()
+        with self.link.lock:
+            self._failure_listeners.append(listener)
+            if self.link.error is not None:
+                self._on_lost(self.link.error)
+
+    def _on_lost(self, error: MessagingError) -> None:
+        listeners, self._failure_listeners = self._failure_listeners, []
+        for listener in listeners:
+            self.link.pool.submit(partial(_tell, listener, error))
+
+    def stop(self) -> None:
+        """Let no consumer receive; sends go on, and completions are not waited for."""
+        self._deliver(on=False)
+
+    def start(self) -> None:
+        """Let consumers receive again after ``stop``."""
+        self._deliver(on=True)
+
+    def _deliver(self, *, on: bool) -> None:
+        self.check_usable()
+        with self.link.lock:
+            self.link.delivering = on
+            self.link.wake_all()
+
+
+def _tell(listener: FailureListener, error: MessagingError) -> None:
+    listener(error)

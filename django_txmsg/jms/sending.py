@@ -1,0 +1,99 @@
+"""The half of a session that sends: one order, one window, one transaction at a time.
+
+Hop 4 of a message. Under the connection's lock a send takes its place in the window, in
+the order of callbacks and in the writer's queue at once, so that the order on the wire
+is the order of the callbacks.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from . import completion, frames
+from .closing import Closing
+from .delivery import Delivery, Encoded, encode_message
+from .destination import Destination
+from .errors import IllegalStateError
+from .liveness import Liveness
+from .message import Message
+from .sends import Sends
+from .transaction import Transaction
+
+
+class SendingSession(Closing):
+    """What producers and batches use of their session."""
+
+    def __init__(
+        self, connection: Liveness, *, transacted: bool, max_in_flight: int | None
+    ) -> None:
+        """Send over the connection; nothing is written."""
+        link, options = connection.link, connection.link.options
+        self.connection = connection
+        self.link = link
+        self.transacted = transacted
+        self.max_in_flight = max_in_flight or options.max_in_flight
+        self.sends = Sends(link, self.max_in_flight, options.max_in_flight_bytes)
+        self._closing = False
+        self._addresses: dict[Destination, bytes] = {}
+        self._transaction: Transaction | None = None
+        # Held by who commits or rolls back.
+        self._ending = threading.RLock()
+
+    # -- whether it can be used ---------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise ``IllegalStateError``, or the error the connection failed with."""
+        if self._closing:
+            raise IllegalStateError("The session is closed.")
+        self.link.check_alive()
+
+    def check_usable(self) -> None:
+        """Like ``check_open``, before anything is waited for or written."""
+        self.link.refuse_inside()
+        self.check_open()
+
+    def refuse_own(self, verb: str) -> None:
+        """Raise ``IllegalStateError`` where waiting for this session would not end."""
+        self.link.check_own()
+        self.link.refuse_inside()
+        if self._ending._is_owned():  # type: ignore[attr-defined]
+            raise IllegalStateError(
+                f"A signal handler cannot {verb} the session whose commit() or "
+                "rollback() it has interrupted. Set a flag, or an event, in it."
+            )
+        completion.refuse_own(self, f"{verb} its own session")
+
+    # -- sending ------------------------------------------------------------------
+
+    def encode(
+        self, target: Destination, message: Message, delivery: Delivery
+    ) -> Encoded:
+        """Find every fault of a message, and encode its frame; nothing is reserved."""
+        return encode_message(
+            target,
+            message,
+            delivery,
+            dialect=self.link.dialect,
+            address_lines=self._address_lines,
+            transacted=self.transacted,
+        )
+
+    def _address_lines(self, target: Destination) -> bytes:
+        lines = self._addresses.get(target)
+        if lines is None:
+            if len(self._addresses) >= 1000:
+                self._addresses.clear()
+            headers = self.link.dialect.send_headers(target)
+            lines = self._addresses[target] = frames.header_lines(headers.items())
+        return lines
+
+    def transaction(self) -> Transaction:
+        """Return the open transaction, a new one if there is none."""
+        with self.link.lock:
+            if self._transaction is None:
+                self._transaction = Transaction(self.link)
+            return self._transaction
+
+    def adopt(self, message: Message) -> None:
+        """Make a message received earlier part of the current transaction."""
+        self.transaction().received.append(message)
