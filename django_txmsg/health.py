@@ -23,7 +23,7 @@ from .monitoring.status import held_queues
 from .monitoring.waiting import CAP
 from .stages import all_stages
 
-#: What is said from which age of the oldest due message on.
+#: The states, by the age of the oldest due message from which each holds.
 THRESHOLDS = (
     ("stuck", dt.timedelta(minutes=30)),
     ("degraded", dt.timedelta(minutes=10)),

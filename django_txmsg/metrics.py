@@ -2,7 +2,7 @@
 
 `metrics.install()`, once in each process (an AppConfig's `ready()`), counts what the
 process does by the package's signals; the collector reads counts and ages from the
-database with capped queries whenever somebody scrapes. Workers have no HTTP server:
+database with capped queries at each scrape. Workers have no HTTP server:
 give all processes one PROMETHEUS_MULTIPROC_DIR, and any web process answers for them.
 """
 
@@ -100,7 +100,7 @@ def uninstall() -> None:
 
 
 class Collector:
-    """What the database says, read when somebody asks."""
+    """Figures from the database, read at each scrape."""
 
     def __init__(self, using: str | None = None) -> None:
         self._using = using

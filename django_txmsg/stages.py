@@ -99,7 +99,7 @@ class Stage:
     def resolved(self) -> Stage:
         """Return the stage with its policy and its transaction found out once and for
         all, as a consumer runs it: two answers for one message would be a split one."""
-        assert self.reader is None or self.reader  # a missing codec is said at once
+        assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 
     @property
@@ -196,7 +196,7 @@ def stage(
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
     It takes a Message, or what its annotation says that the body is: `(order: Order)`
-    or `(order: Order, message: Message)`; a union is told apart by `txmsg-type`.
+    or `(order: Order, message: Message)`; `txmsg-type` selects the member of a union.
     `name` (default: the destination) is the inbox's key together with the message id:
     keep it when you rename the function. `transaction`: "outbox" (exactly-once
     effects), "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no

@@ -34,7 +34,7 @@ def install(tracer_provider: Any = None) -> None:
 
 
 def uninstall() -> None:
-    """Trace no more."""
+    """Stop tracing."""
     global _tracer
     _tracer = None
 

@@ -1,4 +1,4 @@
-"""What all lists share: rows nobody edits, and a search that finds one exact id."""
+"""What all lists share: read-only rows, and a search that finds one exact id."""
 
 from __future__ import annotations
 

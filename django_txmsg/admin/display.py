@@ -54,7 +54,7 @@ def badge(word: object) -> SafeString:
 
 
 def exact(count: int) -> str:
-    """Return a count that nobody has cut short."""
+    """Return a count that was not capped."""
     return f"{count:,}"
 
 

@@ -49,7 +49,7 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="took")
     def took(self, run: PipelineRun) -> str:
-        """How long it took, or has taken so far; of a killed run nobody knows."""
+        """How long it took, or has taken so far; unknown for a killed run."""
         if run.interrupted:
             return "-"
         spent = (run.finished_at or timezone.now()) - run.started_at

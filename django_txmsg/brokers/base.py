@@ -18,7 +18,7 @@ from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message as it goes on the wire. `delay` is in seconds, as is `time_to_live`,
-    after which a broker that can forgets a message that nobody has taken."""
+    after which a broker that supports it drops a message that was not consumed."""
 
     destination: str
     headers: Mapping[str, str]
@@ -158,7 +158,7 @@ class Broker(abc.ABC):
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a new Session. Raises BrokerUnavailable when nobody answers.
+        """Return a new Session. Raises BrokerUnavailable without an answer.
 
         `subscriber` names a durable subscriber of topics, where the broker has to
         know it at the connection already.

@@ -196,7 +196,7 @@ class DatabaseSession(Session):
                 )
 
     def _unsubscribe(self) -> None:
-        """Forget a subscription that nobody can come back to, and what lies in it."""
+        """Delete a subscription that cannot be resumed, with its messages."""
         subscriptions = QueueSubscription.objects.using(self.using)
         subscriptions.filter(subscriber=str(self._token)).delete()
         QueueMessage.objects.using(self.using).filter(queue=self._queue).delete()

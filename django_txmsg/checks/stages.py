@@ -34,7 +34,7 @@ def check() -> list[CheckMessage]:
 
 
 def _misnamed() -> Iterator[CheckMessage]:
-    """Find the handlers of an app that nobody imports."""
+    """Find an app's handlers in modules that are not imported."""
     for app in apps.get_app_configs():
         module: Any = app.module
         if module_has_submodule(module, "stages"):

@@ -3,7 +3,7 @@
 What was asked for is a row (`BulkOperation`); `manage.py consume` works it off in
 growing batches. The cursor moves in the batch's own transaction, so that closing the
 browser stops nothing and a crash neither loses nor doubles a message. Small operations
-go the same way, worked off at once by whoever asked.
+go the same way, done at once by the process that asked.
 """
 
 from __future__ import annotations

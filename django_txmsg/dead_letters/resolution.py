@@ -42,7 +42,7 @@ def redeliver(
 ) -> None:
     """Redeliver open dead letters that the caller's transaction has locked.
 
-    One of a stage waits in the stage's inbox again, due now: nobody else gets it, and
+    One of a stage waits in the stage's inbox again, due now: no other one gets it, and
     no broker has to be there. One of the relay leaves through the outbox, and so does
     one of a stage that is not declared here, under that name and for this database.
     """
@@ -88,7 +88,7 @@ def redeliver(
 
 
 def _stages_here(using: str) -> set[str]:
-    """Return the stages whose parked messages, in this database, somebody works off."""
+    """Return the stages whose parked messages are in this database."""
     return {one.name for one in all_stages() if one.definition.using == using}
 
 
@@ -209,7 +209,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
     """Return what an edited copy travels with: what it was given, and the type of the
-    body, which nobody edits."""
+    body, which is not edited."""
     kept = wire.of_a_copy(letter.headers)
     given = check_headers(wire.senders(headers))
     given.pop(wire.CORRELATION_ID, None)  # a column of its own

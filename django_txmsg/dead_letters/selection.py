@@ -44,7 +44,7 @@ def matching(
 ) -> QuerySet[DeadLetter]:
     """Return the dead letters that `kind` would be done to under `filters`.
 
-    Raises TxmsgError for a filter nobody knows: it must not silently mean all.
+    Raises TxmsgError for an unknown filter: it must not silently mean all.
     """
     state = Resolution.DISCARDED if kind == BulkKind.RESTORE else Resolution.OPEN
     return filtered(filters, using=using).filter(resolution=state)

@@ -1,6 +1,6 @@
 """The parts of a broker's URL, which may list several hosts.
 
-Read by whoever looks at a URL of `TXMSG["BROKERS"]`, before hop 4. It checks nothing
+Used by every reader of a URL of `TXMSG["BROKERS"]`, before hop 4. It checks nothing
 but the brackets: what the parts mean is the broker's business.
 """
 
@@ -16,7 +16,7 @@ _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECA
 class BrokerUrl(str):
     """A broker's URL that does not show its password where values are shown: on
     Django's debug page, in mails of errors, in `diffsettings`. It is a string as any
-    other, password and all, to whoever uses it."""
+    other, password included, to its users."""
 
     __slots__ = ()
 

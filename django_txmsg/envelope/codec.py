@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import TxmsgError
 from . import serializers
 
-#: Errors that are told of one body.
+#: The most errors that are reported of one body.
 MAX_ERRORS = 20
 MAX_PATH = 200
 
@@ -64,7 +64,7 @@ class Codec(ABC):
 
 def from_json(body: bytes | str) -> Any:
     """Parse JSON, with numbers that have a fraction as Decimals: a float would cut
-    their digits. Raises DecodeError where it is no JSON."""
+    their digits. Raises DecodeError where it is not JSON."""
     return serializers.loads(body, parse_float=decimal.Decimal)
 
 

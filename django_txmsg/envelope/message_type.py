@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigurationError
 
-#: A version above this is nobody's: its sender is broken.
+#: The highest version accepted; above it, the sender is broken.
 MAX_VERSION = 1000
 MAX_NAME_LENGTH = 200
 

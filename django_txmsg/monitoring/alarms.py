@@ -1,4 +1,4 @@
-"""What somebody should look at, worst first, in words: for pages and terminals."""
+"""What an operator should look at, worst first, in words for pages and terminals."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _who(place: Place, now: dt.datetime) -> str:
         else ""
     )
     why = f": {place.paused_why}" if place.paused_why else ""
-    return f" By {place.paused_by or 'somebody'}, {ago} ago{why}{wait}."
+    return f" By {place.paused_by or 'unknown'}, {ago} ago{why}{wait}."
 
 
 def _since(waiting: Waiting, now: dt.datetime) -> str:

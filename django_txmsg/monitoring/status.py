@@ -92,7 +92,7 @@ class Status:
 
     @property
     def dead(self) -> int:
-        """All open dead letters whose error nobody has muted."""
+        """All open dead letters whose error is not muted."""
         return sum(place.dead for place in self._places)
 
     @property

@@ -17,7 +17,7 @@ class Receipts:
     stored: list[Claimed] = field(default_factory=list)
     #: Refused, each by itself: they count an attempt.
     failed: list[tuple[Claimed, BrokerError]] = field(default_factory=list)
-    #: The broker hung up, and nobody knows on which: each again, by itself.
+    #: The broker hung up on one of them, not known which: each is sent again alone.
     again: list[Claimed] = field(default_factory=list)
     #: Given back untouched.
     returned: list[Claimed] = field(default_factory=list)
@@ -59,7 +59,7 @@ def judge(
         goes = found.hung_up and row.key not in spoilt
         (found.again if goes else found.returned).append(row)
     if apart and not found.stored and not found.failed and found.again:
-        # Nothing was even written: there is nobody to be found by repeating.
+        # Nothing was written: sending again would not find the message.
         found.returned += found.again
         found.again = []
         found.silence = next(one for one in outcomes if one is not None)

@@ -99,8 +99,8 @@ class Settlement:
         """Run a statement that the token fences, and return how many rows it changed.
 
         A receipt must not be forgotten because the database went away behind it: the
-        statement is repeated until the lease has ended. Then nobody knows what the
-        first try did, and `count` is returned.
+        statement is repeated until the lease has ended. Then the result of the
+        first try is unknown, and `count` is returned.
         """
         connection = connections[self.using]
         pause, repeated = 0.05, False

@@ -1,6 +1,6 @@
 """Hop 3's way over the table: a busy lane starts its search where it left off.
 
-Settled rows leave dead index entries behind, which nobody may remove while an old
+Settled rows leave dead index entries behind, which cannot be removed while an old
 snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md.
 """
 

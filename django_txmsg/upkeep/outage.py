@@ -1,8 +1,8 @@
 """Beside all hops that use a database: is it away, and what is done about it.
 
 One answer to "is the database away?" and one reaction, for every thread that uses one:
-close the connection, wait with everybody else of this process until somebody's probe
-gets an answer, and go on. An error that is not an outage is left to the caller: a
+close the connection, wait, as all threads of this process do, until one thread's probe
+gets an answer, and continue. An error that is not an outage is left to the caller: a
 deadlock, a lock's or a statement's time-out, a constraint.
 """
 
@@ -77,7 +77,7 @@ def error(using: str) -> BaseException | None:
 
 def note(using: str, error: BaseException) -> bool:
     """Return whether the error means that the database is away. This thread's
-    connection is closed then, and everybody told, if another one cannot be had.
+    connection is closed then, and the outage noted, if no other one can be opened.
 
     Call it outside of any atomic block.
     """

@@ -162,7 +162,7 @@ def _place(place: Place, now: dt.datetime) -> str:
     if place.dead:
         parts.append(f"{place.dead} dead")
     if place.paused_at is not None:
-        parts.append(f"paused by {place.paused_by or 'somebody'}")
+        parts.append(f"paused by {place.paused_by or 'unknown'}")
     return "; ".join(parts)
 
 
