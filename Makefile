@@ -6,7 +6,7 @@ FOR_DEMO ?= .venv/.for-demo
 FOR_TEST ?= .venv/.for-test
 
 .DEFAULT_GOAL = help
-.PHONY: help demo test test-matrix soak lint bench docs clean
+.PHONY: help demo test test-matrix soak lint bench docs pictures clean
 
 help:
 	@echo "make demo   an order travels through the example project, and ends"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make bench  the benchmarks"
 	@echo "make docs   the documentation as a site, in build/site, and what it shows is run"
+	@echo "make pictures  the documentation's pictures, from the running example"
 	@echo "make clean  remove the environment and every cache"
 
 demo: $(FOR_DEMO)
@@ -49,6 +50,9 @@ docs: $(FOR_TEST)
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/site
 	$(PYTHON) -m pytest -q tests/docs
 	@echo "build/site/index.html"
+
+pictures: $(FOR_TEST)
+	$(PYTHON) -m tests.docs.pictures
 
 clean:
 	rm -rf .venv .matrix build dist htmlcov *.egg-info .coverage .hypothesis \

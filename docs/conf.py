@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import django
 from django.conf import settings
 
@@ -49,3 +52,14 @@ copybutton_prompt_text = "$ "
 html_theme = "furo"
 html_title = f"django_txmsg {release}"
 html_copy_source = False
+
+
+def setup(app: object) -> None:
+    """Bring the pictures along: pages show them by HTML, for light and dark readers."""
+    images = Path(__file__).parent / "images"
+
+    def copy(app: object, error: Exception | None) -> None:
+        if error is None:
+            shutil.copytree(images, Path(app.outdir) / "images", dirs_exist_ok=True)
+
+    app.connect("build-finished", copy)

@@ -84,7 +84,7 @@ def shop_stages() -> Iterator[None]:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    """Where screenshots go: `TXMSG_SCREENSHOTS` names docs/images to renew those."""
+    """Where screenshots go: `TXMSG_SCREENSHOTS` names where one can look at them."""
     return Path(os.environ.get("TXMSG_SCREENSHOTS") or tmp_path)
 
 

@@ -50,8 +50,8 @@ def blocks(page: Path) -> Iterator[Block]:
 def links(page: Path) -> Iterator[str]:
     """Return where a page links to, outside of its code."""
     text = _BLOCK.sub("", page.read_text())
-    for found in re.finditer(r"\]\(([^)\s]+)\)", text):
-        yield found[1]
+    for found in re.finditer(r"\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"", text):
+        yield found[1] or found[2]
     named = dict(re.findall(r"^\[([^]]+)\]: (\S+)$", text, re.MULTILINE))
     for label in re.findall(r"\]\[([^]\"]+)\]", text):
         yield named.get(label, label)

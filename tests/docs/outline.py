@@ -1,0 +1,60 @@
+"""What a page of the console is made of, whatever rows it shows."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import django_txmsg
+
+PACKAGE = Path(django_txmsg.__file__).parent
+#: Elements whose texts are the page's structure.
+TELLING = {"h1", "h2", "h3", "th", "button", "label", "legend", "summary", "dt"}
+#: What in them tells of the rows: badges, counts, names, ages.
+OF_ROWS = {"span", "small", "code", "time"}
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self._inside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in TELLING | OF_ROWS:
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._inside:
+            self._inside.remove(tag)
+
+    def handle_data(self, data: str) -> None:
+        text = " ".join(data.split())
+        within = TELLING & {*self._inside[-1:]}
+        if within and re.search("[A-Za-z]{3}", text):
+            self.found.add(text)
+
+
+def outline(page: str) -> list[str]:
+    """Return the headings, columns, buttons and labels of a page that the package has
+    written itself: names and texts of rows are left out."""
+    content = page.partition('id="content')[2] or page
+    reader = _Reader()
+    reader.feed("<div " + content)
+    return sorted(text for text in reader.found if text.casefold() in _written())
+
+
+@cache
+def _written() -> str:
+    """Return all that the package can say on a page."""
+    sources = [*PACKAGE.glob("templates/**/*.html"), *PACKAGE.glob("admin/*.py")]
+    sources += PACKAGE.glob("models/*.py")
+    text = " ".join(" ".join(path.read_text().split()) for path in sources)
+    return f"{text} {text.replace('_', ' ')}".casefold()
+
+
+def likeness(one: list[str], other: list[str]) -> float:
+    """Return how much two pages have in common: 1 is all."""
+    return len({*one} & {*other}) / max(1, len({*one} | {*other}))

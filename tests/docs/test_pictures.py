@@ -1,0 +1,97 @@
+"""The pictures of the console show what its pages are: `make pictures` renews them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from django.contrib.auth.models import User
+from django.test import Client, override_settings
+
+from django_txmsg.models import OutboxMessage
+from tests import factories
+from tests.admin import shop
+from tests.docs.outline import likeness, outline
+from tests.docs.pages import PAGES, ROOT
+from tests.docs.pictures import ADMIN, IMAGES, OUTLINES
+
+TAKEN = json.loads(OUTLINES.read_text())
+
+pytestmark = [pytest.mark.django_db, pytest.mark.sqlite]
+
+
+@pytest.fixture
+def pages() -> dict[str, str]:
+    """The pages of the pictures, as they are today, by the names of the pictures."""
+    client = Client()
+    client.force_login(User.objects.create_superuser("grace"))
+    shop.open_shop(orders=8)
+    letter = shop.trouble(failed_orders=2)
+    factories.OutboxMessageFactory(
+        message_id=letter.message_id, destination=letter.destination, dispatched=True,
+        key="A-1", correlation_id="A-1",
+    )  # fmt: skip
+    factories.StageStateFactory(stage="shipping.send")
+    operation = factories.BulkOperationFactory(rate=1.0, done=20)
+    flow = OutboxMessage.objects.filter(destination="payments.charge").first()
+    assert flow is not None
+    copy = f"{ADMIN}/deadletter/{letter.pk}/copy/"
+    group = f"/deadletter/confirm/?fingerprint={letter.fingerprint}&kind="
+    paths = {
+        "overview": "/",
+        "groups": "/deadletter/",
+        "message": f"/outboxmessage/{letter.message_id}/",
+        "flow": f"/outboxmessage/{flow.message_id}/",
+        "stages": "/stagestate/",
+        "discard": f"{group}discard",
+        "confirm": f"{group}redeliver",
+        "bulk": f"/bulkoperation/{operation.pk}/change/",
+    }
+    with override_settings(TXMSG={"SERVICE": "shop", "EDIT_DEAD_LETTERS": True}):
+        shown = {
+            name: client.get(ADMIN + path).content.decode()
+            for name, path in paths.items()
+        }
+        edited = {"headers": "tenant: south", "body": '{"order": 1}'}
+        shown["copy"] = client.post(copy, edited).content.decode()
+    return shown
+
+
+def test_a_picture_shows_what_its_page_is_today(pages: dict[str, str]) -> None:
+    assert pages.keys() == TAKEN.keys()
+    lies = {}
+    for name, page in pages.items():
+        today = outline(page)
+        assert len(today) >= 3, name
+        if likeness(today, TAKEN[name]) < 0.9:
+            lies[name] = sorted({*today} ^ {*TAKEN[name]})
+
+    assert lies == {}, "make pictures, and look at them"
+
+
+def test_a_renamed_column_is_noticed(pages: dict[str, str]) -> None:
+    page = pages["stages"]
+    changed = re.sub(r">\s*(Stage|Dead|Pause)\b", ">Renamed", page)
+
+    assert likeness(outline(page), outline(page)) == 1
+    assert likeness(outline(changed), outline(page)) < 0.9
+
+
+def test_every_picture_is_there_in_light_and_dark() -> None:
+    pictures = {path.stem for path in IMAGES.glob("*.png")}
+
+    assert {*TAKEN} | {f"{name}-dark" for name in TAKEN} == pictures - {
+        "overview-phone"
+    }
+
+
+def test_every_picture_is_shown() -> None:
+    shown = {
+        Path(found).stem
+        for page in PAGES
+        for found in re.findall(r"images/[\w-]+\.png", page.read_text())
+    }
+
+    assert {path.stem for path in (ROOT / "docs" / "images").glob("*.png")} == shown
