@@ -186,7 +186,7 @@ def _photograph(
         chromium.driver.execute_script(
             "document.querySelector('.txmsg-buttons button').click()"
         )
-        chromium.until("Ready in about")
+        chromium.until("Time left")
 
     chromium.look(size=WIDE)
     chromium.open("/admin/login/")
