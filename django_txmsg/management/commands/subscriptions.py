@@ -11,7 +11,8 @@ from django.core.management.base import BaseCommand, CommandError
 from ...brokers import get_broker
 from ...brokers.base import Broker
 from ...errors import BrokerError, ConfigurationError
-from ...monitoring import attendance, status, subscriptions
+from ...models.fields import clock
+from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
@@ -92,5 +93,5 @@ class Command(BaseCommand):
 
     def _known(self, using: str) -> list[Subscription]:
         require_tables(using)
-        living = attendance.read_living(using, status.clock(using)).living
+        living = attendance.read_living(using, clock(using)).living
         return subscriptions.read(using, living)
