@@ -19,6 +19,7 @@ from django.db import connection
 from pytest_django import DjangoDbBlocker
 
 from tests import services
+from tests.acceptance.wheel import fresh_python, wheel  # noqa: F401 - fixtures
 from tests.faults import ManageProcess
 
 hypothesis.settings.register_profile("tests", deadline=None, print_blob=True)

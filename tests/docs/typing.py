@@ -6,24 +6,37 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.docs.pages import Block, blocks
 
-#: What a test cannot type: it is in the suite's environment already, or never ends.
+#: Commands that run until they are stopped.
+ENDLESS = ("python manage.py relay", "python manage.py consume")
+#: What a test cannot type: it is in the environment already, asks, or takes a port.
 UNTYPED = ("python -m venv", "pip install", "python manage.py createsuperuser",
            "python manage.py runserver")  # fmt: skip
 
 
 @dataclass
 class Typist:
-    """Somebody who follows a page to the letter, in a new folder."""
+    """Somebody who follows a page to the letter, in a new folder, with the programs of
+    one environment. What they start runs for as long as the block."""
 
     folder: Path
+    programs: Path
     typed: list[str] = field(default_factory=list)
+    running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def __enter__(self) -> Typist:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.running.values():
+            process.terminate()
+        for process in self.running.values():
+            process.wait(60)
 
     def follow(self, page: Path) -> None:
         """Do what the page says, block by block."""
@@ -32,8 +45,21 @@ class Typist:
                 self._write(block)
             elif block.language == "console":
                 for command, expected in _commands(block):
-                    if not command.startswith(UNTYPED):
-                        self._run(command, expected, f"{page.name}:{block.line}")
+                    if command in ENDLESS:
+                        self._start(command)
+                    elif not command.startswith(UNTYPED):
+                        said = self.run(command, f"{page.name}:{block.line}")
+                        _compare(said, expected, f"{page.name}:{block.line}: {command}")
+
+    def run(self, command: str, where: str = "") -> str:
+        """Type a command that has to succeed, and return what it prints."""
+        done = subprocess.run(
+            [_shell(), "-c", command], cwd=self.folder, env=self._environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{where}: {command}\n{done.stdout}"
+        self.typed.append(command)
+        return done.stdout
 
     def _write(self, block: Block) -> None:
         first, _, rest = block.code.partition("\n")
@@ -43,34 +69,37 @@ class Typist:
         with (self.folder / found[1]).open("a" if found[2] else "w") as file:
             file.write(rest)
 
-    def _run(self, command: str, expected: list[str], where: str) -> None:
+    def _start(self, command: str) -> None:
+        self.running[command] = subprocess.Popen(
+            [_shell(), "-c", f"exec {command}"], cwd=self.folder,
+            env=self._environment(), stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("DJANGO_", "PYTHON", "TXMSG_"))
         }
-        here = Path(sys.executable).parent
-        kept["PATH"] = f"{here}{os.pathsep}{kept['PATH']}"
-        shell = shutil.which("sh")
-        assert shell is not None
-        done = subprocess.run(
-            [shell, "-c", command],
-            cwd=self.folder,
-            env=kept,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{where}: {command}\n{done.stdout}"
-        self.typed.append(command)
-        printed = done.stdout.splitlines()
-        for line in expected:
-            pattern = ".*".join(map(re.escape, line.split("…")))
-            while printed and not re.fullmatch(pattern, printed[0].strip()):
-                printed.pop(0)
-            assert printed, f"{where}: {command}\nno line {line!r} in\n{done.stdout}"
+        kept["PATH"] = f"{self.programs}{os.pathsep}{kept['PATH']}"
+        return kept
+
+
+def _shell() -> str:
+    found = shutil.which("sh")
+    assert found is not None
+    return found
+
+
+def _compare(said: str, expected: list[str], where: str) -> None:
+    printed = said.splitlines()
+    for line in expected:
+        pattern = ".*".join(map(re.escape, line.split("…")))
+        while printed and not re.fullmatch(pattern, printed[0].strip()):
             printed.pop(0)
+        assert printed, f"{where}\nno line {line!r} in\n{said}"
+        printed.pop(0)
 
 
 def _commands(block: Block) -> Iterator[tuple[str, list[str]]]:

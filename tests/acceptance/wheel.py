@@ -1,0 +1,70 @@
+"""The wheel, and a new environment that has it: what somebody gets who installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+#: What Django itself needs; all that the new environment gets beside the wheel.
+LENT = ["Django", "asgiref", "sqlparse", "typing_extensions"]
+
+
+def run(*command: str | Path, cwd: Path, warnings: str = "error") -> str:
+    """Run a command that has to succeed, without a word of the checkout around it."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("DJANGO_", "PYTHON", "TXMSG_"))
+    }
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**kept, "PYTHONWARNINGS": warnings},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the source distribution as an index would get it."""
+    out = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out]
+    # Our warnings are errors; those of the tools that pack and install are theirs.
+    run(*build, CHECKOUT, cwd=out, warnings="default")
+    (made,) = out.glob("*.whl")
+    return made
+
+
+@pytest.fixture(scope="session")
+def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a new environment that has Django and the wheel."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, symlinks=True)
+    purelib = sysconfig.get_path("purelib", vars={"base": str(home)})
+    for name in LENT:
+        files = distribution(name).files or []
+        for top in {file.parts[0] for file in files} - {".."}:
+            (Path(purelib) / top).symlink_to(distribution(name).locate_file(top))
+    interpreter = home / "bin" / "python"
+    admin = home / "bin" / "django-admin"
+    admin.write_text(
+        f"#!{interpreter}\n"
+        "from django.core.management import execute_from_command_line\n"
+        "execute_from_command_line()\n"
+    )
+    admin.chmod(0o755)
+    pip = [sys.executable, "-m", "pip", "--python", interpreter, "install"]
+    quietly = ["--no-deps", "--no-index", "--quiet"]
+    run(*pip, *quietly, wheel, cwd=home, warnings="default")
+    return interpreter
