@@ -45,8 +45,9 @@ class StompBroker(Broker):
         try:
             factory = jms.ConnectionFactory(self._url, **named)
             return StompSession(factory.create_connection(), transacted, self.open)
-        except (jms.MessagingError, RuntimeError) as error:
-            # RuntimeError: no thread for it, as at the end of a process.
+        except (jms.MessagingError, OSError, RuntimeError, ValueError) as error:
+            # OSError: of a certificate's file. RuntimeError: no thread for it, as at
+            # the end of a process.
             raise BrokerUnavailable(str(error)) from error
 
     def shares_topics(self) -> bool | None:
@@ -63,7 +64,7 @@ class StompBroker(Broker):
     def check(self) -> list[str]:
         try:
             jms.ConnectionFactory(self._url)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             return [str(error)]
         return []
 
@@ -121,8 +122,8 @@ class StompSession(Session):
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = []
-        with self._connection.create_session() as session:
-            producer = session.create_producer()
+        with _asked(self._connection.create_session) as session:
+            producer = _asked(session.create_producer)
             for one in batch:
                 delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
                 try:

@@ -28,23 +28,23 @@ class ContextProducer:
         self._context = context
         self._producer = context.session.create_producer()
         self._listener: CompletionListener | None = None
-        self._headers: dict[str, str] = {}
+        self._given: CompletionListener | tuple[object, object] | None = None
 
     def set_async(
         self, listener: CompletionListener | tuple[object, object] | None
     ) -> ContextProducer:
         """Tell the listener of later sends; ``None`` makes them synchronous again."""
         if listener is None:
-            self._listener = None
+            self._listener = self._given = None
         else:
             options = self._context.session.link.options
             restrictions.check(options.in_atomic, options.on_event_loop)
-            self._listener = completion.as_listener(listener)
+            self._listener, self._given = completion.as_listener(listener), listener
         return self
 
-    def get_async(self) -> CompletionListener | None:
-        """Return the listener, ``None`` while sends are synchronous."""
-        return self._listener
+    def get_async(self) -> CompletionListener | tuple[object, object] | None:
+        """Return the listener as it was given, ``None`` while sends are synchronous."""
+        return self._given
 
     def set_delivery_mode(self, mode: DeliveryMode) -> ContextProducer:
         """Choose whether the broker keeps messages through its restart."""
@@ -67,15 +67,15 @@ class ContextProducer:
         return self
 
     def set_property(self, name: str, value: str) -> ContextProducer:
-        """Put a header on every later message that has none of that name."""
-        self._headers[name] = value
+        """Send a header with every later message that has none of that name."""
+        self._producer.properties[name] = value
         return self
 
     def send(
         self, destination: str | Destination, body: Any, *, timeout: float | None = None
     ) -> ContextProducer:
         """Send a body or a ``Message``, to the listener's knowledge if there is one."""
-        message = self._message(body)
+        message = _message(body)
         if self._listener is None:
             self._producer.send(message, destination=destination, timeout=timeout)
         else:
@@ -89,15 +89,8 @@ class ContextProducer:
     ) -> CompletionFuture:
         """Send a body or a ``Message`` and return its future."""
         return self._producer.submit(
-            self._message(body), destination=destination, timeout=timeout
+            _message(body), destination=destination, timeout=timeout
         )
-
-    def _message(self, body: Any) -> Message:
-        if not isinstance(body, Message):
-            return Message(body, self._headers)
-        for name, value in self._headers.items():
-            body.headers.setdefault(name, value)
-        return body
 
 
 class Context(Closing):
@@ -147,3 +140,7 @@ class Context(Closing):
     def close(self) -> None:
         """Let outstanding sends complete, then close session and connection."""
         self.connection.close()
+
+
+def _message(body: Any) -> Message:
+    return body if isinstance(body, Message) else Message(body)

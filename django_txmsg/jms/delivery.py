@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
@@ -92,18 +92,22 @@ def encode_message(
     target: Destination,
     message: Message,
     delivery: Delivery,
+    properties: Mapping[str, str],
     *,
     dialect: Dialect,
     address_lines: Callable[[Destination], bytes],
     transacted: bool,
 ) -> Encoded:
-    """Encode a message for one destination of a broker. ``address_lines`` makes the
-    header lines that name a destination.
+    """Encode a message for one destination of a broker. ``properties`` are headers
+    that it has unless it says otherwise; ``address_lines`` makes the header lines that
+    name a destination.
 
     Raises ``InvalidDestinationError``, ``MessageFormatError``,
     ``MessageNotAccessibleError`` or ``UnsupportedOperationError``.
     """
     application = message.headers
+    if properties:
+        application = {**properties, **application}
     if not RESERVED_HEADERS.isdisjoint(application):
         names = ", ".join(sorted(RESERVED_HEADERS.intersection(application)))
         raise MessageFormatError(

@@ -114,6 +114,8 @@ class Ledger:
         self.timeouts_in_a_row = 0
         #: ... and since when the broker has answered nothing.
         self.silent_since = 0.0
+        #: Whether it has, and ``silent_since`` does not know.
+        self.answered = False
 
     def new_receipt(self) -> bytes:
         """Make a receipt id nobody had; needs no lock."""
@@ -154,7 +156,7 @@ class Ledger:
         if entry is None:
             self.ignored += 1
             return
-        self.timeouts_in_a_row = 0
+        self.timeouts_in_a_row, self.answered = 0, True
         while self._loose and self._loose[0][0] < entry.sequence:
             self._loose.popleft()
         self.settle(entry, State.ACKED, None)

@@ -135,7 +135,7 @@ class Line:
 
     def check_own(self) -> None:
         """Raise ``IllegalStateError`` in a forked child."""
-        if self._pid != os.getpid():
+        if self.inherited:
             raise IllegalStateError(
                 "This connection was inherited through a fork; its socket belongs to "
                 "the parent process. Make a new connection in the child."
@@ -155,7 +155,8 @@ class Line:
         login = frames.encode_connect(options.connect_headers(self.address[0]))
         give_up = time.monotonic() + options.connect_timeout
         self._transport.start()
-        self._transport.write(login, timeout=options.connect_timeout, tick=lambda: None)
+        left = max(0.01, give_up - time.monotonic())
+        self._transport.write(login, timeout=left)
         answered = self._connected.wait(max(0.0, give_up - time.monotonic()))
         if self._refusal or not answered:
             why = (
@@ -171,12 +172,10 @@ class Line:
 
     def on_frames(self, arrived: list[frames.Frame | frames.Receipt]) -> None:
         """Settle receipts and hand messages to their consumers."""
-        answered = False
         with self.lock:
             for frame in arrived:
                 if isinstance(frame, frames.Receipt):
                     self.ledger.receipt(frame)
-                    answered = True
                 elif frame.command == "MESSAGE":
                     self._deliver(frame)
                 elif frame.command == "RECEIPT":
@@ -185,7 +184,8 @@ class Line:
                     self._on_error(frame)
                 elif frame.command == "CONNECTED" and not self._connected.is_set():
                     self._on_connected(frame.headers)
-            if answered:
+            if self.ledger.answered:
+                self.ledger.answered = False
                 self.ledger.silent_since = time.monotonic()
         self._log()
 
@@ -278,7 +278,7 @@ class Line:
                 tell(self.error)
 
     def wake_all(self) -> None:
-        """Let every waiting thread look at its condition again; with the lock held."""
+        """Let who waits look at its condition again; with the lock held."""
         self.changed.notify_all()
         for _, arrived in self._routes.values():
             arrived.notify_all()

@@ -40,6 +40,8 @@ class MessageProducer(Closing):
         # The number of the last asynchronous send, among those of the session.
         self._last = 0
         self.delivery = DEFAULT
+        #: Headers of every message that has none of that name.
+        self.properties: dict[str, str] = {}
         self._closed = False
 
     # -- the three ways to send ---------------------------------------------------
@@ -238,7 +240,9 @@ class MessageProducer(Closing):
         if not isinstance(message, Message):
             raise MessageFormatError(f"Send a jms.Message, not {message!r}.")
         target = self._target(destination)
-        return self.session.encode(target, message, delivery or self.delivery)
+        return self.session.encode(
+            target, message, delivery or self.delivery, self.properties
+        )
 
     def _target(self, destination: str | Destination | None) -> Destination:
         if self.destination is None:

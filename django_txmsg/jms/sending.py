@@ -8,6 +8,8 @@ is the order of the callbacks.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from . import completion, frames
 from .closing import Closing
@@ -66,13 +68,18 @@ class SendingSession(Closing):
     # -- sending ------------------------------------------------------------------
 
     def encode(
-        self, target: Destination, message: Message, delivery: Delivery
+        self,
+        target: Destination,
+        message: Message,
+        delivery: Delivery,
+        properties: Mapping[str, str] = MappingProxyType({}),
     ) -> Encoded:
         """Find every fault of a message, and encode its frame; nothing is reserved."""
         return encode_message(
             target,
             message,
             delivery,
+            properties,
             dialect=self.link.dialect,
             address_lines=self._address_lines,
             transacted=self.transacted,

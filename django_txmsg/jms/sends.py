@@ -23,6 +23,7 @@ from .link import Link
 from .message import Message
 
 logger = logging.getLogger("django_txmsg.jms.sends")
+callbacks_logger = logging.getLogger("django_txmsg.jms.callbacks")
 
 #: Callbacks told in one task, before other sessions get their turn.
 _IN_A_ROW = 256
@@ -224,7 +225,7 @@ class Sends:
         """
         number = self.accepted if number is None else number
         if self._wait(number, self._link.options.close_timeout):
-            logger.warning(
+            callbacks_logger.warning(
                 "Still waiting for %d asynchronous sends or their callbacks.",
                 number - self.finished,
             )

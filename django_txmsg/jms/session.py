@@ -223,7 +223,7 @@ class Session(SendingSession):
                     interrupted = None
             else:
                 interrupted = None
-            while self._ends is not None or self._transaction is not None:
+            for _ in range(1 if self._ends is None else 2):
                 transaction = self._end_transaction()
                 self.sends.wait(transaction.last_send)
                 transaction.abort(seconds)
@@ -231,8 +231,7 @@ class Session(SendingSession):
                 if redeliver:
                     self._give_back(transaction)
             if interrupted is not None:
-                text = "The commit() that was interrupted has happened."
-                raise IllegalStateError(f"{text} What came later is rolled back.")
+                raise IllegalStateError("The commit that was interrupted has happened.")
 
     def _before_end(self, verb: str, timeout: float | None) -> float:
         self.refuse_own(verb)

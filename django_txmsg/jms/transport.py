@@ -44,6 +44,11 @@ _RETRY = (
 )
 
 
+def _until(give_up: float) -> float:
+    """Return the seconds left of a timeout, a few at least: 0 would mean no waiting."""
+    return max(0.01, give_up - time.monotonic())
+
+
 class FrameListener(Protocol):
     """Who is told what the connection does; called on the I/O thread, never raises."""
 
@@ -94,17 +99,40 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
 
     def attempt_connection(self) -> None:
         """Open the socket; stomp.py's own hides why it failed, and retries."""
-        raw = socket.create_connection(self.address, self._connect_timeout)
+        give_up = time.monotonic() + self._connect_timeout
+        raw = self._connect(give_up)
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected = raw
             if self._tls is not None:
+                raw.settimeout(_until(give_up))
                 connected = self._tls.wrap_socket(raw, server_hostname=self.address[0])
             connected.setblocking(False)
         except BaseException:
             raw.close()
             raise
         self._socket = connected
+
+    def _connect(self, give_up: float) -> socket.socket:
+        """Connect to the first address of the host's name, all within one timeout."""
+        error: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            *self.address, type=socket.SOCK_STREAM
+        ):
+            try:
+                raw = socket.socket(family, kind, protocol)
+            except OSError as unsupported:
+                error = unsupported
+                continue
+            try:
+                raw.settimeout(_until(give_up))
+                raw.connect(address)
+            except OSError as refused:
+                raw.close()
+                error = refused
+            else:
+                return raw
+        raise error or OSError("the host's name has no address")
 
     def receive(self) -> bytes:
         """Read until the connection is over; stomp.py calls this on its I/O thread.
@@ -155,7 +183,9 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         if _QUICKACK is not None:
             self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)  # type: ignore[union-attr]
 
-    def write(self, data: bytes, *, timeout: float, tick: Callable[[], None]) -> None:
+    def write(
+        self, data: bytes, *, timeout: float, tick: Callable[[], None] | None = None
+    ) -> None:
         """Write all the bytes, or close the connection and raise ``OSError``.
 
         ``tick`` is called while the broker reads nothing, so that deadlines pass.
@@ -175,7 +205,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                         selector = selectors.DefaultSelector()
                         selector.register(self._socket, selectors.EVENT_WRITE)  # type: ignore[arg-type]
                     selector.select(0.05)
-                    tick()
+                    if tick is not None:
+                        tick()
                     if time.monotonic() >= give_up:
                         raise TimeoutError(
                             f"the broker has read nothing for {timeout:g} s"
