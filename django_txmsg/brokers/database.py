@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import json
 import logging
-import re
 import threading
 import time
 import uuid
@@ -34,12 +32,11 @@ from ..models.queue import QueueMessage, QueueSubscription, queue_name
 from ..upkeep import outage
 from ..upkeep.leases import Lease
 from .base import Broker, Delivery, Outgoing, Session
+from .stored_headers import read_headers
 
 log = logging.getLogger("django_txmsg.brokers.database")
 
 Result = TypeVar("Result")
-
-_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 
 
 class DatabaseBroker(Broker):
@@ -247,7 +244,7 @@ class DatabaseSession(Session):
             self._keeping.begin()
         found = []
         for pk, written, body, deliveries in rows:
-            headers, problem = _headers(written)
+            headers, problem = read_headers(written)
             found.append(
                 Delivery(
                     destination=self._destination,
@@ -283,22 +280,3 @@ class DatabaseSession(Session):
             elif not isinstance(error, OperationalError):
                 raise
             raise BrokerUnavailable(f"database {self.using!r}: {error}") from error
-
-
-def _headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and what is wrong with them, or "": anybody may
-    write a row by hand, and the column holds any JSON."""
-    try:
-        given = json.loads(written)
-        if not isinstance(given, dict):
-            return {}, f"its headers are not an object: {written[:200]}"
-        strange = [name for name, value in given.items() if not isinstance(value, str)]
-        for name in strange:
-            given[name] = json.dumps(given[name])
-    except (ValueError, RecursionError) as error:
-        return {}, f"its headers cannot be read: {error}"
-    if strange:
-        return given, f"its header {strange[0][:80]!r} is not text"
-    if _UNSTORABLE.search("".join([*given, *given.values()])):
-        return given, "its headers have a NUL or half of a surrogate pair"
-    return given, ""

@@ -99,7 +99,6 @@ LOGGERS = {
     "django_txmsg.demarcation",
     "django_txmsg.dispatcher",
     "django_txmsg.intake",
-    "django_txmsg.jms.callbacks",
     "django_txmsg.jms.consumer",
     "django_txmsg.jms.link",
     "django_txmsg.jms.pool",
@@ -178,10 +177,8 @@ def test_importing_the_package_imports_no_django() -> None:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_the_public_names_are_where_users_import_them(module: str) -> None:
-    found = import_module(module)
-    missing = [name for name in PUBLIC[module].split() if not hasattr(found, name)]
-
-    assert missing == []
+    for name in PUBLIC[module].split():
+        exec(f"from {module} import {name}", {})
 
 
 def test_whatever_a_module_declares_public_is_listed() -> None:

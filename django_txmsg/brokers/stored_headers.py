@@ -1,0 +1,27 @@
+"""The headers of a row of the embedded broker, whoever wrote it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+_UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+
+
+def read_headers(written: str) -> tuple[dict[str, str], str]:
+    """Return a row's headers as text, and what is wrong with them, or "": anybody may
+    write a row by hand, and the column holds any JSON."""
+    try:
+        given = json.loads(written)
+        if not isinstance(given, dict):
+            return {}, f"its headers are not an object: {written[:200]}"
+        strange = [name for name, value in given.items() if not isinstance(value, str)]
+        for name in strange:
+            given[name] = json.dumps(given[name])
+    except (ValueError, RecursionError) as error:
+        return {}, f"its headers cannot be read: {error}"
+    if strange:
+        return given, f"its header {strange[0][:80]!r} is not text"
+    if _UNSTORABLE.search("".join([*given, *given.values()])):
+        return given, "its headers have a NUL or half of a surrogate pair"
+    return given, ""
