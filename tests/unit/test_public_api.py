@@ -99,6 +99,7 @@ LOGGERS = {
     "django_txmsg.demarcation",
     "django_txmsg.dispatcher",
     "django_txmsg.intake",
+    "django_txmsg.jms.callbacks",
     "django_txmsg.jms.consumer",
     "django_txmsg.jms.link",
     "django_txmsg.jms.pool",
