@@ -41,6 +41,13 @@ IDS_OF_OTHERS = ("cap-msg-id", "dop-msg-id")
 #: How the names of all our own headers begin, those of later versions included.
 PREFIX = "txmsg-"
 
+#: What JMS can name of our headers: no selector and no Java property has a hyphen.
+TWINS = {
+    name: name.replace("-", "_")
+    for name in (MESSAGE_ID, SERVICE, CREATED, KEY, TYPE, EXPIRES)
+}
+TWIN_NAMES = frozenset(TWINS.values())
+
 #: Headers of one frame or of one delivery, in lower case: no copy of a message has
 #: them.
 OF_A_DELIVERY = frozenset(
@@ -67,6 +74,7 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     KEY,
     TYPE,
     EXPIRES,
+    *TWIN_NAMES,
     CONTENT_TYPE,
     "expires",
     "expiration",

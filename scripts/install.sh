@@ -55,7 +55,10 @@ absent_packages() {
     command -v pgbouncer >/dev/null || [ -x /usr/sbin/pgbouncer ] || echo pgbouncer
     command -v chromium >/dev/null || echo chromium
     command -v chromedriver >/dev/null || echo chromium-driver
-    command -v java >/dev/null || echo openjdk-17-jre-headless
+    # Its compiler, for the JMS client of the tests; it brings the runtime along.
+    command -v javac >/dev/null || echo openjdk-17-jdk-headless
+    [ -e /usr/share/java/activemq-client.jar ] || echo libactivemq-java
+    [ -e /usr/share/java/slf4j-nop.jar ] || echo libslf4j-java
     command -v openssl >/dev/null || echo openssl
 }
 

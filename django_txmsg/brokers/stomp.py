@@ -23,6 +23,7 @@ from ..errors import (
     DispatchRejected,
     DispatchUnknown,
 )
+from . import java
 from .base import Broker, Delivery, Outgoing, Session
 
 Result = TypeVar("Result")
@@ -112,8 +113,14 @@ class StompSession(Session):
         )
         return [_outcome(one) for one in outcomes]
 
+    def _message(self, outgoing: Outgoing) -> jms.Message:
+        headers, body = dict(outgoing.headers), outgoing.body
+        if self._session.link.dialect.serves_jms:
+            body = java.for_java(headers, body)
+        return jms.Message(body, headers)
+
     def _mortal(self, outgoing: Outgoing) -> jms.Message:
-        message = _message(outgoing)
+        message = self._message(outgoing)
         if outgoing.time_to_live is not None:
             now, left = time.time() * 1000, outgoing.time_to_live * 1000
             dialect = self._session.link.dialect
@@ -128,7 +135,7 @@ class StompSession(Session):
                 delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
                 try:
                     producer.send(
-                        _message(one), destination=one.destination, delivery=delay
+                        self._message(one), destination=one.destination, delivery=delay
                     )
                 except jms.MessagingError as error:
                     outcomes.append(_outcome(error))
@@ -170,11 +177,11 @@ class StompSession(Session):
             return None
         if self._transacted:
             self._enlisted.append(message)
-        headers = message.raw_headers
+        headers, body = java.from_java(message.raw_headers, message.raw_body)
         return Delivery(
             destination=self._destination,
             headers=headers,
-            body=message.raw_body,
+            body=body,
             redelivered=message.redelivered,
             broker_message_id=self._broker_id(message),
             handle=message,
@@ -251,7 +258,9 @@ class StompSession(Session):
             self._producer = _asked(self._session.create_producer)
         producer = self._producer
         _asked(
-            lambda: producer.send(_message(outgoing), destination=outgoing.destination)
+            lambda: producer.send(
+                self._message(outgoing), destination=outgoing.destination
+            )
         )
 
     def commit(self, acks: Sequence[Delivery]) -> None:
@@ -286,10 +295,6 @@ class StompSession(Session):
             self._beside.close()
             self._beside = None
         self._connection.close()
-
-
-def _message(outgoing: Outgoing) -> jms.Message:
-    return jms.Message(outgoing.body, dict(outgoing.headers))
 
 
 def _asked(question: Callable[[], Result]) -> Result:

@@ -57,6 +57,8 @@ class Dialect:
     message_ids_stay: bool = True
     #: An acknowledgement in a transaction waits for its COMMIT.
     acks_join_transaction: bool = True
+    #: JMS clients take its messages, and `amq-msg-type` makes one a text.
+    serves_jms: bool = True
 
     def address(self, destination: Destination) -> str:
         """Name the destination as the broker does.
@@ -154,6 +156,7 @@ class ArtemisDialect(Dialect):
     prefetch_header: str = "consumer-window-size"
     prefetch_unit: int = 10_240
     acks_join_transaction: bool = False
+    serves_jms: bool = False
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
         """Ask for the routing: the default drops what no subscriber waits for."""
@@ -191,6 +194,7 @@ class RabbitMQDialect(Dialect):
     errors_name_receipts: bool = False
     answers_inside_transaction: bool = False
     message_ids_stay: bool = False
+    serves_jms: bool = False
 
     def address(self, destination: Destination) -> str:
         """RabbitMQ decodes percent escapes in names, so they are written."""

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from .certificates import PASSWORD as KEYSTORE_PASSWORD
+from .server import free_port
 from .stomp_server import ALLOWED, LIMITED_USER, PASSWORD, USER, StompServer
 
 #: A queue whose name begins so holds 40 KB and then parks what producers send.
@@ -73,6 +74,7 @@ CONFIGURATION = """\
     <transportConnectors>
       <transportConnector name="stomp" uri="stomp://127.0.0.1:{port}"/>
       <transportConnector name="stomp+ssl" uri="stomp+ssl://127.0.0.1:{tls_port}"/>
+      <transportConnector name="openwire" uri="tcp://127.0.0.1:{openwire_port}"/>
     </transportConnectors>
   </broker>
 </beans>
@@ -91,6 +93,15 @@ class ActiveMQ(StompServer):
 
     name = "activemq"
     debian_packages = "activemq openjdk-17-jre-headless openssl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.openwire_port = free_port()
+
+    @property
+    def jms_url(self) -> str:
+        """Where Java connects to."""
+        return f"tcp://127.0.0.1:{self.openwire_port}"
 
     @classmethod
     def programs(cls) -> dict[str, Path | None]:
@@ -118,6 +129,7 @@ class ActiveMQ(StompServer):
                 password=PASSWORD,
                 port=self.port,
                 tls_port=self.tls_port,
+                openwire_port=self.openwire_port,
                 user=USER,
                 limited=LIMITED_USER,
             )

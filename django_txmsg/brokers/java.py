@@ -1,0 +1,89 @@
+"""What a JMS client sees of our messages on ActiveMQ, and what we read of its own.
+
+A SEND with a content-length becomes a BytesMessage unless a header asks for text, whose
+`getText()` throws on any character above U+FFFF: in JSON those are escaped. Selectors
+cannot name headers with hyphens, and Java cannot set such: ours have twins without.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from .. import wire
+from ..envelope import serializers
+
+#: Asks ActiveMQ for a TextMessage.
+KIND = "amq-msg-type"
+
+#: A character above U+FFFF in UTF-8 ...
+_ABOVE = re.compile(rb"[\xf0-\xf4][\x80-\xbf]{3}")
+#: ... and as Java writes it: two surrogates, each encoded as if it were a character.
+_PAIR = re.compile(rb"\xed[\xa0-\xaf][\x80-\xbf]\xed[\xb0-\xbf][\x80-\xbf]")
+
+
+def for_java(headers: dict[str, str], body: bytes) -> bytes:
+    """Add to the headers what a JMS client needs, and return the body for it."""
+    for name, twin in wire.TWINS.items():
+        if name in headers:
+            headers[twin] = headers[name]
+    content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
+    json = serializers.is_json(content_type)
+    if not (json or _is_text(content_type)) or not _is_utf8(body):
+        return body
+    if _ABOVE.search(body):
+        if not json:
+            return body
+        body = _ABOVE.sub(_escaped, body)
+    headers[KIND] = "text"
+    return body
+
+
+def from_java(
+    headers: Mapping[str, str], body: bytes
+) -> tuple[Mapping[str, str], bytes]:
+    """Return headers and body as they were written: without twins, and with Java's
+    pairs of surrogates as the characters that they are."""
+    if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
+        given = headers
+        headers = {
+            name: value
+            for name, value in given.items()
+            if name != KIND and name not in wire.TWIN_NAMES
+        }
+        for name, twin in wire.TWINS.items():
+            if twin in given:
+                headers.setdefault(name, given[twin])
+    content_type = headers.get(wire.CONTENT_TYPE)
+    if content_type is None:
+        # A TextMessage of Java's has neither; a BytesMessage has a length.
+        text = wire.CONTENT_LENGTH not in headers
+    else:
+        text = serializers.is_json(content_type) or _is_text(content_type)
+    if text and b"\xed" in body:
+        body = _PAIR.sub(_joined, body)
+    return headers, body
+
+
+def _is_text(content_type: str) -> bool:
+    return content_type.lower().startswith("text/")
+
+
+def _is_utf8(body: bytes) -> bool:
+    """Return whether a body can be a text: it says so of what anybody may have sent."""
+    if b"\x00" in body:
+        return False
+    try:
+        return body.isascii() or bool(body.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _escaped(found: re.Match[bytes]) -> bytes:
+    pair = found[0].decode().encode("utf-16-be").hex()
+    return f"\\u{pair[:4]}\\u{pair[4:]}".encode()
+
+
+def _joined(found: re.Match[bytes]) -> bytes:
+    pair = found[0].decode("utf-8", "surrogatepass")
+    return pair.encode("utf-16", "surrogatepass").decode("utf-16").encode()
