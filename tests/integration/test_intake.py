@@ -7,17 +7,19 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from django_txmsg import jms
 from django_txmsg.consuming.intake import IntakeThread
-from django_txmsg.models import DeadLetter
+from django_txmsg.dead_letters import burial
+from django_txmsg.models import DeadLetter, QueueMessage
 from django_txmsg.upkeep.activity import Activity
 from django_txmsg.upkeep.crew import Crew
 from tests import factories
 from tests.faults import wait_until
-from tests.running import committing, txmsg
+from tests.running import committing, put, txmsg
 from tests.services import ActiveMQ
 from tests.services.stomp_server import StompServer
 
@@ -119,3 +121,22 @@ def test_a_header_sends_nobody_where_no_message_may_go(
         pass
 
     assert DeadLetter.objects.get().destination == destination
+
+
+@committing
+def test_an_error_of_ours_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the thread nor the message, which is kept until it can be buried."""
+    bury, tries = burial.bury, iter([RuntimeError, KeyError])
+
+    def fail_twice(**letter: Any) -> Any:
+        for error in tries:
+            raise error
+        return bury(**letter)
+
+    monkeypatch.setattr(burial, "bury", fail_twice)
+    with txmsg():
+        message_id = put("DLQ.tests")
+        with taking_in("database://?poll=0.01", "DLQ.tests"):
+            pass
+    assert DeadLetter.objects.get().message_id == message_id
+    assert not QueueMessage.objects.exists()

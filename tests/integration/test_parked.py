@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 from typing import Any
 
 import pytest
 from django.core.management import call_command
+from django.db import transaction
 
 from django_txmsg import Redeliver, Refuse
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
+from django_txmsg.errors import MAX_SECONDS
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.monitoring import status
+from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.factories import ago
 from tests.faults import wait_until
@@ -62,6 +66,18 @@ def test_the_handlers_own_word_on_when() -> None:
         step(stage)
     row = InboxMessage.objects.get()
     assert 899 < (row.due_at - row.started_at).total_seconds() < 940
+
+
+def test_the_longest_delay_has_a_place_in_the_database() -> None:
+    with declared(Script(Redeliver(after=MAX_SECONDS))) as stage:
+        with transaction.atomic():
+            longest = dt.timedelta(seconds=MAX_SECONDS)
+            send_message("tests.later", 1, delay=longest, expires=longest)
+        send(stage.destination)
+        step(stage)
+        row = InboxMessage.objects.get()
+    assert row.due_at - row.started_at >= longest
+    assert not DeadLetter.objects.exists()
 
 
 def test_a_parked_message_is_whole_and_outlives_its_process() -> None:

@@ -178,6 +178,8 @@ def test_a_thousand_are_a_few_inserts(
         ({"key": "half \ud800"}, "surrogate"),
         ({"delay": 5}, "delay"),
         ({"expires": dt.timedelta(seconds=-1)}, "expires"),
+        ({"expires": dt.timedelta.max}, "expires"),
+        ({"delay": dt.timedelta(days=36_526)}, "delay"),
         ({"message_id": "not a uuid"}, "message_id"),
         ({"body": b"x" * 101}, "MAX_MESSAGE_BYTES"),
         ({"broker": "nowhere"}, "nowhere"),

@@ -78,9 +78,20 @@ def test_a_handlers_own_word_ends_with_the_maximum_too() -> None:
         {"initial_delay": -0.1},
         {"backoff": 0.5},
         {"jitter": 1.1},
+        {"initial_delay": float("inf")},
+        {"max_delay": float("nan")},
+        {"max_delay": 1e12},
         {"mode": "sometimes"},
     ],
 )
 def test_a_policy_that_makes_no_sense(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RedeliveryPolicy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "after", [-1.0, 1e12, float("inf"), float("-inf"), float("nan")]
+)
+def test_a_delay_that_no_database_has_a_place_for(after: float) -> None:
+    with pytest.raises(ValueError, match="hundred years"):
+        Redeliver(after=after)
