@@ -54,19 +54,19 @@ def test_each_verdict_has_its_case(spark) -> None:
     q, topic = "q", "topic:t"
     messages = sent(
         spark,
-        ("a", "ok", q, at(0), at(1), None),
-        ("a", "lost", q, at(0), at(1), None),
-        ("a", "waiting", q, at(0), None, None),
-        ("a", "young", q, young, young, None),
-        ("a", "twice", q, at(0), at(1), None),
-        ("a", "again", q, at(0), at(1), None),
-        ("a", "late", q, at(0), at(1), None),
-        ("a", "dead-there", q, at(0), at(1), None),
-        ("a", "dead-here", q, at(0), None, at(2)),
-        ("a", "parked", q, at(0), at(1), None),
-        ("a", "fan", topic, at(0), at(1), None),
-        ("a", "before", topic, at(-60), at(-59), None),
-        ("a", "nobody", "topic:silent", at(0), at(1), None),
+        ("a", "ok", q, at(0), None, at(1), None),
+        ("a", "lost", q, at(0), None, at(1), None),
+        ("a", "waiting", q, at(0), None, None, None),
+        ("a", "young", q, young, None, young, None),
+        ("a", "twice", q, at(0), None, at(1), None),
+        ("a", "again", q, at(0), None, at(1), None),
+        ("a", "late", q, at(0), None, at(1), None),
+        ("a", "dead-there", q, at(0), None, at(1), None),
+        ("a", "dead-here", q, at(0), None, None, at(2)),
+        ("a", "parked", q, at(0), None, at(1), None),
+        ("a", "fan", topic, at(0), None, at(1), None),
+        ("a", "before", topic, at(-60), None, at(-59), None),
+        ("a", "nobody", "topic:silent", at(0), None, at(1), None),
     )
     row = lambda m, **k: (  # noqa: E731 - a table of rows
         "b", k.get("stage", "s"), m, k.get("d", q), at(0), k.get("r", at(2)),
@@ -116,9 +116,9 @@ def test_each_verdict_has_its_case(spark) -> None:
 def test_a_summary_counts_verdicts_by_day_and_destination(spark) -> None:
     messages = sent(
         spark,
-        ("a", "1", "q", at(0), at(1), None),
-        ("a", "2", "q", at(5), at(6), None),
-        ("a", "3", "q", at(-24 * 60), at(1), None),
+        ("a", "1", "q", at(0), None, at(1), None),
+        ("a", "2", "q", at(5), None, at(6), None),
+        ("a", "3", "q", at(-24 * 60), None, at(1), None),
     )
     verdicts = reconcile(
         messages, received(spark), expected(spark), horizon=HORIZON, late_after=LATE
@@ -173,65 +173,52 @@ def model(
     sends: list[Any], receipts: list[Any], listeners: dict[str, int]
 ) -> list[tuple[str, str, str | None, str]]:
     """Reconciliation as one would explain it, with dictionaries and loops."""
-    messages: dict[tuple[str, str], list[Any]] = {}
+    stored: dict[tuple[str, str, str], list[Any]] = {}
     for number, destination, minute, fate in sends:
-        messages.setdefault((str(number), destination), []).append((minute, fate))
-    pairs: dict[tuple[str, str, str], list[Any]] = {}
+        due = [""]
+        if destination != "q":
+            due = [c for c, since in listeners.items() if minute >= since] or [""]
+        for consumer in due:
+            key = (str(number), destination, consumer)
+            stored.setdefault(key, []).append((minute, fate))
+    receipt: dict[tuple[str, str, str], list[Any]] = {}
     for number, destination, stage, minute, deliveries, fate in receipts:
-        key = (str(number), destination, f"b/{stage}")
-        pairs.setdefault(key, []).append((minute, deliveries, fate))
+        consumer = f"b/{stage}"
+        key = (str(number), destination, "" if destination == "q" else consumer)
+        receipt.setdefault(key, []).append((minute, deliveries, fate, consumer))
     found = []
-    seen = set()
-
-    def judge(message: str, destination: str, consumer: str | None) -> None:
-        rows = pairs.get((message, destination, consumer or ""), [])
-        stored = messages.get((message, destination))
-        sent_at = min(m for m, _ in stored) if stored else min(m for m, *_ in rows)
+    for key in stored.keys() | receipt.keys():
+        message, destination, pair = key
+        rows, sent_rows = receipt.get(key, []), stored.get(key, [])
+        all_dead = bool(sent_rows) and all(f == "dead" for _, f in sent_rows)
+        if destination != "q" and not pair and not all_dead:
+            continue
+        consumer = ", ".join(sorted({c for *_, c in rows})) or pair or None
+        sent_at = min(m for m, *_ in sent_rows or rows)
         young = at(sent_at) >= HORIZON
         done = [
-            m + (120 if f == "slow" else 1) for m, _, f in rows if f in ("done", "slow")
+            m + (120 if f == "slow" else 1)
+            for m, _, f, _ in rows
+            if f in ("done", "slow")
         ]
-        died = any(f == "dead" for *_, f in rows)
-        if stored and all(f == "dead" for _, f in stored):
-            died = True
+        died = all_dead or any(f == "dead" for _, _, f, _ in rows)
         if len(done) > 1:
             verdict = "processed_twice"
-        elif not stored:
+        elif not sent_rows:
             verdict = "in_flight" if young else "unknown_sender"
         elif done and min(done) - sent_at > 60:
             verdict = "late"
-        elif done and sum(n for _, n, _ in rows) > 1:
+        elif done and sum(n for _, n, _, _ in rows) > 1:
             verdict = "redelivered_deduplicated"
         elif done:
             verdict = "ok"
         elif died:
             verdict = "dead"
-        elif rows or young or not any(f == "left" for _, f in stored):
+        elif rows or young or not any(f == "left" for _, f in sent_rows):
             verdict = "in_flight"
         else:
             verdict = "never_received"
         found.append((message, destination, consumer, verdict))
-
-    for (message, destination), rows in messages.items():
-        at_all = [c for m, d, c in pairs if (m, d) == (message, destination)]
-        first = min(minute for minute, _ in rows)
-        if destination == "q":
-            wanted: list[str | None] = list(at_all) or [None]
-        else:
-            due = [c for c, since in listeners.items() if first >= since]
-            # One that was not listening yet, and has it all the same, has no claim.
-            wanted = list(due)
-            if not due and all(f == "dead" for _, f in rows):
-                wanted = [None]
-        for consumer in wanted:
-            seen.add((message, destination, consumer))
-            judge(message, destination, consumer)
-    for message, destination, consumer in pairs:
-        if (message, destination, consumer) not in seen:
-            stored = messages.pop((message, destination), None)
-            judge(message, destination, consumer)
-            if stored:
-                messages[message, destination] = stored
     return sorted(found, key=str)
 
 
@@ -253,7 +240,7 @@ def test_random_logs_are_judged_as_by_the_plain_model(spark, cases) -> None:
             left = at(minute + 1) if fate == "left" else None
             dead = at(minute + 1) if fate == "dead" else None
             to = (name(str(number)), name(destination))
-            sends.append(("a", *to, at(minute), left, dead))
+            sends.append(("a", *to, at(minute), None, left, dead))
         for number, destination, stage, minute, deliveries, fate in some_receipts:
             ends = {"done": at(minute + 1), "slow": at(minute + 120)}
             done = ends.get(fate)
