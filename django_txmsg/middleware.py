@@ -14,21 +14,21 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
-from django.core.handlers.base import BaseHandler
 from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
 from . import conf
+from .django_internals import View, is_non_atomic, wrap_views
 from .sending.scope import enter_scope
 from .sessions import idempotency
 from .sessions.session import OutboxSession
 
 log = logging.getLogger("django_txmsg.middleware")
 
-View = TypeVar("View", bound=Callable[..., Any])
+Marked = TypeVar("Marked", bound=View)
 
 
-def no_outbox(view: View) -> View:
+def no_outbox(view: Marked) -> Marked:
     """Mark a view that the middleware leaves alone: it gets no transaction.
 
     Above other decorators or below them; on a class-based view, with
@@ -45,7 +45,7 @@ class OutboxMiddleware:
     async_capable = True
 
     def __init__(self, get_response: Callable[[HttpRequest], Any]) -> None:
-        _watch_views()
+        wrap_views(_around, _note)
         self.get_response = get_response
         self._async = iscoroutinefunction(get_response)
         if self._async:
@@ -85,7 +85,7 @@ class OutboxMiddleware:
         if (
             iscoroutinefunction(view)
             or getattr(view, "_txmsg_no_outbox", False)
-            or using in getattr(view, "_non_atomic_requests", ())
+            or is_non_atomic(view, using)
             or getattr(request, "_txmsg_over", False)
             or _session(request) is not None
         ):
@@ -162,56 +162,22 @@ def _session(request: HttpRequest) -> OutboxSession | None:
     return getattr(request, "outbox_session", None)
 
 
-def _watch_views() -> None:
-    """Have every handler tell of what views and templates raise, and run views alone.
-
-    A middleware's process_exception() does not hear of what a middleware below has made
-    a response of. These methods of Django's are the one place before all of them, and
-    the one around a view alone.
-    """
-    usual = BaseHandler.make_view_atomic
-    asking = BaseHandler.process_exception_by_middleware
-    if hasattr(usual, "_txmsg"):
-        return
-
-    @functools.wraps(asking)
-    def process_exception_by_middleware(
-        handler: BaseHandler, error: Exception, request: HttpRequest
-    ) -> Any:
-        if _session(request) is not None:
-            request._txmsg_error = error  # type: ignore[attr-defined]
-        return asking(handler, error, request)
-
-    @functools.wraps(usual)
-    def make_view_atomic(handler: BaseHandler, view: Callable[..., Any]) -> Any:
-        atomic: Callable[..., Any] = usual(handler, view)
-        if iscoroutinefunction(view):
-            return atomic
-
-        @functools.wraps(view)
-        def run(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-            session = _session(request)
-            if session is None:
-                return atomic(request, *args, **kwargs)
-            # The session is the transaction on its database, and those on others stay.
-            mine = usual(handler, _without_transaction(view, session.using))
-            return mine(request, *args, **kwargs)
-
-        return run
-
-    make_view_atomic._txmsg = True  # type: ignore[attr-defined]
-    handlers: Any = BaseHandler
-    handlers.make_view_atomic = make_view_atomic
-    handlers.process_exception_by_middleware = process_exception_by_middleware
+def _note(request: HttpRequest, error: Exception) -> None:
+    """Note what a view or its template raises, whatever is made of it above."""
+    if _session(request) is not None:
+        request._txmsg_error = error  # type: ignore[attr-defined]
 
 
-def _without_transaction(view: Callable[..., Any], using: str) -> Callable[..., Any]:
-    """Return the view, for which ATOMIC_REQUESTS has nothing to do on `using`."""
+def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
+    """Return the view, whose transaction on its database is the session. Those that
+    ATOMIC_REQUESTS puts on other databases stay."""
+    if iscoroutinefunction(view):
+        return atomic
 
     @functools.wraps(view)
-    def bare(*args: Any, **kwargs: Any) -> Any:
-        return view(*args, **kwargs)
+    def run(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        session = _session(request)
+        mine = atomic if session is None else without_atomic(session.using)
+        return mine(request, *args, **kwargs)
 
-    declared: set[str] = getattr(view, "_non_atomic_requests", set())
-    bare._non_atomic_requests = {*declared, using}  # type: ignore[attr-defined]
-    return bare
+    return run

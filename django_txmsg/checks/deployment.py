@@ -12,6 +12,7 @@ from django.core.checks import CheckMessage, Warning
 from django.db import connections
 
 from .. import conf
+from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..stages import all_stages
 
@@ -64,7 +65,7 @@ def _deferred_sqlite() -> Iterator[CheckMessage]:
         connection: Any = connections[alias]
         if connection.vendor != "sqlite":
             continue
-        mode = connection.settings_dict.get("OPTIONS", {}).get("transaction_mode")
+        mode = settings_of(connection).get("OPTIONS", {}).get("transaction_mode")
         if str(mode).upper() not in ("IMMEDIATE", "EXCLUSIVE"):
             yield Warning(
                 f"SQLite database {alias!r} begins transactions without a lock: with "

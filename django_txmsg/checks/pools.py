@@ -10,6 +10,7 @@ from django.db import connections, router
 from django.db.models import Model
 
 from .. import brokers, conf, stages
+from ..django_internals import settings_of
 from ..models import DeadLetter, Worker
 from ..monitoring import databases
 
@@ -22,7 +23,7 @@ def check() -> Iterator[CheckMessage]:
     for alias in databases.in_use():
         if alias not in connections:
             continue
-        pool = connections[alias].settings_dict.get("OPTIONS", {}).get("pool")
+        pool = settings_of(connections[alias]).get("OPTIONS", {}).get("pool")
         if not pool:
             continue
         size = size_of(pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 from django.apps import apps
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
-from django.utils.connection import ConnectionDoesNotExist
 from django.utils.module_loading import module_has_submodule
 
 from .. import brokers, conf, stages, wire
+from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
 from ..errors import ConfigurationError
@@ -119,29 +120,28 @@ def _codec(stage: Stage) -> Iterator[CheckMessage]:
 def _databases() -> Iterator[CheckMessage]:
     """Check each database that holds messages: who asks for it, and its kind."""
     for alias, who in databases.in_use().items():
-        try:
-            connection: Any = connections[alias]
-        except ConnectionDoesNotExist:
+        if alias not in connections:
             yield Error(
                 f"{who} uses the database {alias!r}, which is not in DATABASES.",
                 hint=f"Known here: {', '.join(sorted(connections))}.",
                 id="txmsg.E006",
             )
             continue
+        connection: Any = connections[alias]
         if connection.vendor not in VENDORS:
             yield Error(
                 f"{who} uses the database {alias!r}, which is {connection.vendor}.",
                 hint="Messages are kept in PostgreSQL or SQLite.",
                 id="txmsg.E007",
             )
-        elif not connection.features.can_return_columns_from_insert:
+        elif connection.vendor == "sqlite" and sqlite3.sqlite_version_info < (3, 35):
             yield Error(
                 f"The SQLite library of database {alias!r} is too old: messages are "
                 f"claimed by UPDATE … RETURNING.",
                 hint="Use SQLite 3.35 or newer, or PostgreSQL.",
                 id="txmsg.E007",
             )
-        yield from _options(alias, connection.settings_dict)
+        yield from _options(alias, settings_of(connection))
 
 
 def _options(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:

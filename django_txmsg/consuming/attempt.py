@@ -24,7 +24,7 @@ from ..sending import storing
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from .outcomes import Arrival, Processed
-from .transaction import Demarcation, guarded
+from .transaction import StageTransaction, guarded
 
 #: Watched under this name since the dangerous window was measured where it was read.
 log = logging.getLogger("django_txmsg.arrival")
@@ -59,7 +59,7 @@ def run(
                 stage.handler(message)
             employed = False
         else:
-            with Demarcation(stage.definition, begun=begun) as demarcation:
+            with StageTransaction(stage.definition, begun=begun) as transaction:
                 if stage.transaction == "outbox" and not begun:
                     assert seen is not None
                     if not inbox.take(seen.id, arrival.token):
@@ -74,7 +74,7 @@ def run(
                     session.ping()
                 elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
                     inbox.finish([seen.id])
-            employed = demarcation.employed
+            employed = transaction.employed
     acknowledged = stage.transaction != "outbox"
     if acknowledged:
         _commit_broker(arrival, employed)

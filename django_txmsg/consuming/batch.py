@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from django.db import connections
 
 from .. import tracing
+from ..django_internals import must_roll_back, raw
 from ..envelope.message import Message
 from ..errors import DecodeError
 from ..models import InboxMessage
@@ -22,7 +23,7 @@ from . import failing, inbox, reading
 from .attempt import NOT_HANDLERS, announce_processed, stage_scope
 from .outcomes import Arrival, Duplicate, Outcome, Processed
 from .savepoints import Savepoints
-from .transaction import Demarcation, guarded, lost_conflict
+from .transaction import StageTransaction, guarded, lost_conflict
 
 Work = tuple[Arrival, Message, Seen]
 
@@ -79,9 +80,9 @@ def _together(
         return
     failures: list[tuple[Work, BaseException, float]] = []
     durations: dict[int, float] = {}
-    raw = connections[using].connection
+    on = raw(connections[using])
     try:
-        with Demarcation(stage.definition):
+        with StageTransaction(stage.definition):
             locked = rows.lock([seen.id for _, _, seen in work])
             savepoints = Savepoints(using)
             for item in work:
@@ -92,7 +93,7 @@ def _together(
     except NOT_HANDLERS:
         raise
     except BaseException as error:
-        if failing.is_outage(error, raw):
+        if failing.is_outage(error, on):
             raise
         # The commit failed for all: run each in a transaction of its own, so that the
         # one at fault is found.
@@ -146,7 +147,7 @@ def _run_one(
     except NOT_HANDLERS:
         raise
     except BaseException as error:
-        if connections[using].needs_rollback or lost_conflict(error):
+        if must_roll_back(connections[using]) or lost_conflict(error):
             # The savepoint could not be rolled back, or the transaction cannot commit
             # any more: this ends it as a whole.
             raise

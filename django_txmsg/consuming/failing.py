@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import transaction
 
 from .. import signals, wire
 from ..brokers.base import Outgoing
@@ -21,6 +21,7 @@ from ..errors import BrokerUnavailable, DecodeError, NewerCodeNeeded
 from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
 from ..upkeep import outage
+from ..upkeep.connections import close_broken
 from . import reading
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
 
@@ -39,7 +40,7 @@ def failed(
     stage = arrival.stage
     if stage.transaction != "outbox":
         arrival.session.rollback()
-    discard_broken(arrival.using)
+    close_broken(arrival.using)
     inbox = InboxMessage.objects.db_manager(arrival.using)
     if seen is None:
         seen = inbox.record(stage.name, [message], idempotent=True)[message.id]
@@ -135,7 +136,7 @@ def bury(
     own commit, whose answer it never got; or in other hands, as its lease has ended.
     """
     delivery, stage = arrival.delivery, arrival.stage
-    discard_broken(arrival.using)
+    close_broken(arrival.using)
     with transaction.atomic(using=arrival.using):
         rows = InboxMessage.objects.db_manager(arrival.using)
         if seen is not None and not rows.mark_dead(
@@ -160,15 +161,6 @@ def bury(
             attempts=attempts,
         )
     return Dead(reason)
-
-
-def discard_broken(using: str) -> None:
-    """Close a connection that died, so that the next query opens another."""
-    connection = connections[using]
-    if connection.connection is None or connection.in_atomic_block:
-        return
-    if connection.errors_occurred and not connection.is_usable():
-        connection.close()
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:

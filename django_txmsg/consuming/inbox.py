@@ -13,9 +13,14 @@ import uuid
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError, connections, transaction
 
 from .. import signals
+from ..django_internals import (
+    abandon,
+    begins_early,
+    raw,
+)
 from ..envelope.failure import Failure
 from ..envelope.message import Message
 from ..errors import (
@@ -33,7 +38,7 @@ from . import reading
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
 from .failing import bury, failed, is_outage, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
-from .transaction import abandon, begins_early, lost_conflict
+from .transaction import lost_conflict
 
 #: Times that a stage runs again at once after its transaction lost against another.
 MAX_CONFLICTS = 10
@@ -69,7 +74,7 @@ def _process(arrival: Arrival) -> Outcome:
     conflicts = 0
     while True:
         attempt = seen.attempt if seen else 1
-        raw = connections[arrival.using].connection
+        on = raw(connections[arrival.using])
         began = time.monotonic()
         try:
             return run(arrival, message.attempted(attempt), seen, begun)
@@ -79,9 +84,9 @@ def _process(arrival: Arrival) -> Outcome:
             raise
         except BaseException as error:
             if begun:
-                abandon(arrival.using)
+                abandon(connections[arrival.using])
             begun = False
-            if stage.transaction == "outbox" and is_outage(error, raw):
+            if stage.transaction == "outbox" and is_outage(error, on):
                 raise
             if conflicts < MAX_CONFLICTS and lost_conflict(error):
                 # Nobody's fault, and no attempt: at once again, then further apart.
@@ -153,8 +158,9 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         if not reading.came_before(arrival.delivery):
             return None, False
         return inbox.record(stage.name, [message], idempotent=True)[message.id], False
-    connections[using].ensure_connection()
-    if begins_early(using):
+    transaction.get_autocommit(using=using)  # which connects
+    connection = connections[using]
+    if begins_early(connection):
         mark = str(uuid.uuid4())
         try:
             seen, taken = inbox.record_and_begin(
@@ -164,14 +170,14 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
             if outage.is_away(error):
                 raise
             # A lock's time-out, perhaps: once more, step by step.
-            abandon(using)
+            abandon(connection)
             already = inbox.recorded(stage.name, message, mark)
             if already is not None:
                 return already, False
         else:
             if taken and not _reason_not_to_run(arrival, message, seen):
                 return seen, True
-            abandon(using)
+            abandon(connection)
             return seen, False
     return inbox.record(stage.name, [message])[message.id], False
 

@@ -2,7 +2,8 @@
 
 As `transaction.atomic()` makes them, with one difference: a savepoint is released
 together with the beginning of the next one, and the last one by the commit. On
-PostgreSQL that is one round trip to the server for each message instead of two.
+PostgreSQL that is one round trip to the server for each message instead of two
+(docs/decisions/djangos-private-api.md).
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from django.db import Error, connections
+from django.db import Error, connections, transaction
+
+from ..django_internals import under_savepoint
 
 
 class Savepoints:
     """Those of one transaction, which must be open on `using`."""
 
     def __init__(self, using: str) -> None:
-        self._connection: Any = connections[using]
+        self._using = using
         self._numbers = itertools.count(1)
         self._last = ""
 
@@ -27,33 +29,29 @@ class Savepoints:
     def next(self) -> Iterator[None]:
         """Around the work of one message: an exception rolls back that work, alone.
 
-        If even this fails, `needs_rollback` is left set, as `atomic()` leaves it.
+        If even this fails, the transaction is left to roll back, as `atomic()` does.
         """
-        connection = self._connection
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)
-        connection.savepoint_ids.append(name)
         try:
-            yield
+            with under_savepoint(connections[self._using], name):
+                yield
         except BaseException:
-            connection.savepoint_ids.pop()
             try:
-                connection.savepoint_rollback(name)
+                transaction.savepoint_rollback(name, using=self._using)
             except Error:
-                connection.needs_rollback = True
+                transaction.set_rollback(True, using=self._using)
             else:
-                connection.needs_rollback = False
+                transaction.set_rollback(False, using=self._using)
             raise
-        connection.savepoint_ids.pop()
 
     def _begin(self, name: str) -> None:
-        operations = self._connection.ops
-        sql = [operations.savepoint_create_sql(name)]
+        sql = [f"SAVEPOINT {name}"]
         if self._last:
-            sql.insert(0, operations.savepoint_commit_sql(self._last))
-        if self._connection.vendor == "postgresql":
+            sql.insert(0, f"RELEASE SAVEPOINT {self._last}")
+        if connections[self._using].vendor == "postgresql":
             sql = ["; ".join(sql)]
-        with self._connection.cursor() as cursor:
+        with connections[self._using].cursor() as cursor:
             for statement in sql:
                 cursor.execute(statement)
         self._last = name

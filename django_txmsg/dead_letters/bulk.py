@@ -20,6 +20,7 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import F, Max
 from django.db.models.functions import Now
 
+from ..django_internals import in_block, must_roll_back
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
@@ -144,11 +145,11 @@ def work_batch(
                 return _work_batch(using, only, taken)
         except OperationalError:
             # A deadlock's victim, or a lock not got in time: nothing was done.
-            if patience is None or connections[using].in_atomic_block:
+            if patience is None or in_block(connections[using]):
                 raise
             (stop or threading.Event()).wait(patience)
         except Exception as error:
-            if not taken or connections[using].needs_rollback:
+            if not taken or must_roll_back(connections[using]):
                 raise
             return _smaller(taken[0], using, error)
     return None
@@ -160,7 +161,7 @@ def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int
     )
     if only is not None:
         due = due.filter(pk=only)
-    if connections[using].features.has_select_for_update_skip_locked:
+    if connections[using].vendor == "postgresql":
         due = due.select_for_update(skip_locked=True)
     operation = due.order_by("changed_at", "pk").first()
     if operation is None:
@@ -205,7 +206,7 @@ def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
         pk__lte=operation.up_to,
         created_at__lte=operation.created_at,
     )
-    if connections[using].features.has_select_for_update:
+    if connections[using].vendor == "postgresql":
         # No skipping here: the cursor would pass by what somebody holds for a moment.
         letters = letters.select_for_update()
     # The longest columns stay where they are.

@@ -12,6 +12,8 @@ from typing import Any
 
 from django.db import connections, models
 
+from ..django_internals import in_block
+
 
 class CurrentXid(models.Func):
     """The id of the running transaction, on PostgreSQL; NULL elsewhere."""
@@ -92,7 +94,7 @@ def later_value(connection: Any, seconds: float) -> float | str:
 def skip_locked_sql(connection: Any) -> str:
     """Return the clause that keeps claims apart. SQLite has one writer at a time and
     needs none: its claim is a single statement under the write lock."""
-    if connection.features.has_select_for_update_skip_locked:
+    if connection.vendor == "postgresql":
         return "FOR UPDATE SKIP LOCKED"
     return ""
 
@@ -112,7 +114,7 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
 
     For what a crash of the server may undo: it costs a repetition and no message.
     """
-    if connection.vendor != "postgresql" or connection.in_atomic_block:
+    if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"
     off = "SELECT set_config('synchronous_commit', 'off', true)"
     return f"no_wait AS MATERIALIZED ({off})", "(SELECT count(*) FROM no_wait) = 1"

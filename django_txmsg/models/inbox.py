@@ -51,7 +51,7 @@ class InboxManager(ParkedManager):
         condition += f" AND due_at IS NULL AND {OPEN}"
         # SQLite has no row locks: there, writing takes the one lock there is.
         sql = f"UPDATE {self._table} SET stage = stage WHERE {condition} RETURNING id"  # noqa: S608 - constants only
-        if connection.features.has_select_for_update:
+        if connection.vendor == "postgresql":
             sql = f"SELECT id FROM {self._table} WHERE {condition} FOR UPDATE"  # noqa: S608 - constants only
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections, models
 
+from ..django_internals import raw
 from .fields import ids_sql, no_wait_sql, now_sql, prepared, read_instant, read_uuid
 
 if TYPE_CHECKING:
@@ -97,14 +98,15 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         row in it: `record()` and `take()` in one round trip instead of three.
 
         Returns what was recorded, and whether the row is taken. The transaction is
-        open in any case: `Demarcation` takes it over, or the caller rolls it back. For
-        a connection of psycopg 3 that is outside of any block (`begins_early()`).
-        When it fails, `recorded()` tells by the `mark` whether the first half stayed.
+        open in any case: a `StageTransaction` takes it over, or the caller rolls it
+        back. For a connection of psycopg 3 that is outside of any block
+        (`begins_early()`). When it fails, `recorded()` tells by the `mark` whether the
+        first half stayed.
         """
         connection = connections[self.db]
         recording, parameters = self._recording(stage, [message], False, 1)
         # OPTIONS' level is the driver's to say, and the driver says no BEGIN here.
-        own = getattr(connection.connection, "isolation_level", None)
+        own = getattr(raw(connection), "isolation_level", None)
         if isolation is None and own is not None:
             isolation = own.name.replace("_", " ")
         level = f" ISOLATION LEVEL {isolation}" if isolation else ""

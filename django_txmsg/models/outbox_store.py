@@ -16,6 +16,7 @@ from typing import Any
 
 from django.db import IntegrityError, connections, models, transaction
 
+from ..django_internals import djangos_errors
 from .fields import later_sql, later_value, now_sql, read_instant, read_uuid
 
 
@@ -83,8 +84,9 @@ _OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
 _COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
 #: From how many rows on a COPY, which asks for their ids first, is cheaper.
 _WORTH_COPY = 8
-#: Parameters of a row at most.
-_MOST = 12
+#: Parameters of a row at most, and of a statement: SQLite takes 32,766 (since 3.32),
+#: PostgreSQL 65,535.
+_MOST, _MOST_PARAMETERS = 12, 30_000
 _COPIED_TYPES = (
     *("int8", "timestamptz", "timestamptz", "timestamptz"),
     *("uuid", "text", "text", "text", "bytea"),
@@ -102,7 +104,7 @@ def _insert(
 ) -> Stored:
     stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
     xid: str | None = None
-    size = (connection.features.max_query_params or 30_000) // _MOST
+    size = _MOST_PARAMETERS // _MOST
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         values, parameters = _values(connection, part)
@@ -193,7 +195,7 @@ def _copy(
     ]
     into = f"{table} (id, created_at, due_at, expires_at, {_COLUMNS})"
     with (
-        connection.wrap_database_errors,
+        djangos_errors(connection),
         cursor.copy(f"COPY {into} FROM STDIN (FORMAT BINARY)") as copy,
     ):
         copy.set_types(_COPIED_TYPES)

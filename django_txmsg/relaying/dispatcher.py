@@ -18,6 +18,7 @@ from django.db import Error as AnyDatabaseError
 from django.db import connections
 
 from .. import conf, signals
+from ..django_internals import in_block
 from ..errors import BrokerUnavailable
 from ..upkeep import outage
 from ..upkeep.breaker import Breaker
@@ -158,7 +159,7 @@ def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
     mode = conf.get().DISPATCH_ON_COMMIT
     if mode == "inline":
         dispatch_inline(using, broker, ids)
-    elif mode == "thread" and not connections[using].in_atomic_block:
+    elif mode == "thread" and not in_block(connections[using]):
         # Inside a block, as a test's hooks run, no other connection sees the rows.
         _dispatcher(using, broker).wake(ids)
 

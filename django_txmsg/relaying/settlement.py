@@ -12,6 +12,7 @@ from django.db import InterfaceError, OperationalError, connections, transaction
 
 from .. import conf, signals
 from ..dead_letters import burial
+from ..django_internals import in_block
 from ..envelope.redelivery import Dead, RedeliveryPolicy, decide
 from ..errors import BrokerError
 from ..models import OutboxMessage
@@ -110,11 +111,7 @@ class Settlement:
                 return count if repeated else changed
             except _DATABASE_ERRORS as error:
                 connection.close()
-                if (
-                    connection.in_atomic_block
-                    or not self._lease.left
-                    or self._stop.is_set()
-                ):
+                if in_block(connection) or not self._lease.left or self._stop.is_set():
                     raise
                 log.info("what the broker has answered is noted once more: %s", error)
             self._stop.wait(min(pause, self._lease.left))

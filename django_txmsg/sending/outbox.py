@@ -16,6 +16,7 @@ from django.db import connections, router, transaction
 from django.utils import timezone
 
 from .. import codecs, conf, tracing, wire
+from ..django_internals import in_block
 from ..envelope import serializers
 from ..envelope.message import (
     Message,
@@ -115,13 +116,13 @@ def send_messages(
     if (
         current is not None
         and current.gathers is connection
-        and connection.in_atomic_block
+        and in_block(connection)
         and len(prepared) < MAX_GATHERED
         and new_ids
         and all(map(plain, prepared))
     ):
         created = gather(prepared, alias, broker, derived=bool(derived))
-    elif connection.in_atomic_block:
+    elif in_block(connection):
         created = store(
             prepared, alias, new_ids=new_ids and not inside, derived=derived
         )
@@ -138,7 +139,7 @@ def send_messages(
 
 def require_transaction(alias: str, destination: str) -> None:
     """Raise TransactionRequired unless a transaction is open on `alias`."""
-    if connections[alias].in_atomic_block or not conf.get().REQUIRE_ATOMIC:
+    if in_block(connections[alias]) or not conf.get().REQUIRE_ATOMIC:
         return
     raise TransactionRequired(
         f"send_message() to {destination!r} needs an open transaction on database "

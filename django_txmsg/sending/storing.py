@@ -10,12 +10,12 @@ import datetime as dt
 import logging
 import uuid
 from collections.abc import Collection
-from typing import Any
 
 from django.db import connections, transaction
 from django.utils import timezone
 
 from .. import signals
+from ..django_internals import in_block, last_hook, registered_hooks
 from ..errors import DuplicateMessage
 from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage
@@ -63,7 +63,7 @@ def flush(alias: str) -> None:
         current.gathers = None
     hooks = [
         hook
-        for _, hook, *_ in connections[alias].run_on_commit
+        for hook in registered_hooks(connections[alias])
         if isinstance(hook, AfterCommit) and hook.gathered and hook.alias == alias
     ]
     if hooks:
@@ -140,15 +140,9 @@ def _open_hook(alias: str, broker: str) -> AfterCommit | None:
     Those stored one after another under the same savepoints share one, so that they
     are dispatched together; a savepoint's rollback drops its hooks.
     """
-    connection: Any = connections[alias]
-    if connection.in_atomic_block and connection.run_on_commit:
-        sids, last, _ = connection.run_on_commit[-1]
-        if (
-            isinstance(last, AfterCommit)
-            and sids == set(connection.savepoint_ids)
-            and (last.alias, last.broker) == (alias, broker)
-        ):
-            return last
+    last = last_hook(connections[alias])
+    if isinstance(last, AfterCommit) and (last.alias, last.broker) == (alias, broker):
+        return last
     return None
 
 
@@ -201,7 +195,7 @@ class AfterCommit:
         """Store what was accepted and never flushed: the transaction has committed, so
         it is due to leave, and a message is never dropped in silence."""
         connection, count = connections[self.alias], len(self.gathered)
-        if not connection.in_atomic_block:  # as it is when a TestCase runs its hooks
+        if not in_block(connection):  # as it is when a TestCase runs its hooks
             log.error(
                 "%d messages, the first %s to %r, were gathered in a transaction that "
                 "committed without a flush. They are stored now and leave, but a crash "

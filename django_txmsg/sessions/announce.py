@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from django.db import connections
 
 from .. import conf, signals
+from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError, CommitTimedOut
 from ..models import SessionRecord
@@ -40,7 +41,7 @@ def announce(
     if settings.CONTROL_MESSAGE == "off":
         return
     channel, connection = control_channel(), connections[using]
-    if commit_status.never_commits(connection):
+    if in_testcase(connection):
         return
     mark = ""
     if getattr(channel.broker, "using", None) == using:

@@ -30,11 +30,6 @@ def can_tell(connection: Any) -> bool:
     return bool(connection.vendor == "postgresql")
 
 
-def never_commits(connection: Any) -> bool:
-    """Return whether the transaction is a TestCase's, which is rolled back for sure."""
-    return any(block._from_testcase for block in connection.atomic_blocks)
-
-
 def transaction_id(connection: Any) -> str:
     """Return the id of the transaction that is open, savepoints or not."""
     with connection.cursor() as cursor:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from django.core import signing
 from django.db import connections
 from django.utils import timezone
-from django.utils.connection import ConnectionDoesNotExist
 
 from .. import conf, wire
 from ..brokers.base import Delivery, Outgoing
@@ -61,7 +60,8 @@ class ControlMessage:
         headers = delivery.headers if signed is None else signed
         try:
             using = headers[USING]
-            connections[using]
+            if using not in connections:
+                raise ValueError(f"there is no database {using!r}")
             return cls(
                 id=headers[wire.MESSAGE_ID],
                 session_id=uuid.UUID(headers[SESSION]),
@@ -74,8 +74,6 @@ class ControlMessage:
             )
         except KeyError as error:
             raise ValueError(f"it has no header {error}") from None
-        except ConnectionDoesNotExist:
-            raise ValueError(f"there is no database {using!r}") from None
         except (AttributeError, TypeError) as error:
             # The embedded broker's headers are JSON, and need not be text.
             raise ValueError(str(error)) from None

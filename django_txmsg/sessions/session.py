@@ -12,22 +12,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from django.db import connections, transaction
 
 from .. import conf, signals
+from ..django_internals import in_block
 from ..envelope.message import check_headers, new_id
 from ..errors import SessionError, SwallowedDatabaseError
 from ..sending import storing
+from ..sending.block import Block
 from ..sending.scope import Scope, current_scope, enter_scope
 from .announce import announce
-from .late_block import LateBlock
 
 log = logging.getLogger("django_txmsg.session")
-
-#: psycopg's TransactionStatus.INERROR: a COMMIT now would be a ROLLBACK.
-_IN_ERROR = 3
 
 
 @dataclass
@@ -50,16 +47,16 @@ class OutboxSession:
         self.using = using or conf.get().HTTP.USING
         self.id = new_id()
         self.metadata: dict[str, str] = {}
-        self.committed = False
-        self._connection: Any = connections[self.using]
-        self._block = LateBlock(self.using, reading=reading)
+        self._block = Block(self.using, reading=reading)
         self._scope: Scope | None = None
         self._outer: Scope | None = None
-        self._nested = self._ended = False
-        self._rollback_asked = False
-        self._heard: Any = None
-        self._depth = 0
+        self._ended = False
         self._began = 0.0
+
+    @property
+    def committed(self) -> bool:
+        """Whether the transaction is committed, even if a hook after it raised."""
+        return self._block.committed
 
     @property
     def stored(self) -> int:
@@ -69,34 +66,21 @@ class OutboxSession:
     @property
     def spoiled(self) -> bool:
         """Whether an error that was caught leaves nothing but to roll back."""
-        connection = self._connection
-        if connection.closed_in_transaction:
-            return True
-        if connection.vendor == "postgresql" and connection.connection is not None:
-            status = connection.connection.info.transaction_status
-            if int(status) == _IN_ERROR:
-                return True
-        return bool(connection.needs_rollback and not self._rollback_asked)
+        return self._block.spoiled
 
     def begin(self) -> None:
         """Open the transaction, which begins with the first use of the database.
         Raises SessionError the second time."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
-        self._nested = self._connection.in_atomic_block
         self._block.enter()
         self._began = time.monotonic()
-        self._depth = len(self._connection.atomic_blocks)
-        self._listen_for_rollback()
-        if not self._nested:
-            # The first hook of all: whatever raises after it, raises after the commit.
-            self._connection.on_commit(self._note_commit)
         outer = current_scope()
         self._scope = SessionScope(
             session_id=self.id,
             using=self.using,
             session=self,
-            gathers=self._connection,
+            gathers=connections[self.using],
         )
         if outer is not None:
             # Inside a stage without a transaction: its messages keep their stable ids.
@@ -119,8 +103,8 @@ class OutboxSession:
                     f"session, whose transaction can only roll back: nothing was "
                     f"stored. Let the error propagate, or put the failing query into "
                     f"an atomic() of its own and catch the error outside of that."
-                ) from self._connection.rollback_exc
-            if self._connection.needs_rollback:
+                ) from self._block.cause
+            if self._block.rolls_back:
                 self.rollback()
                 return
             self._warn_of_other_databases()
@@ -135,7 +119,7 @@ class OutboxSession:
         except BaseException as error:
             self._end("failed", error)
             raise
-        self._end("joined" if self._nested else "committed", None)
+        self._end("joined" if self._block.nested else "committed", None)
 
     def rollback(self, error: BaseException | None = None) -> None:
         """Roll everything back. No message leaves."""
@@ -145,12 +129,8 @@ class OutboxSession:
     def _end(self, outcome: str, error: BaseException | None) -> None:
         self._ended = True
         enter_scope(self._outer)
-        del self._connection.set_rollback
-        if self._heard is not None:
-            self._connection.set_rollback = self._heard
         try:
-            kind = None if error is None else type(error)
-            self._block.exit(kind, error)
+            self._block.exit(error)
         except BaseException:
             outcome = "committed" if self.committed else "failed"
             raise
@@ -163,19 +143,6 @@ class OutboxSession:
                 duration=time.monotonic() - self._began,
                 stored=self.stored,
             )
-
-    def _listen_for_rollback(self) -> None:
-        """Tell a rollback that was asked for from one that an error left behind."""
-        connection = self._connection
-        heard = connection.set_rollback
-        self._heard = connection.__dict__.get("set_rollback")
-
-        def set_rollback(rollback: bool) -> None:
-            heard(rollback)
-            if len(connection.atomic_blocks) == self._depth:
-                self._rollback_asked = rollback
-
-        connection.set_rollback = set_rollback
 
     def _check_open(self) -> None:
         if self._scope is None:
@@ -197,9 +164,6 @@ class OutboxSession:
                     alias,
                     alias,
                 )
-
-    def _note_commit(self) -> None:
-        self.committed = True
 
 
 class _Rollback(Exception):
@@ -228,7 +192,7 @@ def outbox_session(using: str | None = None) -> Iterator[OutboxSession]:
         outer is not None
         and outer.enlist is None
         and outer.using == session.using
-        and connections[session.using].in_atomic_block
+        and in_block(connections[session.using])
     ):
         if isinstance(outer, SessionScope) and outer.session is not None:
             session = outer.session

@@ -10,7 +10,16 @@ import select
 import time
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
+
+from ..django_internals import (
+    as_for_a_new_request,
+    close_at,
+    in_block,
+    raw,
+    settings_of,
+    works,
+)
 
 #: Seconds for which a thread with CONN_MAX_AGE = 0 keeps its connection while one
 #: piece of work follows the other: a new one for each message would cost more than
@@ -29,39 +38,47 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
     With CONN_HEALTH_CHECKS, Django asks each connection that is left before its next
     use, as in a new request.
     """
-    connection: Any
-    for connection in connections.all(initialized_only=True):
-        if connection.connection is None or connection.in_atomic_block:
+    for alias in connections:
+        connection = connections[alias]
+        if raw(connection) is None or in_block(connection):
             continue
-        if _is_to_be_closed(connection, idle and connection.alias != but):
+        if _is_to_be_closed(connection, idle and alias != but):
             connection.close()
         else:
-            connection.errors_occurred = connection.health_check_done = False
+            as_for_a_new_request(connection)
 
 
-def has_spoken(connection: Any) -> bool:
+def close_broken(using: str) -> None:
+    """Close a connection that died, so that the next query opens another."""
+    connection = connections[using]
+    if raw(connection) is None or in_block(connection):
+        return
+    if not works(connection, suspect=_has_spoken(connection)):
+        connection.close()
+
+
+def _has_spoken(connection: Any) -> bool:
     """Return whether the server has said something unasked, as it does when it ends an
     idle session. Costs no query."""
     if connection.vendor != "postgresql":
         return False
-    raw = connection.connection
-    if raw.closed:
+    driver = raw(connection)
+    if driver.closed:
         return True
     listener = select.poll()
-    listener.register(raw.fileno(), select.POLLIN)
+    listener.register(driver.fileno(), select.POLLIN)
     return bool(listener.poll(0))
 
 
 def _is_to_be_closed(connection: Any, idle: bool) -> bool:
-    settings = connection.settings_dict
-    pooled = settings["OPTIONS"].get("pool")
-    if pooled or connection.autocommit != settings["AUTOCOMMIT"]:
+    settings = settings_of(connection)
+    autocommit = transaction.get_autocommit(using=connection.alias)
+    if settings["OPTIONS"].get("pool") or autocommit != settings["AUTOCOMMIT"]:
         return True
     no_age = settings["CONN_MAX_AGE"] == 0
-    until = connection.close_at
+    until = close_at(connection)
     if until is not None:
         until += KEPT_WHILE_BUSY if no_age and not idle else 0.0
         if time.monotonic() >= until:
             return True
-    suspect = connection.errors_occurred or has_spoken(connection)
-    return suspect and not connection.is_usable()
+    return not works(connection, suspect=_has_spoken(connection))

@@ -16,6 +16,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.db import Error as AnyDatabaseError
 
+from ..django_internals import raw
 from .breaker import Breaker
 
 #: SQLSTATE classes and codes that say: not this server, or not now. 08 connection
@@ -125,9 +126,9 @@ def outlast(using: str, error: BaseException, stop: threading.Event) -> bool:
 def discard(using: str) -> None:
     """Close this thread's connection for good: no pool may hand it out again."""
     connection: Any = connections[using]
-    if connection.connection is not None and connection.vendor == "postgresql":
+    if raw(connection) is not None and connection.vendor == "postgresql":
         with contextlib.suppress(Exception):
-            connection.connection.close()
+            raw(connection).close()
     with contextlib.suppress(AnyDatabaseError):
         connection.close()
 

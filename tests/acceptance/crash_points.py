@@ -15,8 +15,8 @@ from typing import Any
 
 from django_txmsg import stages
 from django_txmsg.consuming import attempt, inbox, reading
-from django_txmsg.consuming import transaction as demarcation
 from django_txmsg.consuming.stage_thread import StageThread
+from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying import relay
 from django_txmsg.relaying.settlement import Settlement
@@ -45,9 +45,9 @@ def consumer() -> None:
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
     after(reading, "read", "received")
     after(inbox, "_record", "recorded")
-    before(demarcation.Demarcation, "__exit__", "before the commit")
-    before(demarcation.Demarcation, "__exit__", "broker proven alive")
-    after(demarcation.Demarcation, "__exit__", "committed")
+    before(StageTransaction, "__exit__", "before the commit")
+    before(StageTransaction, "__exit__", "broker proven alive")
+    after(StageTransaction, "__exit__", "committed")
     after(attempt, "_commit_broker", "broker committed")
     before(StageThread, "_note", "acknowledged")
 

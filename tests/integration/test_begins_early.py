@@ -10,7 +10,7 @@ from django.db import OperationalError, connection, connections, transaction
 from psycopg import IsolationLevel
 
 from django_txmsg.consuming import inbox
-from django_txmsg.consuming.transaction import begins_early
+from django_txmsg.django_internals import begins_early
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import InboxMessage
@@ -83,7 +83,7 @@ def test_a_stage_without_a_level_has_the_one_of_its_connection(own: Any) -> None
 @pytest.mark.postgresql
 def test_asking_whether_it_can_begin_early_does_not_connect() -> None:
     connection.close()
-    assert not begins_early("default")
+    assert not begins_early(connection)
     assert connection.connection is None
 
 

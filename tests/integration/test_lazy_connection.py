@@ -15,7 +15,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 
 from django_txmsg import signals
-from django_txmsg.consuming.transaction import Demarcation
+from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.envelope.message import Message
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition
@@ -245,13 +245,13 @@ def test_hooks_of_an_unused_transaction(outer: bool) -> None:
         raise RuntimeError
 
     connections["default"].close()
-    with Demarcation(TransactionDefinition()) as demarcation:
+    with StageTransaction(TransactionDefinition()) as block:
         transaction.on_commit(broken, robust=True)
         transaction.on_commit(lambda: ran.append("after"))
         assert ran == []
-    assert (demarcation.committed, demarcation.employed) == (True, False)
+    assert (block.committed, block.employed) == (True, False)
     assert ran == ["after"]
-    with pytest.raises(KeyError), Demarcation(TransactionDefinition()):  # noqa: PT012
+    with pytest.raises(KeyError), StageTransaction(TransactionDefinition()):  # noqa: PT012
         transaction.on_commit(lambda: ran.append("never"))
         raise KeyError
     assert ran == ["after"]
@@ -275,7 +275,7 @@ def test_a_connect_that_fails_leaves_the_transaction_what_it_is(
         return real(wrapper, parameters)
 
     monkeypatch.setattr(type(connections["default"]), "get_new_connection", fails_once)
-    with pytest.raises(KeyError), Demarcation(TransactionDefinition()):  # noqa: PT012
+    with pytest.raises(KeyError), StageTransaction(TransactionDefinition()):  # noqa: PT012
         with pytest.raises(OperationalError):
             Effect.objects.exists()
         Effect.objects.create(name="second", message_id="")

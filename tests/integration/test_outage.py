@@ -176,7 +176,9 @@ def test_all_threads_wait_for_one_probe_and_go_on_when_the_server_is_back(
     assert back == [True] * 8
     said = [one.getMessage() for one in caplog.records if "breaker" in one.name]
     assert len(said) == 2
-    assert said[0].startswith("database 'default' cannot be used; what needs it waits")
+    assert said[0].startswith(
+        "database 'default' cannot be used; threads that need it wait"
+    )
     assert said[1].startswith("database 'default' works again")
 
 

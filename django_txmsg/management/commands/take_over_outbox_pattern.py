@@ -156,7 +156,7 @@ class Command(BaseCommand):
             with transaction.atomic(using=using):
                 # Its own publisher holds what it is sending: wait for that.
                 mine = wanted.filter(pk__in=batch).order_by("added", "pk")
-                if connections[using].features.has_select_for_update:
+                if connections[using].vendor == "postgresql":
                     mine = mine.select_for_update()
                 stored = [row.pk for row in mine if self._store(row, using, options)]
                 rows.filter(pk__in=stored).update(status=SUCCEEDED)

@@ -45,9 +45,9 @@ def before_the_commit() -> None:
 
 def after_the_commit() -> None:
     """Between steps 4 and 5: in the very first hook."""
-    from django_txmsg.sessions.session import OutboxSession
+    from django_txmsg.sending.block import Block
 
-    OutboxSession._note_commit = die_once
+    Block._note_commit = die_once
 
 
 def stand_still_before_the_commit() -> None:

@@ -367,3 +367,19 @@ def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None
             assert cursor.fetchall() == [("next",)]
     finally:
         other.close()
+
+
+@pytest.mark.postgresql
+def test_a_connection_that_died_between_requests_is_replaced() -> None:
+    """As under `atomic()`, where CONN_HEALTH_CHECKS asks for it."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        (pid,) = cursor.fetchone()
+    connection.health_check_enabled = True
+    connection.health_check_done = False  # as at the beginning of a request
+    another = connection.copy()
+    with contextlib.closing(another), another.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [pid])
+    with override_settings(TXMSG=txmsg()), outbox_session():
+        place("one")
+    assert Order.objects.get().number == "one"

@@ -1,0 +1,214 @@
+"""What we use of Django without its documentation: there, and in one place only.
+
+A Django that lacks one of these names fails here, by that name, and not somewhere in a
+transaction that begins late.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.handlers.base import BaseHandler
+from django.db import connections, transaction
+from django.http import HttpResponse
+
+import django_txmsg
+from django_txmsg import django_internals
+
+#: Attributes of a connection, in the state in which a new one has them.
+STATE = {
+    "atomic_blocks": [],
+    "autocommit": False,
+    "close_at": None,
+    "closed_in_transaction": False,
+    "commit_on_exit": True,
+    "connection": None,
+    "errors_occurred": False,
+    "health_check_done": False,
+    "in_atomic_block": False,
+    "needs_rollback": False,
+    "rollback_exc": None,
+    "run_on_commit": [],
+    "savepoint_ids": [],
+}
+#: Methods of a connection, with the parameters that are passed.
+METHODS = {
+    "close_if_health_check_failed": (),
+    "ensure_connection": (),
+    "is_usable": (),
+    "rollback": (),
+    "run_and_clear_commit_hooks": (),
+    "set_autocommit": (
+        "autocommit",
+        "force_begin_transaction_with_broken_autocommit",
+    ),
+    "set_rollback": ("rollback",),
+}
+#: What else a connection has.
+OTHERS = ("features", "settings_dict", "wrap_database_errors")
+#: Of SQLite's connections, once they know their parameters.
+SQLITE = ("transaction_mode",)
+#: Of features, of `transaction.Atomic`, of request handlers, and of views.
+FEATURES = ("uses_server_side_binding",)
+ATOMIC = ("_from_testcase",)
+HANDLER = {
+    "make_view_atomic": ("view",),
+    "process_exception_by_middleware": ("exception", "request"),
+}
+VIEW = ("_non_atomic_requests",)
+
+#: Names that mean nothing else anywhere: found in another file, they are a use of
+#: Django's own that belongs into the one place. (`connection`, `rollback`, `features`
+#: and `autocommit` are common words, and so is `is_usable`.)
+TELLING = {
+    *(STATE.keys() - {"connection", "autocommit"}),
+    *(METHODS.keys() - {"rollback", "is_usable", "set_rollback"}),
+    *("features", "settings_dict", "wrap_database_errors"),
+    *FEATURES,
+    *ATOMIC,
+    *HANDLER,
+    *VIEW,
+    "Atomic",
+}
+#: The STOMP client knows no Django: it looks whether one is loaded.
+ELSEWHERE = {"jms/restrictions.py"}
+
+
+def new(vendor: str) -> object:
+    """Return a connection that was never opened."""
+    module = __import__(f"django.db.backends.{vendor}.base", fromlist=["base"])
+    settings = {**connections["default"].settings_dict, "OPTIONS": {}}
+    wrapper: object = module.DatabaseWrapper(settings, "contract")
+    return wrapper
+
+
+VENDORS = pytest.mark.parametrize("vendor", ["sqlite3", "postgresql"])
+
+
+@VENDORS
+@pytest.mark.parametrize("name", STATE)
+def test_state_of_a_connection(vendor: str, name: str) -> None:
+    assert vars(new(vendor))[name] == STATE[name]
+
+
+@VENDORS
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_a_connection(
+    vendor: str, name: str, django_db_blocker: Any
+) -> None:
+    with django_db_blocker.unblock():
+        parameters = inspect.signature(getattr(new(vendor), name)).parameters
+    assert tuple(parameters) == METHODS[name]
+
+
+@VENDORS
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_else_a_connection_has(vendor: str, name: str) -> None:
+    assert hasattr(new(vendor), name)
+
+
+def test_a_connection_forgets_its_block_when_it_connects() -> None:
+    """The very attributes that a late block saves, and the two ways to a cursor."""
+    wrapper = type(new("sqlite3"))
+    source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
+    forgotten = {name for name in STATE if f"self.{name} =" in source}
+    assert forgotten - {"close_at", "connection", "health_check_done"} <= {
+        *django_internals._BLOCK,
+        "closed_in_transaction",
+        "errors_occurred",
+    }
+    for method in ("_cursor", "set_autocommit"):
+        way = inspect.getsource(getattr(wrapper, method))
+        found = [way.index(f"self.{name}(") for name in django_internals._FIRST]
+        assert found == sorted(found)
+
+
+def test_modes_of_sqlite() -> None:
+    wrapper: Any = new("sqlite3")
+    wrapper.get_connection_params()
+    assert not [name for name in SQLITE if not hasattr(wrapper, name)]
+
+
+def test_features() -> None:
+    features = new("postgresql").features  # type: ignore[attr-defined]
+    assert not [name for name in FEATURES if not hasattr(features, name)]
+
+
+def test_an_atomic_block() -> None:
+    atomic = transaction.Atomic("default", True, False)
+    assert not [name for name in ATOMIC if not hasattr(atomic, name)]
+    assert tuple(inspect.signature(transaction.Atomic).parameters) == (
+        "using",
+        "savepoint",
+        "durable",
+    )
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_django_says_of_a_durable_block_inside_another() -> None:
+    with pytest.raises(RuntimeError) as error, transaction.atomic():  # noqa: SIM117
+        with transaction.atomic(durable=True):
+            pass
+    assert django_internals.refuses_durable(error.value)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_hook_is_savepoints_function_and_robustness() -> None:
+    with transaction.atomic():
+        transaction.on_commit(print, robust=True)
+        assert connections["default"].run_on_commit == [(set(), print, True)]
+        with transaction.atomic():
+            transaction.on_commit(repr)
+            (name,) = connections["default"].savepoint_ids
+            assert connections["default"].run_on_commit[1] == ({name}, repr, False)
+            connections["default"].run_on_commit.clear()
+
+
+@pytest.mark.parametrize("name", HANDLER)
+def test_a_request_handler(name: str) -> None:
+    method = getattr(BaseHandler, name)
+    parameters = tuple(inspect.signature(inspect.unwrap(method)).parameters)
+    assert parameters == ("self", *HANDLER[name])
+
+
+@pytest.mark.parametrize("name", VIEW)
+def test_a_view_that_wants_no_transaction(name: str) -> None:
+    view = transaction.non_atomic_requests(using="other")(lambda _: HttpResponse())
+    assert getattr(view, name) == {"other"}
+    assert django_internals.is_non_atomic(view, "other")
+
+
+PACKAGE = Path(django_txmsg.__file__).parent
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Return the attributes that a file uses, and the names of some in quotes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_it_is_all_in_one_place() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in PACKAGE.rglob("*.py")
+        for name in TELLING.intersection(names_in(path))
+        if path.name != "django_internals.py"
+        and str(path.relative_to(PACKAGE)) not in ELSEWHERE
+    }
+    assert not found
+
+
+def test_everything_named_here_is_used() -> None:
+    used = set(names_in(PACKAGE / "django_internals.py"))
+    assert used >= {*STATE, *METHODS, *OTHERS, *SQLITE, *FEATURES, *ATOMIC} | {
+        *HANDLER,
+        *VIEW,
+    }
