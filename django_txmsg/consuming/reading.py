@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from .. import wire
 from ..brokers.base import Delivery, Session
-from ..envelope import serializers
+from ..envelope import cloudevents, serializers
 from ..envelope.message import Message, new_id
 from ..errors import DecodeError
 from ..stages import Stage
@@ -27,14 +27,25 @@ MAX_HEADERS = 1000
 def read(delivery: Delivery, stage: Stage) -> Message:
     """Return the message of a delivery, with the body that the stage's handler takes.
     Raises DecodeError, of which NewerCodeNeeded is one."""
-    content_type = _checked(delivery, stage)
+    given, content_type = delivery.body, _checked(delivery, stage)
+    if cloudevents.is_structured(content_type):
+        given, content_type = cloudevents.data(given)
     reader = stage.reader
     if reader is None:
-        body = serializers.decode(delivery.body, content_type)
+        body = serializers.decode(given, content_type)
     else:
-        header = delivery.headers.get(wire.TYPE)
-        body = reader.read(delivery.body, content_type, header)
+        body = reader.read(given, content_type, delivery.headers.get(wire.TYPE))
     return _message(delivery, stage, body)
+
+
+def recognised(delivery: Delivery) -> Delivery:
+    """Return a delivery with the headers that another convention's say as much as."""
+    if wire.MESSAGE_ID in delivery.headers:
+        return delivery
+    found = cloudevents.headers_of(delivery.headers, delivery.body)
+    if not found:
+        return delivery
+    return dataclasses.replace(delivery, headers={**found, **delivery.headers})
 
 
 def envelope(delivery: Delivery, stage: Stage) -> Message:

@@ -259,7 +259,7 @@ class StageThread:
     ) -> Arrival:
         return Arrival(
             stage=self.stage,
-            delivery=delivery,
+            delivery=reading.recognised(delivery),
             session=session,
             worker=self.worker,
             stop=self._stopping,

@@ -210,7 +210,7 @@ class _Worker:
     def _arrival(self, delivery: Delivery, parked: Parked | None = None) -> Arrival:
         return Arrival(
             stage=self._stage,
-            delivery=delivery,
+            delivery=reading.recognised(delivery),
             session=self._session,
             worker="drain",
             stop=_Hurry(),

@@ -1,0 +1,98 @@
+"""CloudEvents 1.0 as others send them, structured or binary, read as our messages.
+
+The event's attributes become our headers, where the sender has not set them itself;
+its data becomes the body. Pure: no Django, no I/O.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from .. import wire
+from ..errors import DecodeError
+from .codec import from_json, to_json
+from .message_type import is_name
+from .serializers import is_json
+
+STRUCTURED = "application/cloudevents+json"
+_ANY = "application/cloudevents"
+#: How attributes are named as headers: HTTP's and Kafka's way, AMQP's, and both as
+#: properties that JMS can name.
+_PREFIXES = ("ce-", "ce_", "cloudEvents:", "cloudEvents_")
+_MARKS = frozenset(f"{prefix}specversion" for prefix in _PREFIXES)
+_NEEDED = ("id", "source", "type")
+
+
+def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
+    """Return the headers that an event's attributes stand for; none for what is no
+    event. An id of its own comes from the source and the id, which are unique together.
+    """
+    try:
+        event = _attributes(headers, body)
+    except DecodeError:
+        return {}  # said when the body is read
+    if event is None or not all(event.get(name) for name in _NEEDED):
+        return {}
+    named = f"cloudevents/{event['source']}/{event['id']}"
+    found = {
+        wire.MESSAGE_ID: str(uuid.uuid5(wire.NAMESPACE, named)),
+        wire.SERVICE: event["source"],
+    }
+    if is_name(event["type"]):
+        found[wire.TYPE] = event["type"]
+    for ours, theirs in (
+        (wire.CREATED, "time"),
+        (wire.KEY, "partitionkey"),
+        (wire.TRACEPARENT, "traceparent"),
+    ):
+        if event.get(theirs):
+            found[ours] = event[theirs]
+    return found
+
+
+def is_structured(content_type: str) -> bool:
+    """Return whether the body is an event, with its data in it."""
+    return content_type.startswith(_ANY)
+
+
+def data(body: bytes) -> tuple[bytes, str]:
+    """Return the data of a structured event as bytes, and its content type.
+
+    Raises DecodeError for what is no event, or a batch of them.
+    """
+    event = _event(body)
+    content_type = str(event.get("datacontenttype") or wire.JSON)
+    if "data_base64" in event:
+        try:
+            return base64.b64decode(event["data_base64"], validate=True), content_type
+        except (TypeError, ValueError, binascii.Error) as error:
+            raise DecodeError("undecodable_body", f"data_base64: {error}") from error
+    value = event.get("data")
+    if isinstance(value, str) and not is_json(content_type):
+        return value.encode(), content_type
+    return to_json(value), wire.JSON
+
+
+def _attributes(headers: Mapping[str, str], body: bytes) -> dict[str, str] | None:
+    if is_structured(headers.get(wire.CONTENT_TYPE, "")):
+        event = _event(body)
+        return {name: one for name, one in event.items() if isinstance(one, str)}
+    if _MARKS.isdisjoint(headers):
+        return None
+    return {
+        name.removeprefix(prefix).lower(): value
+        for name, value in headers.items()
+        for prefix in _PREFIXES
+        if name.startswith(prefix)
+    }
+
+
+def _event(body: bytes) -> dict[str, Any]:
+    event = from_json(body)
+    if not isinstance(event, dict) or not str(event.get("specversion")).startswith("1"):
+        raise DecodeError("undecodable_body", "no single CloudEvent of version 1")
+    return event
