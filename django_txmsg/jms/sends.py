@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -82,6 +85,7 @@ class Sends:
         self._max_bytes = max_bytes
         self._order: deque[Callback] = deque()
         self._telling = False
+        self._runs_in: threading.Thread | None = None
         self._untold_bytes = 0
         self._in_flight_bytes = 0
         #: Sends without an outcome.
@@ -201,9 +205,11 @@ class Sends:
                     self._telling = False
                     return
                 callback = self._order.popleft()
+            self._runs_in = threading.current_thread()
             try:
                 callback.run()
             finally:
+                self._runs_in = None
                 with self._link.lock:
                     self._finish(callback)
         self._link.pool.submit(self._tell)
@@ -226,10 +232,25 @@ class Sends:
         number = self.accepted if number is None else number
         if self._wait(number, self._link.options.close_timeout):
             callbacks_logger.warning(
-                "Still waiting for %d asynchronous sends or their callbacks.",
+                "Still waiting for %d asynchronous sends or their callbacks.%s",
                 number - self.finished,
+                self._who_waits_for_whom(),
             )
             self._wait(number, float("inf"))
+
+    def _who_waits_for_whom(self) -> str:
+        """Name the callback that is waited for, and where it is: it may have handed
+        this very wait to another thread, and be waiting for that."""
+        runs_in = self._runs_in
+        if runs_in is None:
+            return ""
+        frame = sys._current_frames().get(runs_in.ident or 0)
+        stack = "".join(traceback.format_stack(frame))
+        return (
+            f" Thread {threading.current_thread().name!r} waits for a callback that "
+            f"runs in {runs_in.name!r}; if that one waits in turn for the first, "
+            f"neither ends:\n{stack}"
+        )
 
     def wait_until(self, give_up: float) -> int:
         """Wait until then for all callbacks; return how many sends are left."""

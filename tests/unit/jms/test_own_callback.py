@@ -10,6 +10,7 @@ import pytest
 
 from django_txmsg import jms
 from django_txmsg.testing import ScriptedBroker
+from tests.faults import wait_until
 
 from .conftest import DESTINATION, Gate, Listener
 
@@ -100,6 +101,30 @@ def test_the_application_thread_may_close_while_a_callback_runs(
     producer.session.close()
 
     assert gate.bodies == ["x"]
+
+
+def test_a_callback_that_waits_for_the_thread_that_waits_for_it_is_named(
+    broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with Jakarta Messaging, who hands the closing on and waits for it waits for
+    himself; it is told who waits for whom, and where."""
+    session = connect(broker, close_timeout="0.2").create_session()
+    handed_on = threading.Thread(target=session.close, name="closer", daemon=True)
+    over = threading.Event()
+
+    def hand_on_and_wait(_: jms.Message) -> None:
+        handed_on.start()
+        assert over.wait(60)
+
+    producer = session.create_producer(DESTINATION)
+    producer.send_async(jms.Message("x"), (hand_on_and_wait, lambda *_: None))
+    wait_until(lambda: "Still waiting" in caplog.text)
+    over.set()
+    handed_on.join(30)
+
+    assert not handed_on.is_alive()
+    assert "Thread 'closer' waits for a callback that runs in 'jms-comp" in caplog.text
+    assert "in hand_on_and_wait" in caplog.text
 
 
 def test_a_callback_may_close_another_producer_session_and_connection(
