@@ -12,12 +12,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import amqp
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage, OutboxMessage
+from tests import services
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, step, txmsg
 from tests.services.stomp_server import PASSWORD, USER, StompServer
@@ -60,12 +62,19 @@ from django.core.management import call_command
 call_command("migrate", "django_outbox_pattern", verbosity=0)
 from django_outbox_pattern.factories import factory_producer
 from django_outbox_pattern.models import Published
-row = Published(destination="/queue/{destination}", body={{"number": 1}})
+row = Published(destination="{to}", body={{"number": 1}})
 row.save()
 with factory_producer() as producer:
     for copy in range(2):
         producer.send(row)
 print(row.pk)
+"""
+
+SUBSCRIBED = """
+from django_outbox_pattern.factories import factory_consumer
+consumer = factory_consumer()
+consumer.start(lambda payload: None, "/topic/{destination}", "old.{destination}")
+consumer.stop()
 """
 
 Theirs = Callable[..., str]
@@ -107,6 +116,15 @@ def stomp_server(request: pytest.FixtureRequest) -> StompServer:
     """Either STOMP broker."""
     server: StompServer = request.getfixturevalue(request.param)
     return server
+
+
+def broker(server: StompServer) -> dict[str, Any]:
+    """Return their settings for a broker."""
+    return {
+        "DEFAULT_STOMP_HOST_AND_PORTS": [("127.0.0.1", server.port)],
+        "DEFAULT_STOMP_USERNAME": USER,
+        "DEFAULT_STOMP_PASSCODE": PASSWORD,
+    }
 
 
 def take_over(*arguments: str) -> str:
@@ -174,12 +192,7 @@ def test_without_its_tables_it_says_where_it_has_looked() -> None:
 def test_a_stage_knows_what_its_sender_sends_twice(
     theirs: Theirs, stomp_server: StompServer, destination: str
 ) -> None:
-    sent = theirs(
-        SENT.format(destination=destination),
-        DEFAULT_STOMP_HOST_AND_PORTS=[("127.0.0.1", stomp_server.port)],
-        DEFAULT_STOMP_USERNAME=USER,
-        DEFAULT_STOMP_PASSCODE=PASSWORD,
-    )
+    sent = theirs(SENT.format(to=f"/queue/{destination}"), **broker(stomp_server))
     got: list[Message] = []
 
     with (
@@ -190,3 +203,32 @@ def test_a_stage_knows_what_its_sender_sends_twice(
         wait_until(lambda: InboxMessage.objects.filter(deliveries=2).exists())
     assert [str(message.id) for message in got] == [sent]
     assert json.loads(got[0].body) == {"number": 1}
+
+
+@pytest.mark.postgresql
+def test_what_is_left_in_its_queue_is_moved_into_the_stages(
+    theirs: Theirs, rabbitmq: services.RabbitMQ, destination: str
+) -> None:
+    where = broker(rabbitmq)
+    to = f"/topic/{destination}"
+    theirs(SUBSCRIBED.format(destination=destination), **where)
+    left = theirs(SENT.format(to=to), **where)
+    got: list[Message] = []
+
+    with (
+        txmsg(BROKERS={"default": {"URL": rabbitmq.url()}}),
+        declared(got.append, f"topic:{destination}") as stage,
+        running(stage) as (thread,),
+    ):
+        wait_until(lambda: thread.dry)
+        came = theirs(SENT.format(to=to), **where)
+        wait_until(lambda: [str(message.id) for message in got] == [came])
+
+        # As the management pages do.
+        with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as link:
+            channel = link.channel()
+            while message := channel.basic_get(f"old.{destination}", no_ack=True):
+                channel.basic_publish(message, routing_key=stage.subscriber)
+        rows = InboxMessage.objects.filter(processed_at__isnull=False)
+        wait_until(lambda: sorted(rows.values_list("deliveries", flat=True)) == [2, 4])
+    assert [str(message.id) for message in got] == [came, left]
