@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from django_txmsg import Message, stage
+from django_txmsg import stage
 
+from .messages import Shipped, order_shipped
 from .models import Order
 
 
-@stage("orders.shipped")
-def note_shipment(message: Message) -> None:
+@stage(order_shipped)
+def note_shipment(parcel: Shipped) -> None:
     """Close the order."""
-    Order.objects.filter(number=message.body["order"]).update(
-        status=Order.Status.SHIPPED, tracking_code=message.body["tracking_code"]
+    Order.objects.filter(number=parcel.order).update(
+        status=Order.Status.SHIPPED, tracking_code=parcel.tracking_code
     )

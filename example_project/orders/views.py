@@ -5,8 +5,7 @@ from __future__ import annotations
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.http import require_GET, require_http_methods
-
-from django_txmsg import send_message
+from payments.messages import Charge, charge_payment
 
 from .forms import OrderForm
 from .models import Order
@@ -29,13 +28,8 @@ def shop(request: HttpRequest) -> HttpResponse:
     form = OrderForm(request.POST or None)
     if request.method == "POST" and form.is_valid():
         order = form.save()
-        send_message(
-            "payments.charge",
-            {
-                "order": order.number,
-                "amount": order.total,
-                "fails": form.cleaned_data["payment_fails"],
-            },
+        charge_payment.send(
+            Charge(order.number, order.total, form.cleaned_data["payment_fails"]),
             key=order.number,
             headers={"correlation-id": order.number},
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
+from shipping.messages import Ship, ship_parcel
 
-from django_txmsg import Message, RedeliveryPolicy, send_message, stage
+from django_txmsg import RedeliveryPolicy, stage
 
+from .messages import Charge, charge_payment
 from .models import Payment
 
 
@@ -14,14 +15,14 @@ class GatewayDown(Exception):
 
 
 @stage(
-    "payments.charge",
+    charge_payment,
     # Three attempts within seconds: a demonstration does not wait for minutes.
     redelivery=RedeliveryPolicy(max_redeliveries=2, initial_delay=0.3, jitter=0),
 )
-def charge(message: Message) -> None:
+def charge(payment: Charge) -> None:
     """Take the payment. It, the inbox row and the next message are one transaction."""
-    order = message.body["order"]
-    Payment.objects.create(order=order, amount=Decimal(message.body["amount"]))
-    if message.body.get("fails"):
+    order = payment.order
+    Payment.objects.create(order=order, amount=payment.amount)
+    if payment.fails:
         raise GatewayDown(f"the bank does not answer for order {order}")
-    send_message("shipping.ship", {"order": order}, key=order)
+    ship_parcel.send(Ship(order), key=order)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from django_txmsg import Message, send_message, stage
+from orders.messages import Shipped, order_shipped
 
+from django_txmsg import Message, stage
+
+from .messages import Ship, ship_parcel
 from .models import Parcel
 
 
-@stage("shipping.ship")
-def ship(message: Message) -> None:
+@stage(ship_parcel)
+def ship(asked: Ship, message: Message) -> None:
     """Send the parcel."""
-    order = message.body["order"]
+    order = asked.order
     # Made from the message's id, the code is the same in every attempt.
     parcel = Parcel.objects.create(
         order=order, tracking_code=f"P{message.id.hex[-8:].upper()}"
     )
-    send_message(
-        "orders.shipped",
-        {"order": order, "tracking_code": parcel.tracking_code},
-        key=order,
-    )
+    order_shipped.send(Shipped(order, parcel.tracking_code), key=order)

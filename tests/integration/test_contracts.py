@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from django_txmsg.contracts import comparison, document
 from django_txmsg.envelope import upgraders
 from django_txmsg.sending import destination
 from tests import factories
+from tests.acceptance.shop import PROJECT, environment
 from tests.running import committing, declared, txmsg
 
 OFFICIAL = Path(__file__).parents[1] / "unit" / "asyncapi-3.0.0.json"
@@ -316,3 +319,16 @@ def test_every_command_is_a_verb() -> None:
     call_command("txmsg", "prune_messages", "--dry-run", stdout=out)
 
     assert out.getvalue()
+
+
+def test_the_example_project_keeps_its_contract() -> None:
+    done = subprocess.run(
+        [sys.executable, "manage.py", "txmsg", "contracts", "check"],
+        cwd=PROJECT,
+        env=environment(DATABASE_URL="sqlite://:memory:"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
