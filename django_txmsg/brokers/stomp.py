@@ -11,23 +11,14 @@ import datetime as dt
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from .. import jms, wire
 from ..envelope.broker_url import split_url
-from ..errors import (
-    BrokerError,
-    BrokerUnavailable,
-    DispatchHeld,
-    DispatchRejected,
-    DispatchUnknown,
-)
+from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
 from . import java
 from .base import Broker, Delivery, Outgoing, Session
-
-Result = TypeVar("Result")
-
+from .stomp_errors import asked, outcome
 
 #: Seconds for which acknowledgements are gathered at most.
 LONGEST_GROUP = 1.0
@@ -106,12 +97,12 @@ class StompSession(Session):
         if self._transacted:
             raise BrokerError("a transacted session sends by enlist()")
         keys = [one.headers.get(wire.KEY, "") for one in batch]
-        outcomes = _asked(
+        outcomes = asked(
             lambda: self._session.send_batch(
                 messages, isolate=isolate, keys=keys, timeout=timeout
             )
         )
-        return [_outcome(one) for one in outcomes]
+        return [outcome(one) for one in outcomes]
 
     def _message(self, outgoing: Outgoing) -> jms.Message:
         headers, body = dict(outgoing.headers), outgoing.body
@@ -129,8 +120,8 @@ class StompSession(Session):
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = []
-        with _asked(self._connection.create_session) as session:
-            producer = _asked(session.create_producer)
+        with asked(self._connection.create_session) as session:
+            producer = asked(session.create_producer)
             for one in batch:
                 delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
                 try:
@@ -138,7 +129,7 @@ class StompSession(Session):
                         self._message(one), destination=one.destination, delivery=delay
                     )
                 except jms.MessagingError as error:
-                    outcomes.append(_outcome(error))
+                    outcomes.append(outcome(error))
                 else:
                     outcomes.append(None)
         return outcomes
@@ -151,7 +142,7 @@ class StompSession(Session):
         # Where a copy reaches this subscriber alone. Without a name its subscription
         # ends with it: nothing comes again.
         self._home = (subscriber or "") if topic else destination
-        self._consumer = _asked(
+        self._consumer = asked(
             lambda: self._session.create_consumer(
                 destination,
                 prefetch=prefetch,
@@ -162,15 +153,15 @@ class StompSession(Session):
     def end_subscription(self) -> None:
         """Delete the durable subscription that this session has."""
         assert self._consumer is not None, "subscribe() first"
-        _asked(partial(self._session.unsubscribe, self._consumer))
+        asked(partial(self._session.unsubscribe, self._consumer))
 
     def receive(self, timeout: float) -> Delivery | None:
         assert self._consumer is not None, "subscribe() first"
         consumer = self._consumer
-        message = _asked(consumer.receive_nowait)
+        message = asked(consumer.receive_nowait)
         if message is None:
             self._send_acks()
-            message = _asked(partial(consumer.receive, timeout))
+            message = asked(partial(consumer.receive, timeout))
         if message is None:
             if self._connection.closed:
                 raise BrokerUnavailable("the connection to the broker has ended")
@@ -208,7 +199,7 @@ class StompSession(Session):
         if self._transacted:
             self.commit([delivery])
         else:
-            _asked(partial(self._session.acknowledge, delivery.handle))
+            asked(partial(self._session.acknowledge, delivery.handle))
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
@@ -251,13 +242,13 @@ class StompSession(Session):
         self._acknowledged_at = time.monotonic()
         unsent, self._unsent_acks = self._unsent_acks, []
         for handle in unsent:
-            _asked(partial(self._session.acknowledge, handle))
+            asked(partial(self._session.acknowledge, handle))
 
     def enlist(self, outgoing: Outgoing) -> None:
         if self._producer is None:
-            self._producer = _asked(self._session.create_producer)
+            self._producer = asked(self._session.create_producer)
         producer = self._producer
-        _asked(
+        asked(
             lambda: producer.send(
                 self._message(outgoing), destination=outgoing.destination
             )
@@ -283,10 +274,10 @@ class StompSession(Session):
 
     def rollback(self) -> None:
         self._enlisted.clear()
-        _asked(partial(self._session.rollback, redeliver=False))
+        asked(partial(self._session.rollback, redeliver=False))
 
     def ping(self) -> None:
-        _asked(self._connection.ping)
+        asked(self._connection.ping)
 
     def close(self) -> None:
         with contextlib.suppress(BrokerUnavailable):
@@ -295,30 +286,3 @@ class StompSession(Session):
             self._beside.close()
             self._beside = None
         self._connection.close()
-
-
-def _asked(question: Callable[[], Result]) -> Result:
-    try:
-        return question()
-    except jms.MessagingError as error:
-        raise BrokerUnavailable(str(error)) from error
-
-
-def _outcome(error: Any) -> BrokerError | None:
-    if error is None:
-        return None
-    if isinstance(error, jms.SendHeldBackError):
-        return DispatchHeld(str(error))
-    about_the_message = (
-        jms.SendRejectedError,
-        jms.InvalidDestinationError,
-        jms.MessageFormatError,
-        jms.UnsupportedOperationError,
-    )
-    if isinstance(error, about_the_message):
-        return DispatchRejected(str(error))
-    return DispatchUnknown(
-        str(error),
-        written=getattr(error, "written", True),
-        hung_up=isinstance(error, jms.ConnectionLostError),
-    )
