@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 import pytest
 
@@ -16,12 +18,24 @@ from tests.services.stomp_server import ALLOWED, StompServer
 SOON = 30.0
 
 
+#: A broker that somebody else has started: its own versions, in its own container.
+ELSEWHERE = os.environ.get("TXMSG_TEST_STOMP_URL", "")
+
+
+class Elsewhere:
+    """The server behind that URL; nobody here stops or configures it."""
+
+    def url(self, **options: str | int) -> str:
+        """Return its URL with more options."""
+        return f"{ELSEWHERE}?{urlencode(options)}" if options else ELSEWHERE
+
+
 @dataclass
 class Party:
     """One broker under contract, and what a test may ask about it."""
 
     name: str
-    server: StompServer | None
+    server: StompServer | Elsewhere | None
     stack: ExitStack
 
     def broker(self, **options: str | int) -> Broker:
@@ -92,12 +106,16 @@ def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
         pytest.param("database", marks=pytest.mark.django_db(transaction=True)),
         "activemq",
         "rabbitmq",
+        *(["elsewhere"] if ELSEWHERE else []),
     ]
 )
 def party(request: pytest.FixtureRequest) -> Iterator[Party]:
     """Each of the brokers in turn."""
     name = request.param
-    server = None if name == "database" else request.getfixturevalue(name)
+    if name == "elsewhere":
+        server = Elsewhere()
+    else:
+        server = None if name == "database" else request.getfixturevalue(name)
     with ExitStack() as stack:
         yield Party(name, server, stack)
 

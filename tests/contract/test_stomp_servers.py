@@ -36,7 +36,7 @@ def bodies_of(batch: list[Outgoing]) -> list[bytes]:
 
 
 def server_of(party: Party) -> StompServer:
-    assert party.server is not None
+    assert isinstance(party.server, StompServer)
     return party.server
 
 
