@@ -17,7 +17,9 @@ from django_txmsg.models import OutboxMessage, QueueMessage
 from tests import factories as make
 from tests.factories import ago
 from tests.faults import ROOT, wait_until
+from tests.services import RabbitMQ
 from tests.services.keeper import KEEPER
+from tests.services.stomp_server import PASSWORD, USER
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -25,11 +27,10 @@ Start = Callable[..., Path]
 
 
 @pytest.fixture
-def celery(tmp_path: Path) -> Iterator[Start]:
+def celery(tmp_path: Path, rabbitmq: RabbitMQ, destination: str) -> Iterator[Start]:
     """Start Celery's worker; each process ends with the test."""
     started: list[subprocess.Popen[bytes]] = []
-    for name in ("letters", "letters/control", "letters/results"):
-        (tmp_path / name).mkdir()
+    url = f"amqp://{USER}:{PASSWORD}@127.0.0.1:{rabbitmq.amqp_port}//"
 
     def start(*arguments: str, **txmsg: Any) -> Path:
         said = tmp_path / f"said-{len(started)}.log"
@@ -40,7 +41,8 @@ def celery(tmp_path: Path) -> Iterator[Start]:
                 env={
                     **os.environ,
                     "C_FORCE_ROOT": "1",
-                    "TXMSG_TEST_CELERY_DIR": str(tmp_path / "letters"),
+                    "TXMSG_TEST_CELERY_URL": url,
+                    "TXMSG_TEST_CELERY_QUEUE": destination,
                     "TXMSG_TEST_SETTINGS": json.dumps(txmsg),
                 },
                 stdin=subprocess.DEVNULL,
