@@ -16,7 +16,7 @@ from ..models import DeadLetter, InboxMessage, StageState, Worker
 from ..models.dead_letter import Resolution
 from ..monitoring import status
 from ..stages import all_stages
-from . import display
+from . import contract, display
 from .addresses import led
 from .audit import audit
 from .base import ReadOnlyAdmin
@@ -41,6 +41,7 @@ class StageAdmin(ReadOnlyAdmin):
                 wrap(require_POST(self.resume)),
                 name="django_txmsg_stage_resume",
             ),
+            path("contract/", wrap(self.contract), name="django_txmsg_contract"),
             *super().get_urls(),
         ]
 
@@ -68,6 +69,12 @@ class StageAdmin(ReadOnlyAdmin):
             "may_pause": request.user.has_perm("django_txmsg.pause_stage"),
         }
         return render(request, "admin/django_txmsg/stages.html", context)
+
+    def contract(self, request: HttpRequest) -> HttpResponse:
+        """Show what this service sends and takes."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        return contract.show(request, self.page_context(request, "Contract"))
 
     def pause(self, request: HttpRequest) -> HttpResponse:
         """Hold a stage: its consumers finish what they have and take nothing new."""

@@ -1,0 +1,95 @@
+"""The contract as a page: what this service sends and takes, and what a change breaks.
+
+By the code of the web process, which may be newer or older than that of the workers.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import render
+
+from ..contracts import committed, comparison, document
+from ..contracts.document import READABLE_FROM, VERSION, Contract
+from ..errors import ConfigurationError
+
+
+@dataclass
+class Channel:
+    """One destination: which stages take from it, whether we send to it, and what."""
+
+    address: str
+    sent: bool = False
+    stages: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class Message:
+    """One type of messages, as it is shown."""
+
+    name: str
+    version: int | None
+    readable_from: int | None
+    schema: str
+
+
+def show(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
+    """Answer with the page, or with the document itself (`?format=json`)."""
+    file = committed.path()
+    try:
+        before = committed.read(file)
+    except ConfigurationError:
+        before = {}
+    try:
+        contract = document.build(before)
+    except ConfigurationError as error:
+        return render(request, _TEMPLATE, {**context, "problem": str(error)})
+    if request.GET.get("format") == "json":
+        return JsonResponse(contract, json_dumps_params={"indent": 2})
+    return render(
+        request,
+        _TEMPLATE,
+        {
+            **context,
+            "channels": channels(contract),
+            "committed": bool(before),
+            "changed": before != contract,
+            "breaking": comparison.breaking(before, contract),
+        },
+    )
+
+
+def channels(contract: Contract) -> list[Channel]:
+    """Return the contract's channels, by address."""
+    found = {name: Channel(name) for name in sorted(contract["channels"])}
+    types = contract["components"]["messages"]
+    for name, channel in found.items():
+        channel.messages = [
+            _message(one, types[one])
+            for one in sorted(contract["channels"][name]["messages"])
+        ]
+    for name, operation in sorted(contract["operations"].items()):
+        action, _, who = name.partition(".")
+        at = found[operation["channel"]["$ref"].rpartition("/")[2]]
+        if action == "send":
+            at.sent = True
+        else:
+            at.stages.append(who)
+    return list(found.values())
+
+
+def _message(name: str, given: Contract) -> Message:
+    schema = given.get("payload", {}).get("schema", {})
+    return Message(
+        name,
+        given.get(VERSION),
+        given.get(READABLE_FROM),
+        json.dumps(schema, indent=2, ensure_ascii=False),
+    )
+
+
+_TEMPLATE = "admin/django_txmsg/contract.html"
