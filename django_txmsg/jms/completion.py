@@ -9,9 +9,8 @@ whose callback this is, so that it cannot wait for itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -19,25 +18,28 @@ from . import pool
 from .errors import IllegalStateError, MessagingError
 from .message import Message
 
+
+class _Scope(threading.local):
+    scope: tuple[object, ...] = ()
+
+
 #: Of the thread, not of the context, which event loops and threads inherit: what is
 #: scheduled from a callback does not run in it.
-_this_thread = threading.local()
+_this_thread = _Scope()
 
 
-@contextlib.contextmanager
-def running(scope: tuple[object, ...]) -> Iterator[None]:
-    """Run a callback of these objects: of its link, session, producer."""
-    before = getattr(_this_thread, "scope", ())
+def run_for(scope: tuple[object, ...]) -> tuple[object, ...]:
+    """Mark this thread as running a callback of these objects, of its link, session
+    and producer; return whose it was running before."""
+    before = _this_thread.scope
     _this_thread.scope = scope
-    try:
-        yield
-    finally:
-        _this_thread.scope = before
+    return before
 
 
 def is_running_for(thing: object) -> bool:
     """Return whether this thread runs a callback of the object."""
-    return any(one is thing for one in getattr(_this_thread, "scope", ()))
+    scope = _this_thread.scope
+    return bool(scope) and any(one is thing for one in scope)
 
 
 def refuse_own(thing: object, what: str) -> None:

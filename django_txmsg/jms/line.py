@@ -1,10 +1,9 @@
 """The line to one broker: its two threads, its ledger, its loss.
 
 Hop 4 and 6 of a message. The reader thread settles entries and feeds consumers, the
-writer thread writes; neither runs a user's code. One lock guards the state of the link
-and of everything that uses it, and is never held over a callback or over I/O that may
-block, a log handler's included. A link that is lost stays lost: reconnecting means a
-new one, so nothing is ever replayed silently.
+writer thread writes; neither runs a user's code. One lock guards all state, and is
+never held over a callback or I/O that may block, a log handler's included. A line that
+is lost stays lost: reconnecting means a new one, so nothing is ever replayed silently.
 """
 
 from __future__ import annotations
@@ -126,10 +125,11 @@ class Line:
 
     def check_alive(self) -> None:
         """Raise ``IllegalStateError``, or ``ConnectionLostError`` once it is lost."""
-        self.check_own()
+        if self._pid != os.getpid():
+            self.check_own()
         if self.error is not None:
-            text, said = str(self.error), self._said
-            raise ConnectionLostError(text, written=False, broker_said=said)
+            text = str(self.error)
+            raise ConnectionLostError(text, written=False, broker_said=self._said)
         if self.closed:
             raise IllegalStateError("The connection is closed.")
 
@@ -144,7 +144,7 @@ class Line:
     def refuse_inside(self) -> None:
         """Raise ``IllegalStateError`` where waiting would never end: in a signal
         handler that has interrupted a send of its thread, which holds the lock."""
-        if not self.inherited and self.lock._is_owned():  # type: ignore[attr-defined]
+        if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "
                 "and would wait for it. Set a flag, or an event, in the handler."
@@ -209,9 +209,9 @@ class Line:
         sends, wants = (
             int(ms) / 1000 for ms in headers.get("heart-beat", "0,0").split(",")
         )
-        ours = self.options.heartbeat
         # Silence for twice the agreed interval is death, and ours is half of it at
         # most: a busy machine is no dead one.
+        ours = self.options.heartbeat
         if ours and wants:
             self._send_every = max(ours, wants) / 2
         if ours and sends:
@@ -278,7 +278,7 @@ class Line:
                 tell(self.error)
 
     def wake_all(self) -> None:
-        """Let who waits look at its condition again; with the lock held."""
+        """Let who waits look again; with the lock held."""
         self.changed.notify_all()
         for _, arrived in self._routes.values():
             arrived.notify_all()

@@ -221,8 +221,8 @@ class MessageProducer(Closing):
 
     def _timeouts(self, timeout: float | None) -> tuple[float, float]:
         """Return the seconds to wait for room, and for the receipt from then on."""
-        seconds = self.session.link.seconds
-        return (0.0, seconds(None)) if timeout == 0 else (seconds(timeout),) * 2
+        seconds = self.session.link.seconds(timeout or None)
+        return 0.0 if timeout == 0 else seconds, seconds
 
     def _check_place(self) -> None:
         options = self.session.link.options
@@ -235,8 +235,8 @@ class MessageProducer(Closing):
         delivery: Delivery | None,
     ) -> Encoded:
         """Find every fault of the call, and encode the frame; nothing is reserved."""
+        self.session.link.refuse_inside()
         self._check_open()
-        self.session.check_usable()
         if not isinstance(message, Message):
             raise MessageFormatError(f"Send a jms.Message, not {message!r}.")
         target = self._target(destination)

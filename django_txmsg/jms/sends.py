@@ -61,18 +61,21 @@ class Callback:
     def run(self) -> None:
         """Tell the listener, on a pool thread; its errors are logged and end there."""
         message, error = self.message, self.pending.error
-        message._in_flight = False
+        if self.pending.state is not State.CANCELLED:  # it may be sent again by now
+            message._in_flight = False
+        before = completion.run_for(self.scope)
         try:
-            with completion.running(self.scope):
-                if self.pending.state is State.CANCELLED:
-                    self.listener.on_withdrawn()  # type: ignore[attr-defined]
-                elif error is None:
-                    self.listener.on_completion(message)
-                else:
-                    self.listener.on_exception(message, error)
+            if self.pending.state is State.CANCELLED:
+                self.listener.on_withdrawn()  # type: ignore[attr-defined]
+            elif error is None:
+                self.listener.on_completion(message)
+            else:
+                self.listener.on_exception(message, error)
         except BaseException:
             what = self.pending.what
             logger.exception("The completion listener of %s failed.", what)
+        finally:
+            completion.run_for(before)
 
 
 class Sends:
@@ -123,6 +126,8 @@ class Sends:
                     "Callbacks have put far more messages in flight than the window "
                     "allows; let them send fewer."
                 )
+            return
+        if self._has_room(size, told=told):
             return
         give_up = time.monotonic() + timeout
         while not self._has_room(size, told=told):
@@ -199,19 +204,21 @@ class Sends:
 
     def _tell(self) -> None:
         """Run the callbacks at the head of the order, on a pool thread."""
+        callback: Callback | None = None
         for _ in range(_IN_A_ROW):
             with self._link.lock:
+                if callback is not None:
+                    self._finish(callback)
                 if not self._order or not self._order[0].pending.settled:
                     self._telling = False
                     return
                 callback = self._order.popleft()
             self._runs_in = threading.current_thread()
-            try:
-                callback.run()
-            finally:
-                self._runs_in = None
-                with self._link.lock:
-                    self._finish(callback)
+            callback.run()  # which raises nothing
+            self._runs_in = None
+        with self._link.lock:
+            if callback is not None:
+                self._finish(callback)
         self._link.pool.submit(self._tell)
 
     def _finish(self, callback: Callback) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +112,49 @@ def test_importing_it_asks_no_name_server() -> None:
     )
 
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_password_with_a_line_break_is_an_error_of_the_url_that_hides_it() -> None:
+    with pytest.raises(ValueError, match="line break") as caught:
+        jms.ConnectionFactory("stomp://me:se%0Acret@h")
+
+    assert "cret" not in str(caught.value)
+
+
+def test_an_encrypted_key_asks_nobody_for_its_password(tmp_path: Path) -> None:
+    make = "req -x509 -newkey rsa:2048 -subj /CN=me -days 1 -passout pass:secret"
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", *make.split(), "-keyout", key, "-out", cert],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    url = f"stomp+ssl://h?cert={cert}&key={key}"
+
+    with pytest.raises(OSError, match=r"(?i)decrypt|password|PEM"):
+        jms.ConnectionFactory(url)
+
+    factory = jms.ConnectionFactory(f"{url}&key_password=secret")
+    assert "secret" not in repr(factory.options)
+
+
+def test_a_host_with_several_addresses_has_one_timeout_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each address listens and is full, so that connecting would wait for long."""
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = full.getsockname()[1]
+        for _ in range(4):  # in the queue of connections, which then is full
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+        address = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
+        found = [address] * 100
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        factory = jms.ConnectionFactory("stomp://many", connect_timeout=0.2)
+        began = time.monotonic()
+
+        with pytest.raises(jms.ConnectionFailedError, match="timed out"):
+            factory.create_connection()
+
+    assert time.monotonic() - began < 15  # and not a hundred times 0.2

@@ -6,8 +6,10 @@ close; the scripted broker and the real client play it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -195,3 +197,89 @@ def test_the_watchdog_would_show_every_stack(capfd: pytest.CaptureFixture[str]) 
     faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
 
     assert "test_properties.py" in capfd.readouterr().err
+
+
+TRANSACTED = st.sampled_from(
+    ["send", "send", "async", "async", "chain", "chain", "commit", "rollback",
+     "release", "cut", "close_producer", "other_thread"]
+)  # fmt: skip
+TRANSACTED_FATES = st.sampled_from(["ok", "ok", "ok", "hold", "reject", "drop"])
+
+
+class Chain(Listener):
+    """Whose callback sends one more, once."""
+
+    def __init__(self, send: Callable[[Listener], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def _tell(self, message: jms.Message, error: jms.MessagingError | None) -> None:
+        super()._tell(message, error)
+        if not str(message.body).endswith("+"):
+            self._send(self)
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(
+    profile=st.sampled_from(["classic", "rabbitmq"]),
+    window=st.sampled_from([1, 256]),
+    fates=st.lists(TRANSACTED_FATES, min_size=1, max_size=8),
+    steps=st.lists(TRANSACTED, min_size=1, max_size=20),
+)
+def test_in_transactions_too_every_accepted_send_is_told_once_and_nothing_hangs(
+    profile: str, window: int, fates: list[str], steps: list[str]
+) -> None:
+    with ScriptedBroker(profile) as broker:
+        for number, fate in enumerate(fates, start=1):
+            rule = broker.on("SEND", nth=number)
+            {
+                "ok": lambda: None,
+                "hold": rule.hold_receipt,
+                "drop": rule.drop_receipt,
+                "reject": lambda rule=rule: rule.reject("no", closes=False),
+            }[fate]()
+        connection = jms.ConnectionFactory(
+            broker.url, max_in_flight=window, send_timeout=0.2, close_timeout=0.5,
+            give_up_after_timeouts=0,
+        ).create_connection()  # fmt: skip
+        session = connection.create_session(transacted=True)
+        accepted: list[str] = []
+
+        def send(body: str, listener: Listener) -> None:
+            with contextlib.suppress(jms.MessagingError):
+                producer = session.create_producer(DESTINATION)
+                producer.send_async(jms.Message(body), listener)
+                accepted.append(body)
+
+        chain = Chain(lambda listener: send(f"{len(accepted)}+", listener))
+        plays = {
+            "send": lambda: session.create_producer(DESTINATION).send(jms.Message("s")),
+            "async": lambda: send(f"{len(accepted)}a+", chain),
+            "chain": lambda: send(f"{len(accepted)}c", chain),
+            "commit": session.commit,
+            "rollback": session.rollback,
+            "release": broker.release,
+            "cut": broker.cut,
+            "close_producer": lambda: session.create_producer(DESTINATION).close(),
+        }
+
+        def run(parts: list[str]) -> None:
+            for step in parts:
+                if step == "other_thread":
+                    threads.append(threading.Thread(target=run, args=(["commit"],)))
+                    threads[-1].start()
+                    continue
+                with contextlib.suppress(jms.MessagingError):
+                    plays[step]()
+
+        threads: list[threading.Thread] = []
+        run(steps)
+        threads.append(threading.Thread(target=connection.close))
+        threads[-1].start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "it hangs"
+
+    assert sorted(chain.bodies) == sorted(accepted)
+    assert session.sends.in_flight == session.sends.untold == 0
+    assert connection.link.ledger.open == {}
