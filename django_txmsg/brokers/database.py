@@ -20,7 +20,7 @@ from typing import TypeVar
 from urllib.parse import parse_qsl
 
 from django.conf import settings as django_settings
-from django.db import DataError, OperationalError, connections, transaction
+from django.db import DataError, connections, transaction
 from django.db import Error as AnyDatabaseError
 from django.db.models import Value
 from django.db.models.functions import Now
@@ -275,8 +275,8 @@ class DatabaseSession(Session):
         try:
             return question()
         except AnyDatabaseError as error:
+            if not outage.may_pass(error):
+                raise
             if outage.is_away(error):
                 outage.discard(self.using)
-            elif not isinstance(error, OperationalError):
-                raise
             raise BrokerUnavailable(f"database {self.using!r}: {error}") from error

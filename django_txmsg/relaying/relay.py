@@ -12,7 +12,6 @@ from collections import Counter
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
-from django.db import OperationalError
 
 from .. import conf
 from ..errors import BrokerUnavailable
@@ -120,7 +119,7 @@ class Relay:
                     raise
                 if outage.is_away(error):
                     outage.outlast(lane.using, error, self._stop)
-                elif isinstance(error, OperationalError):
+                elif outage.may_pass(error):
                     # A deadlock, a lock's time-out: what is claimed has its lease.
                     log.warning("%s; going on", error)
                     self._stop.wait(interval)
@@ -138,6 +137,4 @@ class Relay:
 
 
 def _is_away(error: Exception) -> bool:
-    return isinstance(error, BrokerUnavailable | OperationalError) or outage.is_away(
-        error
-    )
+    return isinstance(error, BrokerUnavailable) or outage.may_pass(error)

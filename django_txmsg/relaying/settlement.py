@@ -8,7 +8,8 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from django.db import InterfaceError, OperationalError, connections, transaction
+from django.db import Error as AnyDatabaseError
+from django.db import connections, transaction
 
 from .. import conf, signals
 from ..dead_letters import burial
@@ -18,12 +19,11 @@ from ..errors import BrokerError
 from ..models import OutboxMessage
 from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
+from ..upkeep import outage
 from ..upkeep.leases import Lease
 from .receipts import Receipts
 
 log = logging.getLogger("django_txmsg.relay")
-
-_DATABASE_ERRORS = (OperationalError, InterfaceError)
 
 
 class Settlement:
@@ -109,9 +109,10 @@ class Settlement:
             try:
                 changed = statement()
                 return count if repeated else changed
-            except _DATABASE_ERRORS as error:
+            except AnyDatabaseError as error:
                 connection.close()
-                if in_block(connection) or not self._lease.left or self._stop.is_set():
+                over = not self._lease.left or self._stop.is_set()
+                if over or in_block(connection) or not outage.may_pass(error):
                     raise
                 log.info("what the broker has answered is noted once more: %s", error)
             self._stop.wait(min(pause, self._lease.left))

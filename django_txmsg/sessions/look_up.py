@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import OperationalError
 from django.db.models import Count, Q
 from django.db.models.functions import Now
 from django.utils import timezone
@@ -155,7 +154,7 @@ def _look_safely(
         if outage.note(control.using, error):
             log.info("session %s waits for the database: %s", control.session_id, error)
             raise LookAgain(look.pause(0.2, 5.0)) from error
-        if isinstance(error, BrokerError | OperationalError):
+        if isinstance(error, BrokerError) or outage.may_pass(error):
             log.info("session %s waits: %s", control.session_id, error)
         else:
             log.exception("cannot look after session %s yet", control.session_id)

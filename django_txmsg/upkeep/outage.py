@@ -57,6 +57,12 @@ def is_away(error: BaseException | None) -> bool:
     return cause is not None
 
 
+def may_pass(error: BaseException | None) -> bool:
+    """Return whether the same may succeed another time: the database is away, or a lock
+    or the time ran out, a race was lost."""
+    return isinstance(error, OperationalError) or is_away(error)
+
+
 def breaker(using: str) -> Breaker:
     """Return what all threads of this process know of the database."""
     with _lock:

@@ -69,8 +69,17 @@ def after_the_receipts(
     monkeypatch.setattr(DatabaseSession, "send", send)
 
 
-def test_a_lost_connection_doubles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    after_the_receipts(monkeypatch, terminate)
+def demote() -> None:
+    """Take no writes on this connection, as a primary that a failover has demoted."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET default_transaction_read_only = on")
+
+
+@pytest.mark.parametrize("fault", [terminate, demote])
+def test_a_lost_connection_doubles_nothing(
+    fault: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after_the_receipts(monkeypatch, fault)
     lane = Lane("default", "default")
     try:
         assert lane.dispatch() == COUNT
