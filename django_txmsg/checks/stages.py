@@ -41,11 +41,11 @@ def _misnamed() -> Iterator[CheckMessage]:
         if module_has_submodule(module, "stages"):
             continue
         spec = module_has_submodule(module, "stage") and find_spec(f"{app.name}.stage")
-        if spec and spec.origin and "django_txmsg" in Path(spec.origin).read_text():
+        if spec and spec.origin and b"django_txmsg" in Path(spec.origin).read_bytes():
             yield Warning(
                 f"The stages in {app.name}.stage are not found: only modules named "
                 f"`stages` are looked into.",
-                hint=f"Rename {Path(spec.origin).name} to stages.py.",
+                hint="Rename the module `stage` to `stages`.",
                 id="txmsg.W006",
             )
 

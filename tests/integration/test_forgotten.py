@@ -108,7 +108,7 @@ def test_the_s_of_stages(tmp_path: Path) -> None:
     text = django(tmp_path, [*EVERYTHING, "shop"], "check")
 
     assert "The stages in shop.stage are not found" in text
-    assert "Rename stage.py to stages.py." in text
+    assert "Rename the module `stage` to `stages`." in text
 
     (shop / "stage.py").write_text("# The theatre's.\n")
     assert "no issues" in django(tmp_path, [*EVERYTHING, "shop"], "check")
