@@ -99,12 +99,19 @@ def loop(count: int) -> float:
     return count / (time.perf_counter() - began)
 
 
-def consume(count: int, concurrency: int = 1, **stage: Any) -> float:
+def consume(
+    count: int,
+    concurrency: int = 1,
+    handler: Any = handler,
+    body: bytes = b'{"n": 1, "text": "%s"}' % (b"x" * 270),
+    **stage: Any,
+) -> float:
     """Return the rate at which `count` waiting messages are consumed."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
     from django_txmsg.consuming.consumer import Consumer
+    from django_txmsg.envelope.handler import accepted, bound
     from django_txmsg.stages import Stage
 
     clean()
@@ -119,15 +126,16 @@ def consume(count: int, concurrency: int = 1, **stage: Any) -> float:
                             wire.MESSAGE_ID: str(uuid.uuid4()),
                             wire.CONTENT_TYPE: wire.JSON,
                         },
-                        b'{"n": %d, "text": "%s"}' % (number, b"x" * 270),
+                        body,
                     )
-                    for number in range(start, min(start + 500, count))
+                    for _ in range(start, min(start + 500, count))
                 ]
             )
     declared = Stage(
         name=destination,
         destination=destination,
-        handler=handler,
+        handler=bound(handler),
+        accepts=accepted(handler),
         concurrency=concurrency,
         **stage,
     )

@@ -16,6 +16,8 @@ from .exact_numbers import MARK, with_exact_numbers
 
 INSTALL = 'pip install "django_txmsg[typed]"'
 
+#: A number with a fraction or an exponent, where none is overlooked.
+_FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]|^\s*-?\d")
 _FIELD = re.compile(r"field_name='([^']+)'")
 
 
@@ -34,7 +36,9 @@ class PydanticCodec(Codec):
         return self._adapter(annotation) is not None
 
     def decode(self, annotation: Any, body: bytes) -> Any:
-        decimals = self._marked_schema(annotation) is not None
+        decimals = self._marked_schema(annotation) is not None and _FRACTION.search(
+            body
+        )
         if decimals or b"NaN" in body or b"Infinity" in body:
             return self._exactly(annotation, from_json(body), body)
         return self._validated(self._adapter(annotation), body)

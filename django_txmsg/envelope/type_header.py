@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import DecodeError
 from .message_type import MAX_VERSION, is_name
@@ -30,6 +31,7 @@ class TypeHeader:
         return f"{self.name};v={self.version};min={self.oldest_reader}"
 
     @classmethod
+    @lru_cache(1000)
     def parse(cls, text: str) -> TypeHeader:
         """Read the header; parameters of later releases are passed over.
 
