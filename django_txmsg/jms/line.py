@@ -15,10 +15,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from weakref import WeakMethod
 
 from . import frames
+from .closing import Whole
 from .dialects import BY_NAME, recognize
 from .errors import (
     ConnectionFailedError,
@@ -35,27 +35,6 @@ from .writer import Writer
 logger = logging.getLogger("django_txmsg.jms.link")
 Deliver = WeakMethod[Callable[[frames.Frame], None]]
 _epochs = itertools.count(1)
-
-
-class Whole:
-    """A `with` block, the lock held, of what happens as a whole or ends the link: an
-    exception that a signal raises may come between any two of its lines."""
-
-    def __init__(self, lose: Callable[[str], None]) -> None:
-        """Call it with the reason."""
-        self._lose = lose
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and not isinstance(error, MessagingError):
-            self._lose(f"a send was interrupted by {error!r}")
 
 
 class Line:
@@ -247,6 +226,8 @@ class Line:
 
     def tick(self) -> None:
         """Settle what is late; give up a broker that answers nothing at all."""
+        if self.pool.stranded:
+            self.pool.start_thread()
         with self.lock:
             now, ledger = time.monotonic(), self.ledger
             ledger.expire(now)

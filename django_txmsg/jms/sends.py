@@ -174,7 +174,7 @@ class Sends:
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
         """Count what goes on inside as one in flight."""
-        with self._link.lock:
+        with self._link.lock, self._link.whole:
             self.take(0)
         try:
             yield

@@ -131,6 +131,7 @@ class Writer:
             while not self._queue and not self._stopped:
                 now = time.monotonic()
                 if now >= beat:
+                    self._on_tick()
                     return b"\n"
                 if now >= self._ledger.next_deadline:
                     self._on_tick()
