@@ -25,12 +25,7 @@ from .. import conf
 from ..brokers import get_broker, make_broker
 from ..brokers.base import Broker, Outgoing, Session
 from ..envelope.broker_url import split_url
-from ..errors import (
-    BrokerError,
-    BrokerUnavailable,
-    DispatchRejected,
-    DispatchUnknown,
-)
+from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
 from ..upkeep.breaker import Breaker
 
 Outcomes = list[BrokerError | None]
@@ -244,9 +239,8 @@ def _unproven(outcome: BrokerError | None) -> bool:
 
 def _close_aside(session: Session) -> None:
     """Close without making the request wait for a broker that does not answer."""
-    threading.Thread(
-        target=session.close, name="txmsg-control-close", daemon=True
-    ).start()
+    name = "txmsg-control-close"
+    threading.Thread(target=session.close, name=name, daemon=True).start()
 
 
 _channels: dict[str, Channel] = {}
@@ -256,13 +250,10 @@ _lock = threading.Lock()
 def control_channel() -> Channel:
     """Return this process's channel to the default broker."""
     url = str(conf.get().BROKERS["default"]["URL"])
-    channel = _channels.get(url)
-    if channel is None:
-        with _lock:
-            channel = _channels.get(url)
-            if channel is None:
-                channel = _channels[url] = Channel(_impatient(url))
-    return channel
+    with _lock:
+        if url not in _channels:
+            _channels[url] = Channel(_impatient(url))
+        return _channels[url]
 
 
 def _impatient(url: str) -> Broker:
