@@ -7,6 +7,7 @@ transaction that begins late.
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,18 @@ HANDLER = {
     "process_exception_by_middleware": ("exception", "request"),
 }
 VIEW = ("_non_atomic_requests",)
+
+#: Undocumented names that are imported where they are needed: an import that fails says
+#: what is missing by itself, and here before a process of that kind is started.
+IMPORTED = [
+    ("django.contrib.admin.views.main", "ChangeList"),
+    ("django.contrib.admin.views.main", "SEARCH_VAR"),
+    ("django.core.management", "get_commands"),
+    ("django.core.management", "load_command_class"),
+    ("django.http.request", "RawPostDataException"),
+    ("django.utils.module_loading", "autodiscover_modules"),
+    ("django.utils.module_loading", "module_has_submodule"),
+]
 
 #: Names that mean nothing else anywhere: found in another file, they are a use of
 #: Django's own that belongs into the one place. (`connection`, `rollback`, `features`
@@ -181,6 +194,11 @@ def test_a_view_that_wants_no_transaction(name: str) -> None:
     view = transaction.non_atomic_requests(using="other")(lambda _: HttpResponse())
     assert getattr(view, name) == {"other"}
     assert django_internals.is_non_atomic(view, "other")
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTED)
+def test_what_is_imported(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)
 
 
 PACKAGE = Path(django_txmsg.__file__).parent
