@@ -148,6 +148,11 @@ def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
     return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
 
 
+def event_id(source: str, event: str) -> uuid.UUID:
+    """Return the identity of a CloudEvent: its source and its id, unique together."""
+    return _named("cloudevent", source, event)
+
+
 def others_id(service: str, headers: Mapping[str, str]) -> uuid.UUID | None:
     """Return the identity that another library's sender gave its message, if any."""
     for name in IDS_OF_OTHERS:
@@ -190,11 +195,14 @@ def format_instant(instant: dt.datetime) -> str:
 def parse_instant(text: str) -> dt.datetime:
     """Return the aware instant of an RFC 3339 text.
 
-    Raises ValueError for anything else, a naive instant included.
+    Raises ValueError for anything else: a naive instant, and one at an end of the
+    calendar, which another time zone has no date for.
     """
     instant = dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
     if instant.tzinfo is None:
         raise ValueError(f"instant without a time zone: {text!r}")
+    if not dt.MINYEAR < instant.year < dt.MAXYEAR:
+        raise ValueError(f"instant at an end of the calendar: {text!r}")
     return instant
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import uuid
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +25,10 @@ _ANY = "application/cloudevents"
 _PREFIXES = ("ce-", "ce_", "cloudEvents:", "cloudEvents_")
 _MARKS = frozenset(f"{prefix}specversion" for prefix in _PREFIXES)
 _NEEDED = ("id", "source", "type")
+_DATA = ("data", "data_base64")
+#: What no attribute may have in it, and no header of ours can: control characters and
+#: lone surrogates.
+_NO_TEXT = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 
 
 def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
@@ -37,9 +41,8 @@ def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
         return {}  # said when the body is read
     if event is None or not all(event.get(name) for name in _NEEDED):
         return {}
-    named = f"cloudevents/{event['source']}/{event['id']}"
     found = {
-        wire.MESSAGE_ID: str(uuid.uuid5(wire.NAMESPACE, named)),
+        wire.MESSAGE_ID: str(wire.event_id(event["source"], event["id"])),
         wire.SERVICE: event["source"],
     }
     if is_name(event["type"]):
@@ -72,9 +75,12 @@ def data(body: bytes) -> tuple[bytes, str]:
         except (TypeError, ValueError, binascii.Error) as error:
             raise DecodeError("undecodable_body", f"data_base64: {error}") from error
     value = event.get("data")
-    if isinstance(value, str) and not is_json(content_type):
-        return value.encode(), content_type
-    return to_json(value), wire.JSON
+    try:
+        if isinstance(value, str) and not is_json(content_type):
+            return value.encode(), content_type
+        return to_json(value), wire.JSON
+    except (ValueError, RecursionError) as error:
+        raise DecodeError("undecodable_body", f"data: {error}") from error
 
 
 def _attributes(headers: Mapping[str, str], body: bytes) -> dict[str, str] | None:
@@ -95,4 +101,7 @@ def _event(body: bytes) -> dict[str, Any]:
     event = from_json(body)
     if not isinstance(event, dict) or not str(event.get("specversion")).startswith("1"):
         raise DecodeError("undecodable_body", "no single CloudEvent of version 1")
+    for name, value in event.items():
+        if name not in _DATA and isinstance(value, str) and _NO_TEXT.search(value):
+            raise DecodeError("undecodable_body", f"{name[:80]!r} is no text")
     return event

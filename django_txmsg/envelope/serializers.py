@@ -45,7 +45,9 @@ def decode(body: bytes, content_type: str) -> Any:
     if media_type.startswith("text/"):
         charset = _charset(parameters)
         try:
-            return body.decode(charset)
+            text = body.decode(charset)
+            text.encode()  # some charsets have lone surrogates, which are no text
+            return text
         except (LookupError, ValueError) as error:
             raise DecodeError(
                 "undecodable_body", f"not text in {charset}: {error}"

@@ -25,6 +25,7 @@ BAD: dict[str, tuple[bytes, dict[str, str]]] = {
     "NaN": (b"NaN", JSON),
     "empty": (b"", JSON),
     "unknown charset": (b"x", {"content-type": "text/plain; charset=klingon"}),
+    "half a character": (b"+2AA-", {"content-type": "text/plain; charset=utf-7"}),
     "no media type": (b"x", {"content-type": "nonsense"}),
     "no UUID": (b"1", {**JSON, "txmsg-id": "seven"}),
     "too many headers": (b"1", {**JSON, **{f"h{n}": "" for n in range(MAX_HEADERS)}}),
@@ -51,6 +52,18 @@ def test_is_buried_at_once_and_harms_nobody(case: str, transaction: str) -> None
     assert letter.exception
     for name in headers:
         assert letter.headers[name] == headers[name]
+
+
+@pytest.mark.parametrize(
+    "created", ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59"]
+)
+def test_an_instant_that_no_calendar_has_holds_nobody_up(created: str) -> None:
+    got: list[Message] = []
+    with declared(got.append) as stage:
+        headers = {**JSON, "txmsg-created": created, "txmsg-expires": created}
+        put(stage.destination, b"1", headers)
+        step(stage)
+    assert [one.created_at for one in got] == [None]
 
 
 def test_the_same_bad_message_again_is_the_same_dead_letter() -> None:

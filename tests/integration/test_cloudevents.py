@@ -85,6 +85,16 @@ def test_another_source_is_another_event() -> None:
     assert len(got) == 2
 
 
+def test_a_source_and_an_id_are_two_things() -> None:
+    with declared(place) as stage:
+        for source, name in (("/shop", "2026/1"), ("/shop/2026", "1")):
+            body = structured(source=source, id=name)
+            put(stage.destination, body, {"content-type": STRUCTURED})
+        step(stage, times=2)
+
+    assert len(got) == 2
+
+
 @pytest.mark.parametrize(
     ("event", "body"),
     [
@@ -117,6 +127,12 @@ def test_a_handler_of_messages_gets_the_data(
         (b"{}", STRUCTURED, "undecodable_body"),
         (structured(specversion="0.3"), STRUCTURED, "undecodable_body"),
         (structured(type="com.example.other"), STRUCTURED, "invalid_body"),
+        (structured(id="\ud800"), STRUCTURED, "undecodable_body"),
+        (structured(source="\ud800"), STRUCTURED, "undecodable_body"),
+        (structured(partitionkey="\x00"), STRUCTURED, "undecodable_body"),
+        (json.dumps({**EVENT, "data": "\ud800"}).encode(), STRUCTURED,
+         "undecodable_body"),
+        (b"+2AA-", "text/plain; charset=utf-7", "undecodable_body"),
         (json.dumps({**EVENT, "data_base64": "?"}).encode(), STRUCTURED,
          "undecodable_body"),
     ],

@@ -41,6 +41,7 @@ NAMES = [
     "txmsg-oracle", "txmsg-signed", "txmsg-signature", "content-type",
     "content-length-x", "correlation-id", "traceparent", "redelivered", "JMSXGroupX",
     "x-first-death-queue", "originalDestination", "dlqDeliveryFailureCause", "colour",
+    "ce-specversion", "ce-id", "ce-source", "ce-type", "ce-time",
     "ключ", "a:b", "a\\b", "a\nb", " a ", "x" * 300,
 ]  # fmt: skip
 VALUES = [
@@ -54,12 +55,15 @@ TYPES = [
     "application/json", "application/problem+json; charset=utf-8", "text/plain",
     "text/plain; charset=klingon", "application/octet-stream", "nonsense", "", "/",
     "application/json; charset=utf-16", "text/html; charset=\x01",
+    "application/cloudevents+json", "text/plain; charset=utf-7",
 ]  # fmt: skip
 BODIES = [
     b"", b"null", b"1", b'"text"', b'{"a": [1, 2, {"b": null}]}', b'{"a":', b"NaN",
     b"\xff\xfe\x00", b"\xef\xbb\xbf1", b"\x00" * 50, b"[" * 50_000, b"9" * 5000,
     b'"\\ud800"', b'{"a": 1, "a": 2}', b"1e999", "ключ 😀".encode("utf-16"),
-    bytes(range(256)) * 40, b"\n\n\x00\n\nMESSAGE\n\n\x00",
+    b'{"specversion": "1.0", "id": "\\ud800", "source": "\\u0000", "type": "a"}',
+    b'{"specversion": "1.0", "id": "1", "source": "/", "type": "a", "data": "\\ud800"}',
+    b"+2AA-", bytes(range(256)) * 40, b"\n\n\x00\n\nMESSAGE\n\n\x00",
 ]  # fmt: skip
 #: What AMQP carries in its table of headers beside text.
 TABLE = [

@@ -44,16 +44,28 @@ def test_derived_ids_differ_by_service_cause_stage_and_ordinal(
     )
 
 
-@given(st.datetimes(timezones=st.timezones(), allow_imaginary=False))
+@given(
+    st.datetimes(
+        dt.datetime(2, 1, 3), dt.datetime(9998, 12, 29),
+        timezones=st.timezones(), allow_imaginary=False,
+    )
+)  # fmt: skip
 def test_instants_there_and_back(instant: dt.datetime) -> None:
-    try:
-        text = wire.format_instant(instant)
-    except OverflowError:
-        return  # outside of what UTC can say
+    text = wire.format_instant(instant)
     assert wire.parse_instant(text) == instant.astimezone(dt.timezone.utc)
 
 
-@pytest.mark.parametrize("bad", ["", "yesterday", "2024-02-29T12:00:00", "2023-02-29"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        "yesterday",
+        "2024-02-29T12:00:00",
+        "2023-02-29",
+        "0001-01-01T00:00:00+23:59",
+        "9999-12-31T23:59:59-23:59",
+    ],
+)
 def test_an_instant_needs_a_date_a_time_and_a_zone(bad: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - Python's own words
         wire.parse_instant(bad)
