@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..envelope import upgraders
 from ..envelope.schema_reader import faults
-from .document import READABLE_FROM, VERSION, Contract
+from .document import READABLE_FROM, READERS, VERSION, Contract, schema_of
 
 #: The two directions, as they are told.
 OLD_MESSAGES = "new code cannot read messages that are on their way"
@@ -73,15 +73,34 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
         if now < was:
             yield Change(name, f"version {was} has become {now}", OLD_READERS)
             continue
-        schema, known = _schema(message), _schema(before)
-        if schema is None or known is None:
+        schema = schema_of(message)
+        if schema is None:
             continue
-        if name in received and not upgraders.needed(name, was, now):
-            for fault in faults(schema, known):
-                yield Change(name, f"{fault.path}: {fault.kind}", OLD_MESSAGES)
-        if name in sent and message.get(READABLE_FROM, 1) <= was:
-            for fault in faults(known, schema, ours=True):
-                yield Change(name, f"{fault.path}: {fault.kind}", OLD_READERS)
+        seen = set()
+        for version, other in _versions(before, was):
+            found = []
+            if name in received and not upgraders.needed(name, version, now):
+                found += [(one, OLD_MESSAGES) for one in faults(schema, other)]
+            if name in sent and message.get(READABLE_FROM, 1) <= version:
+                there = faults(other, schema, ours=True)
+                found += [(one, OLD_READERS) for one in there]
+            for fault, breaks in found:
+                change = Change(name, f"{fault.path}: {fault.kind}", breaks)
+                if change not in seen:
+                    yield change
+                seen.add(change)
+
+
+def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]:
+    """Yield the versions of a message that the contract has the schema of, the newest
+    first."""
+    schema = schema_of(message)
+    if schema is not None:
+        yield version, schema
+    for older, one in sorted(
+        message.get(READERS, {}).items(), key=lambda item: -int(item[0])
+    ):
+        yield int(older), one
 
 
 def _of_operations(contract: Contract, action: str) -> dict[str, set[str]]:
@@ -101,11 +120,6 @@ def _named(contract: Contract, action: str) -> set[str]:
 
 def _messages(contract: Contract) -> dict[str, Contract]:
     found: dict[str, Contract] = contract.get("components", {}).get("messages", {})
-    return found
-
-
-def _schema(message: Contract) -> Contract | None:
-    found: Contract | None = message.get("payload", {}).get("schema")
     return found
 
 

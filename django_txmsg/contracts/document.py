@@ -22,6 +22,9 @@ SCHEMA_FORMAT = "application/schema+json;version=draft-2020-12"
 
 #: Of a message: the version of its type, and the oldest that reads it.
 VERSION, READABLE_FROM = "x-txmsg-version", "x-txmsg-readable-from"
+#: The schemas of the older versions that read it, by version: that the last one reads
+#: it, and the one before reads the last one, does not make that one read it.
+READERS = "x-txmsg-readers"
 
 Contract = dict[str, Any]
 
@@ -102,30 +105,60 @@ class _Builder:
                 "schema": _rooted(schema, within),
             }
         if body.name:
+            older = self._older(body)
+            oldest = self._oldest_reader(body, schema, older)
             described[VERSION] = body.version
-            described[READABLE_FROM] = self._oldest_reader(body, schema)
+            described[READABLE_FROM] = oldest
+            readers = {v: one for v, one in older.items() if int(v) >= oldest}
+            if readers:
+                described[READERS] = readers
             described["headers"] = {
                 "type": "object",
                 "properties": {wire.TYPE: {"type": "string"}},
             }
         self._messages[name] = described
 
-    def _oldest_reader(self, body: BodyType, schema: Contract | None) -> int:
+    def _known(self, body: BodyType) -> Contract:
+        messages = self._committed.get("components", {}).get("messages", {})
+        found: Contract = messages.get(body.name, {})
+        return found
+
+    def _older(self, body: BodyType) -> Contract:
+        """Return the schemas of the versions before this one, as far as the committed
+        contract knows them."""
+        known = self._known(body)
+        version, schema = known.get(VERSION, 1), schema_of(known)
+        older: Contract = dict(known.get(READERS, {}))
+        if schema is not None and version < body.version:
+            was = _pointer("components", "messages", body.name, "payload", "schema")
+            within = _pointer("components", "messages", body.name, READERS)
+            older[str(version)] = _rooted(schema, f"{within}/{version}", was)
+        return older
+
+    def _oldest_reader(
+        self, body: BodyType, schema: Contract | None, older: Contract
+    ) -> int:
         """Return the oldest version that reads what is sent: what is declared, or as
         far back as the changes are compatible."""
-        before = self._committed.get("components", {}).get("messages", {})
-        known = before.get(body.name)
-        if known is None or declaration(body.cls).readable_from is not None:
+        known = self._known(body)
+        if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
         version: int = known.get(VERSION, 1)
-        oldest: int = known.get(READABLE_FROM, version)
         if version == body.version:
+            oldest: int = known.get(READABLE_FROM, version)
             return oldest
-        reader = known.get("payload", {}).get("schema")
-        fits = None not in (reader, schema) and not faults(
-            reader, schema or {}, ours=True
-        )
-        return oldest if fits and version < body.version else body.version
+        oldest = body.version
+        while reader := older.get(str(oldest - 1)):
+            if schema is None or faults(reader, schema, ours=True):
+                break
+            oldest -= 1
+        return oldest
+
+
+def schema_of(message: Contract) -> Contract | None:
+    """Return the JSON Schema of a message; None where its codec has none."""
+    found: Contract | None = message.get("payload", {}).get("schema")
+    return found
 
 
 def _pointer(*names: str) -> str:
@@ -133,15 +166,16 @@ def _pointer(*names: str) -> str:
     return "#/" + "/".join(escaped)
 
 
-def _rooted(schema: Any, within: str) -> Any:
-    """Return a schema whose references begin at the root of the document."""
+def _rooted(schema: Any, within: str, was: str = "#") -> Any:
+    """Return a schema whose references begin at the root of the document, `within` in
+    place of `was`."""
     if isinstance(schema, dict):
         return {
-            key: within + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _rooted(value, within)
+            key: within + value.removeprefix(was)
+            if key == "$ref" and isinstance(value, str) and value.startswith(was)
+            else _rooted(value, within, was)
             for key, value in schema.items()
         }
     if isinstance(schema, list):
-        return [_rooted(one, within) for one in schema]
+        return [_rooted(one, within, was) for one in schema]
     return schema

@@ -252,6 +252,59 @@ def test_how_far_back_a_version_is_readable_is_found_out_and_sent(
             assert codecs.body_type(Breaking).header == "shop.Order;v=2;min=2"
 
 
+def invoice(version: int, note: str | None = "") -> type:
+    """Return a version of a type: with a note, one that may be left out, or none."""
+
+    @dataclass
+    class Line:
+        number: str
+
+    @dataclass
+    class Noted:
+        line: Line
+        note: str
+
+    @dataclass
+    class Optional:
+        line: Line
+        note: str = ""
+
+    @dataclass
+    class Bare:
+        line: Line
+
+    cls = {"": Noted, "may be left out": Optional, None: Bare}[note]
+    return message_type("shop.Order", version=version)(cls)
+
+
+def test_each_version_that_is_said_to_read_a_new_one_does() -> None:
+    versions = [invoice(1), invoice(2, "may be left out"), invoice(3, None)]
+    agreed, found = {}, []
+    for cls in versions:
+        agreed = contract(agreed, sends={"orders.told": cls})
+        message = agreed["components"]["messages"]["shop.Order"]
+        found.append(message["x-txmsg-readable-from"])
+        for reference in re.findall(r'"\$ref": "#/([^"]+)"', document.text(agreed)):
+            place = agreed
+            for name in reference.split("/"):
+                place = place[name.replace("~1", "/")]
+
+    # Version 2 reads 3, and version 1 reads 2; but version 1 does not read 3.
+    assert found == [1, 1, 2]
+    assert list(message["x-txmsg-readers"]) == ["2"]
+
+
+def test_a_version_is_held_to_all_that_are_said_to_read_it() -> None:
+    agreed = contract(sends={"orders.told": invoice(1)})
+    agreed = contract(agreed, sends={"orders.told": invoice(2, "may be left out")})
+
+    with service(sends={"orders.told": invoice(2, None)}):
+        now = document.build(agreed)
+        found = [str(one) for one in comparison.breaking(agreed, now)]
+
+    assert found == [f"shop.Order: $.note: missing; {OUT}"]
+
+
 def run(*arguments: str) -> tuple[str, int]:
     out = io.StringIO()
     try:
