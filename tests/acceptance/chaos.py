@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,9 +154,7 @@ class Chaos:
         self._keep_alive()
         self._count()
         for worker in self._workers.values():
-            worker.terminate()
-        for worker in self._workers.values():
-            worker.succeed()
+            self._end(worker)
         self._web.close()
         return self.report
 
@@ -185,9 +183,7 @@ class Chaos:
     def worker_stopped_in_good_order(self) -> None:
         """SIGTERM, as at a deployment: it ends with 0, whatever else is broken."""
         name = self._random.choice(list(self._workers))
-        if self._workers[name].running:
-            self._workers[name].terminate()
-            self._workers[name].succeed()
+        self._end(self._workers[name])
 
     def worker_stands_still(self) -> None:
         """SIGSTOP for longer than every lease; then it goes on, as if nothing was."""
@@ -264,6 +260,16 @@ class Chaos:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.send_signal(signal.SIGCONT)
 
+    def _end(self, worker: ManageProcess) -> None:
+        """SIGTERM, once it is at work: Python that still starts has nothing to end."""
+        at_work = ("Stop with Ctrl-C", "Consuming:")
+        wait_until(
+            lambda: not worker.running or any(it in worker.output for it in at_work)
+        )
+        if worker.running:
+            worker.terminate()
+            worker.succeed()
+
     def _as_administrator(self, *statements: str) -> None:
         with psycopg.connect(self._postgres.url("postgres"), autocommit=True) as admin:
             for statement in statements:
@@ -315,29 +321,30 @@ class Chaos:
 
         def at_rest() -> bool:
             try:
-                return not self._unfinished() or time.monotonic() > deadline
+                # What a broker holds is seen by what has not happened yet.
+                at_rest = not self._unfinished() and not self._not_done()[1]
+                return at_rest or time.monotonic() > deadline
             except (DatabaseError, InterfaceError):
                 connections.close_all()
                 return False
 
         wait_until(at_rest, deadline=REST + 60, interval=0.5)
         report = self.report
-        placed = set(Order.objects.values_list("number", flat=True))
+        placed, lost = self._not_done()
         report.placed = len(placed)
+        report.lost = sorted(self._acknowledged - placed) + lost
         effects = Counter(Effect.objects.values_list("name", flat=True))
-        wanted = {
-            f"{number}:{part}:{what}"
-            for number in placed
-            for part in PARTS
-            for what in ("placed", "done")
-        }
-        report.lost = sorted(self._acknowledged - placed) + sorted(
-            wanted - set(effects)
-        )
+        wanted = set(_effects(placed))
         report.doubled = [name for name, count in effects.items() if count > 1]
         report.doubled += sorted(set(effects) - wanted)
         report.stuck = self._unfinished()
         report.dead = [str(one) for one in DeadLetter.objects.all()]
+
+    def _not_done(self) -> tuple[set[str], list[str]]:
+        """Return the orders placed, and which of their effects are missing."""
+        placed = set(Order.objects.values_list("number", flat=True))
+        effects = set(Effect.objects.values_list("name", flat=True))
+        return placed, sorted(set(_effects(placed)) - effects)
 
     def _unfinished(self) -> list[str]:
         pending = OutboxMessage.objects.filter(dispatched_at=None, dead_at=None)
@@ -356,6 +363,13 @@ class Chaos:
         workers = [*self._workers.values(), *self._old_workers[-6:]]
         said = [f"{one}\n{one.output[-1500:]}" for one in workers]
         return "\n".join([*said, self._web.log()[-3000:] if self._web else ""])
+
+
+def _effects(orders: Iterable[str]) -> Iterator[str]:
+    for number in orders:
+        for part in PARTS:
+            for what in ("placed", "done"):
+                yield f"{number}:{part}:{what}"
 
 
 #: What a pooler does to everybody behind it.

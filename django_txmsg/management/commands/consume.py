@@ -39,17 +39,17 @@ class Command(BaseCommand):
             consumer = Consumer(stages, concurrency=concurrency)
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
-        if options["verbosity"] > 0:
-            names = ", ".join(stage.name for stage in stages) or "control messages only"
-            self.stderr.write(f"Consuming: {names}.")
-            if not stages:
-                self.stderr.write(
-                    "No stage is declared. Stages are searched in each app's module "
-                    "named stages (APP/stages.py)."
-                )
         if not options["once"]:
             stay_light()
         with stop_on_signals(consumer.stop, self.stderr):
+            if options["verbosity"] > 0:
+                names = ", ".join(stage.name for stage in stages)
+                self.stderr.write(f"Consuming: {names or 'control messages only'}.")
+                if not stages:
+                    self.stderr.write(
+                        "No stage is declared. Stages are searched in each app's "
+                        "module named stages (APP/stages.py)."
+                    )
             try:
                 consumer.run(once=options["once"])
             except (

@@ -51,14 +51,14 @@ class Command(BaseCommand):
         relay = Relay(databases, brokers, batch_size=batch_size)
         presence = Presence("relay", databases[0])
         if not options["once"]:
-            if options["verbosity"] > 0:
+            stay_light()
+        beating = heartbeat(presence, relay, databases)
+        with stop_on_signals(relay.stop, self.stderr), beating:
+            if options["verbosity"] > 0 and not options["once"]:
                 self.stderr.write(
                     f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. "
                     f"Stop with Ctrl-C."
                 )
-            stay_light()
-        beating = heartbeat(presence, relay, databases)
-        with stop_on_signals(relay.stop, self.stderr), beating:
             try:
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:

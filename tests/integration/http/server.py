@@ -95,7 +95,6 @@ class WebServer:
 
     def log(self) -> str:
         """What the server has written."""
-        self._log.flush()
         return Path(self._log.name).read_text()
 
     def kill(self) -> None:
