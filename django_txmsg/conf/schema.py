@@ -75,6 +75,9 @@ class HttpSettings:
     CONTROL_TIMEOUT: float = 5.0
     """Seconds that a request waits for the control message's receipt at most, with all
     that it takes to get it."""
+    CONTROL_GROUP: float = 1.0
+    """Seconds for which the requests of a process share a control message, on
+    PostgreSQL and with a broker apart from it; 0: one for each request."""
     MAX_COMMIT_DURATION: float = 15.0
     """Seconds from the control message to the commit after which a request is given
     up where the receiver can only wait. A later commit fails with CommitTimedOut."""

@@ -5,6 +5,7 @@ The middleware and the stages enter a scope; `send_message()` asks for it.
 
 from __future__ import annotations
 
+import datetime as dt
 import itertools
 import threading
 import uuid
@@ -27,7 +28,9 @@ class Scope:
     of the outbox. `gathers` is the connection of somebody who promises to `flush()` it
     before its commit: plain messages wait until then, and share an INSERT. `stored`
     counts the messages stored, by database alias, and `transactions` has the ids of the
-    transactions they are in, where databases tell.
+    transactions they are in, where databases tell. `join`, when set, is called before
+    each INSERT on `using`, and says as which session's the rows are stored; `newest` is
+    when the last of them was, by the database's clock.
     """
 
     session_id: uuid.UUID
@@ -39,6 +42,8 @@ class Scope:
     stored: dict[str, int] = field(default_factory=dict)
     transactions: dict[str, str] = field(default_factory=dict)
     ordinals: Iterator[int] = field(default_factory=itertools.count)
+    join: Callable[[], uuid.UUID] | None = None
+    newest: dt.datetime | None = None
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)

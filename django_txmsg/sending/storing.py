@@ -108,6 +108,10 @@ def _insert(
 ) -> dict[uuid.UUID, tuple[int, dt.datetime]]:
     """Insert rows; return the primary key and the creation of each, by message id."""
     current = current_scope()
+    if current is not None and current.join is not None and current.using == alias:
+        session_id = current.join()
+        for row in rows:
+            row.session_id = session_id
     created, xid = OutboxMessage.objects.db_manager(alias).store(
         rows, new_ids=new_ids, tell_transaction=current is not None
     )
@@ -118,6 +122,9 @@ def _insert(
         raise DuplicateMessage(_duplicates(rows, set(created)))
     if current is not None and xid is not None:
         current.transactions[alias] = str(xid)
+    if current is not None and created and current.using == alias:
+        newest = max(instant for _, instant in created.values())
+        current.newest = max(newest, current.newest or newest)
     return created
 
 

@@ -6,6 +6,7 @@ process dies right after the commit, the receiver dispatches them (`look_up.py`)
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import time
 import uuid
@@ -54,35 +55,57 @@ def announce(
         mark = transaction or commit_status.transaction_id(connection)
     else:
         kind = "delay"
-    control = ControlMessage(
+    try:
+        send(control_message(using, session_id, kind, mark, metadata))
+    except BrokerError as error:
+        # A failed INSERT has spoiled the transaction that it shares.
+        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
+            raise
+        log.info("session %s commits without a control message: %s", session_id, error)
+    else:
+        if kind == "delay":
+            _leave_a_record(using, session_id)
+
+
+def control_message(
+    using: str,
+    session_id: uuid.UUID,
+    oracle: str,
+    transaction: str = "",
+    metadata: Mapping[str, str] | None = None,
+    joined_until: dt.datetime | None = None,
+) -> ControlMessage:
+    """Return a control message of its own id."""
+    return ControlMessage(
         id=str(new_id()),
         session_id=session_id,
         using=using,
-        oracle=kind,
-        transaction=mark,
+        oracle=oracle,
+        transaction=transaction,
+        joined_until=joined_until,
         headers=dict(metadata or {}),
     )
+
+
+def send(control: ControlMessage) -> None:
+    """Hand it to the broker, and tell how that went. Raises BrokerError when there is
+    no receipt."""
     began = time.monotonic()
     error: BrokerError | None = None
     try:
-        channel.send(control.outgoing())
+        control_channel().send(control.outgoing())
     except BrokerError as caught:
         error = caught
     signals.control_message_sent.send_robust(
         sender=None,
-        session_id=session_id,
-        using=using,
+        session_id=control.session_id,
+        using=control.using,
         outcome="failed" if error else "sent",
         duration=time.monotonic() - began,
         error=error,
     )
     if error is not None:
-        # A failed INSERT has spoiled the transaction that it shares.
-        if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
-            raise error
-        log.info("session %s commits without a control message: %s", session_id, error)
-    elif kind == "delay":
-        _leave_a_record(using, session_id)
+        raise error
 
 
 def _leave_a_record(using: str, session_id: uuid.UUID) -> None:

@@ -24,6 +24,7 @@ SESSION = "txmsg-session"
 USING = "txmsg-using"
 ORACLE = "txmsg-oracle"
 TRANSACTION = "txmsg-transaction"
+JOINED_UNTIL = "txmsg-joined-until"
 #: The names of the headers that the signature is for, as a JSON list.
 SIGNED = "txmsg-signed"
 SIGNATURE = "txmsg-signature"
@@ -37,9 +38,10 @@ KEPT = 86_400.0
 class ControlMessage:
     """Whom to look for, where, and how to learn whether it has committed.
 
-    `oracle` is "transaction" (ask the database for `transaction`), "delay" (wait), or
-    "arrival" (the control message itself was committed with the session); it is "" of
-    one that is not `signed`, which nobody may believe anything else either.
+    `oracle` is "transaction" (ask the database for `transaction`), "delay" (wait),
+    "arrival" (the control message itself was committed with the session), or "group"
+    (`session_id` is that of many sessions, which join until `joined_until`); it is ""
+    of one that is not `signed`, which nobody may believe anything else either.
     """
 
     id: str
@@ -47,6 +49,7 @@ class ControlMessage:
     using: str
     oracle: str
     transaction: str = ""
+    joined_until: dt.datetime | None = None
     signed: bool = True
     sent_at: dt.datetime = field(default_factory=timezone.now)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -68,6 +71,9 @@ class ControlMessage:
                 using=using,
                 oracle="" if signed is None else headers[ORACLE],
                 transaction="" if signed is None else headers.get(TRANSACTION, ""),
+                joined_until=wire.parse_instant(headers[JOINED_UNTIL])
+                if signed and JOINED_UNTIL in signed
+                else None,
                 signed=signed is not None,
                 sent_at=wire.parse_instant(headers[wire.CREATED]),
                 headers=signed or {},
@@ -92,6 +98,8 @@ class ControlMessage:
         }
         if self.transaction:
             signed[TRANSACTION] = self.transaction
+        if self.joined_until is not None:
+            signed[JOINED_UNTIL] = wire.format_instant(self.joined_until)
         headers = {
             **signed,
             SIGNED: json.dumps(sorted(signed)),

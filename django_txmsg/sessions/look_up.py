@@ -7,6 +7,7 @@ as somebody else is sending, it is looked at again.
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import threading
 import time
@@ -27,7 +28,7 @@ from ..models import OutboxMessage, SessionRecord
 from ..models.outbox import PENDING
 from ..models.session_record import SessionStatus
 from ..upkeep import outage
-from . import commit_status
+from . import commit_status, group_lock
 from .commit_status import Verdict
 from .control_message import ControlMessage
 
@@ -36,6 +37,9 @@ log = logging.getLogger("django_txmsg.control")
 #: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
 #: in progress: what a slow commit adds to a message's way at most.
 LOOK_EVERY = 0.2
+#: Seconds between looks at a group of sessions, and those that their own processes have
+#: to send what they stored.
+LOOK_AT_GROUPS_EVERY = 1.0
 #: Seconds, beyond the longest lease, after which messages that are committed and
 #: cannot be sent are left to the relay.
 PATIENCE = 60.0
@@ -167,6 +171,8 @@ def _look(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """Return the session's outcome, or raise LookAgain."""
+    if control.oracle == "group":
+        return _look_at_group(control, look, dispatch)
     verdict = Verdict.UNKNOWN
     if control.oracle == "arrival":
         verdict = Verdict.COMMITTED
@@ -190,6 +196,30 @@ def _look(
         )
         return "unsigned"
     return _wait_or_give_up(control, look)
+
+
+def _look_at_group(
+    control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
+) -> str:
+    """Send what somebody did not; return the outcome once the group is over."""
+    using, group = control.using, control.session_id
+    if control.joined_until is None:
+        raise ValueError("a control group's message does not say until when it is one")
+    verdict = group_lock.ask(using, group, control.joined_until)
+    if verdict is not group_lock.Verdict.OVER:
+        if _left_behind(using, group):
+            dispatch(using, group)
+        raise LookAgain(LOOK_AT_GROUPS_EVERY)
+    # Only now: the rows of a transaction are not seen before its lock is free.
+    return _ship(control, look, Pending.of(using, group), dispatch)
+
+
+def _left_behind(using: str, group: uuid.UUID) -> bool:
+    """Whether rows wait whose own process should have sent them by now."""
+    ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
+    rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
+    late = rows.filter(due_at__lte=Now(), created_at__lt=ago)
+    return late.exclude(lease_until__gt=Now()).exists()
 
 
 def _ship(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from django.db import connections, transaction
 from .. import conf, signals
 from ..django_internals import in_block
 from ..envelope.message import check_headers, new_id
-from ..errors import SessionError, SwallowedDatabaseError
+from ..errors import BrokerError, SessionError, SwallowedDatabaseError
 from ..sending import storing
 from ..sending.block import Block
 from ..sending.scope import Scope, current_scope, enter_scope
+from . import group
 from .announce import announce
 
 log = logging.getLogger("django_txmsg.session")
@@ -50,7 +52,8 @@ class OutboxSession:
         self._block = Block(self.using, reading=reading)
         self._scope: Scope | None = None
         self._outer: Scope | None = None
-        self._ended = False
+        self._ended = self._joined = False
+        self._group: group.Group | None = None
         self._began = 0.0
 
     @property
@@ -81,6 +84,7 @@ class OutboxSession:
             using=self.using,
             session=self,
             gathers=connections[self.using],
+            join=self._join,
         )
         if outer is not None:
             # Inside a stage without a transaction: its messages keep their stable ids.
@@ -110,16 +114,42 @@ class OutboxSession:
             self._warn_of_other_databases()
             if self.stored:
                 storing.flush(self.using)
-                announce(
-                    self.using,
-                    self.id,
-                    check_headers(self.metadata),
-                    self._scope.transactions.get(self.using) if self._scope else None,
-                )
+                self._announce()
         except BaseException as error:
             self._end("failed", error)
             raise
         self._end("joined" if self._block.nested else "committed", None)
+
+    def _join(self) -> uuid.UUID:
+        """Return as which session's the next rows are stored: a group's that they are
+        guarded with, or this one's alone."""
+        if not self._joined:
+            self._joined, self._group = True, group.find(self.using, self.metadata)
+        if self._group is None:
+            return self.id
+        self._group.share()
+        return self._group.id
+
+    def _announce(self) -> None:
+        assert self._scope is not None
+        metadata, newest = check_headers(self.metadata), self._scope.newest
+        if self._group is None or newest is None or metadata:
+            announce(
+                self.using,
+                self._group.id if self._group else self.id,
+                metadata,
+                self._scope.transactions.get(self.using),
+            )
+            return
+        try:
+            self._group.vouch(newest)
+        except BrokerError as error:
+            if conf.get().HTTP.ON_CONTROL_FAILURE == "fail":
+                raise
+            log.info("session %s commits without a control message: %s", self.id, error)
+        else:
+            if self._scope.newest != newest:  # a receiver of the signal has stored more
+                self._announce()
 
     def rollback(self, error: BaseException | None = None) -> None:
         """Roll everything back. No message leaves."""

@@ -105,6 +105,40 @@ class PostgreSQL(Server):
             )
 
 
+class Standby(PostgreSQL):
+    """A copy of another server, which follows it until it is promoted."""
+
+    def __init__(self, primary: PostgreSQL) -> None:
+        super().__init__()
+        self._primary = primary
+
+    def prepare(self) -> None:
+        if _user():
+            shutil.chown(self.directory, _user(), _user())
+        done = subprocess.run(
+            [
+                *[str(_program("pg_basebackup")), "--write-recovery-conf"],
+                *["--checkpoint=fast", "--no-sync"],
+                f"--pgdata={self.directory / 'data'}",
+                f"--dbname=host=127.0.0.1 port={self._primary.port} user={USER}",
+            ],
+            cwd=self.directory,
+            env={**os.environ, "PGPASSWORD": PASSWORD},
+            user=_user(),
+            group=_user(),
+            extra_groups=[] if _user() else None,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise ServerFailedError(f"no copy: {done.stdout}{done.stderr}")
+
+    def promote(self) -> None:
+        """Follow nobody any more."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute("SELECT pg_promote()")
+
+
 def _user() -> str | None:
     """Return whom to run as: PostgreSQL refuses to run as root."""
     return "postgres" if os.geteuid() == 0 else None

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from django.db import connections
 from django.test import override_settings
 
 from django_txmsg import signals
 from django_txmsg.models import OutboxMessage, QueueMessage, SessionRecord
 from tests.app.models import Order
+from tests.faults import wait_until
 
 MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
 
@@ -39,6 +41,18 @@ def nothing_happened() -> bool:
         or control_messages()
         or SessionRecord.objects.exists()
     )
+
+
+def wait_for_the_database(seconds: float) -> None:
+    """Let its clock move on."""
+
+    def now() -> float:
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SELECT extract(epoch FROM clock_timestamp())::float8")
+            return float(cursor.fetchone()[0])
+
+    until = now() + seconds
+    wait_until(lambda: now() > until)
 
 
 @pytest.fixture

@@ -27,15 +27,15 @@ def die_once(*_: Any, **__: Any) -> None:
 
 def before_the_control_message() -> None:
     """Between steps 2 and 3."""
-    from django_txmsg.sessions import session
+    from django_txmsg.sessions.session import OutboxSession
 
-    announce = session.announce
+    announce = OutboxSession._announce
 
-    def announce_or_die(*args: Any) -> None:
+    def announce_or_die(session: OutboxSession) -> None:
         die_once()
-        announce(*args)
+        announce(session)
 
-    session.announce = announce_or_die
+    OutboxSession._announce = announce_or_die
 
 
 def before_the_commit() -> None:
@@ -94,3 +94,69 @@ def failing_commits() -> None:
         return commit(connection)
 
     BaseDatabaseWrapper._commit = refuse
+
+
+def stopped_before_the_insert() -> None:
+    """A request that joins a control group stands still, and is killed after its
+    commit: before it has the group's lock, ..."""
+    _stop_a_joiner("_join", before=True)
+
+
+def stopped_after_the_insert() -> None:
+    """... before it is known whether the group's message is for it, ..."""
+    _stop_a_joiner("_announce", before=True)
+
+
+def stopped_before_the_commit() -> None:
+    """... and when that is known."""
+    _stop_a_joiner("_announce", before=False)
+
+
+def _stop_a_joiner(step: str, *, before: bool) -> None:
+    from django_txmsg.sending.block import Block
+    from django_txmsg.sessions.group import Group
+    from django_txmsg.sessions.session import OutboxSession
+
+    join, share, announce = OutboxSession._join, Group.share, OutboxSession._announce
+    joined: set[object] = set()
+
+    def share_or_stop(group: Group) -> None:
+        if group.opened_at is not None:
+            joined.add(group)
+            if step == "_join":
+                _stop_once()
+        share(group)
+
+    def note_the_block(session: OutboxSession) -> Any:
+        answer = join(session)
+        if session._group in joined:
+            joined.add(session._block)
+        return answer
+
+    def announce_and_stop(session: OutboxSession) -> None:
+        joins = session._group in joined and step == "_announce"
+        if joins and before:
+            _stop_once()
+        announce(session)
+        if joins and not before:
+            _stop_once()
+
+    def die(block: Block) -> None:
+        if block in joined:
+            die_once()
+
+    Group.share = share_or_stop
+    OutboxSession._join = note_the_block
+    OutboxSession._announce = announce_and_stop
+    Block._note_commit = die
+
+
+def _stop_once() -> None:
+    """Stand still, as a process does that nobody gives any time."""
+    try:
+        os.close(
+            os.open(os.environ["TXMSG_TEST_ONCE"] + ".stopped", os.O_CREAT | os.O_EXCL)
+        )
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGSTOP)

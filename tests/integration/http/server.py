@@ -83,6 +83,15 @@ class WebServer:
         """Whether the hook has killed a worker."""
         return self._once.exists()
 
+    def has_stopped_once(self) -> bool:
+        """Whether the hook has let a worker stand still."""
+        return Path(f"{self._once}.stopped").exists()
+
+    def resume(self) -> None:
+        """Let workers that stand still go on."""
+        for pid in self.workers():
+            os.kill(pid, signal.SIGCONT)
+
     def go_on(self) -> None:
         """Let those commit whom the hook has stopped."""
         Path(f"{self._once}.go").touch()

@@ -22,6 +22,7 @@ from tests.app.models import Effect, Order
 from tests.faults import ManageProcess, wait_until
 from tests.services.stomp_server import StompServer
 
+from .conftest import wait_for_the_database
 from .server import SETTINGS, WebServer
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
@@ -276,3 +277,40 @@ def test_killed_under_asgi(serve, consume) -> None:
     consume()
     wait_until(lambda: has_arrived("1"))
     assert_done_once("1")
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
+def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
+    serve, consume, txmsg
+) -> None:
+    """A process that joins a group stands still at each step, while others go on."""
+    consumer = consume()
+    steps = ("before_the_insert", "after_the_insert", "before_the_commit")
+    webs = {
+        step: serve(f"stopped_{step}", txmsg={"DISPATCH_ON_COMMIT": "off"})
+        for step in steps
+    }
+    with ThreadPoolExecutor(len(webs)) as pool:
+
+        def open_and_join(step: str) -> None:
+            assert webs[step].post(f"order?number={step}-opens").status_code == 201
+            webs[step].post_and_die(f"order?number={step}")
+
+        deaths = [pool.submit(open_and_join, step) for step in webs]
+        wait_until(lambda: all(web.has_stopped_once() for web in webs.values()))
+        wait_for_the_database(5)
+        for web in webs.values():
+            web.resume()
+        for death in deaths:
+            death.result(60)
+        # So does the receiver, with control messages in hand and on their way.
+        consumer.process.send_signal(signal.SIGSTOP)
+        assert webs[steps[0]].post("order?number=late").status_code == 201
+        wait_for_the_database(5)
+        consumer.process.send_signal(signal.SIGCONT)
+    for step in steps:
+        wait_until(lambda step=step: has_arrived(step))
+    wait_until(lambda: has_arrived("late"))
+    for number in [*steps, *(f"{step}-opens" for step in steps), "late"]:
+        assert_done_once(number)

@@ -43,7 +43,8 @@ def serve(
                 "SERVICE": destination,
                 "BROKERS": {"default": {"URL": activemq.url(port=proxy.port)}},
                 "DISPATCH_ON_COMMIT": "off",
-                "HTTP": http,
+                # Each request tells the broker itself.
+                "HTTP": {"CONTROL_GROUP": 0, **http},
             },
         )
 

@@ -1,0 +1,344 @@
+"""One control message for many requests: shared, renewed, and not settled too early."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from django.db import connection, connections, transaction
+from django.test import override_settings
+from django.utils import timezone
+
+from django_txmsg import outbox_session, send_message, signals
+from django_txmsg.brokers import get_broker
+from django_txmsg.models import OutboxMessage
+from django_txmsg.sessions import channel, control_thread, group, group_lock
+from django_txmsg.upkeep.activity import Activity
+from django_txmsg.upkeep.breaker import Breaker
+from tests.faults import Proxy, wait_until
+from tests.services import ActiveMQ, PostgreSQL
+from tests.services.postgresql import Standby
+
+from .conftest import wait_for_the_database
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.postgresql,
+]
+
+#: Seconds for which sessions join, and beyond which their rows need another message.
+WINDOW, SPARE = 0.3, 0.2
+
+
+@pytest.fixture
+def proxy(activemq: ActiveMQ) -> Iterator[Proxy]:
+    with Proxy(activemq.port) as between:
+        yield between
+
+
+@pytest.fixture
+def settings_for(
+    activemq: ActiveMQ,
+    proxy: Proxy,
+    destination: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., override_settings]]:
+    monkeypatch.setattr(group, "SPARE", SPARE)
+    monkeypatch.setattr(group, "LEAD", 0.1)
+    monkeypatch.setattr(group_lock, "MARGIN", 0.1)
+
+    def settings(**http: Any) -> override_settings:
+        return override_settings(
+            TXMSG={
+                "SERVICE": destination,
+                "BROKERS": {"default": {"URL": activemq.url(port=proxy.port)}},
+                "DISPATCH_ON_COMMIT": "off",
+                "HTTP": {"CONTROL_GROUP": WINDOW, **http},
+            }
+        )
+
+    yield settings
+    channel.close_channels()
+
+
+@pytest.fixture
+def grouped(settings_for: Callable[..., override_settings]) -> Iterator[None]:
+    with settings_for():
+        yield
+
+
+@pytest.fixture
+def receiver(grouped: None) -> Iterator[Callable[[], None]]:
+    """Receive control messages from when it is called until the test ends."""
+    stopping = threading.Event()
+    receiving = control_thread.ControlThread(
+        "default", stopping, Breaker("default", 1.0), Activity()
+    )
+
+    def run() -> None:
+        try:
+            receiving.run()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    yield thread.start
+    stopping.set()
+    if thread.ident is not None:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def database_at(url: str) -> Iterator[None]:
+    """Have the default database at another address."""
+    parts, usual = urlsplit(url), connections["default"]
+    there = connections.create_connection("default")
+    there.settings_dict = {
+        **usual.settings_dict,
+        "NAME": parts.path[1:],
+        "HOST": parts.hostname,
+        "PORT": str(parts.port),
+        "USER": parts.username,
+        "PASSWORD": parts.password,
+    }
+    connections["default"] = there
+    try:
+        yield
+    finally:
+        there.close()
+        connections["default"] = usual
+
+
+def store(number: str = "1", **arguments: Any) -> None:
+    with outbox_session():
+        send(number, **arguments)
+
+
+def send(number: str = "1", **arguments: Any) -> None:
+    send_message("groups.orders", {"number": number}, **arguments)
+
+
+def groups() -> set[uuid.UUID]:
+    """The groups under which rows are stored."""
+    return set(OutboxMessage.objects.values_list("session_id", flat=True))
+
+
+def pending() -> int:
+    return OutboxMessage.objects.filter(dispatched_at=None).count()
+
+
+def outcomes(heard: Any) -> list[str]:
+    return [one["outcome"] for one in heard["handled"]]
+
+
+def test_sessions_that_store_soon_share_one_message(grouped, receiver, heard) -> None:
+    for number in range(5):
+        store(str(number))
+    assert len(heard["sent"]) == len(groups()) <= 2
+    assert {one["session_id"] for one in heard["sent"]} == groups()
+    receiver()
+    wait_until(lambda: pending() == 0 and len(heard["handled"]) == len(heard["sent"]))
+    assert set(outcomes(heard)) <= {"dispatched", "already_dispatched"}
+
+
+def test_one_that_stores_late_has_it_sent_again(grouped, receiver, heard) -> None:
+    store("opens")
+    receiver()
+    with outbox_session():
+        send("early", key="a")  # which is inserted where it is sent
+        wait_for_the_database(WINDOW + SPARE + 1)
+        send("late", key="b")
+    assert len(heard["sent"]) == 2
+    wait_until(lambda: pending() == 0)
+
+
+def test_while_one_is_open_nothing_is_settled(grouped, receiver, heard) -> None:
+    store("opens")
+    with outbox_session():
+        send("joins", key="a")
+        receiver()
+        wait_until(lambda: pending() == 1)  # of what the other connection can see
+        wait_for_the_database(WINDOW + SPARE + 1.5)
+        assert heard["handled"] == []
+        assert len(heard["sent"]) == 1
+    assert len(groups()) == 1
+    wait_until(lambda: pending() == 0)
+    wait_until(lambda: outcomes(heard) == ["dispatched"])
+
+
+def test_a_savepoint_gives_back_lock_and_rows(grouped, receiver, heard) -> None:
+    store("opens")
+    with outbox_session():
+        with contextlib.suppress(RuntimeError), transaction.atomic():
+            send("lost", key="a")
+            raise RuntimeError
+        receiver()
+        # Nobody holds the lock any more.
+        wait_until(lambda: heard["handled"])
+        send("kept", key="a")
+    assert len(heard["sent"]) == 2
+    wait_until(lambda: pending() == 0)
+    assert OutboxMessage.objects.count() == 2
+
+
+def test_a_transaction_around_it_may_take_its_time(grouped, receiver, heard) -> None:
+    store("opens")
+    with transaction.atomic():
+        store("inner")
+        receiver()
+        wait_for_the_database(WINDOW + SPARE + 1.5)
+        assert heard["handled"] == []
+    wait_until(lambda: pending() == 0)
+
+
+def test_under_traffic_nobody_waits_for_a_receipt(grouped, heard) -> None:
+    """After the first, messages are sent by a thread beside the requests."""
+    store("opens")
+    mine = threading.get_ident()
+    senders: list[int] = []
+
+    def note(**_: Any) -> None:
+        senders.append(threading.get_ident())
+
+    signals.control_message_sent.connect(note)
+    try:
+        wait_until(lambda: store() is None and len(groups()) >= 4)
+    finally:
+        signals.control_message_sent.disconnect(note)
+    assert len(senders) >= 3
+    assert senders.count(mine) < len(senders) / 2
+
+
+def test_without_a_group_settings_decide_what_an_outage_means(
+    settings_for, proxy, heard
+) -> None:
+    proxy.refuse()
+    with settings_for():
+        store()
+        assert OutboxMessage.objects.count() == 1
+    with settings_for(ON_CONTROL_FAILURE="fail"):
+        with pytest.raises(Exception, match="broker"):
+            store()
+        assert OutboxMessage.objects.count() == 1
+        proxy.accept()
+        wait_until(lambda: _stored())
+        # The message of the open group guards the next one, whatever the broker does.
+        proxy.cut()
+        proxy.refuse()
+        store()
+    assert [one["outcome"] for one in heard["sent"]][-1] == "sent"
+
+
+def _stored() -> bool:
+    try:
+        store()
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "http",
+    [
+        {"CONTROL_GROUP": 0},
+        {"CONTROL_MESSAGE_ORACLE": "delay"},
+        {"CONTROL_MESSAGE": "off"},
+    ],
+)
+def test_where_each_session_has_its_own(settings_for, heard, http) -> None:
+    with settings_for(**http):
+        for _ in range(3):
+            store()
+    assert len(groups()) == 3
+    assert len(heard["sent"]) == (0 if "CONTROL_MESSAGE" in http else 3)
+
+
+def test_one_that_says_something_has_its_own_message(grouped, receiver, heard) -> None:
+    store()
+    receiver()
+    with outbox_session() as session:
+        session.metadata["tenant"] = "north"
+        send()
+    with outbox_session() as session:
+        send(key="a")
+        session.metadata["tenant"] = "south"
+    assert len(heard["sent"]) == 3
+    wait_until(lambda: len(heard["handled"]) == 3 and pending() == 0)
+    tenants = {one["headers"].get("tenant") for one in heard["handled"]}
+    assert tenants == {None, "north", "south"}
+
+
+def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
+    """Many rows go by COPY, and under the lock as others do."""
+    store()
+    with outbox_session():
+        for number in range(20):
+            send(str(number))
+    assert len(groups()) == 1
+    receiver()
+    wait_until(lambda: pending() == 0)
+
+
+def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(grouped) -> None:
+    one, other = uuid.uuid4(), uuid.uuid4()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
+        (over,) = cursor.fetchone()
+    answers: list[group_lock.Verdict] = []
+
+    def ask() -> None:
+        answers.extend(group_lock.ask("default", each, over) for each in (one, other))
+        connections.close_all()
+
+    for inside in (True, False):
+        with transaction.atomic() if inside else contextlib.nullcontext():
+            if inside:
+                group_lock.share(connection, one)
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+    held, free = group_lock.Verdict.HELD, group_lock.Verdict.OVER
+    assert answers == [held, free, free, free]
+
+
+def test_what_the_broker_has_is_one_message_a_window(grouped, destination) -> None:
+    for _ in range(20):
+        store()
+    found = 0
+    with get_broker().open() as session:
+        session.subscribe(f"{destination}.txmsg.control", prefetch=100)
+        while (delivery := session.receive(1.0)) is not None:
+            session.ack([delivery])
+            found += 1
+    assert found == len(groups()) < 20
+
+
+def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> None:
+    """It knows no locks; once promoted, none is left of the transactions before."""
+    one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
+    standby, asked = Standby(postgres), []
+    here, there = (server.url("postgres") for server in (postgres, standby))
+    try:
+        standby.start()
+        with database_at(here), transaction.atomic():
+            group_lock.share(connections["default"], one)
+            for url in (here, there):
+                asked += _asked(url, one, long_ago)
+            standby.promote()
+            asked += _asked(there, one, long_ago)
+    finally:
+        standby.remove()
+    verdict = group_lock.Verdict
+    assert asked == [verdict.HELD, verdict.EARLY, verdict.OVER]
+
+
+def _asked(url: str, one: uuid.UUID, until: dt.datetime) -> list[group_lock.Verdict]:
+    with database_at(url):
+        return [group_lock.ask("default", one, until)]
