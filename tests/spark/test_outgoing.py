@@ -258,11 +258,16 @@ def test_a_letter_that_died_again_is_replayed_again(
     spark, log: Log, lake: LakeSpec
 ) -> None:
     letter = uuid.uuid4()
-    log.bury([{"message_id": letter}])
+    kept = {"a": "b", "txmsg-type": "shop.Order;v=1;min=1"}
+    headers = {**kept, "txmsg-id": str(letter), "priority": "4"}
+    log.bury([{"message_id": letter, "headers": json.dumps(headers)}])
     spec = JobSpec(services=(log.spec,), lake=lake)
     words = ["replay", "--from", "dead_letters", "--where", "exception LIKE 'Value%'"]
 
     assert [run(spec, *words)["rows"] for _ in range(2)] == [1, 0]
+    ((stored,),) = log.rows("SELECT headers FROM django_txmsg_outboxmessage")
+    # What says how to read the body stays with it.
+    assert (stored if isinstance(stored, dict) else json.loads(stored)) == kept
     log.execute(
         "UPDATE django_txmsg_deadletter SET resolution = 'open', resolved_at = NULL,"
         " deaths = 2"
