@@ -13,10 +13,11 @@ import json
 import re
 import sys
 import traceback
+import uuid
 from collections.abc import Sequence
 
 from .errors import EnvironmentFault, PipelineError, UsageError
-from .spec import JobSpec, LakeSpec, SourceSpec
+from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
 
 
 def duration(text: str) -> dt.timedelta:
@@ -103,8 +104,16 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     reconcile.add_argument("--grace", type=duration, default=dt.timedelta(hours=1))
     reconcile.add_argument("--late-after", type=duration, default=dt.timedelta(hours=1))
     reconcile.add_argument(
-        "--fail-on", choices=("lost", "findings", "never"), default="lost"
+        "--fail-on", choices=("lost", "findings", "never"), default="lost",
+        help="which findings, when they are new, make the exit code 1",
+    )  # fmt: skip
+    reconcile.add_argument(
+        "--known", action="store_true", help="count what an earlier run has found, too"
     )
+    reconcile.add_argument(
+        "--external", action="append", default=[], metavar="DESTINATION",
+        help="consumed by something that keeps no inbox; may be repeated",
+    )  # fmt: skip
 
     analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
     analyze.add_argument("--since", type=instant, default="7d")
@@ -145,6 +154,17 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )
     send.add_argument("--broker", default="default")
 
+    erase = jobs.add_parser(
+        "erase", parents=[common], help="remove messages from database and lake"
+    )
+    erase.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
+    erase.add_argument("--key", action="append", default=[])
+    erase.add_argument("--correlation-id", action="append", default=[])
+
+    jobs.add_parser(
+        "verify", parents=[common], help="read the lake and compare it with its log"
+    )
+
     sweep = jobs.add_parser("sweep", parents=[common], help="tidy the lake")
     sweep.add_argument(
         "--orphans-older-than", type=duration, default=dt.timedelta(days=1)
@@ -178,11 +198,6 @@ def _password_variable(service: str) -> str:
     return name if name in os.environ else ""
 
 
-def password_variable(service: str) -> str:
-    """Return the environment variable that a service's password is looked for in."""
-    return "TXMSG_PASSWORD_" + re.sub(r"\W", "_", service).upper()
-
-
 def execute(spec: JobSpec, given: argparse.Namespace) -> int:
     """Run one job, print its summary, and return the exit code."""
     from .jobs.running import run_job
@@ -195,7 +210,10 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
             # Not ours. Python would end with 1, which means findings.
             traceback.print_exc()
             fault = EnvironmentFault(f"{type(error).__name__}: {error}")
-        facts = {"job": given.job, "error": str(fault), "exit_code": fault.exit_code}
+        facts = {
+            "job": given.job, "error": hidden(str(fault)),
+            "exit_code": fault.exit_code,
+        }  # fmt: skip
         if given.json:
             _say(json.dumps(facts))
         return _fail(given.job, fault)
@@ -212,7 +230,7 @@ def _say(text: str) -> None:
 
 
 def _fail(job: str, error: PipelineError) -> int:
-    sys.stderr.write(f"{job}: {error}\n")
+    sys.stderr.write(f"{job}: {hidden(str(error))}\n")
     return error.exit_code
 
 

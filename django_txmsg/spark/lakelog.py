@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
@@ -70,6 +71,11 @@ def named_by(delta: DeltaTable) -> list[Named]:
         )
         for row in actions.to_pylist()
     ]
+
+
+def touched(files: Iterable[Named]) -> list[list[int]]:
+    """Return the ranges of batches that files hold rows of, for the log to say."""
+    return [list(one) for one in sorted({f.batches for f in files if f.batches})]
 
 
 def _partition(file: LakeFile | Named) -> dict[str, str | None]:

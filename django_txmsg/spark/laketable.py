@@ -81,6 +81,8 @@ class LakeTable:
                 name=self.name,
                 configuration={
                     "txmsg.version": str(LAKE_VERSION),
+                    # The log outlives what is erased: it is to hold no row's content.
+                    "delta.dataSkippingStatsColumns": "batch_id",
                     # Which batches there are is read from it: none is forgotten.
                     "delta.setTransactionRetentionDuration": "interval 36500 days",
                 },
@@ -180,15 +182,16 @@ class LakeTable:
         *,
         services: Sequence[str] = (),
         since: dt.date | None = None,
+        named: Sequence[Named] | None = None,
     ) -> DataFrame:
         """Return the committed rows, of some services and since a day. Columns that a
         file is older than are null; service and day are the log's word, not a
-        directory's."""
+        directory's. `named` are the files of a version that was looked at before."""
         inner = t.StructType(
             [f for f in self.struct.fields if f.name not in PARTITIONS]
         )
         parts: dict[tuple[str, dt.date], list[str]] = {}
-        for one in self.named():
+        for one in self.named() if named is None else named:
             if services and one.service not in services:
                 continue
             if since and one.day < since:

@@ -7,6 +7,7 @@ password is named by the environment variable that holds it, never written.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -25,6 +26,27 @@ SESSION = (
     "-c lock_timeout=60s -c timezone=UTC -c jit=off -c statement_timeout=0"
     " -c idle_in_transaction_session_timeout=0 -c idle_session_timeout=0"
 )
+
+
+#: What a storage option with a secret is called by somebody or other.
+_SECRET = re.compile(r"secret|password|token|credential|key(?!_id)|sas", re.IGNORECASE)
+
+
+def hidden(text: str) -> str:
+    """Return a text without the passwords of the addresses in it."""
+    # A password may hold an @ or a slash that nobody has quoted; a host has none.
+    text = re.sub(r"(\w://[^\s:/@'\"]*):[^\s'\"]*@", r"\1@", text)
+    return re.sub(r"(\w://[^\s?'\"]*)\?[^\s'\"]*password=[^\s'\"]*", r"\1", text)
+
+
+def digest(value: str) -> str:
+    """Return what stands in a record for a value that is not to be in it."""
+    return "sha256:" + hashlib.sha256(value.encode()).hexdigest()[:16]
+
+
+def password_variable(service: str) -> str:
+    """Return the environment variable that a service's password is looked for in."""
+    return "TXMSG_PASSWORD_" + re.sub(r"\W", "_", service).upper()
 
 
 @dataclass(frozen=True)
@@ -61,7 +83,16 @@ class SourceSpec:
     @property
     def shown(self) -> str:
         """The address without a password, for messages and records."""
-        return re.sub(r"(//[^:/@]*):[^@]*@", r"\1@", self.url)
+        return hidden(self.url)
+
+    def public(self) -> SourceSpec:
+        """Return this without a password: with the name of the variable that should
+        hold it, where the address has one inside."""
+        shown = self.shown
+        named = self.password_env
+        if shown != self.url and not named:
+            named = password_variable(self.service)
+        return dataclasses.replace(self, url=shown, password_env=named, password=None)
 
     def conninfo(self) -> str:
         """Return the address as libpq takes it, with the password filled in.
@@ -94,9 +125,19 @@ class SourceSpec:
 class LakeSpec:
     """Where the lake is, and how rows are kept in it."""
 
-    uri: str
+    uri: str = field(repr=False)
     keep_bodies: bool = True
-    storage_options: Mapping[str, str] = field(default_factory=dict)
+    storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def public(self) -> LakeSpec:
+        """Return this without secrets: object stores take them from the environment,
+        too."""
+        options = {
+            name: value
+            for name, value in self.storage_options.items()
+            if not _SECRET.search(name)
+        }
+        return dataclasses.replace(self, uri=hidden(self.uri), storage_options=options)
 
 
 @dataclass(frozen=True)
@@ -138,9 +179,17 @@ class JobSpec:
             )
         return self.lake
 
+    def public(self) -> JobSpec:
+        """Return this without any secret."""
+        return dataclasses.replace(
+            self,
+            services=tuple(one.public() for one in self.services),
+            lake=None if self.lake is None else self.lake.public(),
+        )
+
     def to_json(self) -> str:
-        """Return the specification as JSON."""
-        plain = dataclasses.asdict(self)
+        """Return the specification as JSON, without any secret."""
+        plain = dataclasses.asdict(self.public())
         for service in plain["services"]:
             del service["password"]
         return json.dumps(plain, indent=2)

@@ -113,6 +113,61 @@ def test_each_verdict_has_its_case(spark) -> None:
     )
 
 
+def test_what_two_consumers_of_a_queue_process_is_processed_twice(spark) -> None:
+    messages = sent(spark, *[("a", one, "q", at(0), None, at(1), None) for one in "xy"])
+    got = ("q", at(0), at(2), at(3), None, 1)
+    waits = ("q", at(0), at(2), None, None, 1)
+    receipts = received(
+        spark,
+        ("b", "old", "x", *got), ("b", "new", "x", *got),
+        ("b", "old", "y", *got), ("b", "new", "y", *waits),
+    )  # fmt: skip
+
+    verdicts = reconcile(
+        messages, receipts, expected(spark), horizon=HORIZON, late_after=LATE
+    )
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows)) == [
+        ("x", "b/new, b/old", "processed_twice"),
+        ("y", "b/new, b/old", "redelivered_deduplicated"),
+    ]
+
+
+def test_what_expired_at_the_broker_or_went_elsewhere_is_not_lost(spark) -> None:
+    after = HORIZON + dt.timedelta(hours=1)
+    messages = sent(
+        spark,
+        ("a", "expired", "q", at(0), at(60), at(1), None),
+        ("a", "lasts", "q", at(0), after, at(1), None),
+        ("a", "for-good", "q", at(0), at(60), at(1), None),
+        ("a", "for-good", "q", at(90), None, at(91), None),
+        ("a", "elsewhere", "erp", at(0), None, at(1), None),
+    )
+
+    verdicts = reconcile(
+        messages, received(spark), expected(spark), horizon=HORIZON, late_after=LATE,
+        external=["erp"],
+    )  # fmt: skip
+
+    rows = verdicts.select("message_id", "verdict").collect()
+    assert dict(map(tuple, rows)) == {
+        "expired": "expired", "lasts": "never_received", "for-good": "never_received",
+        "elsewhere": "external",
+    }  # fmt: skip
+
+
+def test_the_logs_are_exchanged_once(spark) -> None:
+    verdicts = reconcile(
+        sent(spark, ("a", "1", "q", at(0), None, at(1), None)), received(spark),
+        expected(spark), horizon=HORIZON, late_after=LATE,
+    )  # fmt: skip
+
+    plan = verdicts._jdf.queryExecution().executedPlan().toString()
+    assert plan.count("Exchange hashpartitioning") == 1
+    assert "SortMergeJoin" not in plan
+
+
 def test_a_summary_counts_verdicts_by_day_and_destination(spark) -> None:
     messages = sent(
         spark,
@@ -328,7 +383,7 @@ def test_activity_counts_by_hour(spark) -> None:
         ),
     )
     assertDataFrameEqual(
-        activity.backlog(outbox),
+        activity.backlog(outbox, at(0)),
         spark.createDataFrame(
             [(at(0), 1), (at(60), 0), (at(120), 1)], activity.BACKLOG
         ),
@@ -340,6 +395,25 @@ def test_activity_counts_by_hour(spark) -> None:
     assertDataFrameEqual(
         activity.senders(outbox),
         spark.createDataFrame([("a", "q", 3, 1), ("a", "r", 1, 0)], activity.SENDERS),
+    )
+
+
+def test_what_waited_before_is_part_of_the_backlog(spark) -> None:
+    outbox = spark.createDataFrame(
+        [
+            ("a", "q", at(-6000), None, None),
+            ("a", "q", at(-5000), at(70), None),
+            ("a", "q", at(-4000), at(-3000), None),
+            ("a", "q", at(-4000), None, at(-1)),
+            ("a", "q", at(10), at(11), None),
+        ],
+        "service string, destination string, created_at timestamp,"
+        " dispatched_at timestamp, dead_at timestamp",
+    )
+
+    assertDataFrameEqual(
+        activity.backlog(outbox, at(5)),
+        spark.createDataFrame([(at(0), 2), (at(60), 1)], activity.BACKLOG),
     )
 
 

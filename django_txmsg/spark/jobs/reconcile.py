@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyspark.sql.functions as sf
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ... import wire
@@ -16,12 +17,13 @@ from ..runs import Run
 from ..spec import JobSpec
 from ..transforms.reconcile import (
     EXPECTED,
+    FINDING,
     FINDINGS,
     LOST,
     RECEIVED,
     SENT,
     SUMMARY,
-    VERDICT,
+    aged,
     observed,
     reconcile,
     summarise,
@@ -40,6 +42,10 @@ class ReconcileOptions:
     grace: dt.timedelta = dt.timedelta(hours=1)
     late_after: dt.timedelta = dt.timedelta(hours=1)
     fail_on: str = "lost"
+    known: bool = False
+    """Whether what an earlier run has found counts as well, not only what is new."""
+    external: tuple[str, ...] = ()
+    """Destinations that something else consumes, which keeps no log of ours."""
     keep: bool = True
     """Whether findings and summary go into the lake."""
 
@@ -50,6 +56,8 @@ class Reconciliation:
 
     horizon: dt.datetime
     counts: dict[str, int] = field(default_factory=dict)
+    fresh: dict[str, int] = field(default_factory=dict)
+    """Findings that no run before has come to, by verdict."""
     destinations: dict[str, dict[str, int]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,15 +77,9 @@ def run_reconcile(
 ) -> Reconciliation:
     """Judge every message, keep the findings in the lake, and return the counts."""
     with WholeLog(spark, spec) as log:
-        day = (options.since - dt.timedelta(days=1)).date() if options.since else None
-        sent = log.read("outbox", SENT, since=day)
-        received = log.read("inbox", RECEIVED, since=day)
-        if options.since is not None:
-            since = sf.timestamp_micros(sf.lit(int(options.since.timestamp() * 1e6)))
-            sent = sent.where(sf.col("created_at") >= since)
-            received = received.where(
-                sf.coalesce("created_at", "first_received_at") >= since
-            )
+        sent, received = _logs(log, options.since)
+        # What is live is copied: no transaction is open while all is compared.
+        log.release()
         declared, fresh = _declared(log)
         expected = observed(received).unionByName(
             spark.createDataFrame(declared + fresh, EXPECTED)
@@ -87,8 +89,9 @@ def run_reconcile(
         )
         horizon = log.horizon(options.grace)
         verdicts = reconcile(
-            sent, received, expected, horizon=horizon, late_after=options.late_after
-        ).persist(StorageLevel.DISK_ONLY)
+            sent, received, expected, horizon=horizon, late_after=options.late_after,
+            external=options.external,
+        ).persist(StorageLevel.DISK_ONLY)  # fmt: skip
         found = Reconciliation(horizon)
         summary = summarise(verdicts)
         per_kind = summary.groupBy("destination", "verdict").agg(
@@ -98,28 +101,69 @@ def run_reconcile(
             place = found.destinations.setdefault(row.destination or "?", {})
             place[row.verdict] = row.messages
             found.counts[row.verdict] = found.counts.get(row.verdict, 0) + row.messages
-        notable = verdicts.where(sf.col("verdict").isin(*FINDINGS))
-        shown = ["verdict", "message_id", "destination", "sender", "consumer"]
-        worst = sf.array_position(sf.array(*map(sf.lit, FINDINGS)), sf.col("verdict"))
-        examples = (
-            notable.orderBy(worst, "sent_at", "message_id")
-            .select(*shown, sf.col("sent_at").cast("string").alias("sent_at"))
-            .limit(20)
-        )
-        found.examples = [row.asDict() for row in examples.collect()]
+        findings = aged(verdicts, _known(log), run.started_at)
+        findings = findings.persist(StorageLevel.DISK_ONLY)
+        _show(found, findings, run.started_at)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            results.save("verdicts", VERDICT, notable)
+            results.save("verdicts", FINDING, findings)
             results.save("reconciliation", SUMMARY, summary)
             if fresh:
                 rows = [dict(zip(EXPECTED.fieldNames(), f, strict=True)) for f in fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
+        findings.unpersist()
         verdicts.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)
     bad = {"lost": LOST, "findings": FINDINGS, "never": ()}[options.fail_on]
-    run.findings = any(found.counts.get(kind) for kind in bad)
+    counted = found.counts if options.known else found.fresh
+    run.findings = any(counted.get(kind) for kind in bad)
     return found
+
+
+def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFrame]:
+    """Return what was sent since an instant, and what became of it. A message that was
+    sent again may have been received long before."""
+    if since is None:
+        return log.read("outbox", SENT), log.read("inbox", RECEIVED)
+    day = (since - dt.timedelta(days=1)).date()
+    start = sf.timestamp_micros(sf.lit(int(since.timestamp() * 1e6)))
+    again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
+    sent = log.read("outbox", again, since=day).where(sf.col("created_at") >= start)
+    resent = sent.where("replay_id <> ''").select("message_id").distinct()
+    own = sf.coalesce("created_at", "first_received_at") >= start
+    if resent.isEmpty():
+        return sent, log.read("inbox", RECEIVED, since=day).where(own)
+    received = log.read("inbox", RECEIVED)
+    earlier = received.where(~own).join(resent, "message_id", "left_semi")
+    return sent, received.where(own).unionByName(earlier)
+
+
+def _known(log: WholeLog) -> DataFrame:
+    """Return what earlier runs of this service have kept."""
+    struct = result_struct(FINDING)
+    if log.lake is None:
+        return log.spark.createDataFrame([], struct)
+    own = [log.spec.service().service]
+    return log.lake.table("verdicts", struct).read(log.spark, services=own)
+
+
+def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
+    """Count what is new, and name some findings: new ones first, the worst first."""
+    present = sf.timestamp_micros(sf.lit(int(now.timestamp() * 1_000_000)))
+    new = sf.col("found_at") >= present
+    for row in findings.where(new).groupBy("verdict").count().collect():
+        found.fresh[row["verdict"]] = row["count"]
+    worst = sf.array_position(sf.array(*map(sf.lit, FINDINGS)), sf.col("verdict"))
+    shown = findings.orderBy(~new, worst, "sent_at", "message_id").limit(20)
+    found.examples = [
+        row.asDict()
+        for row in shown.select(
+            "verdict", "message_id", "destination", "sender", "consumer",
+            sf.col("sent_at").cast("string").alias("sent_at"),
+            sf.when(~new, sf.col("found_at").cast("string")).alias("known_since"),
+        ).collect()
+    ]  # fmt: skip
 
 
 def _declared(log: WholeLog) -> tuple[list[_Subscription], list[_Subscription]]:

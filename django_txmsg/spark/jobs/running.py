@@ -14,15 +14,16 @@ from pyspark.sql import SparkSession
 from ..errors import UsageError, told_by_spark
 from ..progress import Progress
 from ..runs import Run, recorded
-from ..spec import JobSpec
+from ..spec import JobSpec, digest, hidden
 from .outcome import Outcome, job_session
 
-#: Options of the command line and of Django itself, which are no part of the job.
+#: Options of the command line and of Django itself, which are no part of the job, and
+#: those that may hold what is to be in no record: a header's token, a person's data.
 _NOT_RECORDED = frozenset(
     [
         "spec", "json", "conf", "job", "service", "verbosity", "settings",
         "pythonpath", "traceback", "no_color", "force_color", "skip_checks",
-        "database", "print_submit", "stdout", "stderr",
+        "database", "print_submit", "stdout", "stderr", "header", "template",
     ]
 )  # fmt: skip
 
@@ -32,10 +33,15 @@ Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
 def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
     """Run a job under a record of it. Raises PipelineError."""
     options = {
-        name: str(value)
+        name: hidden(str(value))
         for name, value in vars(given).items()
         if name not in _NOT_RECORDED and value not in (None, "", [], False)
     }
+    if given.job == "erase":
+        # What names a person is not to stay behind in the record of the erasure.
+        for name in ("key", "correlation_id"):
+            if name in options:
+                options[name] = ", ".join(map(digest, getattr(given, name)))
     with recorded(spec, given.job, options) as run:
         try:
             outcome = _JOBS[given.job](spec, given, run)
@@ -67,6 +73,8 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         grace=given.grace,
         late_after=given.late_after,
         fail_on=given.fail_on,
+        known=given.known,
+        external=tuple(given.external),
         keep=not given.dry_run,
     )
     with job_session(given) as spark:
@@ -75,6 +83,8 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     for name, verdicts in sorted(found.destinations.items()):
         said = ", ".join(f"{n:,} {kind}" for kind, n in sorted(verdicts.items()))
         lines.append(f"  {name}: {said}")
+    if new := sum(found.fresh.values()):
+        lines.append(f"  {new:,} findings are new.")
     for one in found.examples:
         lines.append(
             f"  {one['verdict']}: {one['message_id']} to {one['destination']}"
@@ -84,11 +94,12 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     for name in found.unheard:
         lines.append(
             f"  None of these services has ever received from {name}. If another one "
-            "does, name it: --service NAME=URL."
+            "does, name it: --service NAME=URL. If something else does: --external "
+            f"{name}."
         )
     facts = {
         "horizon": found.horizon, "destinations": found.destinations,
-        "examples": found.examples, "unheard": found.unheard,
+        "examples": found.examples, "unheard": found.unheard, "new": found.fresh,
     }  # fmt: skip
     return Outcome(lines, facts)
 
@@ -105,7 +116,8 @@ def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         found = run_analyze(spark, spec, options, run)
     lines = [
         f"  {row['receiver']}/{row['stage']}: {row['messages']:,} messages, 95 % "
-        f"within {row['p95']:.3f} s, {row['redelivered']:,} redelivered"
+        f"within {row['p95']:.3f} s, {row['redelivered']:,} of {row['received']:,} "
+        "redelivered"
         for row in found.stages
     ]
     lines += [
@@ -190,6 +202,47 @@ def _outgoing(
     return Outcome(lines, facts)
 
 
+def _erase(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    from .erase import EraseOptions, run_erase
+
+    options = EraseOptions(
+        message_ids=tuple(map(str, given.message_id)),
+        keys=tuple(given.key),
+        correlation_ids=tuple(given.correlation_id),
+        dry_run=given.dry_run,
+    )
+    with job_session(given) as spark:
+        done = run_erase(spark, spec, options, run)
+    would = "would be " if given.dry_run else ""
+    lines = [f"{done.messages:,} messages are named."]
+    for where, counts in (("database", done.database), ("lake", done.lake)):
+        lines += [
+            f"  {where}: {count:,} rows of {name} {would}erased."
+            for name, count in counts.items()
+            if count
+        ]
+    return Outcome(lines, dict(done.__dict__))
+
+
+def _verify(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    from .verify import run_verify
+
+    with job_session(given) as spark:
+        found = run_verify(spark, spec, run)
+    lines = [
+        f"{name}: {one.files:,} files and {one.batches:,} batches are as the log says"
+        + (
+            f", {one.unproven:,} batches have no sum to compare with"
+            * bool(one.unproven)
+        )
+        + "."
+        for name, one in found.items()
+        if not one.problems
+    ]
+    problems = [problem for one in found.values() for problem in one.problems]
+    return Outcome(lines + problems, {"problems": problems})
+
+
 def _sweep(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     from .sweep import SweepOptions, run_sweep
 
@@ -219,4 +272,6 @@ _JOBS: dict[str, Job] = {
     "replay": _replay,
     "send": _send,
     "sweep": _sweep,
+    "erase": _erase,
+    "verify": _verify,
 }

@@ -10,12 +10,16 @@ from pyspark.sql import types as t
 
 from ..errors import EnvironmentFault
 from ..lake import Lake
+from ..lakelog import touched
 from ..laketable import CommitFailedError, LakeTable
 from ..ledger import Ledger
 from ..progress import Progress
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec
+
+#: What is no history: who listens since when is true until it is changed.
+FOR_GOOD = frozenset(["subscriptions"])
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
     delta = place.load()
     assert delta is not None
     now = dt.datetime.now(dt.timezone.utc)
-    if options.keep is not None:
+    if options.keep is not None and place.name not in FOR_GOOD:
         oldest = (now - options.keep).date()
         old = [
             one
@@ -89,7 +93,13 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
         done.dropped_days = len({one.day for one in old})
         if old and not options.dry_run:
             place.commit(
-                delta, (), replaced=old, metadata={"dropped_before": oldest.isoformat()}
+                delta,
+                (),
+                replaced=old,
+                metadata={
+                    "dropped_before": oldest.isoformat(),
+                    "touched": touched(old),
+                },
             )
     if options.compact and not options.dry_run:
         done.compacted = place.compact(service)

@@ -9,21 +9,22 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
 
-def whole_log(frames: Sequence[DataFrame], struct: t.StructType) -> DataFrame:
+def whole_log(
+    frames: Sequence[DataFrame], struct: t.StructType, *, twice: bool = True
+) -> DataFrame:
     """Return the union of `frames` with the columns of `struct`, each row once.
 
     A row is in the lake and in the database for as long as its batch is committed and
     not yet purged. It has the same service, id and message id in both; a message that
     was processed again has another id. A frame alone has each row once: it is left as
-    it is, so that a condition on it reaches its files.
+    it is, so that a condition on it reaches its files. So are frames of which it is
+    known that no row is in two of them: `twice` is False.
     """
     columns = struct.fieldNames()
-    if len(frames) == 1:
-        return frames[0].select(*columns)
-    keys = ["service", "id", "message_id"]
+    keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []
     wanted = list(dict.fromkeys([*keys, *columns]))
     whole = reduce(
         lambda one, other: one.unionByName(other),
         [frame.select(*wanted) for frame in frames],
     )
-    return whole.dropDuplicates(keys).select(*columns)
+    return (whole.dropDuplicates(keys) if keys else whole).select(*columns)

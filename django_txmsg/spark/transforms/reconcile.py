@@ -7,6 +7,7 @@ message younger than the horizon is never called lost: its traces may not be loa
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
@@ -21,6 +22,7 @@ SENT = t.StructType(
         t.StructField("message_id", t.StringType()),
         t.StructField("destination", t.StringType()),
         t.StructField("created_at", t.TimestampType()),
+        t.StructField("expires_at", t.TimestampType()),
         t.StructField("dispatched_at", t.TimestampType()),
         t.StructField("dead_at", t.TimestampType()),
     ]
@@ -41,7 +43,8 @@ RECEIVED = t.StructType(
     ]
 )
 
-#: What `expected` must have: who receives what is sent to a topic, and since when.
+#: What `expected` must have: who receives what is sent to a topic, and since when;
+#: each pair once.
 EXPECTED = t.StructType(
     [
         t.StructField("destination", t.StringType()),
@@ -66,6 +69,9 @@ VERDICT = t.StructType(
     ]
 )
 
+#: A verdict that is worth a look, and when a run has first come to it.
+FINDING = t.StructType([*VERDICT.fields, t.StructField("found_at", t.TimestampType())])
+
 SUMMARY = t.StructType(
     [
         t.StructField("sent_on", t.DateType()),
@@ -89,68 +95,66 @@ def reconcile(
     *,
     horizon: dt.datetime,
     late_after: dt.timedelta,
+    external: Sequence[str] = (),
 ) -> DataFrame:
     """Return one VERDICT row for each message and each consumer of it.
 
-    A queue's message has one consumer, whoever it was. A topic's has all those of
-    `expected` that were there when it was sent.
+    A queue's message has one consumer: if two have processed it, it was processed
+    twice. A topic's has all those of `expected` that were there when it was sent.
+    Destinations in `external` are consumed by what keeps no log here.
+
+    What was sent and what was received are one frame, and meet in one exchange of it.
     """
-    senders = _senders(sent)
-    receipts = _receipts(received)
-    wanted = senders.join(
-        sf.broadcast(expected),
-        on=[
-            senders.destination == expected.destination,
-            senders.sent_at >= expected.since,
-        ],
-        how="left",
-    ).select(
-        senders["*"],
-        sf.when(_is_topic(senders.destination), expected.consumer).alias("consumer"),
-        sf.lit(True).alias("was_sent"),
-    )
-    # A queue matches by message and destination: its pair is empty on both sides.
-    wanted = wanted.dropDuplicates(["message_id", "destination", "consumer"])
-    keyed = wanted.withColumn("pair", sf.coalesce("consumer", sf.lit(""))).alias("w")
-    pair = sf.when(_is_topic(sf.col("destination")), sf.col("consumer")).otherwise("")
-    receipts = receipts.withColumn("pair", pair).alias("r")
-    joined = keyed.join(
-        receipts,
-        on=[
-            sf.col("w.message_id") == sf.col("r.message_id"),
-            sf.col("w.destination") == sf.col("r.destination"),
-            sf.col("w.pair") == sf.col("r.pair"),
-        ],
-        how="full",
-    ).select(
-        sf.coalesce("w.message_id", "r.message_id").alias("message_id"),
-        sf.coalesce("w.destination", "r.destination").alias("destination"),
-        sf.col("w.sender").alias("sender"),
-        sf.coalesce("r.consumer", "w.consumer").alias("consumer"),
-        sf.coalesce("w.sent_at", "r.sent_at").alias("sent_at"),
-        sf.col("w.dispatched_at").alias("dispatched_at"),
-        sf.col("w.died_at").alias("died_at"),
-        sf.col("r.received_at").alias("received_at"),
-        sf.col("r.processed_at").alias("processed_at"),
-        sf.col("r.buried_at").alias("buried_at"),
-        sf.coalesce("r.deliveries", sf.lit(0)).cast("long").alias("deliveries"),
-        sf.coalesce("r.times_processed", sf.lit(0))
-        .cast("long")
-        .alias("times_processed"),
-        sf.coalesce("w.was_sent", sf.lit(False)).alias("was_sent"),
+    pairs = _owed(sent, expected).unionByName(_receipts(received))
+    stored = sf.count("stored_at")
+    first, last = sf.min("consumer"), sf.max("consumer")
+    judged = pairs.groupBy("message_id", "destination", "pair").agg(
+        sf.min("sender").alias("sender"),
+        sf.when(first == last, first)
+        .when(first.isNotNull(), sf.concat_ws(", ", first, last))
+        .when(sf.col("pair") != "", sf.col("pair"))
+        .alias("consumer"),
+        sf.coalesce(sf.min("stored_at"), sf.min("told_at")).alias("sent_at"),
+        sf.min("dispatched_at").alias("dispatched_at"),
+        # Dead, or expired, only if no row of it has left or may still leave.
+        sf.when(stored == sf.count("died_at"), sf.max("died_at")).alias("died_at"),
+        sf.when(stored == sf.count("expires_at"), sf.max("expires_at")).alias(
+            "expires_at"
+        ),
+        sf.min("received_at").alias("received_at"),
+        sf.min("processed_at").alias("processed_at"),
+        sf.max("buried_at").alias("buried_at"),
+        sf.coalesce(sf.sum("deliveries"), sf.lit(0)).cast("long").alias("deliveries"),
+        sf.count("processed_at").alias("times_processed"),
+        (stored > 0).alias("was_sent"),
     )
     # A message stored for a topic nobody listens to owes nothing to anybody.
-    owed = joined.where(
+    owed = judged.where(
         ~(
             _is_topic(sf.col("destination"))
-            & sf.col("consumer").isNull()
-            & sf.col("received_at").isNull()
+            & (sf.col("pair") == "")
             & sf.col("died_at").isNull()
         )
     )
     return owed.select(
         *[name for name in VERDICT.fieldNames() if name != "verdict"],
-        _verdict(horizon, late_after).alias("verdict"),
+        _verdict(horizon, late_after, external).alias("verdict"),
+    )
+
+
+def aged(verdicts: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
+    """Return the FINDING rows among verdicts, each with the instant of the first run
+    that found it: by `known`, what earlier runs have kept, or else `now`."""
+    names = ["message_id", "destination", "consumer", "verdict"]
+    before = known.groupBy(*[sf.col(name).alias(f"known_{name}") for name in names])
+    first = before.agg(sf.min(sf.coalesce("found_at", "recorded_at")).alias("first_at"))
+    same = [sf.col(name).eqNullSafe(sf.col(f"known_{name}")) for name in names]
+    present = sf.timestamp_micros(sf.lit(int(now.timestamp() * 1_000_000)))
+    return (
+        verdicts.where(sf.col("verdict").isin(*FINDINGS))
+        .join(first, same, "left")
+        .withColumn("found_at", sf.coalesce("first_at", present))
+        .select(*FINDING.fieldNames())
     )
 
 
@@ -174,35 +178,68 @@ def observed(received: DataFrame) -> DataFrame:
     )
 
 
-def _senders(sent: DataFrame) -> DataFrame:
-    """One row a message, whoever stored it again: a replay, a redelivery."""
-    return sent.groupBy("message_id", "destination").agg(
-        sf.min("service").alias("sender"),
-        sf.min("created_at").alias("sent_at"),
-        sf.min("dispatched_at").alias("dispatched_at"),
-        # Dead only if no row of it has left or may still leave.
-        sf.when(sf.count("*") == sf.count("dead_at"), sf.max("dead_at")).alias(
-            "died_at"
-        ),
+def _owed(sent: DataFrame, expected: DataFrame) -> DataFrame:
+    """Return a row for each outbox row and each consumer that should have it: whoever
+    listened when it was stored, by the message's sender or by a replay."""
+    wanted = expected.select(
+        sf.col("destination").alias("topic"),
+        sf.col("consumer").alias("listener"),
+        "since",
+    )
+    listens = (sf.col("destination") == sf.col("topic")) & (
+        sf.col("created_at") >= sf.col("since")
+    )
+    return _complete(
+        sent.join(sf.broadcast(wanted), listens, "left"),
+        pair=sf.coalesce("listener", sf.lit("")),
+        sender=sf.col("service"),
+        stored_at=sf.col("created_at"),
+        dispatched_at=sf.col("dispatched_at"),
+        died_at=sf.col("dead_at"),
+        expires_at=sf.col("expires_at"),
     )
 
 
 def _receipts(received: DataFrame) -> DataFrame:
-    """One row for a message at a consumer. Two inbox rows of one pair mean that the
-    first was deleted before the message came again: only the lake knows of both."""
-    return received.groupBy(
-        "message_id", "destination", _consumer().alias("consumer")
-    ).agg(
-        sf.min("created_at").alias("sent_at"),
-        sf.min("first_received_at").alias("received_at"),
-        sf.min("processed_at").alias("processed_at"),
-        sf.max("dead_at").alias("buried_at"),
-        sf.sum("deliveries").alias("deliveries"),
-        sf.count("processed_at").alias("times_processed"),
+    """Return inbox rows. Two of one message at one consumer mean that the first was
+    deleted before the message came again: only the lake knows of both."""
+    topic = _is_topic(sf.col("destination"))
+    return _complete(
+        received,
+        pair=sf.when(topic, _consumer()).otherwise(""),
+        consumer=_consumer(),
+        told_at=sf.col("created_at"),
+        received_at=sf.col("first_received_at"),
+        processed_at=sf.col("processed_at"),
+        buried_at=sf.col("dead_at"),
+        deliveries=sf.col("deliveries"),
     )
 
 
-def _verdict(horizon: dt.datetime, late_after: dt.timedelta) -> Column:
+_TEXTS = ("pair", "consumer", "sender")
+_INSTANTS = (
+    "stored_at", "told_at", "dispatched_at", "expires_at", "died_at", "received_at",
+    "processed_at", "buried_at",
+)  # fmt: skip
+
+
+def _complete(frame: DataFrame, **known: Column) -> DataFrame:
+    """Return the columns that both sides have, null where this side knows nothing."""
+    types = dict.fromkeys(_TEXTS, "string") | dict.fromkeys(_INSTANTS, "timestamp")
+    types["deliveries"] = "int"
+    return frame.select(
+        "message_id",
+        "destination",
+        *[
+            known.get(name, sf.lit(None)).cast(kind).alias(name)
+            for name, kind in types.items()
+        ],
+    )
+
+
+def _verdict(
+    horizon: dt.datetime, late_after: dt.timedelta, external: Sequence[str]
+) -> Column:
     limit = sf.timestamp_micros(sf.lit(int(horizon.timestamp() * 1_000_000)))
     took = sf.unix_micros("processed_at") - sf.unix_micros("sent_at")
     young = sf.coalesce("sent_at", "received_at") >= limit
@@ -223,6 +260,8 @@ def _verdict(horizon: dt.datetime, late_after: dt.timedelta) -> Column:
         .when(sf.col("buried_at").isNotNull() | sf.col("died_at").isNotNull(), "dead")
         .when(sf.col("received_at").isNotNull(), "in_flight")
         .when(sf.col("dispatched_at").isNull() | young, "in_flight")
+        .when(sf.col("destination").isin(*external), "external")
+        .when(sf.col("expires_at") < limit, "expired")
         .otherwise("never_received")
     )
 

@@ -1,0 +1,140 @@
+"""`reconcile` over real logs: what is judged, what is new, and who is kept waiting."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from typing import Any
+
+import pytest
+
+from django_txmsg.spark.jobs.reading import WholeLog
+from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.runs import Run
+from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
+from django_txmsg.spark.transforms.reconcile import SENT
+from tests.spark.archives import archive
+from tests.spark.log import Log
+from tests.spark.running import run
+
+UTC = dt.timezone.utc
+NOW = dt.datetime.now(UTC)
+HOUR = dt.timedelta(hours=1)
+JUDGE = ("reconcile", "--grace", "0s")
+
+
+def ids(count: int) -> list[uuid.UUID]:
+    return [uuid.uuid4() for _ in range(count)]
+
+
+def test_a_message_sent_again_is_judged_by_its_first_receipt_too(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    messages, long_ago = ids(3), NOW - 30 * 24 * HOUR
+    log.send([{"message_id": one, "created_at": long_ago} for one in messages])
+    log.receive(
+        [
+            {"message_id": one, "first_received_at": long_ago, "deliveries": 2}
+            for one in messages
+        ]
+    )
+    log.send(
+        [
+            {"message_id": one, "created_at": NOW - HOUR, "replay_id": "again"}
+            for one in messages
+        ]
+    )
+
+    facts = run(JobSpec((log.spec,), lake), *JUDGE, "--since", "7d")
+
+    assert facts["counts"] == {"redelivered_deduplicated": 3}
+    assert facts["exit_code"] == 0
+
+
+def test_who_listens_since_when_outlives_the_lakes_own_retention(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    topic = "topic:orders.placed"
+    log.send([{"destination": topic, "created_at": NOW - HOUR}])
+
+    def lost(*stages: str) -> int:
+        declared = tuple(Subscription(topic, "shop", one) for one in stages)
+        spec = JobSpec((log.spec,), lake, subscriptions=declared)
+        return run(spec, *JUDGE)["counts"].get("never_received", 0)
+
+    assert lost("old") == 1
+    assert lost("old", "new") == 1
+    # Everything that these runs have noted is of a day past.
+    sweep = SweepOptions(keep=dt.timedelta(days=-2))
+    run_sweep(JobSpec((log.spec,), lake), sweep, Run("sweep", {}))
+    assert lost("old", "new") == 1
+
+
+def test_only_what_is_new_is_told_by_the_exit_code(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    log.send([{"created_at": NOW - 3 * HOUR}])
+
+    first = run(spec, *JUDGE)
+    same = run(spec, *JUDGE)
+    log.send([{"created_at": NOW - 2 * HOUR}])
+    later = run(spec, *JUDGE)
+
+    assert [one["exit_code"] for one in (first, same, later)] == [1, 0, 1]
+    assert [one["new"] for one in (first, same, later)] == [
+        {"never_received": 1}, {}, {"never_received": 1},
+    ]  # fmt: skip
+    assert [one["counts"]["never_received"] for one in (first, same, later)] == [
+        1, 1, 2,
+    ]  # fmt: skip
+    assert [bool(one["known_since"]) for one in later["examples"]] == [False, True]
+    assert run(spec, *JUDGE, "--known")["exit_code"] == 1
+    # A place that something else consumes is said once, and asked for no more.
+    log.send([{"destination": "erp", "created_at": NOW - HOUR}])
+    told = run(spec, *JUDGE, "--external", "erp")
+    assert told["exit_code"] == 0
+    assert told["counts"] == {"never_received": 2, "external": 1}
+
+
+def test_while_logs_are_compared_no_transaction_is_open(
+    spark, pg_log: Log, lake: LakeSpec
+) -> None:
+    pg_log.send_many(10)
+
+    def held() -> int:
+        return int(
+            pg_log.value(
+                "SELECT count(*) FROM pg_stat_activity WHERE backend_xmin IS NOT NULL"
+                " AND datname = current_database() AND pid <> pg_backend_pid()"
+            )
+        )
+
+    with WholeLog(spark, JobSpec((pg_log.spec,), lake)) as log:
+        sent = log.read("outbox", SENT)
+        assert held() == 1
+        log.release()
+        assert held() == 0
+        pg_log.execute(f"DELETE FROM {OUTBOX.relation}")
+        assert sent.count() == 10
+
+
+@pytest.mark.parametrize("purged", [True, False])
+def test_rows_are_compared_only_while_they_may_be_in_two_places(
+    spark: Any, pg_log: Log, lake: LakeSpec, purged: bool
+) -> None:
+    pg_log.send_many(10)
+    archive(spark, pg_log, lake)
+    pg_log.send([{"created_at": NOW}])
+    if not purged:
+        pg_log.execute("UPDATE django_txmsg_archivemark SET purged_through = 0")
+
+    with WholeLog(spark, JobSpec((pg_log.spec,), lake)) as log:
+        sent = log.read("outbox", SENT)
+        plan = sent._jdf.queryExecution().executedPlan().toString()
+
+        assert ("Exchange" in plan) != purged
+        assert sent.count() == 11
