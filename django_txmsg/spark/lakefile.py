@@ -212,4 +212,15 @@ def rows_of(
                 columns=names,
                 use_threads=False,
             ):
+                batch = _plain(batch)
                 yield batch if names is None else batch.select(names)
+
+
+def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch without views: the Delta library writes them, where it has changed
+    rows, and Arrow cannot filter them."""
+    fields = [one.with_type(_VIEWS.get(one.type, one.type)) for one in batch.schema]
+    return batch.cast(pa.schema(fields)) if fields != list(batch.schema) else batch
+
+
+_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}

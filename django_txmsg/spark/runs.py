@@ -23,7 +23,7 @@ from .errors import PipelineError, VerificationRefused
 from .lake import Lake
 from .lock import alive
 from .results import Results
-from .spec import JobSpec, LakeSpec, SourceSpec
+from .spec import JobSpec, LakeSpec, SourceSpec, hidden
 
 RUN = t.StructType(
     [
@@ -99,7 +99,7 @@ def recorded(spec: JobSpec, job: str, options: dict[str, Any]) -> Iterator[Run]:
     source = spec.service()
     run = Run(job, options)
     with alive(source, run.id):
-        _insert(source, run, spec.lake.uri if spec.lake else "")
+        _insert(source, run, hidden(spec.lake.uri) if spec.lake else "")
         with _finished(spec, run):
             yield run
 
@@ -116,6 +116,7 @@ def _finished(spec: JobSpec, run: Run) -> Iterator[None]:
         run.error = f"{type(error).__name__}: {error}"[:8000]
         if isinstance(error, PipelineError):
             run.error = str(error)
+        run.error = hidden(run.error)
         raise
     finally:
         try:

@@ -45,6 +45,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     warehouse = tmp_path_factory.mktemp("warehouse")
     # Spark's own processes know the environment that it was started in.
     os.environ["TXMSG_TESTS_PASSWORD"] = PASSWORD
+    # A specification that is written down holds no password.
+    os.environ["TXMSG_PASSWORD_SHOP"] = PASSWORD
     session = build(
         "tests",
         {

@@ -62,13 +62,16 @@ class Command(BaseCommand):
 
     def _submission(self, spec: Any, given: Any) -> str:
         """Return a script: the specification, the package as a zip, the command."""
+        from ...spark.spec import hidden
+
         package = Path(django_txmsg.__file__).parent
         words = (
             list(sys.argv[sys.argv.index(given.job) :])
             if given.job in sys.argv
             else [given.job]
         )
-        words = [word for word in words if word != "--print-submit"]
+        words = [hidden(word) for word in words if word != "--print-submit"]
+        spec = spec.public()
         lines = ["cat > job.json <<'SPECIFICATION'", spec.to_json(), "SPECIFICATION"]
         for source in spec.services:
             if source.password_env:
@@ -125,8 +128,7 @@ def job_spec(alias: str) -> Any:
 
 def source_spec(alias: str, service: str) -> Any:
     """Return a database of Django's settings as the pipeline takes it."""
-    from ...spark.cli import password_variable
-    from ...spark.spec import SourceSpec
+    from ...spark.spec import SourceSpec, password_variable
 
     try:
         database: dict[str, Any] = django_settings.DATABASES[alias]

@@ -227,10 +227,10 @@ def _store(
 def _shown(rows: DataFrame, name: str, run: Run) -> Stored:
     per_destination = rows.groupBy("destination").count().collect()
     counts = {row["destination"]: row["count"] for row in per_destination}
+    # Ids, and no content: what TXMSG["MASK"] hides elsewhere is not to be seen here.
     sample = rows.limit(5).select(
-        "message_id", "destination", "key", "headers",
-        sf.left(sf.decode("body", "UTF-8"), sf.lit(200)).alias("body"),
-    )  # fmt: skip
+        "message_id", "destination", sf.octet_length("body").alias("bytes")
+    )
     stored = Stored(name, sum(counts.values()), destinations=counts)
     stored.sample = [row.asDict() for row in sample.collect()]
     run.counts = {"name": name, "chosen": stored.chosen, "dry_run": True}
