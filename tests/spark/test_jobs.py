@@ -9,14 +9,15 @@ import re
 import subprocess
 import sys
 import uuid
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from django_txmsg.spark.errors import VerificationRefused
+from django_txmsg.spark.jobs.analyze import AnalyzeOptions, run_analyze
 from django_txmsg.spark.progress import Progress
-from django_txmsg.spark.runs import recorded
+from django_txmsg.spark.runs import Run, recorded
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.faults import wait_until
@@ -186,3 +187,30 @@ def test_a_listener_added_later_owes_nothing_for_what_was_sent_before(
     assert lost("old", "new") == ["shop/old"] * 3
     log.send([{"destination": topic, "created_at": datetime.now(timezone.utc)}])
     assert lost("old", "new") == ["shop/new"] + ["shop/old"] * 4
+
+
+def test_the_report_reaches_to_now_and_counts_what_waits(
+    spark, make_log, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    now = datetime.now(timezone.utc)
+    waiting, lately = now - timedelta(days=10), now - timedelta(days=1)
+    log.send([{"created_at": waiting, "dispatched_at": None} for _ in range(20)])
+    log.receive(
+        [
+            {"message_id": uuid.uuid4(), "first_received_at": lately, "deliveries": 2},
+            {"message_id": uuid.uuid4(), "first_received_at": lately,
+             "deliveries": 2, "dead_at": lately},
+        ]
+    )  # fmt: skip
+
+    options = AnalyzeOptions(now - timedelta(days=7), keep=False)
+    found = run_analyze(spark, JobSpec((log.spec,)), options, Run("analyze", {}))
+
+    assert found.totals["backlog"] == 20
+    assert found.totals["stored"] == 0
+    assert found.hours[-1] > now - timedelta(hours=1)
+    assert found.backlog[-1] == 20
+    # One was processed, and two came again.
+    [stage] = found.stages
+    assert (stage["messages"], stage["redelivered"], stage["received"]) == (1, 2, 2)

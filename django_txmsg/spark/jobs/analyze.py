@@ -52,17 +52,21 @@ def run_analyze(
         until = max(one.taken for one in log.live)
         day = (options.since - dt.timedelta(days=1)).date()
         start = sf.timestamp_micros(sf.lit(int(options.since.timestamp() * 1e6)))
-        sent = _narrow(log, OUTBOX, _SENT, day).where(sf.col("created_at") >= start)
+        # What waited when the time began has been stored at any time before.
+        outbox = _narrow(log, OUTBOX, _SENT)
+        sent = outbox.where(sf.col("created_at") >= start)
         received = _narrow(log, INBOX, _RECEIVED, day).where(
             sf.col("first_received_at") >= start
         )
         letters = _narrow(log, DEAD_LETTERS, _LETTERS, day).where(
             sf.col("created_at") >= start
         )
+        log.release()
         sent, received, letters = (
             one.persist(StorageLevel.MEMORY_AND_DISK)
             for one in (sent, received, letters)
         )
+        waiting = backlog(outbox, options.since).persist(StorageLevel.MEMORY_AND_DISK)
         latencies = stage_latencies(received).persist(StorageLevel.MEMORY_AND_DISK)
         grouped = groups(letters)
         found = Findings(
@@ -70,19 +74,19 @@ def run_analyze(
             since=options.since.astimezone(dt.timezone.utc),
             until=until.astimezone(dt.timezone.utc),
         )
-        _fill(found, sent, received, latencies, grouped)
+        _fill(found, sent, received, waiting, latencies, grouped)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
             for name, struct, frame in (
                 ("latency", LATENCY, latencies),
                 ("dead_letter_groups", GROUPS, grouped),
                 ("throughput", THROUGHPUT, throughput(sent, received)),
-                ("backlog", BACKLOG, backlog(sent)),
+                ("backlog", BACKLOG, waiting),
                 ("redeliveries", REDELIVERIES, redeliveries(received)),
                 ("senders", SENDERS, senders(sent)),
             ):
                 results.save(name, struct, frame)
-        for one in (sent, received, letters, latencies):
+        for one in (sent, received, letters, latencies, waiting):
             one.unpersist()
     if options.html:
         Path(options.html).write_text(render(found), encoding="utf-8")
@@ -95,18 +99,19 @@ def _fill(
     found: Findings,
     sent: DataFrame,
     received: DataFrame,
+    backlogs: DataFrame,
     latencies: DataFrame,
     grouped: DataFrame,
 ) -> None:
     """Collect what the report shows: as many rows as there are hours and stages."""
     flow = _by_hour(throughput(sent, received))
-    waiting = _by_hour(backlog(sent))
+    waiting = _by_hour(backlogs)
     critical = latencies.where("measure = 'critical'")
     times = _by_hour(percentiles(critical, "hour"))
-    first = min(
-        [*flow, *times], default=found.until.replace(minute=0, second=0, microsecond=0)
-    )
-    last = max([*flow, *times], default=first)
+    # To the end of the time looked at: a system that is down shows nothing there.
+    last = found.until.replace(minute=0, second=0, microsecond=0)
+    first = min([*flow, *waiting, *times], default=last)
+    last = max([*flow, *times, last])
     count = int((last - first) / dt.timedelta(hours=1)) + 1
     found.hours = [first + dt.timedelta(hours=number) for number in range(count)]
     for kind in ("stored", "dispatched", "processed", "buried"):
@@ -135,6 +140,7 @@ def _fill(
         row.asDict()
         | {"handler_p95": handler.get((row.receiver, row.stage)) or 0.0}
         | {"redelivered": again[row.receiver, row.stage].redelivered}
+        | {"received": again[row.receiver, row.stage].messages}
         for row in stages.limit(TOP).collect()
     ]
     found.senders = [
@@ -183,7 +189,7 @@ _LETTERS = (
 
 
 def _narrow(
-    log: WholeLog, table: Table, names: Sequence[str], day: dt.date
+    log: WholeLog, table: Table, names: Sequence[str], day: dt.date | None = None
 ) -> DataFrame:
     fields = {f.name: f for f in table.struct().fields}
     return log.read(table.name, t.StructType([fields[n] for n in names]), since=day)

@@ -208,7 +208,7 @@ def _again(found: Findings) -> str:
         (
             f"{row['receiver']}: {row['stage']}",
             row["redelivered"],
-            f"{number(row['redelivered'])} of {number(row['messages'])}",
+            f"{number(row['redelivered'])} of {number(row['received'])}",
         )
         for row in sorted(found.stages, key=lambda row: -row.get("redelivered", 0))
         if row.get("redelivered")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
@@ -57,10 +59,14 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
     )
 
 
-def backlog(sent: DataFrame) -> DataFrame:
-    """Return BACKLOG: messages stored and not yet dispatched at each hour's end."""
+def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
+    """Return BACKLOG: messages stored and not yet dispatched at each hour's end. Those
+    that waited already at `since` have come in its hour."""
     left = sf.coalesce("dispatched_at", "dead_at")
-    changes = sent.select(_hour("created_at"), sf.lit(1).alias("change")).unionByName(
+    start = sf.timestamp_micros(sf.lit(int(since.timestamp() * 1_000_000)))
+    sent = sent.where((sf.col("created_at") >= start) | left.isNull() | (left >= start))
+    came = sf.date_trunc("hour", sf.greatest("created_at", start)).alias("hour")
+    changes = sent.select(came, sf.lit(1).alias("change")).unionByName(
         sent.where(left.isNotNull()).select(
             sf.date_trunc("hour", left).alias("hour"), sf.lit(-1).alias("change")
         )
