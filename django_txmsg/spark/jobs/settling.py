@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..batchlog import BatchLog
-from ..errors import VerificationRefused
-from ..lakefile import LakeFile, parquet_writer, rows_of
+from ..lakefile import LakeFile, rows_of
 from ..lakelog import Named
 from ..ledger import Ledger, Row
 from ..rowhash import row_hashes
 from ..schemas import Column, Table
+from .rewriting import rewritten
 
 #: Rows and bytes of a deleting transaction. In SQLite all other writers wait for it.
 SLICE_ROWS = 2_000
@@ -115,31 +112,16 @@ class Settling:
             [one for one in files if one.rows],
             replaced=amended,
             amended=ids[:1000],
+            touched=[[after + 1, until]],
         )
         self.on_step("amended")
 
     def _without(self, file: Named, left: set[Row], after: int, until: int) -> LakeFile:
         """Write a file anew without some rows, prove it, and return it."""
-        files, root = self.place.files, self.place.root
-        path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
-        rows = checksum = 0
-        writer: Any = None
-        with files.open_output_stream(f"{root}/{path}") as stream:
-            for batch in rows_of(files, f"{root}/{file.path}"):
-                kept = _leaving_out(batch, left, after, until)
-                writer = writer or parquet_writer(stream, batch.schema)
-                writer.write_batch(kept)
-                rows += kept.num_rows
-                checksum += _sum(kept, self.table)
-            writer.close()
-        again = sum(_sum(one, self.table) for one in rows_of(files, f"{root}/{path}"))
-        if again != checksum:
-            raise VerificationRefused(f"{path} does not hold what was written into it.")
-        info = files.get_file_info(f"{root}/{path}")
-        modified = int(info.mtime.timestamp() * 1000) if info.mtime else 0
-        return LakeFile(
-            path, file.service, file.day, info.size, rows, modified,
-            file.batches[0] if file.batches and len(set(file.batches)) == 1 else None,
+        return rewritten(
+            self.place.files, self.place.root, file,
+            lambda batch: _leaving_out(batch, left, after, until),
+            lambda batch: checksum(batch, self.table),
         )  # fmt: skip
 
 
@@ -171,7 +153,8 @@ def _cast(rows: pa.RecordBatch, columns: list[Column]) -> pa.RecordBatch:
     return rows.select(names).cast(schema)
 
 
-def _sum(batch: pa.RecordBatch, table: Table) -> int:
+def checksum(batch: pa.RecordBatch, table: Table) -> int:
+    """Return the sum of the checksums of archived rows."""
     return sum(sum(row_hashes(*one)) for one in kept_rows(batch, table))
 
 

@@ -1,0 +1,243 @@
+"""`erase`: messages leave databases and lake for good, old files of the lake included.
+
+What names the messages goes last: a run that was killed is repeated with the same
+words, and finds them again.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyspark.sql.functions as sf
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import types as t
+
+from ... import wire
+from ..errors import UsageError
+from ..lake import Lake, NoLake
+from ..lakefile import LakeFile, rows_of
+from ..lakelog import Named, touched
+from ..laketable import LakeTable
+from ..ledger import Ledger
+from ..runs import Run
+from ..schemas import TABLES, arrow_schema
+from ..spec import JobSpec, LakeSpec, SourceSpec
+from ..storage import place_of
+from .erased_rows import erase_rows, messages_named
+from .rewriting import rewritten
+from .settling import checksum
+
+_ID = ["message_id"]
+_ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
+#: The lake's tables with messages in them; the last two say which messages have a key.
+ORDER = ("attempts", "inbox", "verdicts", "dead_letters", "outbox")
+_REWRITTEN = t.StructType(
+    [
+        t.StructField("number", t.LongType(), False),
+        t.StructField("path", t.StringType(), False),
+        t.StructField("size", t.LongType(), False),
+        t.StructField("rows", t.LongType(), False),
+        t.StructField("modified_ms", t.LongType(), False),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class EraseOptions:
+    """Which messages: any that one of these names."""
+
+    message_ids: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    correlation_ids: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+@dataclass
+class Erased:
+    """What has left, or would."""
+
+    messages: int
+    database: dict[str, int]
+    lake: dict[str, int]
+    files: int = 0
+
+
+def run_erase(
+    spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
+) -> Erased:
+    """Erase messages from the databases of all services of the specification, and from
+    their parts of the lake. Raises UsageError when nothing is named, EnvironmentFault
+    when an archive is under way."""
+    if not (options.message_ids or options.keys or options.correlation_ids):
+        raise UsageError(
+            "Which messages? Give --message-id, --key or --correlation-id."
+        )
+    lake = None
+    if spec.lake is not None:
+        try:
+            lake = Lake(spec.lake)
+        except NoLake:
+            lake = None
+    with ExitStack() as stack:
+        for source in spec.services:
+            for table in TABLES.values():
+                ledger = stack.enter_context(closing(Ledger(source, table)))
+                # No archive brings meanwhile what has been looked for.
+                stack.enter_context(ledger.lock())
+        ids = sorted(_chosen(spark, spec.services, lake, options))
+        done = Erased(len(ids), {}, {})
+        for name in ORDER:
+            for source in spec.services:
+                if lake is not None:
+                    _from_lake(spark, lake, name, source, ids, options, done)
+                rows = erase_rows(source, name, ids, dry_run=options.dry_run)
+                for table_name, count in rows.items():
+                    found = done.database.get(table_name, 0)
+                    done.database[table_name] = found + count
+    run.rows = sum(done.database.values()) + sum(done.lake.values())
+    run.counts = dict(done.__dict__)
+    return done
+
+
+def _chosen(
+    spark: SparkSession,
+    services: Sequence[SourceSpec],
+    lake: Lake | None,
+    options: EraseOptions,
+) -> set[str]:
+    """Return the ids of all messages that the options name, wherever they are."""
+    ids = {one.lower() for one in options.message_ids}
+    if not (options.keys or options.correlation_ids):
+        return ids
+    for source in services:
+        ids |= messages_named(source, options.keys, options.correlation_ids)
+    if lake is None:
+        return ids
+    correlated = sf.col("correlation_id").isin(*options.correlation_ids)
+    header = sf.get_json_object("headers", f"$['{wire.KEY}']")
+    named: dict[str, Column] = {
+        "outbox": correlated | sf.col("key").isin(*options.keys),
+        "inbox": correlated,
+        "dead_letters": correlated | header.isin(*options.keys),
+    }
+    own = [one.service for one in services]
+    for name, condition in named.items():
+        place = lake.table(name, TABLES[name].lake_struct())
+        rows = place.read(spark, services=own).where(condition)
+        found = rows.select("message_id").distinct().collect()
+        ids |= {row["message_id"] for row in found}
+    return ids
+
+
+def _from_lake(
+    spark: SparkSession,
+    lake: Lake,
+    name: str,
+    source: SourceSpec,
+    ids: Sequence[str],
+    options: EraseOptions,
+    done: Erased,
+) -> None:
+    """Write the files anew that hold such rows, and remove all that the log does not
+    name: what compaction and killed runs have left holds them as well."""
+    place = lake.table(name, t.StructType([]))
+    delta = place.load()
+    if delta is None:
+        return
+    named = [one for one in place.named(delta) if one.service == source.service]
+    fresh = dict(_rewritten(spark, lake.spec, place, named, ids, options.dry_run))
+    old = [named[number] for number in fresh]
+    erased = sum(one.rows for one in old) - sum(one.rows for one in fresh.values())
+    done.lake[name] = done.lake.get(name, 0) + erased
+    done.files += len(old)
+    if options.dry_run:
+        return
+    if old:
+        place.commit(
+            delta,
+            [one for one in fresh.values() if one.rows],
+            replaced=old,
+            metadata={"erased": erased, "touched": touched(old)},
+        )
+    place.vacuum(0, dry_run=False)
+    for path in place.orphans(source.service, _ANY_TIME):
+        place.files.delete_file(path)
+
+
+def _rewritten(
+    spark: SparkSession,
+    lake: LakeSpec,
+    place: LakeTable,
+    named: Sequence[Named],
+    ids: Sequence[str],
+    dry_run: bool,
+) -> Iterator[tuple[int, LakeFile]]:
+    if not named or not ids:
+        return
+    task = EraseTask(lake, place.name, named, ids, dry_run)
+    parts = min(len(named), 2 * spark.sparkContext.defaultParallelism)
+    places = spark.range(0, len(named), 1, parts)
+    for row in places.mapInArrow(task, _REWRITTEN).collect():
+        file = named[row.number]
+        batch = (
+            file.batches[0] if file.batches and len(set(file.batches)) == 1 else None
+        )
+        yield (
+            row.number,
+            LakeFile(
+                row.path,
+                file.service,
+                file.day,
+                row.size,
+                row.rows,
+                row.modified_ms,
+                batch,
+            ),
+        )
+
+
+@dataclass
+class EraseTask:
+    """What an executor does: write those of its files anew that hold such messages."""
+
+    lake: LakeSpec
+    name: str
+    named: Sequence[Named]
+    ids: Sequence[str]
+    dry_run: bool
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Look through the files whose numbers come in; tell of the new ones."""
+        place = place_of(self.lake)
+        root, wanted = f"{place.root}/{self.name}", pa.array(self.ids, pa.string())
+        for numbers in batches:
+            for number in numbers.column(0).to_pylist():
+                file = self.named[number]
+                rows = 0
+                for batch in rows_of(place.files, f"{root}/{file.path}", _ID):
+                    rows += pc.sum(pc.is_in(batch.column(0), wanted)).as_py() or 0
+                if not rows:
+                    continue
+                fresh = LakeFile("", file.service, file.day, 0, file.rows - rows, 0)
+                if not self.dry_run:
+                    fresh = rewritten(
+                        place.files, root, file, self._kept, self._checksum
+                    )
+                line = (number, fresh.path, fresh.size, fresh.rows, fresh.modified_ms)
+                yield pa.RecordBatch.from_pylist(
+                    [dict(zip(_REWRITTEN.fieldNames(), line, strict=True))],
+                    schema=arrow_schema(_REWRITTEN),
+                )
+
+    def _kept(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        found = batch.column(batch.schema.get_field_index("message_id"))
+        return batch.filter(pc.invert(pc.is_in(found, pa.array(self.ids, pa.string()))))
+
+    def _checksum(self, batch: pa.RecordBatch) -> int:
+        table = TABLES.get(self.name)
+        return batch.num_rows if table is None else checksum(batch, table)

@@ -1,0 +1,94 @@
+"""The databases' side of `erase`: all rows of some messages, whatever their state."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import closing
+
+from ... import wire
+from ..connection import Connection, connect_plain
+from ..spec import SourceSpec
+
+#: Rows of which tables go together with a table of the lake. The broker in the
+#: database keeps a message's id in its headers.
+_RELATIONS = {
+    "attempts": ("django_txmsg_attempt", "django_txmsg_queuemessage"),
+    "inbox": ("django_txmsg_inboxmessage",),
+    "dead_letters": ("django_txmsg_deadletter",),
+    "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
+}
+_QUEUE = "django_txmsg_queuemessage"
+#: Messages of a statement: in SQLite all other writers wait for it.
+_SLICE = 500
+
+
+def messages_named(
+    source: SourceSpec, keys: Sequence[str], correlation_ids: Sequence[str]
+) -> set[str]:
+    """Return the ids of the messages in a database that have one of these keys or
+    correlation ids."""
+    found: set[str] = set()
+    with closing(connect_plain(source)) as connection:
+        header = _header(connection, wire.KEY)
+        for value in keys:
+            for relation, column in (
+                ("django_txmsg_outboxmessage", '"key"'),
+                ("django_txmsg_stagedmessage", '"key"'),
+                ("django_txmsg_deadletter", header),
+            ):
+                found |= _ids(connection, relation, column, value)
+        for value in correlation_ids:
+            for relation in (
+                "django_txmsg_outboxmessage", "django_txmsg_stagedmessage",
+                "django_txmsg_inboxmessage", "django_txmsg_deadletter",
+            ):  # fmt: skip
+                found |= _ids(connection, relation, "correlation_id", value)
+    return found
+
+
+def erase_rows(
+    source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
+) -> dict[str, int]:
+    """Delete the rows of messages that go with a table of the lake, or count them, and
+    return how many there are of each relation."""
+    counts: dict[str, int] = {}
+    with closing(connect_plain(source)) as connection:
+        for relation in _RELATIONS.get(name, ()):
+            counts[relation] = 0
+            for start in range(0, len(ids), _SLICE):
+                where = _where(connection, relation, ids[start : start + _SLICE])
+                if dry_run:
+                    counts[relation] += connection.value(
+                        f"SELECT count(*) FROM {relation} WHERE {where}"
+                    )
+                else:
+                    counts[relation] += connection.execute(
+                        f"DELETE FROM {relation} WHERE {where}"
+                    )
+    return counts
+
+
+def _ids(connection: Connection, relation: str, column: str, value: str) -> set[str]:
+    rows = connection.rows(
+        f"SELECT message_id FROM {relation} WHERE {column} = %s", value
+    )
+    return {str(uuid.UUID(str(row[0]))) for row in rows}
+
+
+def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
+    # Literals of ids that have been read as such: no text of anybody's.
+    texts = [str(uuid.UUID(one)) for one in ids]
+    if relation == _QUEUE:
+        listed = ", ".join(f"'{one}'" for one in texts)
+        return f"{_header(connection, wire.MESSAGE_ID)} IN ({listed})"
+    if connection.vendor == "sqlite":
+        texts = [one.replace("-", "") for one in texts]
+    listed = ", ".join(f"'{one}'" for one in texts)
+    return f"message_id IN ({listed})"
+
+
+def _header(connection: Connection, name: str) -> str:
+    if connection.vendor == "sqlite":
+        return f"json_extract(headers, '$.\"{name}\"')"
+    return f"headers ->> '{name}'"

@@ -1,0 +1,216 @@
+"""`verify`: is the lake what its log says, each row once, and none of them live?
+
+Every file is read: it is there, has the rows that the log counts, and its batches have
+the sums that were proven when they were archived.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyspark.sql.functions as sf
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+from pyspark.sql import types as t
+
+from ..lake import Lake
+from ..lakefile import rows_of
+from ..lakelog import Named
+from ..runs import Run
+from ..schemas import TABLES, Table, arrow_schema
+from ..spec import JobSpec, LakeSpec
+from ..storage import place_of
+from .reading import WholeLog
+from .settling import checksum
+
+#: Problems of a table that are told one by one.
+SHOWN = 20
+_KEYS = t.StructType(
+    [
+        t.StructField("service", t.StringType()),
+        t.StructField("id", t.LongType()),
+        t.StructField("message_id", t.StringType()),
+    ]
+)
+_SUMS = t.StructType(
+    [
+        t.StructField("number", t.LongType(), False),
+        t.StructField("problem", t.StringType(), False),
+        t.StructField("batch", t.LongType(), False),
+        t.StructField("rows", t.LongType(), False),
+        t.StructField("checksum", t.StringType(), False),
+    ]
+)
+
+
+@dataclass
+class Verified:
+    """What was read of a table, and what is wrong with it."""
+
+    files: int = 0
+    rows: int = 0
+    batches: int = 0
+    unproven: int = 0
+    """Batches that have changed since, or whose entry the log has forgotten."""
+    problems: list[str] = field(default_factory=list)
+
+
+def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verified]:
+    """Verify the first service's part of the lake. A problem makes the run refused.
+
+    Raises EnvironmentFault when there is no lake.
+    """
+    lake = Lake(spec.lake_spec())
+    service = spec.service().service
+    found: dict[str, Verified] = {}
+    alone = JobSpec((spec.service(),), spec.lake)
+    with WholeLog(spark, alone) as log:
+        for name, table in TABLES.items():
+            place = lake.table(name, table.lake_struct())
+            delta = place.load()
+            if delta is None:
+                continue
+            named = [one for one in place.named(delta) if one.service == service]
+            done = found[name] = Verified(files=len(named))
+            intact = _read(spark, lake.spec, table, named, delta, done)
+            _look_for_doubles(log, table, intact, done)
+            run.rows += done.rows
+            run.counts[name] = done.rows
+    problems = [problem for one in found.values() for problem in one.problems]
+    if problems:
+        run.refused, run.error = True, "\n".join(problems)
+    return found
+
+
+def _read(
+    spark: SparkSession,
+    lake: LakeSpec,
+    table: Table,
+    named: Sequence[Named],
+    delta: DeltaTable,
+    done: Verified,
+) -> list[Named]:
+    """Read all files, compare batches with their entries, and return the intact."""
+    if not named:
+        return []
+    task = VerifyTask(lake, table, named)
+    parts = min(len(named), 2 * spark.sparkContext.defaultParallelism)
+    places = spark.range(0, len(named), 1, parts)
+    sums: dict[int, tuple[int, int]] = {}
+    broken: dict[int, str] = {}
+    for row in places.mapInArrow(task, _SUMS).collect():
+        if row.problem:
+            broken[row.number] = row.problem
+            continue
+        rows, total = sums.get(row.batch, (0, 0))
+        sums[row.batch] = rows + row.rows, total + int(row.checksum)
+        done.rows += row.rows
+    done.problems += [f"{table.name}: {one}" for one in list(broken.values())[:SHOWN]]
+    hurt = [named[number].batches for number in broken]
+    entries, changed = _entries(delta, named[0].service)
+    wrong = []
+    for batch in sorted(entries.keys() | sums.keys()):
+        if batch not in entries or _within(batch, changed) or _within(batch, hurt):
+            done.unproven += batch in sums
+        elif sums.get(batch, (0, 0)) != entries[batch]:
+            there, proven = sums.get(batch, (0, 0)), entries[batch]
+            wrong.append(
+                f"{table.name}, batch {batch}: {there[0]:,} rows with the sum "
+                f"{there[1]} are there, {proven[0]:,} with {proven[1]} were proven."
+            )
+        else:
+            done.batches += 1
+    done.problems += wrong[:SHOWN]
+    return [one for number, one in enumerate(named) if number not in broken]
+
+
+def _entries(
+    delta: DeltaTable, service: str
+) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int] | None]]:
+    """Return rows and sums of the batches that the log still knows, and the ranges of
+    those from which rows were taken out since."""
+    entries: dict[int, tuple[int, int]] = {}
+    changed: list[tuple[int, int] | None] = []
+    for commit in delta.history():
+        said: dict[str, Any] = json.loads(commit.get("txmsg") or "{}")
+        if {"amended", "erased", "dropped_before"} & said.keys():
+            changed += [(low, high) for low, high in said.get("touched", [[0, 2**62]])]
+        elif said.get("service") == service and "checksum" in said:
+            entries[said["batch"]] = said["rows"], int(said["checksum"])
+    return entries, changed
+
+
+def _within(batch: int, ranges: Sequence[tuple[int, int] | None]) -> bool:
+    return any(one is None or one[0] <= batch <= one[1] for one in ranges)
+
+
+def _look_for_doubles(
+    log: WholeLog, table: Table, named: Sequence[Named], done: Verified
+) -> None:
+    """A row is in the lake once, and not in the database when its batch is settled."""
+    place = Lake(log.spec.lake_spec()).table(table.name, table.lake_struct())
+    delta = place.load()
+    lake_id = str(delta.metadata().id) if delta else ""
+    service = log.live[0].service
+    settled = log.settled.get((service, table.name, lake_id), 0)
+    kept = place.read(log.spark, named=named)
+    live = log.read_live(table, _KEYS).withColumn("live", sf.lit(1))
+    both = kept.select(
+        *_KEYS.fieldNames(),
+        sf.when(sf.col("batch_id") <= settled, 0).alias("live"),
+    ).unionByName(live)
+    seen = both.groupBy(*_KEYS.fieldNames()).agg(
+        sf.count_if(sf.coalesce("live", sf.lit(0)) == 0).alias("archived"),
+        (sf.min("live") != sf.max("live")).alias("alive"),
+    )
+    wrong = seen.where("archived > 1 OR alive").orderBy("id").limit(SHOWN)
+    for row in wrong.collect():
+        what = "is there twice" if row.archived > 1 else "is in the database, too"
+        done.problems.append(
+            f"{table.name}: row {row.id} of message {row.message_id} {what}."
+        )
+
+
+@dataclass
+class VerifyTask:
+    """What an executor does: read its files, and sum up their batches."""
+
+    lake: LakeSpec
+    table: Table
+    named: Sequence[Named]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Read the files whose numbers come in."""
+        for numbers in batches:
+            for number in numbers.column(0).to_pylist():
+                try:
+                    lines = self._sums(self.named[number])
+                except (OSError, pa.ArrowException, KeyError) as error:
+                    said = str(error).partition("\n")[0]
+                    lines = [(f"{self.named[number].path}: {said}", 0, 0, "0")]
+                names = _SUMS.fieldNames()
+                yield pa.RecordBatch.from_pylist(
+                    [dict(zip(names, (number, *one), strict=True)) for one in lines],
+                    schema=arrow_schema(_SUMS),
+                )
+
+    def _sums(self, file: Named) -> list[tuple[str, int, int, str]]:
+        place = place_of(self.lake)
+        sums: dict[int, tuple[int, int]] = {}
+        for rows in rows_of(place.files, f"{place.root}/{self.table.name}/{file.path}"):
+            numbers = rows.column(rows.schema.get_field_index("batch_id"))
+            for batch in pc.unique(numbers).to_pylist():
+                part = rows.filter(pc.equal(numbers, batch))
+                before = sums.get(batch, (0, 0))
+                total = before[1] + checksum(part, self.table)
+                sums[batch] = before[0] + part.num_rows, total
+        counted = sum(rows for rows, _ in sums.values())
+        if counted != file.rows:
+            problem = f"{file.path}: {counted:,} rows, and the log says {file.rows:,}."
+            return [(problem, 0, 0, "0")]
+        return [("", batch, rows, str(total)) for batch, (rows, total) in sums.items()]

@@ -1,0 +1,161 @@
+"""`erase` takes messages out of everything; `verify` says whether the lake is whole."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from django_txmsg import wire
+from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.spark.archives import archive, delta_rows, path_of
+from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import outcome, run
+
+PERSON = "ann@example.org"
+SECRET = "a-secret-of-anns"
+
+
+def log_of_a_person(log: Log) -> uuid.UUID:
+    """Three messages, one of them to be forgotten, in every table that can have it."""
+    log.send_many(2)
+    ann = uuid.uuid4()
+    log.send(
+        [{"message_id": ann, "key": PERSON, "body": SECRET.encode(),
+          "headers": {"from": SECRET}, "last_error": SECRET}]
+    )  # fmt: skip
+    log.receive([{"message_id": ann, "last_error": SECRET}])
+    log.receive([{"message_id": uuid.uuid4()}])
+    log.bury(
+        [{"message_id": ann, "headers": {wire.KEY: PERSON}, "body": SECRET.encode(),
+          "resolution": "discarded", "resolved_at": LONG_AGO}]
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_attempt",
+        [{"message_id": ann, "stage": "s", "number": 1, "worker": "", "duration": 1.0,
+          "failed_at": LONG_AGO, "exception": SECRET, "traceback": SECRET,
+          "fingerprint": ""}],
+    )  # fmt: skip
+    return ann
+
+
+def test_a_person_is_forgotten_everywhere_files_included(
+    spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    ann = log_of_a_person(log)
+    spec = JobSpec((log.spec,), lake)
+    for table in (OUTBOX, INBOX, DEAD_LETTERS, ATTEMPTS):
+        archive(spark, log, lake, table=table)
+    run(spec, "sweep")
+    # What came after the archive is in the database alone.
+    log_of_a_person(log)
+    log.insert(
+        "django_txmsg_queuemessage",
+        [{"queue": "d", "headers": {wire.MESSAGE_ID: str(ann)}, "deliveries": 0,
+          "body": SECRET.encode(), "enqueued_at": LONG_AGO, "available_at": LONG_AGO}],
+    )  # fmt: skip
+
+    told = run(spec, "erase", "--key", PERSON, "--dry-run")
+    done = run(spec, "erase", "--key", PERSON)
+
+    assert told["counts"] == done["counts"]
+    assert done["lake"] == {"outbox": 1, "inbox": 1, "attempts": 1, "dead_letters": 1}
+    assert done["counts"]["messages"] == 2
+    assert set(done["database"].values()) == {1, 0}
+    assert [delta_rows(lake, one).num_rows for one in (OUTBOX, INBOX)] == [2, 1]
+    assert log.count() == 2
+    for name in ("inboxmessage", "deadletter", "attempt", "queuemessage"):
+        left = {"inboxmessage": 1}.get(name, 0)
+        assert log.count(f"django_txmsg_{name}") == left
+    written = [path for path in tmp_path.glob("lake/**/*") if path.is_file()]
+    hidden = (SECRET.encode(), PERSON.encode())
+    assert not [p for p in written if any(one in p.read_bytes() for one in hidden)]
+    # There is a record of it, which does not name the person.
+    [options] = log.rows(
+        "SELECT options FROM django_txmsg_pipelinerun WHERE job = 'erase'"
+        " ORDER BY started_at DESC LIMIT 1"
+    )
+    assert "sha256:" in str(options[0])
+    assert PERSON not in str(options[0])
+    # Once more finds nothing, and what is left is whole and moves on.
+    assert run(spec, "erase", "--key", PERSON)["rows"] == 0
+    assert run(spec, "verify")["problems"] == []
+    assert run(spec, "archive", "--older-than", "1d", "--no-vacuum")["rows"] == 3
+
+
+def test_what_to_erase_has_to_be_named(spark: Any, make_log, lake: LakeSpec) -> None:
+    log: Log = make_log("sqlite")
+    with pytest.raises(UsageError, match="Which messages"):
+        run(JobSpec((log.spec,), lake), "erase")
+
+
+def test_messages_are_erased_by_id_and_by_correlation(
+    spark: Any, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    one, two, three = (uuid.uuid4() for _ in range(3))
+    log.send([{"message_id": one}, {"message_id": two, "correlation_id": "c"}])
+    log.receive([{"message_id": three, "correlation_id": "c"}])
+    archive(spark, log, lake)
+    spec = JobSpec((log.spec,), lake)
+
+    done = run(spec, "erase", "--message-id", str(one), "--correlation-id", "c")
+
+    assert done["messages"] == 3
+    assert delta_rows(lake).num_rows == 0
+    assert log.count("django_txmsg_inboxmessage") == 0
+
+
+def test_a_lake_as_it_was_archived_is_verified(
+    spark: Any, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(250, every=900.0)
+    archive(spark, log, lake)
+    spec = JobSpec((log.spec,), lake)
+
+    assert run(spec, "verify")["problems"] == []
+    run(spec, "sweep", "--replaced-older-than", "0s")
+    facts = run(spec, "verify")
+
+    assert (facts["problems"], facts["exit_code"], facts["rows"]) == ([], 0, 250)
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "changed", "twice", "live"])
+def test_what_is_wrong_with_a_lake_is_named(
+    spark: Any, make_log, lake: LakeSpec, harm: str
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(30)
+    archive(spark, log, lake)
+    table = DeltaTable(path_of(lake))
+    [file] = [path_of(lake) / one for one in table.file_uris()]
+    if harm == "gone":
+        file.unlink()
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:100])
+    elif harm == "changed":
+        table.update(new_values={"key": "'forged'"}, predicate="id = 7")
+    elif harm == "twice":
+        row = table.to_pyarrow_table(filters=[("id", "=", 7)])
+        from deltalake import write_deltalake
+
+        write_deltalake(table, row, mode="append")
+    else:
+        row = table.to_pyarrow_table(filters=[("id", "=", 7)]).to_pylist()[0]
+        log.send([{"id": 7, "message_id": uuid.UUID(row["message_id"])}])
+
+    done = outcome(JobSpec((log.spec,), lake), "verify")
+
+    assert done.exit_code == 4
+    said = json.dumps(done.facts["problems"])
+    words = {
+        "gone": file.name, "cut": file.name, "changed": "batch 1", "twice": "twice",
+        "live": "is in the database, too",
+    }  # fmt: skip
+    assert words[harm] in said
