@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import sqlite3
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ import pyarrow.compute as pc
 from ..schemas import Column, Table
 from .base import schema_of, utc
 
+#: Rows, and bytes of bodies, that leave here together.
 BATCH_ROWS = 20_000
+BATCH_BYTES = 16 << 20
 
 
 class Sqlite:
@@ -95,12 +97,28 @@ def read_rows(
     cursor = connection.execute(
         f"SELECT {selected} FROM {table.relation} t WHERE {where or '1'} ORDER BY t.id"
     )
-    while rows := cursor.fetchmany(BATCH_ROWS):
+    heavy = [place for place, one in enumerate(columns) if one.kind == "bytes"]
+    for rows in _in_batches(cursor, heavy):
         arrays = [
             _array(column, values)
             for column, values in zip(columns, zip(*rows, strict=True), strict=True)
         ]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _in_batches(
+    rows: Iterable[Sequence[Any]], heavy: Sequence[int]
+) -> Iterator[list[Sequence[Any]]]:
+    batch: list[Sequence[Any]] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += sum(len(row[place] or b"") for place in heavy)
+        if len(batch) >= BATCH_ROWS or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _array(column: Column, values: Sequence[Any]) -> pa.Array:
