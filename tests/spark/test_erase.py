@@ -140,7 +140,7 @@ def test_what_is_wrong_with_a_lake_is_named(
     elif harm == "cut":
         file.write_bytes(file.read_bytes()[:100])
     elif harm == "changed":
-        table.update(new_values={"key": "'forged'"}, predicate="id = 7")
+        table.update(updates={"key": "'forged'"}, predicate="id = 7")
     elif harm == "twice":
         row = table.to_pyarrow_table(filters=[("id", "=", 7)])
         from deltalake import write_deltalake
