@@ -18,6 +18,9 @@ INSTALL = 'pip install "django_txmsg[typed]"'
 
 #: A number with a fraction or an exponent, where none is overlooked.
 _FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]|^\s*-?\d")
+_DIGITS = ("max_digits", "decimal_places")
+_NUMBERS = ("int", "float", "decimal", "bool")
+
 _FIELD = re.compile(r"field_name='([^']+)'")
 
 
@@ -80,7 +83,29 @@ class PydanticCodec(Codec):
         return body
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
-        found: dict[str, Any] = self._adapter(annotation).json_schema()
+        from pydantic.json_schema import GenerateJsonSchema
+
+        class Telling(GenerateJsonSchema):
+            """Tells apart what pydantic's own schemas leave alike."""
+
+            def decimal_schema(self, schema: Any) -> Any:
+                found = super().decimal_schema(schema)
+                digits = {k: schema[k] for k in _DIGITS if k in schema}
+                for one in found.get("anyOf", [found]):
+                    one.update({f"x-{k.replace('_', '-')}": digits[k] for k in digits})
+                    if one.get("type") == "string":
+                        one["format"] = "decimal"
+                return found
+
+            def dict_schema(self, schema: Any) -> Any:
+                found = super().dict_schema(schema)
+                keys = schema.get("keys_schema", {}).get("type")
+                if keys in _NUMBERS:
+                    found.setdefault("propertyNames", {"format": keys})
+                return found
+
+        adapter = self._adapter(annotation)
+        found: dict[str, Any] = adapter.json_schema(schema_generator=Telling)
         return found
 
     def _validated(self, adapter: Any, body: bytes) -> Any:

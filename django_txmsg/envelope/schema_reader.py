@@ -14,8 +14,19 @@ Schema = Mapping[str, Any]
 #: Bounds of a value: the greater the narrower, and the smaller the narrower.
 _AT_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _AT_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-#: What has to be the same, where the reader asks for it at all.
-_THE_SAME = ("pattern", "format", "multipleOf", "uniqueItems", "contentEncoding")
+#: What is compared by itself, and what asks for nothing. Of all else that the reader
+#: asks for, the writer has to say the very same.
+_COMPARED = frozenset(
+    {
+        *_AT_LEAST, *_AT_MOST, "$defs", "$ref", "additionalProperties", "allOf",
+        "anyOf", "const", "enum", "items", "oneOf", "prefixItems", "properties",
+        "required", "type",
+        # Nothing is asked for:
+        "$comment", "$id", "$schema", "default", "deprecated", "description",
+        "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
+        "writeOnly",
+    }
+)  # fmt: skip
 
 
 class Fault(NamedTuple):
@@ -106,6 +117,10 @@ class _Comparison:
                 yield Fault(f"{path}.{name}", "unknown field")
             elif isinstance(others, Mapping):
                 yield from self.compare(others, one, f"{path}.{name}")
+        any_name = writer.get("additionalProperties", "properties" not in writer)
+        if any_name is not False and "object" in _types(writer):
+            for name in read.keys() - written.keys():
+                yield from self.compare(read[name], any_name, f"{path}.{name}")
         if isinstance(others, Mapping) and "object" in _types(writer):
             # Fields that are not named are ignored by who writes named ones.
             rest = writer.get("additionalProperties", bool(not written))
@@ -139,8 +154,8 @@ def _bounds(reader: Schema, writer: Schema, path: str) -> Iterator[Fault]:
     for name in _AT_MOST:
         if name in reader and writer.get(name, float("inf")) > reader[name]:
             yield Fault(path, name)
-    for name in _THE_SAME:
-        if name in reader and writer.get(name) != reader[name]:
+    for name in reader:
+        if name not in _COMPARED and writer.get(name) != reader[name]:
             yield Fault(path, name)
 
 

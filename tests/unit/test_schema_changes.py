@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
+import uuid
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Optional
@@ -214,6 +216,10 @@ def test_a_fault_names_the_place() -> None:
         ({"const": 1}, {"enum": [1, 2]}, ["values"]),
         ({"enum": [1]}, {"type": "integer"}, ["values"]),
         ({"type": "string", "format": "date"}, {"type": "string"}, ["format"]),
+        ({"type": "string", "x-new": 1}, {"type": "string"}, ["x-new"]),
+        ({"type": "string", "title": "A"}, {"type": "string"}, []),
+        ({"type": "object", "properties": {"a": {"type": "integer"}}},
+         {"type": "object"}, ["type"]),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"type": "string"},
          ["type"]),
     ],
@@ -222,3 +228,22 @@ def test_where_it_cannot_tell_it_says_no(
     reader: Any, writer: Any, kinds: list[str]
 ) -> None:
     assert [fault.kind for fault in faults(reader, writer)] == kinds
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (str, Decimal),
+        (dt.datetime, Decimal),
+        (Decimal, Annotated[Decimal, Field(max_digits=4, decimal_places=2)]),
+        (str, pydantic.Json[int]),
+        (dict[str, int], dict[int, int]),
+        (dict[str, int], dict[uuid.UUID, int]),
+        (dict[str, int], dict[Literal["a"], int]),
+    ],
+)
+def test_types_that_look_alike_on_the_wire_are_told_apart(old: Any, new: Any) -> None:
+    codec = PydanticCodec()
+    assert faults(codec.schema(new), codec.schema(old))  # type: ignore[arg-type]
+    for one in (old, new):
+        assert faults(codec.schema(one), codec.schema(one)) == []  # type: ignore[arg-type]
