@@ -34,7 +34,9 @@ class Subscription:
 def read(using: str, living: Collection[Worker]) -> list[Subscription]:
     """Return all subscriptions, in one query. `living` are the processes at work: they
     may run stages that are not declared here, as during a deployment."""
-    declared = {one.subscriber for one in all_stages() if one.subscriber}
+    declared = {
+        one.subscriber: one.destination for one in all_stages() if one.subscriber
+    }
     served = {f"{one.service}.{stage}" for one in living for stage in one.stages}
     own = f"{conf.get().SERVICE}."
     found = []
@@ -43,7 +45,10 @@ def read(using: str, living: Collection[Worker]) -> list[Subscription]:
         .order_by("topic", "subscriber")
         .values_list("topic", "subscriber")
     ):
-        used = subscriber in declared or subscriber in served
+        # A stage that was given another topic has left its old subscription behind.
+        used = declared.get(subscriber) == topic or (
+            subscriber not in declared and subscriber in served
+        )
         ours = subscriber.startswith(own)
         found.append(Subscription(topic, subscriber, used, ours and not used))
     return found

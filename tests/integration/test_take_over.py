@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import subprocess
@@ -16,8 +17,13 @@ import amqp
 import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
+from django.utils import timezone
 
 from django_txmsg.envelope.message import Message
+from django_txmsg.management.commands.take_over_outbox_pattern import (
+    Published,
+    Received,
+)
 from django_txmsg.models import InboxMessage, OutboxMessage
 from tests import services
 from tests.faults import wait_until
@@ -130,7 +136,7 @@ def broker(server: StompServer) -> dict[str, Any]:
 def take_over(*arguments: str) -> str:
     said = StringIO()
     try:
-        call_command("take_over_outbox_pattern", *arguments, stdout=said)
+        call_command("take_over_outbox_pattern", *arguments, stdout=said, stderr=said)
     except CommandError as error:
         said.write(str(error))
     return said.getvalue()
@@ -180,6 +186,44 @@ def test_what_is_stored_moves_over_once(theirs: Theirs) -> None:
         put("mails.confirm", b"1", copy | {"dop-msg-id": str(uuid.uuid4())})
         step(stage, 2)
     assert [message.body for message in got] == ["1"]
+
+
+@pytest.fixture
+def published() -> Iterator[Callable[..., None]]:
+    """Store a row as its older releases, bulk_create() or other hands leave it."""
+    models = (Published, Received)
+    with connection.schema_editor() as editor:
+        for model in models:
+            editor.create_model(model)
+    now = timezone.now()
+
+    def store(headers: object, destination: str = "/queue/mails") -> None:
+        Published._base_manager.create(
+            id=uuid.uuid4(), destination=destination, body={}, added=now, status=1,
+            expires_at=now + dt.timedelta(days=1), headers=headers,
+        )  # fmt: skip
+
+    yield store
+    with connection.schema_editor() as editor:
+        for model in models:
+            editor.delete_model(model)
+
+
+def test_headers_that_are_empty_or_cannot_travel(
+    published: Callable[..., None],
+) -> None:
+    for headers in (None, {"dop-correlation-id": None, "a": 1}, ["x"], {"a\nb": "x"}):
+        published(headers)
+    published({}, "/exchange/orders")
+
+    said = take_over()
+
+    assert "Took 3 unsent messages" in said
+    rows = OutboxMessage.objects.all()
+    assert sorted(str(row.headers) for row in rows) == ["{'a': '1'}", "{}", "{}"]
+    assert {row.correlation_id for row in rows} == {""}
+    assert "by destination: /exchange/orders (1)." in said
+    assert "Left where they are: 1. " in said
 
 
 def test_without_its_tables_it_says_where_it_has_looked() -> None:

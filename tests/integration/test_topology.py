@@ -128,6 +128,28 @@ def test_the_subscription_of_a_stage_that_was_renamed_is_found_and_ended() -> No
     assert QueueMessage.objects.count() == 6
 
 
+def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
+    with txmsg():
+        with declared(print, "topic:orders.v1", name="orders") as stage:
+            step(stage)
+        with declared(print, "topic:orders.v2", name="orders") as stage:
+            step(stage)
+            send("topic:orders.v1", 1)
+            found = told("subscriptions", "list").splitlines()
+            with pytest.raises(CommandError, match="it would miss messages"):
+                call_command(
+                    "subscriptions", "remove", "topic:orders.v2", "tests.orders"
+                )
+            told("subscriptions", "remove", "topic:orders.v1", "tests.orders")
+            left = told("subscriptions", "list").splitlines()
+
+    assert found == [
+        "topic:orders.v1 tests.orders: 1 waiting, abandoned",
+        "topic:orders.v2 tests.orders: 0 waiting",
+    ]
+    assert left == ["topic:orders.v2 tests.orders: 0 waiting"]
+
+
 def test_many_messages_of_a_subscription_are_deleted_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

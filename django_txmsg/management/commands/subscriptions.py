@@ -76,9 +76,14 @@ class Command(BaseCommand):
 
     def _remove(self, broker: Broker, topic: str, subscriber: str) -> None:
         using = getattr(broker, "using", None)
-        used = [one.subscriber for one in all_stages() if one.subscriber]
         if using is not None:
-            used += [one.subscriber for one in self._known(using) if one.used]
+            stages = [one for one in all_stages() if one.destination == topic]
+            used = [one.subscriber for one in stages]
+            known = [one for one in self._known(using) if one.topic == topic]
+            used += [one.subscriber for one in known if one.used]
+        else:
+            # A server may have one subscription of a name, whatever the topic.
+            used = [one.subscriber for one in all_stages()]
         if subscriber in used:
             raise CommandError(
                 f"{subscriber!r} is the subscription of a stage that is declared here, "

@@ -19,6 +19,7 @@ from django.db import connections, models, router, transaction
 from django.db.models.functions import Now
 
 from ... import conf, wire
+from ...envelope.message import check_destination
 from ...errors import DuplicateMessage, InvalidMessage
 from ...models import InboxMessage, OutboxMessage
 from ...sending.outbox import send_message
@@ -79,7 +80,9 @@ class Command(BaseCommand):
     )
 
     renamed: dict[str, str]
+    #: By destination, and by what is wrong.
     strange: Counter[str]
+    refused: Counter[str]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--database", metavar="ALIAS")
@@ -105,7 +108,7 @@ class Command(BaseCommand):
             raise CommandError("--rename takes OLD=NEW.")
         require_tables(using)
         self.renamed = dict(one.split("=", 1) for one in options["rename"])
-        self.strange = Counter()
+        self.strange, self.refused = Counter(), Counter()
         tables = connections[using].introspection.table_names()
         found = [m for m in (Published, Received) if m._meta.db_table in tables]
         if not found:
@@ -131,6 +134,8 @@ class Command(BaseCommand):
                 f"{would} {known} id{'s' * (known != 1)} of received messages over "
                 f"into the inbox."
             )
+        for error, count in self.refused.most_common():
+            self.stderr.write(f"Left where they are: {count}. {error}")
         if self.strange:
             names = ", ".join(f"{n} ({c})" for n, c in self.strange.most_common())
             raise CommandError(
@@ -138,6 +143,8 @@ class Command(BaseCommand):
                 f"called here with --rename OLD=NEW; ids that were received there "
                 f"need a stage that consumes it."
             )
+        if self.refused:
+            raise CommandError("Not all of it can be taken over.")
 
     def _send(self, using: str, options: dict[str, Any]) -> tuple[int, int]:
         """Store what is not sent, and mark it as sent, in one transaction a batch."""
@@ -167,21 +174,26 @@ class Command(BaseCommand):
 
     def _store(self, row: Any, using: str, options: dict[str, Any]) -> bool:
         headers = {
-            name: str(value)
-            for name, value in (row.headers or {}).items()
+            name: value
+            for name, value in _headers(row).items()
             if not wire.reserved(name)
         }
         if correlation := headers.get("dop-correlation-id"):
             headers[wire.CORRELATION_ID] = correlation[: wire.MAX_CORRELATION_ID]
         try:
+            destination = check_destination(self._destination(row.destination))
+        except InvalidMessage:
+            self.strange[row.destination] += 1
+            return False
+        try:
             send_message(
-                self._destination(row.destination), row.body, headers=headers,
+                destination, row.body, headers=headers,
                 message_id=row.pk, using=using, broker=options["broker"],
             )  # fmt: skip
         except DuplicateMessage:
             pass  # as after a restored backup of its table
-        except InvalidMessage:
-            self.strange[row.destination] += 1
+        except InvalidMessage as error:
+            self.refused[str(error)] += 1
             return False
         return True
 
@@ -200,7 +212,7 @@ class Command(BaseCommand):
         ):
             noted = []
             for row in rows.filter(pk__in=batch):
-                came = str((row.headers or {}).get("destination", ""))
+                came = _headers(row).get("destination", "")
                 destination = self._destination(came)
                 names = stages.get(destination, [])
                 if not names:
@@ -229,11 +241,15 @@ class Command(BaseCommand):
         return name
 
 
+def _headers(row: Any) -> dict[str, str]:
+    """Return a row's headers as text: JSON holds numbers too, and nothing."""
+    given = row.headers if isinstance(row.headers, dict) else {}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
 def _identity(row: Any, broker: str) -> uuid.UUID:
     """Return the id by which a stage would know a copy of the message."""
-    return wire.others_id(broker, row.headers or {}) or wire.foreign_id(
-        broker, row.msg_id
-    )
+    return wire.others_id(broker, _headers(row)) or wire.foreign_id(broker, row.msg_id)
 
 
 def _batches(ids: list[Any], size: int) -> Iterator[list[Any]]:
