@@ -70,6 +70,8 @@ class IntakeThread:
             recycle(idle=idle, but=but)
             if delivery is None or self._stopping.is_set():
                 continue
+            # As its stage would: redelivered, it is the message that it was.
+            delivery = reading.recognised(delivery)
             if reading.has_identity(delivery) or delivery.problem:
                 self._settle(session, delivery)
             else:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from decimal import Decimal
+from io import StringIO
 from typing import Any
 
 import pytest
+from django.core.management import call_command
 
 from django_txmsg import Message, message_type
+from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.models import DeadLetter, InboxMessage
-from tests.running import committing, declared, put, step
+from tests.running import committing, declared, put, ship, step, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -93,6 +96,23 @@ def test_a_source_and_an_id_are_two_things() -> None:
         step(stage, times=2)
 
     assert len(got) == 2
+
+
+@pytest.mark.parametrize("prefix", ["", "ce-"])
+def test_what_a_broker_gave_up_on_is_the_event_that_it_was(prefix: str) -> None:
+    headers = binary(prefix) if prefix else {"content-type": STRUCTURED}
+    body = DATA.encode() if prefix else structured()
+    with declared(place, "tests.events") as stage:
+        put("tests.dead", body, {**headers, "originalDestination": stage.destination})
+        with txmsg(DEAD_LETTER_DESTINATIONS=["tests.dead"]):
+            Consumer([]).run(once=True)
+        call_command("dead_letters", "redeliver", "--all", stdout=StringIO())
+        ship()
+        put(stage.destination, body, headers)
+        step(stage, times=2)
+
+    ((order, message),) = got  # and what comes late is a copy
+    assert (order, message.key) == (ORDER, "k")
 
 
 @pytest.mark.parametrize(
