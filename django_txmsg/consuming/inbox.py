@@ -116,10 +116,6 @@ def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
     return Interrupted()
 
 
-def _has_identity(arrival: Arrival) -> bool:
-    return reading.has_identity(arrival.delivery)
-
-
 def _adopt(arrival: Arrival) -> Outcome:
     """Give a foreign message an identity that lasts, before anything is done for it:
     it comes again under that one. What the broker does not take back is buried."""

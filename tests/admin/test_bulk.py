@@ -62,7 +62,7 @@ def test_pause_resume_and_cancel(operator: Client) -> None:
     assert LogEntry.objects.count() == 3
     assert bulk.work_batch("default") is None
     again = operator.post(f"{URL}{operation.pk}/resume/", follow=True)
-    assert "already" in again.content.decode()
+    assert "The operation has ended" in again.content.decode()
     operation.refresh_from_db()
     assert operation.state == "cancelled"
 
