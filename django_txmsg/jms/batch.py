@@ -45,16 +45,31 @@ class Receipts:
         self._missing = missing
         self.complete = threading.Event()
 
-    def pending(self, what: str, timeout: float, index: int) -> Pending:
-        """Make the pending frame of one message; the last outcome wakes the sender."""
+    def take(self, index: int, outcome: MessagingError | None) -> None:
+        """Take one message's outcome; the last one wakes the sender."""
+        self._outcomes[index] = outcome
+        self._missing -= 1
+        if not self._missing:
+            self.complete.set()
 
-        def settled(pending: Pending) -> None:
-            self._outcomes[index] = pending.error
-            self._missing -= 1
-            if not self._missing:
-                self.complete.set()
 
-        return Pending(what, timeout, settled, is_send=True)
+class _OfMany(Pending):
+    """The send of one message of many."""
+
+    __slots__ = ("_index", "_receipts")
+
+    is_send = True
+
+    def __init__(
+        self, what: str, timeout: float, receipts: Receipts, index: int
+    ) -> None:
+        """Hand the outcome to the receipts."""
+        super().__init__(what, timeout)
+        self._receipts = receipts
+        self._index = index
+
+    def on_settled(self) -> None:
+        self._receipts.take(self._index, self.error)
 
 
 def send(
@@ -164,7 +179,7 @@ def _with_receipts(
     entries = []
     for index, one in part:
         what = f"message {one.provided.message_id}"
-        entry = receipts.pending(what, timeout, index)
+        entry = _OfMany(what, timeout, receipts, index)
         entry.receipt = link.ledger.new_receipt()
         entries.append((one.frame(entry.receipt), entry))
     with link.lock, link.whole:

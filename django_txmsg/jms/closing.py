@@ -48,5 +48,10 @@ class Whole:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and not isinstance(error, MessagingError):
+        if error is not None:
+            self.broken_by(error)
+
+    def broken_by(self, error: BaseException) -> None:
+        """End the link if this is no answer of its own."""
+        if not isinstance(error, MessagingError):
             self._lose(f"a send was interrupted by {error!r}")

@@ -136,7 +136,7 @@ class CompletionFuture(Future["Message"]):
         return self._withdraw() and super().cancel()
 
     def _refuse_own_callback(self) -> None:
-        if not self.done() and is_running_for(self._session):
+        if is_running_for(self._session) and not self.done():
             raise IllegalStateError(
                 "A completion callback waits for a later send of its own session, "
                 "whose callback cannot run before this one returns."

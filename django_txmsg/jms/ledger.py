@@ -35,6 +35,11 @@ class State(IntEnum):
     CANCELLED = 5
 
 
+# An attribute of an Enum is slow to look up, and each send needs these many times.
+QUEUED, ON_WIRE, ACKED = State.QUEUED, State.ON_WIRE, State.ACKED
+CANCELLED = State.CANCELLED
+
+
 class Owner(Protocol):
     """A transaction, as far as its frames' answers concern it."""
 
@@ -50,34 +55,27 @@ class Owner(Protocol):
 
 
 class Pending:
-    """A frame with a receipt, and who is told what came of it."""
+    """A frame with a receipt. A subclass is told what came of it; it is no callback
+    of the object's own, a circle that each send would leave to the garbage collector.
+    """
 
     __slots__ = (
-        "deadline", "error", "is_send", "on_settled", "owner", "receipt", "sequence",
-        "since", "state", "timeout", "what", "written",
+        "deadline", "error", "owner", "receipt", "sequence", "since", "state",
+        "timeout", "what", "written",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        what: str,
-        timeout: float,
-        on_settled: Callable[[Pending], None],
-        *,
-        is_send: bool = False,
-        owner: Owner | None = None,
-    ) -> None:
+    #: Whether it carries a message, which decides the class of its error.
+    is_send = False
+
+    def __init__(self, what: str, timeout: float, owner: Owner | None = None) -> None:
         """``what``: for error texts. ``timeout``: seconds from its queuing on.
-        ``on_settled`` is called once, with the lock held: no I/O, no user code.
-        ``is_send``: whether it carries a message, which decides the class of its
-        error. ``owner``: its transaction, if any."""
+        ``owner``: its transaction, if any."""
         self.what = what
         self.timeout = timeout
-        self.on_settled = on_settled
-        self.is_send = is_send
         self.owner = owner
         self.since = 0.0
         self.deadline = float("inf")
-        self.state = State.QUEUED
+        self.state = QUEUED
         self.error: MessagingError | None = None
         self.receipt = b""
         self.sequence = 0
@@ -87,7 +85,10 @@ class Pending:
     @property
     def settled(self) -> bool:
         """Whether it has its outcome."""
-        return self.state >= State.ACKED
+        return self.state >= ACKED
+
+    def on_settled(self) -> None:
+        """Learn the outcome, once, with the lock held: no I/O, no user code."""
 
 
 class Ledger:
@@ -128,7 +129,8 @@ class Ledger:
         entry.deadline = now + entry.timeout
         entry.sequence = self._sequence
         self.open[entry.receipt] = entry
-        self.next_deadline = min(self.next_deadline, entry.deadline)
+        if entry.deadline < self.next_deadline:
+            self.next_deadline = entry.deadline
 
     def note_loose(self, owner: Owner | None = None) -> None:
         """Enter a frame, or frames of one owner, that ask for no receipt."""
@@ -141,13 +143,13 @@ class Ledger:
         self, entry: Pending, state: State, error: MessagingError | None
     ) -> bool:
         """Give the entry its outcome, unless it has one: the only place that does."""
-        if entry.settled:
+        if entry.state >= ACKED:
             return False
         self.open.pop(entry.receipt, None)
-        entry.written = entry.state is not State.QUEUED
+        entry.written = entry.state is not QUEUED
         entry.state = state
         entry.error = error
-        entry.on_settled(entry)
+        entry.on_settled()
         return True
 
     def receipt(self, receipt: bytes) -> None:
@@ -159,7 +161,7 @@ class Ledger:
         self.timeouts_in_a_row, self.answered = 0, True
         while self._loose and self._loose[0][0] < entry.sequence:
             self._loose.popleft()
-        self.settle(entry, State.ACKED, None)
+        self.settle(entry, ACKED, None)
 
     def error(
         self, receipt: str, said: str, *, names_receipts: bool, blames: bool = True

@@ -24,20 +24,14 @@ class Request(Pending):
     __slots__ = ("_answered", "_link")
 
     def __init__(
-        self,
-        link: Link,
-        what: str,
-        timeout: float,
-        *,
-        is_send: bool = False,
-        owner: Owner | None = None,
+        self, link: Link, what: str, timeout: float, owner: Owner | None = None
     ) -> None:
         """Describe the frame for error texts."""
-        super().__init__(what, timeout, self.answer, is_send=is_send, owner=owner)
+        super().__init__(what, timeout, owner)
         self._link = link
         self._answered = threading.Event()
 
-    def answer(self, _: Pending) -> None:
+    def on_settled(self) -> None:
         """Wake the waiting thread."""
         self._answered.set()
 

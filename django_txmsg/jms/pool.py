@@ -19,6 +19,7 @@ logger = logging.getLogger("django_txmsg.jms.pool")
 #: Seconds a process that ends gives its outstanding sends.
 EXIT_BUDGET = 2.0
 _this_thread = threading.local()
+_NOT_OF_A_POOL = contextlib.nullcontext()
 
 
 class CompletionPool:
@@ -98,20 +99,20 @@ class CompletionPool:
         if threads > 0:
             self.start_thread()
 
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[None]:
+        self._lend(1)
+        try:
+            yield
+        finally:
+            self._lend(-1)
 
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
+
+def waiting() -> contextlib.AbstractContextManager[None]:
     """Let another thread take this one's place while a callback waits for callbacks:
     as many of them as there are threads might wait for each other."""
     pool: CompletionPool | None = getattr(_this_thread, "pool", None)
-    if pool is None:
-        yield
-        return
-    pool._lend(1)
-    try:
-        yield
-    finally:
-        pool._lend(-1)
+    return _NOT_OF_A_POOL if pool is None else pool._lent()
 
 
 def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:

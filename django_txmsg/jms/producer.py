@@ -8,6 +8,8 @@ afterwards is not sent.
 
 from __future__ import annotations
 
+from functools import partial
+
 from . import completion, restrictions
 from . import destination as destinations
 from .closing import Closing
@@ -21,11 +23,9 @@ from .errors import (
     UnsupportedOperationError,
     WindowFullError,
 )
-from .ledger import Pending, State
-from .link import Request
 from .message import Message
 from .sending import SendingSession
-from .sends import Callback
+from .sends import ToldSend, WaitedSend
 
 
 class MessageProducer(Closing):
@@ -70,22 +70,20 @@ class MessageProducer(Closing):
         if session.transacted:
             self._send_in_transaction(message, encoded, what, for_room)
             return
-        request = Request(link, what, for_receipt, is_send=True)
-        request.receipt = link.ledger.new_receipt()
-        frame = encoded.frame(request.receipt)
-
-        def settled(pending: Pending) -> None:
-            session.sends.release(encoded.size)
-            request.answer(pending)
-
-        request.on_settled = settled
+        sends = session.sends
+        send = WaitedSend(link, what, for_receipt, sends, encoded.size)
+        send.receipt = link.ledger.new_receipt()
+        frame = encoded.frame(send.receipt)
         with link.lock:
             self._wait_for_room(message, encoded, for_room, told=False)
-            with link.whole:
-                session.sends.take(encoded.size)
-                link.put(frame, request, at_once=True)
+            try:  # link.whole, at less cost
+                sends.take(encoded.size)
+                link.put(frame, send, at_once=True)
                 message._provided = encoded.provided
-        request.wait()
+            except BaseException as error:
+                link.whole.broken_by(error)
+                raise
+        send.wait()
 
     def send_async(
         self,
@@ -117,8 +115,8 @@ class MessageProducer(Closing):
         """Like ``send_async``, with a future that can be waited for or awaited."""
         future = CompletionFuture(self.session)
         self._check_place()
-        pending = self._send_told(message, future, destination, delivery, timeout)
-        future._withdraw = lambda: self._withdraw(pending, message)
+        send = self._send_told(message, future, destination, delivery, timeout)
+        future._withdraw = send.withdraw
         return future
 
     # -- how ----------------------------------------------------------------------
@@ -130,44 +128,30 @@ class MessageProducer(Closing):
         destination: str | Destination | None,
         delivery: Delivery | None,
         timeout: float | None,
-    ) -> Pending:
+    ) -> ToldSend:
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
         what = f"message {encoded.provided.message_id}"
         for_room, for_receipt = self._timeouts(timeout)
-
-        def settled(pending: Pending) -> None:
-            session.sends.release(encoded.size)
-            if pending.error is not None and pending.owner is not None:
-                pending.owner.fail(pending.error)
-            session.sends.completed()
-
-        pending = Pending(what, for_receipt, settled, is_send=True)
-        pending.receipt = link.ledger.new_receipt()
-        scope = (link, session, self)
-        callback = Callback(pending, message, listener, encoded.size, scope)
+        sends, size, scope = session.sends, encoded.size, (link, session, self)
+        send = ToldSend(what, for_receipt, sends, message, listener, size, scope)
+        send.receipt = link.ledger.new_receipt()
         with link.lock:
             self._wait_for_room(message, encoded, for_room, told=True)
-            with link.whole:
-                session.sends.take(encoded.size)
+            try:
+                sends.take(size)
                 if not session.transacted:
-                    link.put(encoded.frame(pending.receipt), pending)
+                    link.put(encoded.frame(send.receipt), send)
                 else:
-                    self._put_in_transaction(encoded, what, pending)
+                    self._put_in_transaction(encoded, what, send)
                 message._in_flight = True
                 message._provided = encoded.provided
                 # In the ledger it is by now, so it will be settled and told.
-                self._last = session.sends.enqueue(callback)
-        return pending
-
-    def _withdraw(self, pending: Pending, message: Message) -> bool:
-        """Cancel a send, if its frame has not been taken for writing."""
-        link = self.session.link
-        with link.lock:
-            if pending.state is not State.QUEUED or pending.owner is not None:
-                return False
-            message._in_flight = False
-            return link.ledger.settle(pending, State.CANCELLED, None)
+                self._last = sends.enqueue(send)
+            except BaseException as error:
+                link.whole.broken_by(error)
+                raise
+        return send
 
     def _send_in_transaction(
         self, message: Message, encoded: Encoded, what: str, for_room: float
@@ -186,7 +170,7 @@ class MessageProducer(Closing):
                 message._provided = encoded.provided
 
     def _put_in_transaction(
-        self, encoded: Encoded, what: str, told: Pending | None
+        self, encoded: Encoded, what: str, told: ToldSend | None
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
@@ -213,16 +197,19 @@ class MessageProducer(Closing):
     def _wait_for_room(
         self, message: Message, encoded: Encoded, seconds: float, *, told: bool
     ) -> None:
-        def check() -> None:
-            self._check_accepts(message)
-
-        check()
-        self.session.sends.wait_for_room(encoded.size, seconds, check, told=told)
+        self._check_accepts(message)
+        sends = self.session.sends
+        if not sends.has_room(encoded.size, told=told):
+            check = partial(self._check_accepts, message)
+            sends.wait_for_room(encoded.size, seconds, check, told=told)
 
     def _timeouts(self, timeout: float | None) -> tuple[float, float]:
         """Return the seconds to wait for room, and for the receipt from then on."""
-        seconds = self.session.link.seconds(timeout or None)
-        return 0.0 if timeout == 0 else seconds, seconds
+        if timeout is not None:
+            seconds = self.session.link.seconds(timeout or None)
+            return 0.0 if timeout == 0 else seconds, seconds
+        seconds = self.session.link.options.send_timeout
+        return seconds, seconds
 
     def _check_place(self) -> None:
         options = self.session.link.options
@@ -264,7 +251,11 @@ class MessageProducer(Closing):
         self.session.check_open()
 
     def _check_accepts(self, message: Message) -> None:
-        self._check_open()
+        session = self.session
+        link = session.link
+        # Once more, since another thread may have closed it; not what cannot change.
+        if self._closed or session.closing or link.closed or link.error is not None:
+            self._check_open()
         if message._in_flight:
             raise MessageNotAccessibleError(
                 "This message is in flight already. Send another Message object, or "

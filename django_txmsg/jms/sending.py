@@ -35,7 +35,8 @@ class SendingSession(Closing):
         self.transacted = transacted
         self.max_in_flight = max_in_flight or options.max_in_flight
         self.sends = Sends(link, self.max_in_flight, options.max_in_flight_bytes)
-        self._closing = False
+        #: Whether it accepts no more sends.
+        self.closing = False
         self._addresses: dict[Destination, bytes] = {}
         self._transaction: Transaction | None = None
         # Held by who commits or rolls back.
@@ -45,7 +46,7 @@ class SendingSession(Closing):
 
     def check_open(self) -> None:
         """Raise ``IllegalStateError``, or the error the connection failed with."""
-        if self._closing:
+        if self.closing:
             raise IllegalStateError("The session is closed.")
         self.link.check_alive()
 

@@ -276,7 +276,7 @@ class Session(SendingSession):
         """Accept no more sends."""
         if not self.link.inherited:
             self.refuse_own("close")
-        self._closing = True
+        self.closing = True
 
     def close(self) -> None:
         """Wait for outstanding sends and their callbacks, then end.

@@ -26,6 +26,22 @@ from .message import Message
 _REASON_SECONDS = 0.5
 
 
+class Confirm(Pending):
+    """A send whose receipt comes only after COMMIT (RabbitMQ)."""
+
+    __slots__ = ("_transaction",)
+
+    is_send = True
+
+    def __init__(self, what: str, transaction: Transaction) -> None:
+        """Belong to the transaction; its time begins with COMMIT."""
+        super().__init__(what, float("inf"), transaction)
+        self._transaction = transaction
+
+    def on_settled(self) -> None:
+        self._transaction.confirmed(self)
+
+
 class Transaction:
     """Begun with its first frame, ended by ``commit`` or ``abort``."""
 
@@ -82,13 +98,13 @@ class Transaction:
 
     def new_confirm(self, what: str) -> Pending:
         """Make the pending frame of a send whose receipt comes only after COMMIT."""
-        # Its time begins with COMMIT.
-        confirm = Pending(what, float("inf"), self._confirmed, is_send=True, owner=self)
+        confirm = Confirm(what, self)
         confirm.receipt = self.link.ledger.new_receipt()
         self.confirms.add(confirm)
         return confirm
 
-    def _confirmed(self, confirm: Pending) -> None:
+    def confirmed(self, confirm: Pending) -> None:
+        """Take a confirm's outcome."""
         self.confirms.discard(confirm)
         if confirm.error is not None:
             self.fail(confirm.error)

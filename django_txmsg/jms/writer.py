@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from .ledger import Ledger, Pending, State
+from .ledger import ON_WIRE, QUEUED, Ledger, Pending
 from .options import Options
 from .transport import Transport
 
@@ -76,10 +76,10 @@ class Writer:
         written = 0
         if self._idle and not self._queue:
             # It may be out before the next line, and so may its answer.
-            entry.state = State.ON_WIRE
+            entry.state = ON_WIRE
             written = self._transport.write_some(data)
             if not written:
-                entry.state = State.QUEUED
+                entry.state = QUEUED
         if not written:
             self.put(data, entry)
         elif written < len(data):
@@ -151,9 +151,9 @@ class Writer:
             data, entry = queue.popleft()
             self.queued_bytes -= len(data)
             if entry is not None:
-                if entry.state is not State.QUEUED:
+                if entry.state is not QUEUED:
                     continue  # cancelled, or its deadline passed while it waited
-                entry.state = State.ON_WIRE
+                entry.state = ON_WIRE
             parts.append(data)
             size += len(data)
         self._room.notify_all()

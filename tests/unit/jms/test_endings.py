@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from django_txmsg import jms
+from django_txmsg.jms.ledger import Pending
 from django_txmsg.jms.pool import CompletionPool
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
@@ -278,3 +279,29 @@ def test_a_property_of_a_producer_is_not_written_into_a_message(
     assert broker.received("SEND")[0]["colour"] == "red"
     assert message.headers == {}
     assert producer.set_async(listener).get_async() is listener
+
+
+@pytest.mark.parametrize("how", ["send", "send_async", "submit"])
+def test_a_send_leaves_nothing_to_the_garbage_collector(
+    producer: jms.MessageProducer, how: str
+) -> None:
+    def send() -> None:
+        if how == "send":
+            producer.send(jms.Message("x"))
+        elif how == "send_async":
+            producer.send_async(jms.Message("x"), Listener())
+        else:
+            producer.submit(jms.Message("x")).result(30)
+
+    def kept() -> list[object]:
+        return [one for one in gc.get_objects() if isinstance(one, Pending)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(kept())
+        for _ in range(10):
+            send()
+        wait_until(lambda: len(kept()) <= before)
+    finally:
+        gc.enable()

@@ -124,10 +124,10 @@ class Counted(Pending):
     __slots__ = ("told",)
 
     def __init__(self, number: int, timeout: float) -> None:
-        super().__init__(f"entry {number}", timeout, self.count)
+        super().__init__(f"entry {number}", timeout)
         self.told = 0
 
-    def count(self, _: Pending) -> None:
+    def on_settled(self) -> None:
         self.told += 1
 
 
