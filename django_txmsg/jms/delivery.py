@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -26,6 +25,9 @@ from .message import (
 )
 
 _MILLISECOND = timedelta(milliseconds=1)
+#: The fixed bits of a random UUID, its version and its variant, and the others.
+_VERSION_4 = 4 << 76 | 0b10 << 62
+_RANDOM_BITS = ~(0xF << 76 | 0b11 << 62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def new_id() -> str:
-    """Make a random UUID without the system call that `uuid4` pays for each."""
-    return str(uuid.UUID(int=_random.getrandbits(128), version=4))
+    """Make a random UUID without the system call, and the objects, of `uuid4`."""
+    digits = "%032x" % (_random.getrandbits(128) & _RANDOM_BITS | _VERSION_4)
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 class Encoded:
