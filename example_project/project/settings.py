@@ -10,14 +10,14 @@ from pathlib import Path
 
 import environ
 
-HERE = Path(__file__).resolve().parent.parent
+BASE_DIR = Path(__file__).resolve().parent.parent
 env = environ.Env()
 
 DEBUG = env.bool("DEBUG", default=True)
 SECRET_KEY = env("SECRET_KEY", default="for a demonstration only")
 ALLOWED_HOSTS = env.list("ALLOWED_HOSTS", default=["localhost", "127.0.0.1", "[::1]"])
 
-DATABASES = {"default": env.db("DATABASE_URL", f"sqlite:///{HERE / 'db.sqlite3'}")}
+DATABASES = {"default": env.db("DATABASE_URL", f"sqlite:///{BASE_DIR / 'db.sqlite3'}")}
 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
     # Web, relay and consumers write side by side: they queue for the lock.
     DATABASES["default"]["OPTIONS"] = {
@@ -62,7 +62,7 @@ WSGI_APPLICATION = "project.wsgi.application"
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "DIRS": [HERE / "templates"],
+        "DIRS": [BASE_DIR / "templates"],
         "APP_DIRS": True,
         "OPTIONS": {
             "context_processors": [
@@ -74,7 +74,7 @@ TEMPLATES = [
     }
 ]
 STATIC_URL = "static/"
-STATICFILES_DIRS = [HERE / "static"]
+STATICFILES_DIRS = [BASE_DIR / "static"]
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 USE_TZ = True
 TIME_ZONE = "UTC"
