@@ -121,7 +121,7 @@ def tried(attempts: str, error: str) -> SafeString:
 def size(count: int) -> str:
     """Return a number of bytes in words."""
     if count < 1024:
-        return f"{count} bytes"
+        return f"{count} byte{'s' * (count != 1)}"
     if count < 1024 * 1024:
         return f"{count / 1024:.1f} KiB"
     return f"{count / 1024 / 1024:.1f} MiB"

@@ -26,7 +26,7 @@ from ..stages import Stage
 from .outcomes import Arrival, Processed
 from .transaction import StageTransaction, guarded
 
-#: Watched under this name since the dangerous window was measured where it was read.
+#: Not named after this module: log configurations watch the name that it has had.
 log = logging.getLogger("django_txmsg.arrival")
 
 #: Seconds in a handler from which on a row marked before it is marked again after it,

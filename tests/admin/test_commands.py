@@ -95,10 +95,12 @@ def test_restore_opens_what_was_discarded() -> None:
 
 def test_a_dry_run_says_how_many_and_does_nothing() -> None:
     factories.DeadLetterFactory.create_batch(3, created_at=factories.ago(days=2))
-    factories.DeadLetterFactory()
+    fresh = factories.DeadLetterFactory()
 
     text = run("dead_letters", "redeliver", "--older-than", "1d", "--dry-run")
     assert text == "Would redeliver 3 dead letters.\n"
+    text = run("dead_letters", "redeliver", str(fresh.pk), "--dry-run")
+    assert text == "Would redeliver 1 dead letter.\n"
     facts = as_json("dead_letters", "discard", "--all", "--dry-run")
     assert facts["matching"] == 4
     assert not OutboxMessage.objects.exists()

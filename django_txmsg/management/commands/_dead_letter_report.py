@@ -92,7 +92,7 @@ class Report:
         if self._as_json:
             self._print({"action": action, "matching": count, "dry_run": True})
             return
-        self._out.write(f"Would {action} {count} dead letters.")
+        self._out.write(f"Would {action} {count} dead letter{'s' * (count != 1)}.")
 
     def operation(self, operation: BulkOperation) -> None:
         """Print what an operation has done."""
