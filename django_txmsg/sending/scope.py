@@ -30,7 +30,9 @@ class Scope:
     counts the messages stored, by database alias, and `transactions` has the ids of the
     transactions they are in, where databases tell. `join`, when set, is called before
     each INSERT on `using`, and says as which session's the rows are stored; `newest` is
-    when the last of them was, by the database's clock.
+    when the last of them was, by the database's clock. `ended` says that it is over: code
+    that outlives it, as a task of an async view may, has taken it along in its context,
+    and what that code sends is not of this scope.
     """
 
     session_id: uuid.UUID
@@ -44,6 +46,7 @@ class Scope:
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     join: Callable[[], uuid.UUID] | None = None
     newest: dt.datetime | None = None
+    ended: bool = False
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)
@@ -53,7 +56,8 @@ _inside: set[int] = set()
 
 def current_scope() -> Scope | None:
     """Return the scope that messages sent now would belong to."""
-    return _scope.get()
+    scope = _scope.get()
+    return None if scope is None or scope.ended else scope
 
 
 def enter_scope(entered: Scope | None) -> Scope | None:
@@ -76,6 +80,7 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
     finally:
         _inside.discard(threading.get_ident())
         _scope.reset(token)
+        entered.ended = True
 
 
 def handlers_running() -> int:

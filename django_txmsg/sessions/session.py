@@ -158,6 +158,8 @@ class OutboxSession:
 
     def _end(self, outcome: str, error: BaseException | None) -> None:
         self._ended = True
+        if self._scope is not None:
+            self._scope.ended = True
         enter_scope(self._outer)
         try:
             self._block.exit(error)

@@ -1,0 +1,62 @@
+"""Code that outlives its session or stage, as a task of an async view may, has taken
+its context along: what it sends then is its own transaction's affair."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from django.db import transaction
+
+from django_txmsg import Message, outbox_session, send_message
+from django_txmsg.models import OutboxMessage
+from tests.running import committing, declared, send, ship, step
+
+pytestmark = committing
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_wrong(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.ERROR):
+        yield
+    assert not caplog.records
+
+
+def later() -> Message:
+    """Send in a transaction; tell that it was stored before the commit."""
+    with transaction.atomic():
+        message = send_message("tests.later", None)
+        assert OutboxMessage.objects.filter(message_id=message.id).exists()
+    return message
+
+
+@pytest.mark.parametrize("stores", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_outlives_a_session_is_not_in_it(stores: bool, fails: bool) -> None:
+    with suppress(LookupError), outbox_session() as session:
+        if stores:
+            send_message("tests.q", "in the session")
+        taken_along = contextvars.copy_context()
+        if fails:
+            raise LookupError
+
+    message = taken_along.run(later)
+    assert OutboxMessage.objects.get(message_id=message.id).session_id != session.id
+
+
+@pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc", "broker_only"])
+def test_what_outlives_a_stage_is_not_in_it(mode: str) -> None:
+    taken_along: list[contextvars.Context] = []
+
+    def handler(message: Message) -> None:
+        taken_along.append(contextvars.copy_context())
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        ship()
+        step(stage)
+
+    assert taken_along[0].run(later).correlation_id is None
