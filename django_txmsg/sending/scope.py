@@ -30,9 +30,9 @@ class Scope:
     counts the messages stored, by database alias, and `transactions` has the ids of the
     transactions they are in, where databases tell. `join`, when set, is called before
     each INSERT on `using`, and says as which session's the rows are stored; `newest` is
-    when the last of them was, by the database's clock. `ended` says that it is over: code
-    that outlives it, as a task of an async view may, has taken it along in its context,
-    and what that code sends is not of this scope.
+    when the last of them was, by the database's clock. `ended` says that it is over:
+    code that outlives it, as an async view's task may, has taken it along in its
+    context, and what is sent there is not of this scope.
     """
 
     session_id: uuid.UUID

@@ -13,14 +13,14 @@ from django.db import transaction
 
 from django_txmsg import Message, outbox_session, send_message
 from django_txmsg.models import OutboxMessage
-from tests.running import committing, declared, send, ship, step
+from tests.running import committing, declared, send, ship, step, txmsg
 
 pytestmark = committing
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_wrong(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level(logging.ERROR):
+    with txmsg(DISPATCH_ON_COMMIT="off"), caplog.at_level(logging.ERROR):
         yield
     assert not caplog.records
 
