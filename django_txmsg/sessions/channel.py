@@ -149,7 +149,11 @@ class Channel:
                 daemon=True,
             )
             with self._lock:
-                aside.start()
+                try:
+                    aside.start()
+                except RuntimeError as error:
+                    # No thread to be had, or the process ends.
+                    raise BrokerUnavailable(f"cannot connect: {error}") from error
                 self.leader = aside
 
     def _send_aside(self, group: list[_Sending]) -> None:
@@ -240,7 +244,8 @@ def _unproven(outcome: BrokerError | None) -> bool:
 def _close_aside(session: Session) -> None:
     """Close without making the request wait for a broker that does not answer."""
     name = "txmsg-control-close"
-    threading.Thread(target=session.close, name=name, daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread to be had: as the process ends
+        threading.Thread(target=session.close, name=name, daemon=True).start()
 
 
 _channels: dict[str, Channel] = {}

@@ -122,9 +122,15 @@ class Groups:
             if group is None or self._opening or not 0 < group.closes - now < LEAD:
                 return
             self._opening = True
-        threading.Thread(
+        thread = threading.Thread(
             target=self._open_next, name="txmsg-control-group", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # No thread to be had, or the process ends: a session opens the next one.
+            self._opening = False
+            log.info("no control group is opened on %r: %s", self.using, error)
 
     def _open_next(self) -> None:
         try:

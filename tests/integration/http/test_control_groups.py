@@ -216,6 +216,39 @@ def test_under_traffic_nobody_waits_for_a_receipt(grouped, heard) -> None:
     assert senders.count(mine) < len(senders) / 2
 
 
+def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -> None:
+    monkeypatch.setattr(group, "LEAD", 60.0)  # so that each session would open the next
+    store("opens")
+    refused: list[str] = []
+
+    def start(thread: threading.Thread) -> None:
+        refused.append(thread.name)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        wait_until(lambda: store() is None and "txmsg-control-group" in refused)
+        store()
+        # One that has to connect meanwhile is as one without a broker.
+        channel.close_channels()
+        group._groups.clear()
+        store()
+    assert "txmsg-control-connect" in refused
+    assert [one["outcome"] for one in heard["sent"]][-1] == "failed"
+    wait_until(lambda: store() is None and heard["sent"][-1]["outcome"] == "sent")
+    # Nothing is left behind that keeps the next one from being opened beside them.
+    names: set[str] = set()
+
+    def note(**_: Any) -> None:
+        names.add(threading.current_thread().name)
+
+    signals.control_message_sent.connect(note)
+    try:
+        wait_until(lambda: store() is None and "txmsg-control-group" in names)
+    finally:
+        signals.control_message_sent.disconnect(note)
+
+
 def test_without_a_group_settings_decide_what_an_outage_means(
     settings_for, proxy, heard
 ) -> None:
