@@ -109,9 +109,10 @@ def test_a_worker_that_was_stopped_says_so(command: str, world: World) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_stops_at_once(number: signal.Signals, world: World) -> None:
+    """Also where the main thread's heartbeat waits for the handler's lock (SQLite)."""
     world.script["hold_at"] = 2
     world.dispatch()
-    world.start("consume")
+    world.start("consume", CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})
     world.waiting("in the handler")
     world.process.process.send_signal(number)
     world.waiting("Stopping")

@@ -8,10 +8,12 @@ Other processes take over what this one leaves unfinished.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,7 @@ log = logging.getLogger("django_txmsg.worker")
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Busy(Protocol):
@@ -53,6 +56,9 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         return
     seen = False
     ended = threading.Event()
+    heard, hears = socket.socketpair()
+    heard.setblocking(False)
+    hears.setblocking(False)
 
     def handle(number: int, frame: object) -> None:
         nonlocal seen
@@ -62,25 +68,35 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         stderr.write(
             "Stopping after the messages in progress. Press Ctrl-C again to quit now."
         )
-        threading.Thread(target=_insist, args=(ended, stderr), daemon=True).start()
+        insisting = (ended, heard, stderr)
+        threading.Thread(target=_insist, args=insisting, daemon=True).start()
         stop()
 
-    before = {
-        number: signal.signal(number, handle)
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    # A main thread that waits for a lock of the database runs no handler until it has
+    # it; the number of each signal is written here at once.
+    fd_before = signal.set_wakeup_fd(hears.fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
         ended.set()
+        signal.set_wakeup_fd(fd_before)
         for number, handler in before.items():
             signal.signal(number, handler)
+        hears.close()
+        heard.close()
 
 
-def _insist(ended: threading.Event, stderr: Any) -> None:
-    """End the process when nothing but an answer that does not come keeps it."""
-    since = time.monotonic()
+def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
+    """End the process on the second signal, and when nothing but an answer that does
+    not come keeps it."""
+    since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
+        with contextlib.suppress(OSError):  # nothing to read
+            numbers = [number for number in heard.recv(64) if number in _SIGNALS]
+            signals += len(numbers)
+            if signals > 1:
+                os._exit(128 + numbers[-1])
         if handlers_running():
             since = time.monotonic()
         elif time.monotonic() - since > PATIENCE:
