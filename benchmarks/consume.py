@@ -9,6 +9,7 @@ import argparse
 import threading
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from . import stand
@@ -51,6 +52,10 @@ def main() -> None:
             count, transaction="best_effort_1pc"
         ),
     }
+    if options.broker == "rabbitmq":
+        contenders["outbox, beside a stage that may not subscribe"] = lambda: consume(
+            count, beside="/exchange/nobody/declares"
+        )
     if options.peer:
         contenders["django-outbox-pattern 3.2.1"] = lambda: stand.peer(
             "consume", broker.url(), min(count, 500)
@@ -104,9 +109,11 @@ def consume(
     concurrency: int = 1,
     handler: Any = handler,
     body: bytes = b'{"n": 1, "text": "%s"}' % (b"x" * 270),
+    beside: str = "",
     **stage: Any,
 ) -> float:
-    """Return the rate at which `count` waiting messages are consumed."""
+    """Return the rate at which `count` waiting messages are consumed, `beside` a stage
+    of this destination."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
@@ -139,7 +146,8 @@ def consume(
         concurrency=concurrency,
         **stage,
     )
-    consumer = Consumer([declared])
+    others = [replace(declared, name=beside, destination=beside)] if beside else []
+    consumer = Consumer([declared, *others])
     thread = threading.Thread(target=consumer.run)
     thread.start()
     while consumer.handled < count * 0.05:

@@ -21,7 +21,8 @@ from ..models.outbox_store import NewMessage
 
 @dataclass
 class Scope:
-    """What the messages sent in this context belong to: an HTTP session or a stage.
+    """What the messages sent in this context belong to: a session, as
+    `sessions/session.py` makes it, or a stage's attempt (`consuming/attempt.py`).
 
     `cause` is the message that a stage processes; its own messages get ids derived
     from it. `enlist`, when set, takes messages into the broker's transaction instead
