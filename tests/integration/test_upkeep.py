@@ -63,14 +63,24 @@ def alone(stage: Stage) -> Iterator[StageThread]:
         crew.join()
 
 
+#: The server's processes that an earlier test has left: no affair of this one.
+_left: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def what_was_there(transactional_db: None) -> None:
+    _left.clear()
+    _left.update(backends())
+
+
 def backends() -> set[int]:
-    """Return the server's processes that serve anybody but us."""
+    """Return the server's processes of this test that serve anybody but us."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"
             " AND pid <> pg_backend_pid()"
         )
-        return {pid for (pid,) in cursor.fetchall()}
+        return {pid for (pid,) in cursor.fetchall()} - _left
 
 
 def effect(message: Message) -> None:
