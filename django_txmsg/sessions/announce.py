@@ -20,7 +20,7 @@ from ..envelope.message import new_id
 from ..errors import BrokerError, CommitTimedOut
 from ..models import SessionRecord
 from . import commit_status
-from .channel import control_channel
+from .channels import control_channel
 from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control")

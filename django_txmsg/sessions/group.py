@@ -28,7 +28,7 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
 from . import announce, commit_status, group_lock
-from .channel import control_channel
+from .channels import control_channel
 
 log = logging.getLogger("django_txmsg.control")
 

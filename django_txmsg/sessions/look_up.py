@@ -10,16 +10,13 @@ from __future__ import annotations
 import datetime as dt
 import logging
 import threading
-import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from django.db.models import Count, Q
 from django.db.models.functions import Now
-from django.utils import timezone
 
 from .. import conf, signals
 from ..brokers.base import Delivery
@@ -31,6 +28,7 @@ from ..upkeep import outage
 from . import commit_status, group_lock
 from .commit_status import Verdict
 from .control_message import ControlMessage
+from .look import Look, forget, remember
 
 log = logging.getLogger("django_txmsg.control")
 
@@ -40,11 +38,6 @@ LOOK_EVERY = 0.2
 #: Seconds between looks at a group of sessions, and those that their own processes have
 #: to send what they stored.
 LOOK_AT_GROUPS_EVERY = 1.0
-#: Seconds, beyond the longest lease, after which messages that are committed and
-#: cannot be sent are left to the relay.
-PATIENCE = 60.0
-#: Sessions whose looks are remembered. A forgotten one is looked at as if it were new.
-REMEMBERED = 10_000
 
 
 class LookAgain(Exception):
@@ -83,37 +76,6 @@ class Pending:
         return cls(**found)
 
 
-@dataclass
-class Look:
-    """What is remembered of a control message between two looks at its session."""
-
-    began: float = field(default_factory=time.monotonic)
-    attempts: int = 0
-    transit_time: float | None = None
-    #: Since when it is nothing but the messages' dispatch that is waited for.
-    stuck_since: float | None = None
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the first look."""
-        return time.monotonic() - self.began
-
-    def pause(self, first: float, most: float) -> float:
-        """Seconds until the next look: doubled each time."""
-        return min(most, first * 2.0 ** min(self.attempts - 1, 30))
-
-    def patient(self) -> bool:
-        """Whether it is worth while to wait, once more, for what should not take long:
-        whoever holds the messages may be dead, and its lease be a relay's."""
-        if self.stuck_since is None:
-            self.stuck_since = time.monotonic()
-        return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
-
-
-_looks: OrderedDict[str, Look] = OrderedDict()
-_looks_lock = threading.Lock()
-
-
 def handle(
     delivery: Delivery,
     dispatch: Callable[[str, uuid.UUID], Any],
@@ -131,7 +93,7 @@ def handle(
         log.error("dropped an unreadable control message: %s", error)
         _tell(None, None, "unreadable", Look(attempts=1), {})
         return
-    look = _remember(control)
+    look = remember(control)
     try:
         if stop.is_set():
             raise LookAgain
@@ -139,8 +101,7 @@ def handle(
     except LookAgain as again:
         again.control = control
         raise
-    with _looks_lock:
-        _looks.pop(control.id, None)
+    forget(control)
     _tell(control.session_id, control.using, outcome, look, control.headers)
 
 
@@ -271,19 +232,6 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
         settings.MAX_COMMIT_DURATION,
     )
     return "given_up"
-
-
-def _remember(control: ControlMessage) -> Look:
-    with _looks_lock:
-        look = _looks.pop(control.id, None)
-        if look is None:
-            since = (timezone.now() - control.sent_at).total_seconds()
-            look = Look(transit_time=max(0.0, since))
-        _looks[control.id] = look
-        while len(_looks) > REMEMBERED:
-            _looks.popitem(last=False)
-        look.attempts += 1
-    return look
 
 
 def _tell(

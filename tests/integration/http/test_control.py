@@ -23,7 +23,7 @@ from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.relaying.lane import Lane
-from django_txmsg.sessions import control_message, look_up
+from django_txmsg.sessions import control_message, look, look_up
 from tests.app.models import Order
 
 from .conftest import txmsg
@@ -498,7 +498,7 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
     """As for a database without our tables. Logged, and no place is held for ever."""
-    monkeypatch.setattr(look_up, "PATIENCE", 0.5)
+    monkeypatch.setattr(look, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:
         raise LookupError("no such thing")

@@ -18,7 +18,7 @@ from django.utils import timezone
 from django_txmsg import outbox_session, send_message, signals
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import OutboxMessage
-from django_txmsg.sessions import channel, control_thread, group, group_lock
+from django_txmsg.sessions import channels, control_thread, group, group_lock
 from django_txmsg.upkeep.activity import Activity
 from django_txmsg.upkeep.breaker import Breaker
 from tests.faults import Proxy, wait_until
@@ -64,7 +64,7 @@ def settings_for(
         )
 
     yield settings
-    channel.close_channels()
+    channels.close_channels()
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -
         wait_until(lambda: store() is None and "txmsg-control-group" in refused)
         store()
         # One that has to connect meanwhile is as one without a broker.
-        channel.close_channels()
+        channels.close_channels()
         group._groups.clear()
         store()
     assert "txmsg-control-connect" in refused

@@ -13,7 +13,7 @@ from django.test import Client, override_settings
 from django_txmsg.brokers import get_broker
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import OutboxMessage
-from django_txmsg.sessions import channel
+from django_txmsg.sessions import channels
 from tests.app.models import Order
 from tests.faults import ANSWERS, Proxy, wait_until
 from tests.services import ActiveMQ
@@ -49,7 +49,7 @@ def serve(
         )
 
     yield settings
-    channel.close_channels()
+    channels.close_channels()
 
 
 def place(number: str) -> int:
