@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import psutil
+
 from .proxy import ANSWERS, BOTH, REQUESTS, Proxy
 from .services.keeper import KEEPER
 
@@ -179,6 +181,8 @@ class ManageProcess:
     def pause(self) -> None:
         """SIGSTOP: the process stands still while its lease runs out."""
         self.process.send_signal(signal.SIGSTOP)
+        process = psutil.Process(self.pid)
+        wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
     def resume(self) -> None:
         """SIGCONT, after `pause()`."""
