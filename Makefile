@@ -15,7 +15,7 @@ help:
 	@echo "make soak   long runs under faults, on PostgreSQL; an hour of chaos among them,"
 	@echo "            or TXMSG_SOAK_SECONDS of it"
 	@echo "make lint   ruff, mypy, import-linter"
-	@echo "make bench  the benchmarks"
+	@echo "make bench  the benchmarks, and one table of their ratios"
 	@echo "make docs   the documentation as a site, in build/site, and what it shows is run"
 	@echo "make pictures  the documentation's pictures, from the running example"
 	@echo "make clean  remove the environment and every cache"
@@ -42,9 +42,7 @@ lint: $(FOR_TEST)
 	$(BIN)lint-imports
 
 bench: $(FOR_TEST)
-	for file in $$(grep -l __main__ benchmarks/*.py); do \
-		$(PYTHON) -m benchmarks.$$(basename $$file .py) || exit; \
-	done
+	$(PYTHON) -m benchmarks
 
 docs: $(FOR_TEST)
 	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/site

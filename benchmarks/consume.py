@@ -68,6 +68,13 @@ def main() -> None:
     }
     figures = stand.turns(chosen, options.rounds)
     stand.table(f"consume from {options.broker}", figures, base)
+    alone, beside = (
+        "outbox, concurrency 1",
+        "outbox, beside a stage that may not subscribe",
+    )
+    if {alone, beside} <= set(figures):
+        pair = {name: figures[name] for name in (alone, beside)}
+        stand.table("a stage's neighbour", pair, alone, goals={beside: 0.95})
 
 
 def handler(message: Any) -> None:

@@ -1,5 +1,6 @@
 """The relay on tables that have grown, and under an old snapshot that stays open.
 
+    python -m benchmarks.relay_big_table            all of these
     python -m benchmarks.relay_big_table grown  [--dispatched 2000000]
     python -m benchmarks.relay_big_table pinned [--messages 200000]
     python -m benchmarks.relay_big_table waiting [--delayed 200000 --parked 100000]
@@ -21,7 +22,7 @@ from . import stand
 def main() -> None:
     """Measure and print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=["grown", "pinned", "waiting"])
+    parser.add_argument("case", nargs="?", choices=["grown", "pinned", "waiting"])
     parser.add_argument("--dispatched", type=int, default=2_000_000)
     parser.add_argument("--pending", type=int, default=500_000)
     parser.add_argument("--messages", type=int, default=200_000)
@@ -30,12 +31,22 @@ def main() -> None:
     options = parser.parse_args()
     database = stand.postgresql()
     stand.django(database, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
-    if options.case == "grown":
+    if options.case in ("grown", None):
         grown(options.dispatched, options.pending)
-    elif options.case == "waiting":
-        waiting(options.dispatched, options.delayed, options.parked)
-    else:
+    if options.case in ("pinned", None):
+        empty()
         pinned(database, options.messages)
+    if options.case in ("waiting", None):
+        empty()
+        waiting(options.dispatched, options.delayed, options.parked)
+
+
+def empty() -> None:
+    """Begin again."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute("TRUNCATE django_txmsg_outboxmessage, django_txmsg_inboxmessage")
 
 
 def lane() -> Any:
@@ -102,13 +113,10 @@ def memory() -> float:
 
 def grown(dispatched: int, pending: int) -> None:
     """Compare an almost empty table with one full of history and backlog."""
-    from django.db import connection
-
     fill(20_000, dispatched=False)
     vacuum()
     small = rate(20_000, lane())
-    with connection.cursor() as cursor:
-        cursor.execute("TRUNCATE django_txmsg_outboxmessage")
+    empty()
     fill(dispatched, dispatched=True)
     fill(pending, dispatched=False)
     vacuum()
@@ -120,6 +128,12 @@ def grown(dispatched: int, pending: int) -> None:
     print(f"\nempty table: {small:,.0f} messages/s")
     print(
         f"{dispatched:,} dispatched and {pending:,} pending: {large:,.0f} messages/s,"
+    )
+    stand.note(
+        f"claims and settlements beside {dispatched:,} dispatched, {pending:,} pending",
+        "an empty table",
+        [large / small],
+        "≥ 0.9",
     )
     print(f"ratio {large / small:.2f}; the next 100,000: {rest:,.0f} messages/s")
     print(f"memory {before:.0f} MB before, {memory():.0f} MB after")
@@ -142,6 +156,8 @@ def pinned(database: str, count: int) -> None:
     print(f"\n{count:,} messages under one old snapshot")
     print(f"first 20,000: {first:,.0f}/s   middle: {middle:,.0f}/s")
     print(f"last 20,000: {last:,.0f}/s   ratio {last / first:.2f}")
+    what = f"the last 20,000 of {count:,} messages under an old snapshot"
+    stand.note(what, "the first", [last / first])
     holder.close()
 
 
@@ -155,6 +171,29 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
 
     from django_txmsg.models import InboxMessage, OutboxMessage
 
+    def milliseconds(work: Callable[[], object]) -> float:
+        taken = []
+        for _ in range(200):
+            began = time.perf_counter()
+            assert not work()
+            taken.append((time.perf_counter() - began) * 1000)
+        return statistics.median(taken)
+
+    def claim() -> object:
+        return OutboxMessage.objects.claim(
+            broker="default", token=uuid.uuid4(), lease=60, limit=500
+        )
+
+    inbox = InboxMessage.objects
+    looks: dict[str, Callable[[], object]] = {
+        "an empty claim": claim,
+        "which stages are due": lambda: inbox.due_stages({"bench.big": None}),
+        "an empty claim of a parked message": lambda: inbox.claim_parked(
+            "bench.big", uuid.uuid4(), 60
+        ),
+    }
+    vacuum()
+    before = {name: milliseconds(look) for name, look in looks.items()}
     fill(dispatched, dispatched=True)
     fill(delayed, dispatched=False, due="now() + interval '30 days'")
     with connection.cursor() as cursor:
@@ -172,26 +211,12 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
         cursor.execute("VACUUM ANALYZE django_txmsg_inboxmessage")
     vacuum()
 
-    def milliseconds(work: Callable[[], object]) -> float:
-        taken = []
-        for _ in range(200):
-            began = time.perf_counter()
-            assert not work()
-            taken.append((time.perf_counter() - began) * 1000)
-        return statistics.median(taken)
-
-    def claim() -> object:
-        return OutboxMessage.objects.claim(
-            broker="default", token=uuid.uuid4(), lease=60, limit=500
-        )
-
-    inbox = InboxMessage.objects
-    print(f"\n{dispatched:,} dispatched, {delayed:,} delayed, {parked:,} parked")
-    print(f"an empty claim: {milliseconds(claim):.2f} ms")
-    due = milliseconds(lambda: inbox.due_stages({"bench.big": None}))
-    print(f"which stages are due: {due:.2f} ms")
-    one = milliseconds(lambda: inbox.claim_parked("bench.big", uuid.uuid4(), 60))
-    print(f"an empty claim of a parked message: {one:.2f} ms")
+    beside = f"{dispatched:,} dispatched, {delayed:,} delayed, {parked:,} parked"
+    print(f"\n{beside}")
+    for name, look in looks.items():
+        took = milliseconds(look)
+        print(f"{name}: {took:.2f} ms; with empty tables {before[name]:.2f} ms")
+        stand.note(f"{name} beside {beside}", "empty tables", [took / before[name]])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ turn by turn, and only the ratio of the medians is worth quoting.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import statistics
 import subprocess
@@ -16,6 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+#: The environment variable that names the file for the table of all benchmarks.
+ROWS = "TXMSG_BENCH_ROWS"
+#: The nearest peer, run in an environment of its own.
+PEER = "django-outbox-pattern==3.2.1"
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -72,7 +78,7 @@ def peer(mode: str, broker_url: str, count: int) -> float:
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
         subprocess.run(
             [str(python), "-m", "pip", "install", "-q",
-             "django-outbox-pattern==3.2.1", "psycopg[binary]"],
+             PEER, "psycopg[binary]"],
             check=True,
         )  # fmt: skip
     environment = {
@@ -89,6 +95,16 @@ def peer(mode: str, broker_url: str, count: int) -> float:
         text=True,
     )
     return float(result.stdout.split()[-1])
+
+
+def servers() -> list[str]:
+    """Return the servers' names and versions, where Debian's packages have them."""
+    names = ["activemq", "postgresql", "rabbitmq-server"]
+    query = ["dpkg-query", "-W", "-f", "${Package} ${Version}\n", *names]
+    try:
+        return subprocess.run(query, capture_output=True, text=True).stdout.splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def turns(
@@ -134,14 +150,32 @@ def table(
     figures: Mapping[str, Sequence[float]],
     against: str,
     unit: str = "messages/s",
+    goals: Mapping[str, float] | None = None,
 ) -> None:
-    """Print medians, spread, and each median's ratio to the one of `against`."""
-    base = statistics.median(figures[against])
-    print(f"\n{title} ({unit}; median of {len(figures[against])} runs)")
-    print(f"{'':48} {'median':>10} {'min':>10} {'max':>10} {'ratio':>7}")
+    """Print medians, spread, and each one's ratio to `against` of the same round.
+
+    A goal is what the ratio shall reach; one of a time, what it shall not exceed.
+    """
+    base = figures[against]
+    goals = goals or {}
+    print(f"\n{title} ({unit}; median of {len(base)} runs)")
+    print(f"{'':48} {'median':>10} {'min':>10} {'max':>10} {'ratio':>7} {'goal':>7}")
     for name, values in figures.items():
-        median = statistics.median(values)
+        ratios = [value / other for value, other in zip(values, base, strict=True)]
+        less = not unit.endswith("/s")
+        goal = f"{'≤' if less else '≥'} {goals[name]:g}" if name in goals else ""
         print(
-            f"{name:48} {median:10,.1f} {min(values):10,.1f} {max(values):10,.1f}"
-            f" {median / base:7.2f}"
+            f"{name:48} {statistics.median(values):10,.1f} {min(values):10,.1f}"
+            f" {max(values):10,.1f} {statistics.median(ratios):7.2f} {goal:>7}"
         )
+        if name != against:
+            note(f"{title}: {name}", against, ratios, goal)
+
+
+def note(what: str, against: str, ratios: Sequence[float], goal: str = "") -> None:
+    """Keep a row for the table of all benchmarks, where one is being made."""
+    file = os.environ.get(ROWS)
+    if file:
+        row = {"what": what, "against": against, "ratios": [*ratios], "goal": goal}
+        with Path(file).open("a") as rows:
+            rows.write(json.dumps(row) + "\n")

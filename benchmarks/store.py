@@ -6,8 +6,6 @@ python -m benchmarks.store [--rows 2000] [--rounds 5]
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -29,16 +27,14 @@ def main() -> None:
         "send_message": lambda: one_by_one(rows),
         "send_messages of 1,000": lambda: in_bulk(rows),
     }
-    figures: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(options.rounds):
-        for name, run in contenders.items():
-            figures[name].append(run())
-            print(f"  round {number + 1}: {name}", file=sys.stderr)
-    base = statistics.median(figures["Model.objects.create"])
-    print(f"\nstore (microseconds a message; median of {options.rounds} runs)")
-    for name, values in figures.items():
-        median = statistics.median(values)
-        print(f"{name:32} {median:10.1f} {median / base:7.2f} x")
+    figures = stand.turns(contenders, options.rounds)
+    stand.table(
+        "store",
+        figures,
+        next(iter(contenders)),
+        "microseconds a message",
+        goals={"send_message": 1.25},
+    )
 
 
 def create(rows: int) -> float:

@@ -74,7 +74,7 @@ def main() -> None:
         ),
     ):
         figures = stand.turns(contenders, options.rounds)
-        stand.table(title, figures, "plain dict")
+        stand.table(title, figures, "plain dict", goals={"typed": 0.9})
 
 
 def order() -> Order:

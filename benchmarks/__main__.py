@@ -1,0 +1,105 @@
+"""Every benchmark, and one table of their ratios.
+
+    python -m benchmarks [--only NAME,NAME] [--quick]
+
+A row is one of ours beside another of the same run, turn by turn: the median of the
+rounds' ratios, and the lowest and highest of them. Beside other work on the machine the
+figures are worth nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import stand
+
+#: The modules, with what they are asked, and with what `--quick` asks for.
+RUNS: list[tuple[str, list[str], list[str]]] = [
+    ("store", [], ["--rows", "500", "--rounds", "2"]),
+    ("relay", ["--peer", "--rounds", "7"], ["--messages", "1000", "--rounds", "2"]),
+    ("relay", ["--broker", "rabbitmq"], []),
+    ("relay_big_table", [], ["--dispatched", "20000", "--pending", "43000",
+        "--messages", "63000", "--delayed", "5000", "--parked", "5000"]),
+    ("consume", [], ["--messages", "300", "--rounds", "2"]),
+    ("consume", ["--broker", "rabbitmq", "--peer"], []),
+    ("poison", [], ["--good", "300", "--poison", "30", "--rounds", "2"]),
+    ("typed", [], ["--messages", "300", "--rounds", "2"]),
+    ("http_outbox", [], ["--seconds", "1", "--rounds", "2"]),
+    ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),
+]  # fmt: skip
+
+
+def main() -> int:
+    """Run them one after the other, then print the table; 1 if one of them failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="these modules, by commas")
+    parser.add_argument("--quick", action="store_true", help="to see that they run")
+    given = parser.parse_args()
+    wanted = set(filter(None, given.only.split(",")))
+    failed = []
+    with tempfile.NamedTemporaryFile("r") as rows:
+        for module, full, quick in RUNS:
+            if (wanted and module not in wanted) or (given.quick and not quick):
+                continue
+            options = quick if given.quick else full
+            print(f"\n$ python -m benchmarks.{module} {' '.join(options)}", flush=True)
+            command = [sys.executable, "-m", f"benchmarks.{module}", *options]
+            result = subprocess.run(command, env={**os.environ, stand.ROWS: rows.name})
+            if result.returncode:
+                failed.append(module)
+        found = [json.loads(line) for line in rows]
+    print("\n" + "\n".join([*machine(), "", *table(found)]))
+    for module in failed:
+        print(f"benchmarks.{module} failed", file=sys.stderr)
+    return 1 if failed or not found else 0
+
+
+def machine() -> Iterator[str]:
+    """Say what it ran on, and beside what."""
+    about = Path("/proc/cpuinfo")
+    model = ""
+    if about.exists():
+        names = [one for one in about.read_text().splitlines() if "model name" in one]
+        model = names[0].partition(":")[2].strip() if names else ""
+    yield (
+        f"{os.cpu_count()} cores ({model or platform.machine()}), "
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    )
+    ours = ("django", "psycopg", "stomp.py", "amqp", "celery", "kombu", "pydantic")
+    versions = []
+    for name in ours:
+        try:
+            versions.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    yield ", ".join([*versions, *stand.servers(), stand.PEER.replace("==", " ")])
+
+
+def table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Return the rows as Markdown."""
+    yield "| what | beside | ratio | lowest to highest | goal |"
+    yield "|---|---|---|---|---|"
+    for row in rows:
+        ratios = row["ratios"]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios[1:] else "one run"
+        yield (
+            f"| {row['what']} | {row['against']} | {statistics.median(ratios):.2f} "
+            f"| {spread} | {row['goal'] or '-'} |"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
