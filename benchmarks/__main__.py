@@ -31,6 +31,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("relay", ["--broker", "rabbitmq"], []),
     ("relay_big_table", [], ["--dispatched", "20000", "--pending", "43000",
         "--messages", "63000", "--delayed", "5000", "--parked", "5000"]),
+    ("growth", [], ["--rows", "20000"]),
     ("consume", [], ["--messages", "300", "--rounds", "2"]),
     ("consume", ["--broker", "rabbitmq", "--peer"], []),
     ("poison", [], ["--good", "300", "--poison", "30", "--rounds", "2"]),

@@ -117,10 +117,11 @@ def consume(
     handler: Any = handler,
     body: bytes = b'{"n": 1, "text": "%s"}' % (b"x" * 270),
     beside: str = "",
+    empty: bool = True,
     **stage: Any,
 ) -> float:
     """Return the rate at which `count` waiting messages are consumed, `beside` a stage
-    of this destination."""
+    of this destination; from `empty` tables, or from what is there."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
@@ -128,7 +129,8 @@ def consume(
     from django_txmsg.envelope.handler import accepted, bound
     from django_txmsg.stages import Stage
 
-    clean()
+    if empty:
+        clean()
     destination = f"{DESTINATION}.{uuid.uuid4().hex[:8]}"
     with get_broker().open() as session:
         for start in range(0, count, 500):
