@@ -9,6 +9,7 @@ dead letter that is still open. With TXMSG["LAKE"] set, the message log belongs 
 from __future__ import annotations
 
 import datetime as dt
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -120,16 +121,20 @@ def prune(
     *,
     batch_size: int = BATCH_SIZE,
     on_batch: OnBatch | None = None,
+    stop: threading.Event | None = None,
 ) -> int:
     """Delete a kind's settled rows past retention. Returns how many.
 
-    `on_batch` is called after each transaction with the number so far.
+    `on_batch` is called after each transaction with the number so far. `stop`, once
+    set, ends it after the transaction at work.
     """
     if not prunable(kind):
         return 0
     cutoff = _cutoff(kind, using)
     deleted = 0
     for page in _pages(kind, using, cutoff, batch_size):
+        if stop is not None and stop.is_set():
+            break
         doomed = _doomed(kind, using, cutoff).filter(page)
         deleted += _delete(doomed, using)
         if on_batch is not None:

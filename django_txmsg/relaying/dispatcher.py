@@ -33,6 +33,9 @@ MAX_WAITING = 10_000
 #: so many seconds. Under load commits gather meanwhile, and requests keep most of their
 #: processor; the first commit after a pause waits for nothing.
 REST, LONGEST_REST = 4.0, 0.25
+#: Seconds without a commit after which the thread gives its connections back, as far as
+#: CONN_MAX_AGE says so, and looks at their age again.
+IDLE = 5.0
 
 
 class Dispatcher:
@@ -70,7 +73,11 @@ class Dispatcher:
         stopping = False
         rested = 0.0
         while not stopping:
-            ids = self._waiting.get()
+            try:
+                ids = self._waiting.get(timeout=IDLE)
+            except queue.Empty:
+                recycle(idle=True)
+                continue
             stopping = ids is None
             batch = list(ids or ())
             early = rested - time.monotonic()

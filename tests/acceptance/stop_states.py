@@ -1,4 +1,4 @@
-"""Where a `relay` or a `consume` can be when it is told to stop.
+"""Where a `relay`, a `consume` or a `run` can be when it is told to stop.
 
 Each state is a context: it starts the process, waits until that process is in the
 state for certain, and mends the world on the way out. `during`, where there is one,
@@ -95,9 +95,11 @@ class World:
         self, command: str, *, url: str = "", database: str = "", **txmsg: Any
     ) -> ManageProcess:
         """Start the process under test."""
-        arguments = [command]
-        if command == "consume":
-            arguments.append(self.destination)
+        arguments = {
+            "relay": ["relay"],
+            "consume": ["consume", self.destination],
+            "run": ["txmsg", "run"],
+        }[command]
         self.process = self._manage(
             *arguments,
             hook="tests.acceptance.stop_states.declare",
@@ -308,7 +310,7 @@ def idle(world: World, command: str) -> Iterator[None]:
 
 
 def _is_at_work(world: World, command: str) -> None:
-    if command == "consume":
+    if command != "relay":
         wait_until(Effect.objects.exists, message=lambda: world.process.output)
     else:
         world.store(1)

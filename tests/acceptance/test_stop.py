@@ -54,6 +54,12 @@ ON_POSTGRESQL = [
     states.database_refuses,
     states.waits_for_a_lock,
 ]
+#: Where both halves of one process have to end.
+RUN = [
+    states.broker_is_silent,
+    states.database_is_silent,
+    states.waits_for_a_lock,
+]
 #: What is the same on every database is tried on one.
 MARKS = [
     *((state, pytest.mark.sqlite) for state in ON_SQLITE),
@@ -64,11 +70,12 @@ MARKS = [
 
 def _table() -> Iterator[object]:
     for state, marks in MARKS:
-        for command in ("relay", "consume"):
+        for command in ("relay", "consume", *(["run"] if state in RUN else [])):
             name = f"{command}-{state.__name__}"
             yield pytest.param(state, command, id=name, marks=marks)
     for state in CONSUME:
         yield pytest.param(state, "consume", id=f"consume-{state.__name__}")
+    yield pytest.param(states.in_the_handler, "run", id="run-in_the_handler")
 
 
 @pytest.fixture
@@ -107,12 +114,21 @@ def test_a_worker_that_was_stopped_says_so(command: str, world: World) -> None:
     assert not Worker.objects.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_stops_at_once(number: signal.Signals, world: World) -> None:
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGTERM, "consume"),
+        (signal.SIGINT, "consume"),
+        (signal.SIGTERM, "run"),
+    ],
+)
+def test_a_second_signal_stops_at_once(
+    number: signal.Signals, command: str, world: World
+) -> None:
     """Also where the main thread's heartbeat waits for the handler's lock (SQLite)."""
     world.script["hold_at"] = 2
     world.dispatch()
-    world.start("consume", CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})
+    world.start(command, CONSUME={"POLL_INTERVAL": 0.05, "HEARTBEAT": 0.05})
     world.waiting("in the handler")
     world.process.process.send_signal(number)
     world.waiting("Stopping")

@@ -203,3 +203,27 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
         # The embedded broker needs none: it has left.
         assert (row.state == "dispatched") is (broker == "embedded")
         assert (row.lease_until, row.attempts) == (None, 0)
+
+
+@pytest.mark.postgresql
+def test_without_commits_the_thread_gives_its_connection_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With CONN_MAX_AGE = 0, as by default; the next commit opens another."""
+    monkeypatch.setattr(dispatcher, "IDLE", 0.1)
+    with txmsg(DISPATCH_ON_COMMIT="thread"), connection.cursor() as cursor:
+
+        def others() -> int:
+            cursor.execute(
+                "SELECT count(*) FROM pg_stat_activity WHERE backend_type = %s"
+                " AND datname = current_database() AND pid <> pg_backend_pid()",
+                ["client backend"],
+            )
+            return int(cursor.fetchone()[0])
+
+        before = others()
+        for _ in range(2):
+            send()
+            wait_until(lambda: not pending())
+            wait_until(lambda: others() <= before)
+    assert QueueMessage.objects.count() == 2

@@ -36,7 +36,7 @@ log = logging.getLogger("django_txmsg.worker")
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Busy(Protocol):
@@ -49,7 +49,12 @@ class Busy(Protocol):
 
 
 @contextmanager
-def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
+def stop_on_signals(
+    stop: Callable[[], None],
+    stderr: Any,
+    *,
+    signals: Sequence[signal.Signals] = SIGNALS,
+) -> Iterator[None]:
     """Call `stop` on the first SIGTERM or SIGINT; end the process on the second."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -72,7 +77,7 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         threading.Thread(target=_insist, args=insisting, daemon=True).start()
         stop()
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    before = {number: signal.signal(number, handle) for number in signals}
     # A main thread that waits for a lock of the database runs no handler until it has
     # it; the number of each signal is written here at once.
     fd_before = signal.set_wakeup_fd(hears.fileno(), warn_on_full_buffer=False)
@@ -93,7 +98,7 @@ def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read
-            numbers = [number for number in heard.recv(64) if number in _SIGNALS]
+            numbers = [number for number in heard.recv(64) if number in SIGNALS]
             signals += len(numbers)
             if signals > 1:
                 os._exit(128 + numbers[-1])

@@ -1,0 +1,167 @@
+"""`--reload`: a parent watches the code, and starts its child again when that changes.
+
+The child is a process of its own, ended by SIGTERM, and killed where it does not end.
+A parent that is killed ends its child too: a pipe between them closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from django.apps import apps
+
+#: Says to a child, by the number of a pipe's end, that it is one.
+PIPE = "TXMSG_RELOAD_PIPE"
+#: Seconds between two looks at the files.
+INTERVAL = 0.5
+#: Seconds that a child gets to finish what it has in hand.
+GRACE = 10.0
+_FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
+
+
+def is_child() -> bool:
+    """Return whether a parent watches over this process."""
+    return PIPE in os.environ
+
+
+def end_with_parent(stop: Callable[[], None]) -> None:
+    """In the child: call `stop` when the parent has gone."""
+    pipe = int(os.environ[PIPE])
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            os.read(pipe, 1)
+        stop()
+
+    threading.Thread(target=wait, name="txmsg-parent", daemon=True).start()
+
+
+class Reloader:
+    """The parent: `run()` until a signal comes."""
+
+    def __init__(self, stderr: Any) -> None:
+        self._stderr = stderr
+        self._signals: list[int] = []
+        self._awake = threading.Event()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._read, self._write = os.pipe()
+
+    def run(self) -> int:
+        """Return the exit code: of the child, once a signal has ended it."""
+        before = {
+            number: signal.signal(number, self._heard)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            while not self._signals:
+                seen = dict(files())
+                self._start()
+                self._watch(seen)
+                if not self._signals:
+                    self._end()
+            return self._last()
+        finally:
+            if self._child is not None and self._child.poll() is None:
+                self._child.kill()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._read)
+            os.close(self._write)
+
+    def _heard(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+        if self._child is not None:
+            self._child.send_signal(signal.SIGTERM)
+        self._awake.set()
+
+    def _start(self) -> None:
+        # A terminal's Ctrl-C reaches both, and the child is to hear of it once, from
+        # its parent. A group of its own would keep a debugger from the keyboard.
+        self._child = subprocess.Popen(  # noqa: S603 - what we were started with
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**os.environ, PIPE: str(self._read)},
+            pass_fds=(self._read,),
+            preexec_fn=_deaf_to_ctrl_c,
+        )
+        if self._signals:
+            self._child.terminate()
+
+    def _watch(self, seen: dict[str, float]) -> None:
+        """Return when a file has changed, or on a signal."""
+        said = False
+        while not self._awake.wait(INTERVAL):
+            assert self._child is not None
+            if self._child.poll() is not None and not said:
+                said = True
+                self._stderr.write(
+                    f"The process ended with {self._child.returncode}. The next change "
+                    f"starts it again."
+                )
+            now = dict(files())
+            if now != seen:
+                changed = sorted(set(now.items()) ^ set(seen.items()))
+                self._stderr.write(f"{changed[0][0]} changed: starting again.")
+                return
+
+    def _end(self) -> None:
+        assert self._child is not None
+        self._child.terminate()
+        try:
+            self._child.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._stderr.write(f"Killed: it has not ended within {GRACE:g} s.")
+            self._child.kill()
+            self._child.wait()
+
+    def _last(self) -> int:
+        assert self._child is not None
+        code = self._child.wait()
+        if code < 0 and len(self._signals) == 1:
+            return 0  # it had not come as far as to listen for signals
+        return 128 - code if code < 0 else code
+
+
+def _deaf_to_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def files() -> Iterator[tuple[str, float]]:
+    """Return the project's own Python files, each with the time of its last change: of
+    its applications, of its settings, and what else was imported from elsewhere."""
+    found: set[str] = set()
+    for root in _roots():
+        for folder, folders, names in os.walk(root):
+            folders[:] = [
+                one for one in folders if one[0] != "." and one not in _FOREIGN
+            ]
+            found |= {f"{folder}/{name}" for name in names if name.endswith(".py")}
+    found |= {
+        file
+        for module in list(sys.modules.values())
+        if (file := str(getattr(module, "__file__", None))).endswith(".py")
+        and _own(file)
+    }
+    for path in sorted(found):
+        with contextlib.suppress(OSError):
+            yield path, os.stat(path).st_mtime
+
+
+def _roots() -> set[str]:
+    roots = {config.path for config in apps.get_app_configs()}
+    named = sys.modules.get(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
+    if named is not None and named.__file__:
+        roots.add(str(Path(named.__file__).parent))
+    return {root for root in roots if _own(root)}
+
+
+def _own(path: str) -> bool:
+    foreign = any(part in _FOREIGN for part in Path(path).parts)
+    return not foreign and not path.startswith(str(Path(os.__file__).parent))

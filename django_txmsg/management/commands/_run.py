@@ -1,0 +1,127 @@
+"""`manage.py txmsg run`: everything that a service runs beside its web server, in one
+process, with one readable line for each message."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import Error as AnyDatabaseError
+
+from ... import conf
+from ...consuming.consumer import Consumer
+from ...errors import ConfigurationError, TxmsgError
+from ...monitoring.databases import with_tables
+from ...monitoring.presence import Presence
+from ...monitoring.pruning import Pruner
+from ...relaying.relay import Relay
+from ...stages import Stage, all_stages
+from ...upkeep.crew import Crew
+from . import _reloading as reloading
+from ._lines import Lines
+from ._process import SIGNALS, heartbeat, stay_light, stop_on_signals
+from ._tables import require_tables
+
+
+class Service:
+    """A relay, a consumer of all stages, and pruning, which end together."""
+
+    def __init__(
+        self, databases: Sequence[str], brokers: Sequence[str], stages: Sequence[Stage]
+    ) -> None:
+        self._stop = threading.Event()
+        self.relay = Relay(list(databases), list(brokers))
+        self.consumer = Consumer(stages)
+        self._crew = Crew(self.stop)
+        self._crew.add("txmsg-relay", self.relay.run)
+        self._crew.add("txmsg-consumer", self.consumer.run)
+        self._crew.add("txmsg-pruning", Pruner(databases, self._stop).run)
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that the relay has claimed and not settled."""
+        return self.relay.in_flight
+
+    def stop(self) -> None:
+        """Finish what is in hand and take nothing new. From any thread or signal."""
+        self._stop.set()
+        self.relay.stop()
+        self.consumer.stop()
+
+    def run(self) -> None:
+        """Work until stopped. Raises what ended a part of it, if something did."""
+        self._crew.start()
+        self._crew.join()
+
+
+class Command(BaseCommand):
+    """Relay, run stages, work off bulk operations and prune."""
+
+    help = (
+        "Relay, stages, control messages, bulk operations and pruning in one process, "
+        "until stopped (SIGTERM or SIGINT)."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--reload",
+            action="store_true",
+            help="start again after each change of the code: for development",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["reload"] and not reloading.is_child():
+            sys.exit(reloading.Reloader(self.stderr).run())
+        databases, brokers = with_tables(), sorted(conf.get().BROKERS)
+        require_tables(*databases)
+        stages = all_stages()
+        try:
+            service = Service(databases, brokers, stages)
+        except ConfigurationError as error:
+            raise CommandError(str(error)) from error
+        stay_light()
+        signals: Sequence[signal.Signals] = SIGNALS
+        if reloading.is_child():
+            signals = [signal.SIGTERM]  # Ctrl-C is the parent's, who passes it on
+            reloading.end_with_parent(service.stop)
+        with ExitStack() as stack:
+            if options["verbosity"] > 0:
+                self._introduce(databases, brokers, stages)
+                consumed = {stage.destination for stage in stages}
+                lines = Lines(self._line, self.style, consumed)
+                stack.enter_context(lines.printing())
+            stack.enter_context(
+                stop_on_signals(service.stop, self.stderr, signals=signals)
+            )
+            stack.enter_context(heartbeat(Presence("relay", databases[0]), service))
+            try:
+                service.run()
+            except (TxmsgError, AnyDatabaseError) as error:
+                raise CommandError(
+                    f"It ended: {str(error).rstrip('.')}. What is not dispatched stays "
+                    f"in the outbox, what is not processed with its broker."
+                ) from error
+
+    def _introduce(
+        self, databases: Sequence[str], brokers: Sequence[str], stages: Sequence[Stage]
+    ) -> None:
+        names = ", ".join(stage.name for stage in stages)
+        self._line(f"Running: {names or 'no stage'}.")
+        if not stages:
+            self._line(
+                "Stages are searched in each app's module named stages (APP/stages.py)."
+            )
+        self._line(
+            f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. Stop with "
+            f"Ctrl-C."
+        )
+
+    def _line(self, text: str) -> None:
+        self.stdout.write(text)
+        self.stdout.flush()

@@ -1,0 +1,52 @@
+"""Prunes by itself, in a process that runs for long: `manage.py txmsg run`.
+
+Any number of processes may do so: each batch looks again whether its rows are settled.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Sequence
+
+from django.db import Error as AnyDatabaseError
+
+from ..upkeep import outage
+from ..upkeep.connections import recycle
+from . import retention
+
+log = logging.getLogger("django_txmsg.pruning")
+
+#: Seconds from the start to the first time, and between one and the next. Each wait is
+#: up to a quarter longer or shorter: processes that start together prune apart.
+FIRST, EVERY = 300.0, 3600.0
+
+
+class Pruner:
+    """Deletes what TXMSG["RETENTION"] keeps no longer: the work of one thread, `run()`,
+    until `stop` is set."""
+
+    def __init__(self, databases: Sequence[str], stop: threading.Event) -> None:
+        self._databases, self._stop = databases, stop
+
+    def run(self) -> None:
+        """Prune every hour. What fails is tried again the next time."""
+        pause = FIRST
+        while not self._stop.wait(pause * random.uniform(0.75, 1.25)):  # noqa: S311 - jitter
+            pause = EVERY
+            for using in self._databases:
+                if outage.usable(using):
+                    self._prune(using)
+            recycle(idle=True)
+
+    def _prune(self, using: str) -> None:
+        for kind in retention.kinds():
+            try:
+                deleted = retention.prune(kind, using, stop=self._stop)
+            except AnyDatabaseError as error:
+                outage.note(using, error)
+                log.warning("%s of database %r stay: %s", kind.name, using, error)
+                return
+            if deleted:
+                log.info("%s of database %r: %d deleted", kind.name, using, deleted)

@@ -1,0 +1,247 @@
+"""`manage.py txmsg run`: relay, stages and pruning in one process, and `--reload`.
+
+Its end in every state is in `test_stop.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+from django.db import connection, transaction
+
+from django_txmsg.management.commands import _reloading
+from django_txmsg.models import DeadLetter, OutboxMessage, Worker
+from django_txmsg.monitoring import pruning
+from django_txmsg.sending.outbox import send_message
+from tests import factories as make
+from tests.acceptance.stop_states import World
+from tests.acceptance.test_stop import everything_happens_once
+from tests.app.models import Effect
+from tests.factories import ago
+from tests.faults import ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, put, txmsg
+
+pytestmark = committing
+
+Manage = Callable[..., ManageProcess]
+
+#: What a killed process had in hand is free again soon.
+BROKERS = {"default": {"URL": "database://?poll=0.01&lease=2"}}
+STAGES = """
+import threading
+from django_txmsg import RedeliveryPolicy, stage
+from django_txmsg.management.commands import _reloading
+from django_txmsg.monitoring import pruning
+from tests.app.models import Effect
+
+_reloading.GRACE = 1.0
+pruning.FIRST = 0.1
+
+
+def declare():
+    policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0)
+    @stage("tests.run", redelivery=policy)
+    def handle(message):
+        if message.body == "hang":
+            print("it hangs", flush=True)
+            threading.Event().wait()
+        if message.body == "bad":
+            raise ValueError("as the test says")
+        Effect.objects.create(name="VERSION", message_id=str(message.id))
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """The service's own code, which may change."""
+    file = tmp_path / "service_of_a_test.py"
+    file.write_text(STAGES.replace("VERSION", "first"))
+    return file
+
+
+@pytest.fixture
+def run(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
+    """Start `txmsg run` with that code."""
+
+    def start(*options: str) -> ManageProcess:
+        process = manage(
+            "txmsg",
+            "run",
+            *options,
+            txmsg={**IMPATIENT, "BROKERS": BROKERS},
+            hook="service_of_a_test.declare",
+            env={"PYTHONPATH": str(code.parent), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+        process.wait_for_line("Running: .*tests.run")
+        return process
+
+    return start
+
+
+def effects(name: str) -> int:
+    return Effect.objects.filter(name=name).count()
+
+
+def test_it_relays_and_consumes_and_prints_a_line_for_each_message(
+    run: Callable[..., ManageProcess],
+) -> None:
+    with txmsg(), transaction.atomic():
+        good = send_message("tests.run", "good")
+        bad = send_message("tests.run", "bad")
+        far = send_message("tests.elsewhere", None)
+    process = run()
+    process.wait_for_line(rf"tests\.run: processed in \d+ ms  {good.id}")
+    process.wait_for_line(rf"attempt 1 failed, .*: ValueError: as the .*  {bad.id}")
+    process.wait_for_line(rf"dead letter \(attempts_exhausted\): .*  {bad.id}")
+    process.wait_for_line(rf"tests\.elsewhere: sent to broker default  {far.id}")
+    put("tests.run", message_id=good.id)
+    process.wait_for_line(rf"tests\.run: a copy, dropped  {good.id}")
+    kinds = set(Worker.objects.values_list("kind", flat=True))
+    process.terminate()
+    lines = process.succeed().splitlines()
+    assert kinds == {"relay", "consumer"}
+    assert not Worker.objects.exists()
+    # Nothing twice, be it by a log that nobody has set up.
+    assert sum(str(bad.id) in line for line in lines) == 2
+    assert sum(str(good.id) in line for line in lines) == 2
+    assert DeadLetter.objects.get().message_id == bad.id
+
+
+def test_it_prunes_without_cron(run: Callable[..., ManageProcess]) -> None:
+    old = make.OutboxMessageFactory(dispatched=True)
+    OutboxMessage.objects.filter(pk=old.pk).update(
+        created_at=ago(days=90), dispatched_at=ago(days=90)
+    )
+    young = make.OutboxMessageFactory(dispatched=True)
+    process = run()
+    left = OutboxMessage.objects.values_list("pk", flat=True)
+    wait_until(lambda: set(left.all()) == {young.pk}, message=lambda: process.output)
+    process.terminate()
+    process.succeed()
+
+
+@pytest.mark.sqlite
+def test_a_change_of_the_code_starts_it_again(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    process = run("--reload")
+    put("tests.run")
+    wait_until(lambda: effects("first"), message=lambda: process.output)
+    (before,) = psutil.Process(process.pid).children()
+    code.write_text("this is no Python")
+    process.wait_for_line("service_of_a_test.py changed: starting again")
+    process.wait_for_line("The process ended with 1. The next change starts it")
+    code.write_text(STAGES.replace("VERSION", "second"))
+    put("tests.run")
+    wait_until(lambda: effects("second"), message=lambda: process.output, deadline=60)
+    (after,) = psutil.Process(process.pid).children()
+    assert before.pid != after.pid
+    process.interrupt()
+    process.succeed()
+    assert not psutil.pid_exists(after.pid)
+    assert effects("first") == effects("second") == 1
+    assert not Worker.objects.exists()
+
+
+@pytest.mark.sqlite
+def test_what_does_not_end_is_killed_and_its_message_comes_again(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    process = run("--reload")
+    put("tests.run", b'"hang"')
+    process.wait_for_line("it hangs")
+    text = STAGES.replace("VERSION", "second").replace('"hang"', '"never"')
+    code.write_text(text)
+    process.wait_for_line("Killed: it has not ended within 1 s")
+    wait_until(lambda: effects("second"), message=lambda: process.output, deadline=90)
+    process.terminate()
+    process.succeed()
+
+
+@pytest.mark.sqlite
+def test_a_second_signal_ends_parent_and_child(
+    run: Callable[..., ManageProcess],
+) -> None:
+    process = run("--reload")
+    put("tests.run", b'"hang"')
+    process.wait_for_line("it hangs")
+    (child,) = psutil.Process(process.pid).children()
+    process.terminate()
+    process.wait_for_line("Stopping")
+    assert process.running
+    process.terminate()
+    assert process.wait() == 128 + 15
+    assert not psutil.pid_exists(child.pid)
+
+
+@pytest.mark.sqlite
+def test_a_child_does_not_outlive_a_parent_that_is_killed(
+    run: Callable[..., ManageProcess],
+) -> None:
+    process = run("--reload")
+    (child,) = psutil.Process(process.pid).children()
+    os.kill(process.pid, 9)
+    wait_until(lambda: not child.is_running(), message=lambda: process.output)
+    wait_until(lambda: not Worker.objects.exists())
+
+
+@pytest.fixture
+def world(manage: Manage, tmp_path: Path, destination: str) -> Iterator[World]:
+    """Messages on their way."""
+    with ExitStack() as stack:
+        yield World(manage, tmp_path, destination, stack)
+
+
+def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> None:
+    world.script["hold_at"] = 2
+    world.dispatch()
+    world.store()
+    world.start("run", CONSUME={"POLL_INTERVAL": 0.05})
+    world.waiting("in the handler")
+    world.process.kill()
+    everything_happens_once(world)
+
+
+@pytest.mark.postgresql
+def test_standing_still_its_messages_are_processed_once(world: World) -> None:
+    """Stopped at work (on SQLite it might stand still with the one lock)."""
+    world.dispatch(1)
+    world.start("run")
+    wait_until(Effect.objects.exists, message=lambda: world.process.output)
+    world.dispatch(200)
+    wait_until(lambda: Effect.objects.count() > 5)
+    wait_until(lambda: _stands_still(world.process))
+    world.store()
+    try:
+        everything_happens_once(world)
+    finally:
+        world.process.resume()
+    world.process.terminate()
+    world.process.succeed()
+    everything_happens_once(world)
+
+
+def _stands_still(process: ManageProcess) -> bool:
+    """Stop it, if that is not in a transaction, whose locks nobody else could get."""
+    process.pause()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in trans%'"
+        )
+        if not cursor.fetchone()[0]:
+            return True
+    process.resume()
+    return False
+
+
+def test_the_modules_that_are_watched_are_the_projects_own() -> None:
+    seen = dict(_reloading.files())
+    assert str(Path(pruning.__file__)) in seen
+    assert str(Path(__file__)) in seen
+    assert not [one for one in seen if "site-packages" in one]
+    assert os.__file__ not in seen
