@@ -1,6 +1,6 @@
 """Every benchmark, and one table of their ratios.
 
-    python -m benchmarks [--only NAME,NAME] [--quick]
+    python -m benchmarks [--only NAME,NAME] [--quick] [--write]
 
 A row is one of ours beside another of the same run, turn by turn: the median of the
 rounds' ratios, and the lowest and highest of them. Beside other work on the machine the
@@ -24,6 +24,10 @@ from typing import Any
 
 from . import stand
 
+#: The page of the docs that keeps the table, and what is around it there.
+PAGE = Path("docs/explanation/performance.md")
+BEGIN = "<!-- the table: written by python -m benchmarks --write -->"
+END = "<!-- the end of the table -->"
 #: The modules, with what they are asked, and with what `--quick` asks for.
 RUNS: list[tuple[str, list[str], list[str]]] = [
     ("store", [], ["--rows", "500", "--rounds", "2"]),
@@ -48,6 +52,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="these modules, by commas")
     parser.add_argument("--quick", action="store_true", help="to see that they run")
+    parser.add_argument("--write", action="store_true", help=f"the table into {PAGE}")
     given = parser.parse_args()
     wanted = set(filter(None, given.only.split(",")))
     failed = []
@@ -62,7 +67,11 @@ def main() -> int:
             if result.returncode:
                 failed.append(module)
         found = [json.loads(line) for line in rows]
-    print("\n" + "\n".join([*machine(), "", *table(found)]))
+    lines = "\n".join([*machine(), "", *table(found)])
+    print(f"\n{lines}")
+    if given.write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.partition(END)[2]}")
     for module in failed:
         print(f"benchmarks.{module} failed", file=sys.stderr)
     return 1 if failed or not found else 0
