@@ -109,6 +109,7 @@ LOGGERS = {
     "django_txmsg.masking",
     "django_txmsg.messages",
     "django_txmsg.middleware",
+    "django_txmsg.pruning",
     "django_txmsg.relay",
     "django_txmsg.session",
     "django_txmsg.stage_thread",
