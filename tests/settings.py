@@ -83,6 +83,9 @@ INSTALLED_APPS = [
     "django_txmsg",
     "tests.app",
 ]
+# What a test says for a process it starts: a project that runs no pipeline.
+if os.environ.get("TXMSG_TEST_PIPELINE") != "off":
+    INSTALLED_APPS.append("django_txmsg.spark")
 
 MIDDLEWARE = [
     "django.contrib.sessions.middleware.SessionMiddleware",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from django.apps import apps
+
 from . import (
     bulk,
     dead_letters,
     idempotency,
     inbox,
     outbox,
-    pipeline,
     stages,
     workers,
 )
@@ -19,7 +20,9 @@ __all__ = [
     "idempotency",
     "inbox",
     "outbox",
-    "pipeline",
     "stages",
     "workers",
 ]
+
+if apps.is_installed("django_txmsg.spark"):
+    from . import pipeline  # noqa: F401 - its models are that app's

@@ -11,7 +11,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..models import ArchiveMark, PipelineRun
+from ..spark.models import ArchiveMark, PipelineRun
 from . import display
 from .base import ReadOnlyAdmin
 

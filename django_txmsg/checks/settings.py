@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from django.apps import apps
 from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error
 from django.utils.module_loading import import_string
@@ -24,7 +25,7 @@ def check() -> list[CheckMessage]:
 
 def check_values() -> list[CheckMessage]:
     """Return which of the settings name something that cannot be used."""
-    return [*_brokers(), *_paths()]
+    return [*_brokers(), *_paths(), *_pipeline()]
 
 
 def _problems() -> Iterator[CheckMessage]:
@@ -91,3 +92,13 @@ def _paths() -> Iterator[CheckMessage]:
                 hint="Give the dotted path of a function, or of a codec's class.",
                 id="txmsg.E005",
             )
+
+
+def _pipeline() -> Iterator[CheckMessage]:
+    if conf.get().LAKE is not None and not apps.is_installed("django_txmsg.spark"):
+        yield Error(
+            'TXMSG["LAKE"] is set, and the pipeline\'s app is not installed: nothing '
+            "archives the message log, and prune_messages leaves it alone.",
+            hint='Add "django_txmsg.spark" to INSTALLED_APPS, and migrate.',
+            id="txmsg.E013",
+        )

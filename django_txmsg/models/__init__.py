@@ -10,7 +10,6 @@ from ..errors import ConfigurationError
 if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 
-from .archive_mark import ArchiveMark
 from .attempt import Attempt
 from .bulk_operation import BulkOperation
 from .dead_letter import DeadLetter
@@ -19,16 +18,12 @@ from .idempotency_key import IdempotencyKey
 from .inbox import InboxMessage
 from .outbox import OutboxMessage
 from .period_count import PeriodCount
-from .pipeline_run import PipelineRun
 from .queue import QueueMessage, QueueSubscription
 from .session_record import SessionRecord
 from .stage_state import StageState
-from .staged_message import StagedMessage
-from .stored_run import StoredRun
 from .worker import Worker
 
 __all__ = [
-    "ArchiveMark",
     "Attempt",
     "BulkOperation",
     "DeadLetter",
@@ -37,12 +32,9 @@ __all__ = [
     "InboxMessage",
     "OutboxMessage",
     "PeriodCount",
-    "PipelineRun",
     "QueueMessage",
     "QueueSubscription",
     "SessionRecord",
     "StageState",
-    "StagedMessage",
-    "StoredRun",
     "Worker",
 ]

@@ -28,11 +28,8 @@ class CurrentXid(models.Func):
 
 
 class XidField(models.Field):  # type: ignore[type-arg]  # not generic at run time
-    """A PostgreSQL `xid8`; an empty bigint elsewhere.
-
-    The pipeline reads by it: all transactions below the snapshot's xmin are settled,
-    which no sequence and no timestamp can say.
-    """
+    """A PostgreSQL `xid8`; an empty bigint elsewhere. For the first migrations only:
+    the columns are those of the pipeline's app, which keeps them out of the models."""
 
     def __init__(self, **options: Any) -> None:
         options |= {"null": True, "editable": False, "db_default": CurrentXid()}

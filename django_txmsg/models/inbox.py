@@ -12,7 +12,7 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
-from .fields import XidField, ids_sql, now_sql, prepared
+from .fields import ids_sql, now_sql, prepared
 from .inbox_parked import ParkedManager
 from .inbox_record import OPEN, PROCESSED
 
@@ -152,8 +152,6 @@ class InboxMessage(models.Model):
     needs_version = models.PositiveIntegerField(
         null=True, blank=True, help_text="The oldest version of it that can."
     )
-    created_xid = XidField()
-    changed_xid = XidField()
 
     objects = InboxManager()
 

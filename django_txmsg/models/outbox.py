@@ -11,7 +11,6 @@ from django.db.models import Q
 from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
-from .fields import XidField
 from .outbox_claim import ClaimingManager
 from .outbox_store import StoringManager
 
@@ -62,8 +61,6 @@ class OutboxMessage(models.Model):
     last_error = models.TextField(default="", blank=True)
     dispatched_at = models.DateTimeField(null=True, blank=True)
     dead_at = models.DateTimeField(null=True, blank=True)
-    created_xid = XidField()
-    changed_xid = XidField()
 
     objects = OutboxManager()
 

@@ -72,7 +72,8 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                 with suppress(IntegrityError), transaction.atomic(using=self.db):
                     return _copy(connection, cursor, table, rows)
             returning = ["id", "created_at"]
-            returning += ["created_xid"] * tell_transaction
+            if tell_transaction and connection.vendor == "postgresql":
+                returning.append(_TRANSACTION)
             # Of a lone row one knows whose answer it is.
             returning += ["message_id"] * (len(rows) > 1 or not new_ids)
             conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
@@ -82,6 +83,7 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 _REQUIRED = "message_id, broker, destination, content_type, body"
 _OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
 _COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
+_TRANSACTION = "pg_current_xact_id()::text"
 #: From how many rows on a COPY, which asks for their ids first, is cheaper.
 _WORTH_COPY = 8
 #: Parameters of a row at most, and of a statement: SQLite takes 32,766 (since 3.32),
@@ -117,7 +119,7 @@ def _insert(
             one = dict(zip(returning, answer, strict=True))
             message_id = read_uuid(one.get("message_id", part[0].message_id))
             stored[message_id] = one["id"], read_instant(one["created_at"])
-            xid = one.get("created_xid", xid)
+            xid = one.get(_TRANSACTION, xid)
     return stored, xid
 
 

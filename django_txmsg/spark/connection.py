@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,8 +120,11 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def _advice(error: Exception) -> str:
     text = str(error)
-    if "django_txmsg_" in text and (
-        "does not exist" in text or "no such table" in text
-    ):
-        return " Run `manage.py migrate` there."
-    return ""
+    if not re.search("does not exist|no such table|no such column", text):
+        return ""
+    if re.search("_(archivemark|pipelinerun|stagedmessage|storedrun|xid)", text):
+        return (
+            " The pipeline's tables and columns come with its app: add "
+            '"django_txmsg.spark" to INSTALLED_APPS and run `manage.py migrate` there.'
+        )
+    return " Run `manage.py migrate` there." if "django_txmsg_" in text else ""

@@ -137,13 +137,13 @@ def test_a_list_is_narrowed_by_its_filters_only(
 @pytest.mark.parametrize(
     "address",
     [
-        "bulkoperation/?state__exact=done",
-        "bulkoperation/?kind__exact=discard",
-        "worker/?kind=relay",
-        "outboxmessage/?state=pending&destination=orders.place&age=1h",
-        "inboxmessage/?state=processed&stage=orders.place&age=1h",
-        "pipelinerun/?job__exact=archive",
+        "django_txmsg/bulkoperation/?state__exact=done",
+        "django_txmsg/bulkoperation/?kind__exact=discard",
+        "django_txmsg/worker/?kind=relay",
+        "django_txmsg/outboxmessage/?state=pending&destination=orders.place&age=1h",
+        "django_txmsg/inboxmessage/?state=processed&stage=orders.place&age=1h",
+        "txmsg_spark/pipelinerun/?job__exact=archive",
     ],
 )
 def test_its_own_filters_narrow_a_list(admin_client: Client, address: str) -> None:
-    assert admin_client.get(f"/admin/django_txmsg/{address}").status_code == 200
+    assert admin_client.get(f"/admin/{address}").status_code == 200

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 
 from project.settings import *  # noqa: F403
-from project.settings import DATABASES, TXMSG, env
+from project.settings import DATABASES, INSTALLED_APPS, TXMSG, env
 
+INSTALLED_APPS = [*INSTALLED_APPS, "django_txmsg.spark"]
 DATABASES = {**DATABASES, "broker": env.db("BROKER_DATABASE_URL")}
 TXMSG = {
     **TXMSG,

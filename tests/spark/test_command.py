@@ -10,11 +10,15 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.test import Client, override_settings
 
 from django_txmsg.management.commands.pipeline import job_spec
-from django_txmsg.models import ArchiveMark, PipelineRun
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.models import ArchiveMark, PipelineRun
+from django_txmsg.spark.runs import recorded
+from django_txmsg.spark.spec import JobSpec
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
 
@@ -63,6 +67,28 @@ def test_a_missing_lake_is_told_with_its_exit_code() -> None:
     assert PipelineRun.objects.get().state == "failed"
 
 
+def test_a_project_without_the_app_is_told() -> None:
+    apps = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
+    with (
+        override_settings(INSTALLED_APPS=apps),
+        pytest.raises(CommandError, match="app of its own") as refused,
+    ):
+        call_command("pipeline", "archive")
+
+    assert refused.value.returncode == 2
+
+
+def test_a_service_without_the_app_is_told(make_log) -> None:
+    log = make_log("sqlite")
+    log.execute("DROP TABLE django_txmsg_pipelinerun")
+
+    with (
+        pytest.raises(EnvironmentFault, match=r'add "django_txmsg\.spark" to'),
+        recorded(JobSpec(services=(log.spec,)), "archive", {}),
+    ):
+        pass
+
+
 def test_an_unknown_database_is_told() -> None:
     with pytest.raises(CommandError, match="no database 'nowhere'"):
         call_command("pipeline", "--database", "nowhere", "archive")
@@ -94,7 +120,7 @@ def test_a_run_is_running_for_as_long_as_its_process_lives(
     run = PipelineRun.objects.get()
 
     def outcome() -> str:
-        page = admin_client.get("/admin/django_txmsg/pipelinerun/").content.decode()
+        page = admin_client.get("/admin/txmsg_spark/pipelinerun/").content.decode()
         found = re.search(r"field-outcome[^>]*>([^<]*)<", page)
         assert found
         return found[1]
@@ -119,15 +145,15 @@ def test_runs_and_batches_are_shown_and_cannot_be_changed(
         source="outbox", lake="/lake", lake_id=run.pk, purged_through=17, rows=9_000
     )
 
-    listing = admin_client.get("/admin/django_txmsg/pipelinerun/").content.decode()
-    page = admin_client.get(f"/admin/django_txmsg/pipelinerun/{run.pk}/change/")
-    marks = admin_client.get("/admin/django_txmsg/archivemark/").content.decode()
-    moved = admin_client.get(f"/admin/django_txmsg/archivemark/{mark.pk}/change/")
+    listing = admin_client.get("/admin/txmsg_spark/pipelinerun/").content.decode()
+    page = admin_client.get(f"/admin/txmsg_spark/pipelinerun/{run.pk}/change/")
+    marks = admin_client.get("/admin/txmsg_spark/archivemark/").content.decode()
+    moved = admin_client.get(f"/admin/txmsg_spark/archivemark/{mark.pk}/change/")
 
     assert "verification refused" in listing
     assert "&lt;b&gt;id 7" in page.content.decode()
     assert "9,000" in marks
     assert ">17<" in moved.content.decode()
-    assert admin_client.get("/admin/django_txmsg/pipelinerun/add/").status_code == 403
-    deleted = admin_client.post(f"/admin/django_txmsg/pipelinerun/{run.pk}/delete/")
+    assert admin_client.get("/admin/txmsg_spark/pipelinerun/add/").status_code == 403
+    deleted = admin_client.post(f"/admin/txmsg_spark/pipelinerun/{run.pk}/delete/")
     assert deleted.status_code == 403

@@ -177,3 +177,17 @@ def test_changes_can_be_followed(spark, pg_log: Log, tmp_path: Path) -> None:
     pg_log.execute("UPDATE django_txmsg_outboxmessage SET attempts = 1 WHERE id = 2")
 
     assert follow(spark, pg_log, tmp_path, follow="changed") == [1, 2, 2, 3]
+
+
+def test_rows_that_are_older_than_the_pipelines_columns_come_first(
+    spark, pg_log: Log, tmp_path: Path
+) -> None:
+    with pg_log.connected() as connection:
+        add(connection)
+        connection.execute("UPDATE django_txmsg_outboxmessage SET created_xid = NULL")
+        add(connection)
+
+    assert follow(spark, pg_log, tmp_path) == [1, 2]
+    with pg_log.connected() as connection:
+        add(connection)
+    assert follow(spark, pg_log, tmp_path) == [1, 2, 3]

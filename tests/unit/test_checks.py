@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.core.checks import CheckMessage
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
@@ -414,3 +415,14 @@ def test_a_pool_smaller_than_what_runs_is_told_with_the_size_it_needs(
         assert "relay` uses up to 6 at a time" in relay.msg
         options["pool"] = {"max_size": 11}
         assert not [one for one in check() if one.id == "txmsg.W005"]
+
+
+def test_a_lake_without_the_pipelines_app_is_told() -> None:
+    apps = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
+    with txmsg(LAKE="file:///var/lake"):
+        assert check() == []
+        with override_settings(INSTALLED_APPS=apps):
+            found = only(check())
+
+    assert found.id == "txmsg.E013"
+    assert '"django_txmsg.spark" to INSTALLED_APPS' in str(found.hint)

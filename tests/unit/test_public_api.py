@@ -60,9 +60,9 @@ PUBLIC = {
     "django_txmsg.metrics": "Collector install metrics uninstall",
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
-        ArchiveMark Attempt BulkOperation DeadLetter FailureNote IdempotencyKey
-        InboxMessage OutboxMessage PeriodCount PipelineRun QueueMessage
-        QueueSubscription SessionRecord StageState StagedMessage StoredRun Worker
+        Attempt BulkOperation DeadLetter FailureNote IdempotencyKey InboxMessage
+        OutboxMessage PeriodCount QueueMessage QueueSubscription SessionRecord
+        StageState Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
@@ -72,6 +72,7 @@ PUBLIC = {
     """,
     "django_txmsg.spark": "register",
     "django_txmsg.spark.cli": "main",
+    "django_txmsg.spark.models": "ArchiveMark PipelineRun StagedMessage StoredRun",
     "django_txmsg.spark.source.snapshot": "snapshot",
     "django_txmsg.stages": "Stage TransactionDefinition stage",
     "django_txmsg.tasks": "prune_messages relay_outbox",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from django.apps import apps
 from django.conf import settings as django_settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
@@ -44,6 +45,12 @@ class Command(BaseCommand):
 
         cli = _cli()
         given = argparse.Namespace(**options)
+        if not (given.spec or apps.is_installed("django_txmsg.spark")):
+            raise CommandError(
+                "The pipeline's tables come with an app of its own: add "
+                '"django_txmsg.spark" to INSTALLED_APPS and run manage.py migrate.',
+                returncode=2,
+            )
         try:
             spec = (
                 cli.JobSpec.load(given.spec)

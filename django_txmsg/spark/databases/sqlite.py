@@ -93,7 +93,11 @@ def read_rows(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows that `where` chooses, through an open connection."""
     schema = schema_of(columns)
-    selected = ", ".join(f"t.{one.quoted}" for one in columns)
+    selected = ", ".join(
+        # There are no ids of transactions here, and no columns for them.
+        "NULL" if one.kind == "xid" else f"t.{one.quoted}"
+        for one in columns
+    )
     cursor = connection.execute(
         f"SELECT {selected} FROM {table.relation} t WHERE {where or '1'} ORDER BY t.id"
     )

@@ -154,6 +154,8 @@ def _condition(one: Filter, table: Table, database: Database) -> str | None:
     column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
     if column is None or column.kind in ("json", "bytes", "double"):
         return None
+    if column.kind == "xid" and database.vendor == "sqlite":
+        return None  # which has no such column
     name = f"t.{column.quoted}"
     if isinstance(one, IsNull):
         return f"{name} IS NULL"

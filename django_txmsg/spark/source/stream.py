@@ -107,6 +107,9 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         nobody has deleted any."""
         assert isinstance(partition, Stretch)
         where = self._between(partition.first, partition.last)
+        if self.postgres and partition.first == 0:
+            # They are older than the column: the pipeline's app came later.
+            where = f"({where} OR t.{self.position} IS NULL)"
         yield from self.columns.read(self.database, where)
 
     def _between(self, first: int, last: int) -> str:

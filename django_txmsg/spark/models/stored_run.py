@@ -16,6 +16,7 @@ class StoredRun(models.Model):
     stored_at = models.DateTimeField(db_default=Now())
 
     class Meta:
+        db_table = "django_txmsg_storedrun"
         verbose_name = "stored run"
 
     def __str__(self) -> str:

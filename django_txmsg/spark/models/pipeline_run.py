@@ -1,8 +1,4 @@
-"""The record of a pipeline job's run.
-
-The Spark jobs read and write the pipeline's tables in plain SQL, since they run without
-Django; the tables belong to the migrations all the same.
-"""
+"""The record of a pipeline job's run."""
 
 from __future__ import annotations
 
@@ -41,6 +37,7 @@ class PipelineRun(models.Model):
     finished_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
+        db_table = "django_txmsg_pipelinerun"
         verbose_name = "pipeline run"
         indexes = [models.Index(fields=["-started_at"], name="txmsg_run_started")]
 
@@ -50,7 +47,7 @@ class PipelineRun(models.Model):
     @property
     def interrupted(self) -> bool:
         """Whether its process has ended without a word: nobody holds the lock that a
-        run holds for as long as it lives (`spark/runs.py`)."""
+        run holds for as long as it lives (`runs.py`)."""
         if self.state != RunState.RUNNING:
             return False
         connection = connections[self._state.db or DEFAULT_DB_ALIAS]

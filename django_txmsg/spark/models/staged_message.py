@@ -25,6 +25,7 @@ class StagedMessage(models.Model):
     dead_letter = models.BigIntegerField(null=True, blank=True)
 
     class Meta:
+        db_table = "django_txmsg_stagedmessage"
         verbose_name = "staged message"
         indexes = [models.Index(fields=["run", "task"], name="txmsg_staged_run")]
 

@@ -26,6 +26,7 @@ class ArchiveMark(models.Model):
     changed_at = models.DateTimeField(db_default=Now())
 
     class Meta:
+        db_table = "django_txmsg_archivemark"
         verbose_name = "archive mark"
         constraints = [
             models.UniqueConstraint(

@@ -1,0 +1,97 @@
+"""What the pipeline's columns, triggers and index cost those who do not use them.
+
+    python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
+
+Relay and consume, turn by turn with and without `django_txmsg.spark` in the database:
+messages a second, and PostgreSQL's own processor time for each message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from . import consume, relay, stand
+
+WAYS = ("with the app", "without")
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    from tests import services
+
+    broker = services.shared(services.ActiveMQ)
+    stand.django(
+        stand.postgresql(),
+        {
+            "SERVICE": "bench",
+            "BROKERS": {"default": {"URL": broker.url()}},
+            "DISPATCH_ON_COMMIT": "off",
+            "RELAY": {"BATCH_SIZE": relay.BATCH},
+        },
+    )
+    works: dict[str, tuple[Callable[[], float], int]] = {
+        "relay": (lambda: relay.relay(broker, options.messages), options.messages),
+        "consume, concurrency 1": (
+            lambda: consume.consume(options.messages // 4),
+            options.messages // 4,
+        ),
+    }
+    for name, (work, count) in works.items():
+        work()  # whoever comes first is slowest
+        rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        costs: dict[str, list[float]] = {way: [] for way in WAYS}
+        for number in range(options.rounds):
+            for way in WAYS if number % 2 else reversed(WAYS):
+                install(way == WAYS[0])
+                before = postgres_seconds()
+                rates[way].append(work())
+                spent = postgres_seconds() - before
+                costs[way].append(spent / count * 1e6)
+        stand.table(name, rates, WAYS[0])
+        unit = "µs of PostgreSQL's processors a message, storing included"
+        stand.table(name, costs, WAYS[0], unit)
+        pairs = [b / a for a, b in zip(*rates.values(), strict=True)]
+        print(f"without / with, round by round: median {statistics.median(pairs):.3f}")
+
+
+def postgres_seconds() -> float:
+    """Return the processor time of the servers' processes so far, ended ones too."""
+    used = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            before, _, after = file.read_text().rpartition(")")
+            if before.endswith("(postgres"):
+                used += sum(map(int, after.split()[11:15]))
+    return used / os.sysconf("SC_CLK_TCK")
+
+
+def install(present: bool) -> None:
+    """Add to outbox and inbox what the app has there, or take it away."""
+    from django.db import connection
+
+    from django_txmsg.spark.migrations import _tables
+
+    with connection.schema_editor() as editor:
+        _tables.unmark_changes(editor)
+    # Freshly written, as they would be: a dropped column leaves a hole in each row.
+    with connection.cursor() as cursor:
+        for table in _tables.MARKED:
+            cursor.execute(f"TRUNCATE {table}")
+    if present:
+        with connection.schema_editor() as editor:
+            _tables.mark_changes(editor)
+        with connection.schema_editor() as editor:
+            _tables.index_marks(editor)
+
+
+if __name__ == "__main__":
+    main()
