@@ -18,6 +18,8 @@ TxmsgError
 └── StageError              a stage's transaction could not be completed
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
+    ├── MiddlewareMisused       a stage's middleware did not call the next one once
+    ├── StageTimedOut           the handler took longer than its timeout
     └── CommitTimedOut          a tombstone forbids this late commit
 
 Refuse and Redeliver are not errors but a handler's decision about its message.
@@ -133,6 +135,18 @@ class SwallowedDatabaseError(StageError):
 class DurableInStage(StageError):
     """atomic(durable=True) was entered inside a stage, whose transaction it cannot
     leave. Remove durable=True, or use transaction="broker_only" for this stage."""
+
+
+class MiddlewareMisused(StageError):
+    """A middleware of TXMSG["STAGE_MIDDLEWARE"] returned without calling the next one,
+    or called it twice, from another thread, or with another message.
+
+    A message is never dropped in silence: raise Refuse to be rid of it.
+    """
+
+
+class StageTimedOut(StageError):
+    """The handler took longer than `@stage(..., timeout=)` allows."""
 
 
 class CommitTimedOut(StageError):

@@ -33,6 +33,10 @@ ISOLATION_LEVELS = (
     "serializable",
 )
 
+#: Seconds that a handler can be given at most: PostgreSQL counts them in milliseconds,
+#: in an integer.
+MAX_TIMEOUT = 7 * 86_400.0
+
 Handler = Callable[[Message], Any]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 Body = TypeVar("Body")
@@ -91,10 +95,18 @@ class Stage:
     concurrency: int = 1
     broker: str = "default"
     batch: int = 1
+    timeout: float | None = None
     #: The annotation of the body that the handler takes; None: it takes the message.
     accepts: Any = None
     #: What `resolved()` has found out.
     _definition: TransactionDefinition | None = None
+    #: What surrounds its transaction: middlewares (`consuming/stage_middleware.py`).
+    outside: Any = None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether it is as a consumer runs it."""
+        return self._definition is not None
 
     def resolved(self) -> Stage:
         """Return the stage with its policy and its transaction found out once and for
@@ -152,6 +164,22 @@ class Stage:
         )
 
 
+class CallNext:
+    """What a middleware of TXMSG["STAGE_MIDDLEWARE"] calls to go on, once: the next
+    middleware, and in the end the handler. `stage` is the one it stands before."""
+
+    __slots__ = ("_call", "stage")
+
+    def __init__(self, stage: Stage, call: Handler) -> None:
+        self.stage, self._call = stage, call
+
+    def __call__(self, message: Message) -> Any:
+        """Go on with the message, or with a copy of it that has another body or other
+        headers. Returns what the handler returned, where that is inside of the same
+        transaction; raises what it raised."""
+        return self._call(message)
+
+
 _stages: dict[str, Stage] = {}
 
 
@@ -167,6 +195,7 @@ def stage(
     concurrency: int = 1,
     broker: str = "default",
     batch: int = 1,
+    timeout: float | None = None,
 ) -> Declaring[Body]: ...
 @overload
 def stage(
@@ -180,6 +209,7 @@ def stage(
     concurrency: int = 1,
     broker: str = "default",
     batch: int = 1,
+    timeout: float | None = None,
 ) -> Callable[[Decorated], Decorated]: ...
 def stage(
     destination: str | Destination[Any],
@@ -192,6 +222,7 @@ def stage(
     concurrency: int = 1,
     broker: str = "default",
     batch: int = 1,
+    timeout: float | None = None,
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
@@ -203,11 +234,13 @@ def stage(
     database). `using` and `isolation` define the database transaction (default:
     TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency`
     is threads a process; `batch` messages share one transaction, each in a savepoint.
+    `timeout`: seconds for one execution of the handler. Its query is cancelled then, it
+    can make no other, and the attempt fails with StageTimedOut.
 
     Raises ConfigurationError for a name that is taken and for what cannot be.
     """
     destination = check_destination(str(destination))
-    _check(transaction, isolation, concurrency, batch)
+    _check(transaction, isolation, concurrency, batch, timeout)
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(handler):
@@ -228,6 +261,7 @@ def stage(
             concurrency=concurrency,
             broker=broker,
             batch=batch,
+            timeout=timeout,
         )
         register(declared)
         return handler
@@ -267,7 +301,11 @@ def find(names: Sequence[str]) -> list[Stage]:
 
 
 def _check(
-    transaction: str, isolation: str | None, concurrency: int, batch: int
+    transaction: str,
+    isolation: str | None,
+    concurrency: int,
+    batch: int,
+    timeout: float | None,
 ) -> None:
     if transaction not in TRANSACTION_MODES:
         raise ConfigurationError(
@@ -278,6 +316,10 @@ def _check(
         raise ConfigurationError("concurrency and batch must be 1 or more.")
     if batch > 1 and transaction != "outbox":
         raise ConfigurationError('batch needs transaction="outbox".')
+    if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
+        raise ConfigurationError(
+            f"timeout={timeout!r} is no number of seconds above 0, and a week at most."
+        )
 
 
 def _origin(declared: Stage) -> str:

@@ -78,6 +78,7 @@ def _paths() -> Iterator[CheckMessage]:
         ('["MASK"]', settings.MASK),
         ('["HTTP"]["IDEMPOTENCY_CALLER"]', settings.HTTP.IDEMPOTENCY_CALLER),
         *(('["CODECS"]', path) for path in settings.CODECS),
+        *(('["STAGE_MIDDLEWARE"]', path) for path in settings.STAGE_MIDDLEWARE),
     ):
         if path is None:
             continue
@@ -89,7 +90,8 @@ def _paths() -> Iterator[CheckMessage]:
         if not usable:
             yield Error(
                 f"TXMSG{name} names {path!r}, which cannot be used: {why}.",
-                hint="Give the dotted path of a function, or of a codec's class.",
+                hint="Give the dotted path of a function, or of a codec's or a "
+                "middleware's class.",
                 id="txmsg.E005",
             )
 

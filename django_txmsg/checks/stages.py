@@ -14,6 +14,7 @@ from django.db import connections
 from django.utils.module_loading import module_has_submodule
 
 from .. import brokers, conf, stages, wire
+from ..consuming.stage_middleware import prepared
 from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
@@ -29,7 +30,7 @@ def check() -> list[CheckMessage]:
     """Return what is wrong with stages, databases and retention."""
     found: list[CheckMessage] = []
     for stage in stages.all_stages():
-        for look in (_definition, _broker, _isolation, _codec):
+        for look in (_definition, _broker, _isolation, _codec, _middleware):
             found += look(stage)
     return [*found, *_misnamed(), *_databases(), *_retention()]
 
@@ -114,6 +115,31 @@ def _codec(stage: Stage) -> Iterator[CheckMessage]:
             f"nothing here can read: {error}",
             hint=f'Run: {INSTALL}, or name a codec in TXMSG["CODECS"].',
             id="txmsg.E012",
+        )
+
+
+def _middleware(stage: Stage) -> Iterator[CheckMessage]:
+    if not conf.get().STAGE_MIDDLEWARE or next(_definition(stage), None):
+        return
+    try:
+        ready = prepared(stage)
+    except Exception as error:
+        yield Error(
+            f'TXMSG["STAGE_MIDDLEWARE"] fails for stage {stage.name!r}: '
+            f"{type(error).__name__}: {error}",
+            hint="Each takes call_next and returns what takes a message; one that is "
+            "not for this stage raises MiddlewareNotUsed.",
+            id="txmsg.E005",
+        )
+        return
+    if ready.batch < stage.batch:
+        yield Warning(
+            f"Stage {stage.name!r} has batch={stage.batch}, and each of its messages "
+            f"gets a transaction of its own all the same, for a middleware with "
+            f"outside_transaction = True to be around.",
+            hint="Have the middleware do its work inside of the transaction, or raise "
+            "MiddlewareNotUsed for this stage.",
+            id="txmsg.W007",
         )
 
 

@@ -55,6 +55,10 @@ class ConsumeSettings:
     """Seconds between messages of a throttled stage."""
     HEARTBEAT: float = 5.0
     """Seconds between a worker's heartbeats."""
+    MAX_MESSAGES: int = 0
+    """Deliveries after which `consume` ends in good order; 0: never."""
+    MAX_MEMORY: float = 0.0
+    """MiB of memory above which `consume` ends in good order; 0: never."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,8 @@ class Settings:
     """Largest body that send_message() takes."""
     TRANSACTION_DEFINITION: str | None = None
     """Dotted path of a function from Stage to TransactionDefinition."""
+    STAGE_MIDDLEWARE: tuple[str, ...] = ()
+    """Dotted paths of middlewares around the handlers of stages, outermost first."""
     DEAD_LETTER_DESTINATIONS: tuple[str, ...] = ()
     """The broker's own dead-letter queues that `consume` takes in."""
     KNOWN_DESTINATIONS: tuple[str, ...] = ()

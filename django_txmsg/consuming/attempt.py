@@ -13,7 +13,7 @@ import uuid
 from django.db import connections
 from django.utils import timezone
 
-from .. import conf, signals, tracing, wire
+from .. import conf, signals, wire
 from ..brokers.base import Outgoing
 from ..envelope.message import Message
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, InvalidMessage
@@ -53,28 +53,27 @@ def run(
     began = time.monotonic()
     inbox = InboxMessage.objects.db_manager(arrival.using)
     scope = stage_scope(arrival, message)
-    with tracing.processing(message, stage.name):
-        if stage.transaction == "broker_only":
+    if stage.transaction == "broker_only":
+        with in_scope(scope):
+            stage.handler(message)
+        employed = False
+    else:
+        with StageTransaction(stage.definition, begun=begun) as transaction:
+            if stage.transaction == "outbox" and not begun:
+                assert seen is not None
+                if not inbox.take(seen.id, arrival.token):
+                    raise LostRace
+            # Left before the commit: its hooks are no part of the stage any more.
             with in_scope(scope):
-                stage.handler(message)
-            employed = False
-        else:
-            with StageTransaction(stage.definition, begun=begun) as transaction:
-                if stage.transaction == "outbox" and not begun:
-                    assert seen is not None
-                    if not inbox.take(seen.id, arrival.token):
-                        raise LostRace
-                # Left before the commit: its hooks are no part of the stage any more.
-                with in_scope(scope):
-                    with guarded(arrival.using):
-                        stage.handler(message)
-                    storing.flush(arrival.using)
-                if stage.transaction != "outbox":
-                    # The last moment at which a dead broker costs nothing.
-                    session.ping()
-                elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
-                    inbox.finish([seen.id])
-            employed = transaction.employed
+                with guarded(arrival.using):
+                    stage.handler(message)
+                storing.flush(arrival.using)
+            if stage.transaction != "outbox":
+                # The last moment at which a dead broker costs nothing.
+                session.ping()
+            elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
+                inbox.finish([seen.id])
+        employed = transaction.employed
     acknowledged = stage.transaction != "outbox"
     if acknowledged:
         _commit_broker(arrival, employed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextvars import copy_context
 
 from django.db import connections
 
@@ -137,13 +138,7 @@ def _run_one(
     arrival, message, seen = item
     began = time.monotonic()
     try:
-        with (
-            tracing.processing(message, arrival.stage.name),
-            in_scope(stage_scope(arrival, message)),
-            savepoints.next(),
-            guarded(using),
-        ):
-            arrival.stage.handler(message)
+        copy_context().run(_handle, arrival, message, using, savepoints)
     except NOT_HANDLERS:
         raise
     except BaseException as error:
@@ -154,3 +149,15 @@ def _run_one(
         failures.append((item, error, time.monotonic() - began))
     else:
         durations[seen.id] = time.monotonic() - began
+
+
+def _handle(
+    arrival: Arrival, message: Message, using: str, savepoints: Savepoints
+) -> None:
+    with (
+        tracing.processing(message, arrival.stage.name),
+        in_scope(stage_scope(arrival, message)),
+        savepoints.next(),
+        guarded(using),
+    ):
+        arrival.stage.handler(message)

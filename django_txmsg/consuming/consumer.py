@@ -31,7 +31,9 @@ from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
+from .allowance import Allowance
 from .intake import IntakeThread
+from .stage_middleware import prepared
 from .stage_thread import StageThread
 from .throttle import Throttle
 
@@ -42,12 +44,24 @@ IDLE = 1.5
 
 
 class Consumer:
-    """Runs stages until stopped. `concurrency` overrides what the stages say."""
+    """Runs stages until stopped. `concurrency` overrides what the stages say,
+    `max_messages` and `max_memory` what the settings do."""
 
     def __init__(
-        self, stages: Sequence[Stage], *, concurrency: int | None = None
+        self,
+        stages: Sequence[Stage],
+        *,
+        concurrency: int | None = None,
+        max_messages: int | None = None,
+        max_memory: float | None = None,
     ) -> None:
         self._settings = conf.get()
+        given = self._settings.CONSUME
+        self.allowance = Allowance(
+            given.MAX_MESSAGES if max_messages is None else max_messages,
+            given.MAX_MEMORY if max_memory is None else max_memory,
+            self.stop,
+        )
         self._stop = threading.Event()
         self._activity = Activity()
         self._databases = databases.with_tables()
@@ -65,7 +79,7 @@ class Consumer:
         }
         self.threads = [
             self._stage_thread(stage, throttle, number)
-            for stage in stages
+            for stage in map(prepared, stages)
             for throttle in [self._throttle()]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
@@ -127,6 +141,7 @@ class Consumer:
             self._obey()
             wake_for_parked(self.threads)
             self._name_stuck()
+            self.allowance.look()
             if time.monotonic() >= beat_at:
                 self._presence.beat(self.in_flight)
                 self._presence.refuse_rivals()
@@ -236,6 +251,7 @@ class Consumer:
             breaker=self._breakers[stage.broker],
             throttle=throttle,
             activity=self._activity,
+            allowance=self.allowance,
             number=number,
         )
 

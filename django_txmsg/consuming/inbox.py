@@ -7,15 +7,17 @@ Whatever is killed between two of these steps, the next arrival goes on from the
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 import uuid
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import replace
 
 from django.db import DatabaseError, connections, transaction
 
-from .. import signals
+from .. import signals, tracing
 from ..django_internals import (
     abandon,
     begins_early,
@@ -37,8 +39,10 @@ from ..upkeep.leases import Lease
 from . import reading
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
 from .failing import bury, failed, is_outage, unreadable
-from .outcomes import Arrival, Duplicate, Interrupted, Outcome
+from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Processed
 from .transaction import lost_conflict
+
+log = logging.getLogger("django_txmsg.inbox")
 
 #: Times that a stage runs again at once after its transaction lost against another.
 MAX_CONFLICTS = 10
@@ -77,7 +81,10 @@ def _process(arrival: Arrival) -> Outcome:
         on = raw(connections[arrival.using])
         began = time.monotonic()
         try:
-            return run(arrival, message.attempted(attempt), seen, begun)
+            # In a copy of this thread's context: what an attempt leaves there, the next
+            # one does not find.
+            given = message.attempted(attempt)
+            return copy_context().run(_attempt, arrival, given, seen, begun)
         except LostRace:
             return Duplicate()
         except NOT_HANDLERS:
@@ -103,6 +110,46 @@ def _process(arrival: Arrival) -> Outcome:
                 return outcome
             # Read again: the handler may have changed what it was given.
             message = reading.read(arrival.delivery, stage)
+
+
+def _attempt(
+    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+) -> Processed:
+    """Run one attempt, as `attempt.run()` does, with the stage's middlewares around its
+    transaction."""
+    outside, on = arrival.stage.outside, raw(connections[arrival.using])
+    with tracing.processing(message, arrival.stage.name):
+        if outside is None:
+            return run(arrival, message, seen, begun)
+        ended: list[Processed | LostRace] = []
+
+        def transact(given: Message) -> None:
+            try:
+                ended.append(run(arrival, given, seen, begun))
+            except LostRace as lost:
+                ended.append(lost)  # processed, by somebody else
+
+        def final(error: BaseException) -> bool:
+            """What is not the message's fault is no middleware's affair."""
+            faultless = isinstance(error, NOT_HANDLERS) or lost_conflict(error)
+            return faultless or is_outage(error, on)
+
+        try:
+            outside.run(message, transact, final)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as late:
+            if not ended:
+                raise
+            log.exception(
+                "a middleware around stage %r raised after the commit; the message is "
+                "processed and is not processed again: %s",
+                arrival.stage.name,
+                late,
+            )
+    if isinstance(ended[0], LostRace):
+        raise ended[0]
+    return ended[0]
 
 
 def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
@@ -156,7 +203,8 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         return inbox.record(stage.name, [message], idempotent=True)[message.id], False
     transaction.get_autocommit(using=using)  # which connects
     connection = connections[using]
-    if begins_early(connection):
+    # What surrounds the transaction comes before its beginning.
+    if stage.outside is None and begins_early(connection):
         mark = str(uuid.uuid4())
         try:
             seen, taken = inbox.record_and_begin(

@@ -28,10 +28,12 @@ from ..stages import Stage
 from ..upkeep import outage
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
-from ..upkeep.connections import recycle
+from ..upkeep.connections import open_caches, recycle
 from . import batch as batches
 from . import inbox, reading
+from .allowance import Allowance
 from .outcomes import Arrival, Interrupted, Outcome, Processed
+from .stage_middleware import prepared
 from .subscription import Subscription
 from .throttle import Throttle
 
@@ -58,11 +60,12 @@ class StageThread:
         breaker: Breaker,
         throttle: Throttle,
         activity: Activity,
+        allowance: Allowance | None = None,
         number: int = 0,
     ) -> None:
         self.name = f"txmsg-{stage.name}-{number}"
         self._ident: int | None = None
-        self.stage, self.worker = stage.resolved(), worker
+        self.stage, self.worker = prepared(stage), worker
         self.using = self.stage.definition.using
         self.paused = threading.Event()
         #: Set by the consumer when parked messages of the stage are due: one query a
@@ -75,6 +78,7 @@ class StageThread:
         self._stopping = stop
         self._subscription = Subscription(self.stage, breaker)
         self._throttle, self._activity = throttle, activity
+        self._allowance = allowance
         self._settings = conf.get()
         self._since_parked = PARKED_SHARE
         self._token = uuid.uuid4()
@@ -82,6 +86,7 @@ class StageThread:
     def run(self) -> None:
         """Work until told to stop; what breaks outside is waited for."""
         self._ident = threading.get_ident()
+        open_caches()
         try:
             while not self._stopping.is_set():
                 self._turn()
@@ -271,6 +276,8 @@ class StageThread:
         self._throttle.note(outcome)
         self._activity.note()
         self.handled += 1
+        if self._allowance is not None:
+            self._allowance.spend()
 
     def _open(self) -> Session | None:
         before = self._subscription.session

@@ -12,7 +12,7 @@ import dataclasses
 import datetime as dt
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from django.conf import settings
@@ -27,6 +27,7 @@ from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
 from ..consuming import batch, reading
 from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
+from ..consuming.stage_middleware import Chain, prepared
 from ..envelope import serializers
 from ..envelope.broker_url import split_url
 from ..envelope.message import Message
@@ -38,7 +39,7 @@ from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..relaying.dispatcher import stop_dispatchers
 from ..relaying.lane import Lane
-from ..stages import Stage, find
+from ..stages import Handler, Stage, find
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.
 _LEASE = 86_400
@@ -54,6 +55,17 @@ class Drained:
     redelivered: int = 0
     dead: int = 0
     errors: list[Exception] = dataclasses.field(default_factory=list)
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Keep what is raised inside, but for a handler's own verdicts."""
+        try:
+            yield
+        except (Refuse, Redeliver):
+            raise
+        except Exception as error:
+            self.errors.append(error)
+            raise
 
     def note(self, outcome: Outcome) -> None:
         """Count one outcome of a stage."""
@@ -143,21 +155,34 @@ class _Hurry(threading.Event):
         return self.is_set()
 
 
+class _Outside:
+    """The middlewares around a stage's transaction, whose errors are kept too."""
+
+    def __init__(self, chain: Chain, drained: Drained) -> None:
+        self._chain, self._drained = chain, drained
+
+    def run(
+        self, message: Message, go_on: Handler, final: Callable[[BaseException], bool]
+    ) -> None:
+        with self._drained.remembering():
+            self._chain.run(message, go_on, final)
+
+
 class _Worker:
     """One stage, run in this thread, whose handler's exceptions are remembered."""
 
     def __init__(self, stage: Stage, drained: Drained) -> None:
         def handler(message: Message) -> None:
-            try:
-                stage.handler(message)
-            except (Refuse, Redeliver):
-                raise
-            except Exception as error:
-                drained.errors.append(error)
-                raise
+            with drained.remembering():
+                ready.handler(message)
 
-        self.using = stage.definition.using
-        self._stage = dataclasses.replace(stage, handler=handler)
+        ready = prepared(stage)
+        self.using = ready.definition.using
+        if ready.outside is None:
+            self._stage = dataclasses.replace(ready, handler=handler)
+        else:
+            outside = _Outside(ready.outside, drained)
+            self._stage = dataclasses.replace(ready, outside=outside)
         self._drained = drained
         self._token = uuid.uuid4()
         self._outcomes = 0

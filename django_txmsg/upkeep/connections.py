@@ -6,10 +6,12 @@ Django looks after its connections when a request begins and ends. The threads o
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from typing import Any
 
+from django.core.cache import caches
 from django.db import connections, transaction
 
 from ..django_internals import (
@@ -46,6 +48,14 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
             connection.close()
         else:
             as_for_a_new_request(connection)
+
+
+def open_caches() -> None:
+    """Have this thread's contexts share its caches. Django keeps them in the context:
+    made in a message's own, each would be a new one, with new connections."""
+    for alias in caches:
+        with contextlib.suppress(Exception):  # the handler that uses it will say why
+            assert caches[alias] is not None
 
 
 def close_broken(using: str) -> None:

@@ -389,6 +389,34 @@ def test_the_deployment_checks_run_under_deploy_only() -> None:
     assert "txmsg.W103" in written.getvalue()
 
 
+MIDDLEWARES = "tests.integration.test_stage_middleware."
+
+
+def test_a_middleware_that_cannot_be_made_is_an_error() -> None:
+    for name, said in [
+        ("no_such", "ImportError"),
+        ("asynchronous", "asynchronous"),
+        ("nothing", "cannot be called"),
+    ]:
+        with stage(), txmsg(STAGE_MIDDLEWARE=[MIDDLEWARES + name]):
+            found = only(check())
+        assert found.id == "txmsg.E005"
+        assert said in found.msg
+
+
+def test_a_batch_that_a_middleware_keeps_from_being_one_is_a_warning() -> None:
+    for names, ids in [
+        (["Inside"], []),
+        (["Inside", "Around"], ["txmsg.W007"]),
+        (["unused"], []),
+    ]:
+        paths = [MIDDLEWARES + name for name in names]
+        with stage(batch=10), txmsg(STAGE_MIDDLEWARE=paths):
+            assert [one.id for one in check()] == ids
+        with stage(), txmsg(STAGE_MIDDLEWARE=paths):
+            assert check() == []
+
+
 def test_every_check_is_documented() -> None:
     package = DOCS.parents[2] / "django_txmsg" / "checks"
     source = "".join(path.read_text() for path in package.glob("*.py"))

@@ -43,8 +43,9 @@ PUBLIC = {
     "django_txmsg.errors": """
         BrokerError BrokerUnavailable CommitTimedOut ConfigurationError DecodeError
         DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage DurableInStage
-        InvalidMessage NewerCodeNeeded Redeliver Refuse SessionError StageError
-        StoreError SwallowedDatabaseError TransactionRequired TxmsgError WorkerFailed
+        InvalidMessage MiddlewareMisused NewerCodeNeeded Redeliver Refuse SessionError
+        StageError StageTimedOut StoreError SwallowedDatabaseError TransactionRequired
+        TxmsgError WorkerFailed
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """
@@ -74,7 +75,7 @@ PUBLIC = {
     "django_txmsg.spark.cli": "main",
     "django_txmsg.spark.models": "ArchiveMark PipelineRun StagedMessage StoredRun",
     "django_txmsg.spark.source.snapshot": "snapshot",
-    "django_txmsg.stages": "Stage TransactionDefinition stage",
+    "django_txmsg.stages": "CallNext Stage TransactionDefinition stage",
     "django_txmsg.tasks": "prune_messages relay_outbox",
     "django_txmsg.testing": """
         ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker drain
@@ -97,8 +98,10 @@ LOGGERS = {
     "django_txmsg.control",
     "django_txmsg.control_thread",
     "django_txmsg.crew",
+    "django_txmsg.deadline",
     "django_txmsg.demarcation",
     "django_txmsg.dispatcher",
+    "django_txmsg.inbox",
     "django_txmsg.intake",
     "django_txmsg.jms.callbacks",
     "django_txmsg.jms.consumer",
@@ -113,6 +116,7 @@ LOGGERS = {
     "django_txmsg.pruning",
     "django_txmsg.relay",
     "django_txmsg.session",
+    "django_txmsg.stage_middleware",
     "django_txmsg.stage_thread",
     "django_txmsg.storing",
     "django_txmsg.testing.peer",
@@ -145,7 +149,7 @@ def test_stage_takes_the_contract_s_arguments() -> None:
 
     assert set(parameters) >= {
         "destination", "name", "transaction", "redelivery", "isolation", "using",
-        "concurrency", "broker", "batch",
+        "concurrency", "broker", "batch", "timeout",
     }  # fmt: skip
     assert parameters["transaction"].default == "outbox"
 

@@ -28,15 +28,26 @@ class Command(BaseCommand):
         parser.add_argument(
             "--concurrency", type=int, metavar="N", help="threads for each stage"
         )
+        parser.add_argument(
+            "--max-messages", type=int, metavar="N", help="deliveries, and then end"
+        )
+        parser.add_argument(
+            "--max-memory", type=float, metavar="MIB", help="end when it has grown"
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         concurrency = options["concurrency"]
         if concurrency is not None and concurrency < 1:
             raise CommandError("--concurrency must be 1 or more.")
+        limits = {name: options[name] for name in ("max_messages", "max_memory")}
+        for name, limit in limits.items():
+            if limit is not None and not limit >= 0:
+                option = name.replace("_", "-")
+                raise CommandError(f"--{option} must be 0, for no limit, or more.")
         require_tables(router.db_for_write(InboxMessage))
         try:
             stages = find(options["stages"])
-            consumer = Consumer(stages, concurrency=concurrency)
+            consumer = Consumer(stages, concurrency=concurrency, **limits)
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
         if not options["once"]:
@@ -61,4 +72,6 @@ class Command(BaseCommand):
                 raise CommandError(f"The consumer ended: {error}") from error
         if options["verbosity"] > 0:
             count = consumer.handled
+            if consumer.allowance.over:
+                self.stderr.write(f"Ended: {consumer.allowance.over}.")
             self.stdout.write(f"Handled {count} deliver{'y' if count == 1 else 'ies'}.")

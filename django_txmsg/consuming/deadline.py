@@ -1,0 +1,210 @@
+"""Around hop 8: the time that a handler has, `@stage(..., timeout=)`.
+
+Nothing is thrown into a thread. When the time is over, the query that runs is cancelled
+at the server, every further one is refused, and a handler that returns all the same is
+too late: the attempt fails, rolls back and counts as any other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from django.db import OperationalError, connections
+
+from ..django_internals import in_block, raw
+from ..envelope.message import Message
+from ..errors import StageTimedOut
+from ..stages import Handler, Stage
+
+log = logging.getLogger("django_txmsg.deadline")
+
+#: Seconds between two cancellations of what still runs: the first may have come
+#: between two queries.
+AGAIN = 0.5
+#: Seconds that a server has to take a cancellation.
+PATIENCE = 2.0
+#: Seconds without a deadline after which nobody watches any more.
+IDLE = 60.0
+#: PostgreSQL's query_canceled.
+_CANCELLED = "57014"
+#: What a block of the handler's says when it is left.
+_ENDING = ("ROLLBACK TO SAVEPOINT", "RELEASE SAVEPOINT")
+#: psycopg's TransactionStatus ACTIVE.
+_ACTIVE = 1
+#: Not above what the connection has already.
+_LIMIT = """
+SELECT set_config('statement_timeout', CASE
+  WHEN current_setting('statement_timeout')::interval > '0'
+   AND current_setting('statement_timeout')::interval < %s * interval '1 ms'
+  THEN current_setting('statement_timeout') ELSE %s END, true)
+"""
+
+
+def timed(stage: Stage, seconds: float) -> Handler:
+    """Return the stage's handler, limited to so many seconds for each execution."""
+    handler = stage.handler
+
+    def limited(message: Message) -> Any:
+        limit = Deadline(stage.name, seconds)
+        with ExitStack() as stack:
+            for alias in connections:
+                stack.enter_context(connections[alias].execute_wrapper(limit))
+            _watch.add(limit)
+            try:
+                result = handler(message)
+            except OperationalError as error:
+                if limit.passed and _is_cancelled(error):
+                    raise limit.error() from error
+                raise
+            finally:
+                limit.end()
+                _watch.remove(limit)
+        if limit.passed:
+            raise limit.error()
+        return result
+
+    return limited
+
+
+class Deadline:
+    """One execution's end. Given to Django's `execute_wrapper()` of each connection."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._name, self._seconds = name, seconds
+        self._until = self.due = time.monotonic() + seconds
+        self._lock = threading.Lock()
+        self._ended = False
+        #: The connections that the handler has used.
+        self._used: dict[str, Any] = {}
+
+    @property
+    def passed(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self._until
+
+    def error(self) -> StageTimedOut:
+        """Return what the attempt fails with."""
+        return StageTimedOut(
+            f"The handler of stage {self._name!r} has taken longer than its timeout of "
+            f"{self._seconds:g} s."
+        )
+
+    def __call__(
+        self,
+        execute: Callable[..., Any],
+        sql: str,
+        params: Any,
+        many: bool,
+        context: dict[str, Any],
+    ) -> Any:
+        """Run a statement of the handler, unless its time is over."""
+        if self.passed and not sql.startswith(_ENDING):
+            raise self.error()
+        connection = context["connection"]
+        if connection.alias not in self._used:
+            self._used[connection.alias] = connection
+            if connection.vendor == "postgresql" and in_block(connection):
+                # For the case that nobody is left to cancel.
+                limit = math.ceil(self._seconds * 1000)
+                with connection.cursor() as cursor:
+                    cursor.execute(_LIMIT, [limit, f"{limit}ms"])
+        return execute(sql, params, many, context)
+
+    def cancel(self) -> None:
+        """Cancel what the handler has running. From another thread, until `end()`."""
+        self.due = time.monotonic() + AGAIN
+        with self._lock:
+            if self._ended:
+                return
+            for connection in list(self._used.values()):
+                try:
+                    _cancel(connection)
+                except Exception:
+                    log.debug("a query cannot be cancelled", exc_info=True)
+
+    def end(self) -> None:
+        """The handler has ended: whatever is asked now is not cancelled any more."""
+        with self._lock:
+            self._ended = True
+
+
+class Watch:
+    """The thread that cancels what runs past its deadline. It lives while there are
+    deadlines, and a while longer."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._deadlines: set[Deadline] = set()
+        self._wakes = math.inf
+        self._running = False
+
+    def add(self, limit: Deadline) -> None:
+        """Watch over it."""
+        with self._changed:
+            self._deadlines.add(limit)
+            if not self._running:
+                self._running = True
+                name = "txmsg-deadlines"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+            elif limit.due < self._wakes:
+                self._changed.notify()
+
+    def remove(self, limit: Deadline) -> None:
+        """Forget it."""
+        with self._changed:
+            self._deadlines.discard(limit)
+
+    def _run(self) -> None:
+        while (due := self._wait()) is not None:
+            for limit in due:
+                limit.cancel()
+
+    def _wait(self) -> list[Deadline] | None:
+        """Return the deadlines that have passed, or None to end."""
+        with self._changed:
+            now = time.monotonic()
+            due = [limit for limit in self._deadlines if limit.due <= now]
+            if due:
+                return due
+            self._wakes = min((one.due for one in self._deadlines), default=now + IDLE)
+            notified = self._changed.wait(self._wakes - now)
+            if not notified and not self._deadlines:
+                self._running = False
+                return None
+            return []
+
+
+def _cancel(connection: Any) -> None:
+    driver = raw(connection)
+    if driver is None:
+        return
+    if connection.vendor != "postgresql":
+        driver.interrupt()
+    elif driver.info.transaction_status == _ACTIVE:
+        driver.cancel_safe(timeout=PATIENCE)
+
+
+def _is_cancelled(error: OperationalError) -> bool:
+    cause: Any = error.__cause__
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    return state == _CANCELLED or str(error) == "interrupted"
+
+
+_watch = Watch()
+
+
+def _forget() -> None:
+    """A child process has none of its parent's threads."""
+    global _watch
+    _watch = Watch()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,196 @@
+"""Around hop 8: TXMSG["STAGE_MIDDLEWARE"], in Django's manner.
+
+A middleware is what takes a `CallNext` and returns what takes a message: a class, or a
+function that returns one. It runs inside of the stage's transaction, or around it where
+it says `outside_transaction = True`. A stage without one has a handler and no chain.
+
+A message is processed when its handler has returned, and only then: a middleware can
+replace an error (by Refuse, say), but can neither hide one nor leave the handler out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+from django.core.exceptions import MiddlewareNotUsed
+from django.utils.module_loading import import_string
+
+from .. import conf
+from ..envelope.message import Message
+from ..errors import ConfigurationError, MiddlewareMisused
+from ..stages import CallNext, Handler, Stage
+from . import deadline
+
+log = logging.getLogger("django_txmsg.stage_middleware")
+
+Factory = Callable[[CallNext], Handler]
+
+
+def prepared(stage: Stage) -> Stage:
+    """Return the stage as a consumer runs it: resolved, with its middlewares and its
+    time-out around its handler. They are loaded once a process.
+
+    Raises ConfigurationError for a middleware that cannot be loaded, and what one
+    raises.
+    """
+    if stage.is_resolved:
+        return stage
+    settings = conf.get()
+    with _loading:
+        known = _prepared.get(stage.name)
+        if known is None or known[0] is not stage or known[1] is not settings:
+            known = _prepared[stage.name] = (stage, settings, _prepare(stage))
+    return known[2]
+
+
+_prepared: dict[str, tuple[Stage, conf.Settings, Stage]] = {}
+_loading = threading.Lock()
+
+
+def _prepare(stage: Stage) -> Stage:
+    plain = ready = stage.resolved()
+    inside, outside = _factories()
+    if inner := Chain.of(plain, inside):
+        handler = plain.handler
+        ready = replace(ready, handler=lambda message: inner.run(message, handler))
+    if ready.timeout is not None:
+        ready = replace(ready, handler=deadline.timed(ready, ready.timeout))
+    if outer := Chain.of(plain, outside):
+        # Each message has a transaction of its own for something to be around.
+        ready = replace(ready, outside=outer, batch=1)
+    return ready
+
+
+def _factories() -> tuple[list[Factory], list[Factory]]:
+    """Return what makes the middlewares: of those inside of the transaction, and of
+    those around it, as the settings name them."""
+    found: tuple[list[Factory], list[Factory]] = ([], [])
+    for path in conf.get().STAGE_MIDDLEWARE:
+        try:
+            factory = import_string(path)
+        except ImportError as error:
+            raise ConfigurationError(
+                f'TXMSG["STAGE_MIDDLEWARE"] names {path!r}, which cannot be imported: '
+                f"{error}"
+            ) from error
+        found[bool(getattr(factory, "outside_transaction", False))].append(factory)
+    return found
+
+
+class Chain:
+    """The middlewares of one stage, on one side of its transaction. Made once, and
+    shared by its threads."""
+
+    def __init__(self, stage: Stage, made: Sequence[Factory]) -> None:
+        self._call: ContextVar[_Call] = ContextVar("django_txmsg_call")
+        self.empty = True
+        self._first: Handler = self._last
+        for factory in reversed(made):
+            where = f'TXMSG["STAGE_MIDDLEWARE"] names {factory!r}'
+            _checked(factory, where)
+            try:
+                middleware = factory(CallNext(stage, self._first))
+            except MiddlewareNotUsed as error:
+                log.debug("stage %r: %r is not used: %s", stage.name, factory, error)
+                continue
+            self.empty = False
+            self._first = _checked(middleware, f"{where}: it returns {middleware!r}")
+
+    @classmethod
+    def of(cls, stage: Stage, made: Sequence[Factory]) -> Chain | None:
+        """Return the chain, or None where nothing is left of it."""
+        chain = cls(stage, made) if made else None
+        return None if chain is None or chain.empty else chain
+
+    def run(
+        self,
+        message: Message,
+        go_on: Handler,
+        final: Callable[[BaseException], bool] = lambda error: False,
+    ) -> Any:
+        """Take a message through the middlewares to what they surround, `go_on`.
+
+        Raises what they raise, or what `go_on` did: where they hid it, and where it is
+        `final`, which says that it is nothing for them to decide about. Raises
+        MiddlewareMisused.
+        """
+        call = _Call(message, go_on)
+        token = self._call.set(call)
+        try:
+            result = self._first(message)
+        except BaseException as error:
+            raised = call.error
+            if raised is not None and raised is not error and final(raised):
+                raise raised from raised.__cause__  # by which it is known
+            raise
+        finally:
+            self._call.reset(token)
+        if call.error is not None:
+            raise call.error
+        if not call.called:
+            raise MiddlewareMisused(
+                "A middleware returned without calling call_next(message): the handler "
+                "did not run. Raise Refuse to be rid of a message."
+            )
+        return result
+
+    def _last(self, message: Message) -> Any:
+        call = self._call.get(None)
+        if call is None:
+            raise MiddlewareMisused("call_next() was called outside of its message.")
+        return call.go_on(message)
+
+
+def _checked(made: object, what: str) -> Any:
+    """Return what can be called here. Raises ConfigurationError."""
+    call = getattr(type(made), "__call__", None)  # noqa: B004 - what, and not whether
+    if any(inspect.iscoroutinefunction(one) for one in (made, call)):
+        raise ConfigurationError(f"{what}, which is asynchronous: stages are not.")
+    if not callable(made):
+        raise ConfigurationError(f"{what}, which cannot be called.")
+    return made
+
+
+class _Call:
+    """One message on its way through the chain, and what came of it."""
+
+    __slots__ = ("_go_on", "_message", "_thread", "called", "error")
+
+    def __init__(self, message: Message, go_on: Handler) -> None:
+        self._message, self._go_on = message, go_on
+        self._thread = threading.get_ident()
+        self.called = False
+        self.error: BaseException | None = None
+
+    def go_on(self, message: Message) -> Any:
+        try:
+            self._check(message)
+            self.called = True
+            return self._go_on(message)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _check(self, message: Message) -> None:
+        if self.called:
+            raise MiddlewareMisused(
+                "call_next() was called twice for one message. A RedeliveryPolicy "
+                "tries again, in a transaction of its own."
+            )
+        if threading.get_ident() != self._thread:
+            raise MiddlewareMisused(
+                "call_next() was called from another thread, which has no part in the "
+                "stage's transaction."
+            )
+        if message.id != self._message.id:
+            raise MiddlewareMisused(
+                f"call_next() was given message {message.id} in place of "
+                f"{self._message.id}. It takes the message, or a copy with another "
+                f"body or other headers."
+            )

@@ -1,0 +1,137 @@
+"""`max_messages` and `max_memory`: a consumer ends in good order, to be restarted."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections
+
+from django_txmsg.consuming import allowance
+from django_txmsg.consuming.consumer import Consumer
+from django_txmsg.envelope.message import Message
+from django_txmsg.models import InboxMessage, Worker
+from django_txmsg.models.queue import QueueMessage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, txmsg
+
+pytestmark = committing
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name="done", message_id=str(message.id))
+
+
+@contextmanager
+def working(consumer: Consumer) -> Iterator[threading.Thread]:
+    def run() -> None:
+        try:
+            consumer.run()
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        consumer.stop()
+        thread.join(60)
+
+
+def test_after_so_many_deliveries_it_ends_and_leaves_the_rest_untouched() -> None:
+    with txmsg(), declared(effect) as stage:
+        for _ in range(10):
+            put(stage.destination)
+        consumer = Consumer([stage], max_messages=3)
+        consumer.run()
+        left = QueueMessage.objects.filter(queue=stage.destination)
+
+        assert Effect.objects.count() == consumer.handled == 3
+        assert left.count() == 7
+        assert not left.exclude(lease_token=None).exists()
+        assert consumer.allowance.over == "3 deliveries are handled"
+        assert not Worker.objects.exists()
+        # Started again, it goes on from there.
+        Consumer([stage], max_messages=7).run()
+    assert Effect.objects.count() == 10
+    assert not InboxMessage.objects.exclude(deliveries=1, attempts=1).exists()
+
+
+def test_the_threads_of_a_process_finish_what_they_have() -> None:
+    limited = txmsg(CONSUME={"POLL_INTERVAL": 0.02, "MAX_MESSAGES": 4})
+    with limited, declared(effect, concurrency=4) as stage:
+        for _ in range(20):
+            put(stage.destination)
+        consumer = Consumer([stage])
+        consumer.run()
+
+    assert 4 <= consumer.handled <= 7
+    assert Effect.objects.count() == consumer.handled
+
+
+def test_what_fails_counts_as_well() -> None:
+    def handler(message: Message) -> None:
+        raise LookupError
+
+    with txmsg(), declared(handler) as stage:
+        put(stage.destination)
+        consumer = Consumer([stage], max_messages=3)
+        consumer.run()
+
+    assert consumer.handled == 3
+
+
+def test_with_too_much_memory_it_ends_but_not_before_it_did_some_work() -> None:
+    with txmsg(), declared(effect) as stage:
+        consumer = Consumer([stage], max_memory=1.0)
+        with working(consumer) as thread:
+            wait_until(lambda: consumer.threads[0].dry)
+            assert thread.is_alive()
+            assert not consumer.allowance.over
+            put(stage.destination)
+            wait_until(lambda: not thread.is_alive())
+
+    assert Effect.objects.count() == 1
+    assert consumer.allowance.over.endswith("MiB of memory, limit 1")
+
+
+def test_a_limit_that_is_not_reached_ends_nothing() -> None:
+    with txmsg(), declared(effect) as stage:
+        put(stage.destination)
+        consumer = Consumer([stage], max_messages=10, max_memory=1e6)
+        consumer.run(once=True)
+
+    assert consumer.handled == 1
+    assert not consumer.allowance.over
+
+
+def test_memory_is_measured_in_mib() -> None:
+    before = allowance.resident()
+    ballast = b"x" * (64 * allowance.MIB)
+    grown = allowance.resident() - before
+
+    assert len(ballast) / allowance.MIB / 2 < grown
+    assert 1 < before < 100_000
+
+
+def test_the_command_says_why_it_ended() -> None:
+    err, out = io.StringIO(), io.StringIO()
+    with txmsg(), declared(effect) as stage:
+        for _ in range(3):
+            put(stage.destination)
+        call_command("consume", stage.name, max_messages=2, stderr=err, stdout=out)
+
+    assert "Ended: 2 deliveries are handled." in err.getvalue()
+    assert "Handled 2 deliveries." in out.getvalue()
+
+
+def test_the_command_refuses_what_is_no_limit() -> None:
+    for option in ("max_messages", "max_memory"):
+        with pytest.raises(CommandError, match="must be 0, for no limit, or more"):
+            call_command("consume", **{option: -1})

@@ -1,0 +1,308 @@
+"""`@stage(..., timeout=)`: a handler's query is cancelled, and its attempt fails."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connection, connections, transaction
+from django.db.models import Q
+
+from django_txmsg import send_message, stage
+from django_txmsg.consuming import deadline
+from django_txmsg.envelope.message import Message
+from django_txmsg.errors import ConfigurationError, StageTimedOut
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.testing import drain
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, step, txmsg
+
+pytestmark = committing
+
+SETTLED = ~Q(processed_at=None, dead_at=None)
+#: Ends by itself only after the test's own time-out.
+ENDLESS = {
+    "postgresql": "SELECT pg_sleep(600)",
+    "sqlite": "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n"
+    " WHERE i < 20000000000) SELECT count(*) FROM n",
+}
+MODES = ["outbox", "best_effort_1pc", "broker_only"]
+TIMED_OUT = "django_txmsg.errors.StageTimedOut: The handler of stage "
+
+
+def endless(using: str = "default") -> None:
+    with connections[using].cursor() as cursor:
+        cursor.execute(ENDLESS[connections[using].vendor])
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name=str(message.body), message_id=str(message.id))
+
+
+def done() -> list[str]:
+    return sorted(Effect.objects.values_list("name", flat=True))
+
+
+def attempts() -> list[str]:
+    return list(Attempt.objects.order_by("pk").values_list("exception", flat=True))
+
+
+def late() -> None:
+    """Return when a time-out of a tenth of a second is over."""
+    until = time.monotonic() + 0.15
+    wait_until(lambda: time.monotonic() > until)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_query_is_cancelled_and_the_attempt_counts(mode: Any) -> None:
+    def handler(message: Message) -> None:
+        effect(message)
+        if message.delivery_attempt < 3:
+            endless()
+
+    with txmsg(), declared(handler, timeout=0.3, transaction=mode) as slow:
+        put(slow.destination, b'"it"')
+        step(slow, times=3)
+
+    assert [one.startswith(TIMED_OUT) for one in attempts()] == [True, True]
+    assert len(done()) == (3 if mode == "broker_only" else 1)
+    assert not DeadLetter.objects.exists()
+
+
+def test_the_last_one_is_buried_as_any_other_failure() -> None:
+    with (
+        txmsg(REDELIVERY={"MAX_REDELIVERIES": 0}),
+        declared(lambda message: endless(), timeout=0.2) as slow,
+    ):
+        put(slow.destination)
+        step(slow)
+
+    letter = DeadLetter.objects.get()
+    assert letter.reason == "attempts_exhausted"
+    assert "timeout of 0.2 s" in letter.exception
+
+
+def test_no_query_begins_after_the_time() -> None:
+    after: list[str] = []
+
+    def handler(message: Message) -> None:
+        effect(message)
+        late()
+        try:
+            effect(message)
+        except StageTimedOut:
+            after.append("refused")
+            raise
+
+    with txmsg(), declared(handler, timeout=0.1) as slow:
+        put(slow.destination)
+        step(slow)
+
+    assert after == ["refused"]
+    assert attempts()[0].startswith(TIMED_OUT)
+    assert done() == []
+
+
+def hides_a_cancelled_query(message: Message) -> None:
+    with contextlib.suppress(DatabaseError), transaction.atomic():
+        endless()
+
+
+def hides_what_is_refused(message: Message) -> None:
+    late()
+    for _ in range(3):
+        with contextlib.suppress(StageTimedOut), transaction.atomic():
+            effect(message)
+
+
+def leaves_a_block_late(message: Message) -> None:
+    with contextlib.suppress(LookupError), transaction.atomic():
+        effect(message)
+        late()
+        raise LookupError
+
+
+def uses_no_database(message: Message) -> None:
+    late()
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+def test_who_comes_late_has_failed(batch: int) -> None:
+    for handler in (
+        hides_a_cancelled_query,
+        hides_what_is_refused,
+        leaves_a_block_late,
+        uses_no_database,
+    ):
+
+        def slow_for_one(message: Message, slow: Any = handler) -> None:
+            effect(message)
+            if message.body == "slow":
+                slow(message)
+
+        Effect.objects.all().delete()
+        Attempt.objects.all().delete()
+        with txmsg(), declared(slow_for_one, timeout=0.1, batch=batch) as slow:
+            for body in (b'"a"', b'"slow"', b'"b"'):
+                put(slow.destination, body)
+            step(slow, times=3 if batch == 1 else 1, parked=False)
+        assert [one.startswith(TIMED_OUT) for one in attempts()] == [True], handler
+        assert done() == ["a", "b"]
+
+
+def test_another_connection_s_query_is_cancelled_too() -> None:
+    def handler(message: Message) -> None:
+        effect(message)
+        endless("other")
+
+    with txmsg(), declared(handler, timeout=0.2) as slow:
+        put(slow.destination)
+        step(slow)
+
+    assert attempts()[0].startswith(TIMED_OUT)
+    assert done() == []
+
+
+def test_an_error_of_its_own_stays_what_it_is() -> None:
+    def handler(message: Message) -> None:
+        late()
+        raise LookupError("no stock")
+
+    with txmsg(), declared(handler, timeout=0.1) as slow:
+        put(slow.destination)
+        step(slow)
+
+    assert attempts() == ["LookupError: no stock"]
+
+
+def test_who_is_in_time_notices_nothing() -> None:
+    with txmsg(), declared(effect, timeout=600.0) as quick:
+        for _ in range(3):
+            put(quick.destination, b'"it"')
+        step(quick, times=3)
+
+    assert done() == ["it"] * 3
+    assert not Attempt.objects.exists()
+
+
+def test_the_others_of_a_process_go_on() -> None:
+    """Nothing of theirs is cancelled, nor of the same thread's next message."""
+
+    def handler(message: Message) -> None:
+        if message.body == "slow":
+            endless()
+        effect(message)
+
+    with (
+        txmsg(REDELIVERY={"MAX_REDELIVERIES": 0}),
+        declared(handler, timeout=0.3) as mixed,
+        running(mixed, concurrency=2),
+    ):
+        for number in range(24):
+            put(mixed.destination, b'"slow"' if number % 8 == 0 else b'"quick"')
+        wait_until(lambda: InboxMessage.objects.filter(SETTLED).count() == 24)
+
+    assert len(done()) == 21
+    assert DeadLetter.objects.count() == 3
+
+
+@pytest.mark.postgresql
+def test_a_lock_is_waited_for_as_long_as_that() -> None:
+    Effect.objects.create(name="locked", message_id="")
+
+    def handler(message: Message) -> None:
+        Effect.objects.select_for_update().get(name="locked")
+
+    with locked(), txmsg(), declared(handler, timeout=0.3) as slow:
+        put(slow.destination)
+        step(slow)
+
+    assert attempts()[0].startswith(TIMED_OUT)
+
+
+@contextlib.contextmanager
+def locked() -> Any:
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction.atomic():
+            Effect.objects.select_for_update().get(name="locked")
+            held.set()
+            release.wait(60)
+        connection.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    try:
+        yield
+    finally:
+        release.set()
+        thread.join(60)
+
+
+@pytest.mark.postgresql
+def test_the_server_knows_the_limit_for_this_transaction() -> None:
+    limits: list[str] = []
+
+    def limit() -> str:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW statement_timeout")
+            return str(cursor.fetchone()[0])
+
+    def handler(message: Message) -> None:
+        if message.body == "own":
+            with connection.cursor() as cursor:
+                cursor.execute("SET LOCAL statement_timeout = '7s'")
+        limits.append(limit())
+
+    with txmsg(), declared(handler, timeout=90.0) as slow:
+        for body in (b'"ours"', b'"own"', b'"ours"'):
+            put(slow.destination, body)
+        step(slow, times=3)
+    limits.append(limit())
+    with connection.cursor() as cursor:
+        cursor.execute("SET statement_timeout = '5s'")
+    with txmsg(), declared(handler, timeout=90.0) as slow:
+        put(slow.destination)
+        step(slow)
+    with connection.cursor() as cursor:
+        cursor.execute("RESET statement_timeout")
+
+    assert limits == ["90s", "7s", "90s", "0", "5s"]
+
+
+def test_the_tests_of_a_project_are_limited_too() -> None:
+    with txmsg(), declared(lambda message: endless(), timeout=0.2) as slow:
+        with transaction.atomic():
+            send_message(slow.destination, None)
+        with pytest.raises(StageTimedOut):
+            drain(slow.name)
+
+
+def test_it_is_a_number_of_seconds() -> None:
+    for seconds in (0, -1, float("nan"), float("inf"), 1e9):
+        with pytest.raises(ConfigurationError, match="timeout="):
+            stage("tests.never", timeout=seconds)
+
+
+def test_nobody_watches_where_there_is_nothing_to_watch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deadline, "IDLE", 0.05)
+    watch = deadline.Watch()
+    limit = deadline.Deadline("tests", 600.0)
+    watch.add(limit)
+    assert watchers()
+    watch.remove(limit)
+    watch.add(deadline.Deadline("tests", 0.0))  # wakes it up
+    watch._deadlines.clear()
+    wait_until(lambda: not watch._running)
+
+
+def watchers() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "txmsg-deadlines"]
