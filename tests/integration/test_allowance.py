@@ -14,6 +14,7 @@ from django.db import connections
 from django_txmsg.consuming import allowance
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.envelope.message import Message
+from django_txmsg.management.commands._run import Service
 from django_txmsg.models import InboxMessage, Worker
 from django_txmsg.models.queue import QueueMessage
 from tests.app.models import Effect
@@ -73,6 +74,18 @@ def test_the_threads_of_a_process_finish_what_they_have() -> None:
 
     assert 4 <= consumer.handled <= 7
     assert Effect.objects.count() == consumer.handled
+
+
+def test_what_runs_beside_it_in_one_process_ends_with_it() -> None:
+    with (
+        txmsg(CONSUME={"POLL_INTERVAL": 0.02, "MAX_MESSAGES": 2}),
+        declared(effect) as stage,
+    ):
+        for _ in range(3):
+            put(stage.destination)
+        Service(["default"], ["default"], [stage]).run()
+
+    assert Effect.objects.count() == 2
 
 
 def test_what_fails_counts_as_well() -> None:

@@ -40,8 +40,12 @@ class Service:
         self.consumer = Consumer(stages)
         self._crew = Crew(self.stop)
         self._crew.add("txmsg-relay", self.relay.run)
-        self._crew.add("txmsg-consumer", self.consumer.run)
+        self._crew.add("txmsg-consumer", self._consume)
         self._crew.add("txmsg-pruning", Pruner(databases, self._stop).run)
+
+    def _consume(self) -> None:
+        self.consumer.run()
+        self.stop()  # where it ends by its own allowance, the process does
 
     @property
     def in_flight(self) -> int:
