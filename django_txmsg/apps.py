@@ -15,8 +15,10 @@ class TxmsgConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from . import checks, conf  # noqa: F401 - checks register themselves
+        from . import checks, conf, stages  # noqa: F401 - checks register themselves
         from .relaying import dispatcher  # noqa: F401 - as does the dispatcher
+        from .tasks_backend import checking, declared  # noqa: F401 - likewise
 
         conf.hide_passwords()
+        stages.provide(declared.stages)
         autodiscover_modules("stages")

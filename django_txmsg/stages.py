@@ -6,7 +6,7 @@ Every installed app's `stages` module is imported when Django starts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -181,6 +181,7 @@ class CallNext:
 
 
 _stages: dict[str, Stage] = {}
+_providers: list[Callable[[], Iterable[Stage]]] = []
 
 
 @overload
@@ -285,19 +286,33 @@ def unregister(name: str) -> None:
     _stages.pop(name, None)
 
 
+def provide(provider: Callable[[], Iterable[Stage]]) -> None:
+    """Let `provider` say, each time that stages are asked for, which ones other
+    settings than ours declare."""
+    if provider not in _providers:
+        _providers.append(provider)
+
+
+def _known() -> dict[str, Stage]:
+    provided = {one.name: one for provider in _providers for one in provider()}
+    return provided | _stages
+
+
 def all_stages() -> list[Stage]:
     """Return every declared stage, by name."""
-    return [_stages[name] for name in sorted(_stages)]
+    known = _known()
+    return [known[name] for name in sorted(known)]
 
 
 def find(names: Sequence[str]) -> list[Stage]:
     """Return the stages of these names, or all. Raises ConfigurationError."""
+    known = _known()
     for name in names:
-        if name not in _stages:
+        if name not in known:
             raise ConfigurationError(
-                f"No stage {name!r}; known: {', '.join(sorted(_stages)) or 'none'}."
+                f"No stage {name!r}; known: {', '.join(sorted(known)) or 'none'}."
             )
-    return [_stages[name] for name in names] if names else all_stages()
+    return [known[name] for name in names or sorted(known)]
 
 
 def _check(

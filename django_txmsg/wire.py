@@ -22,6 +22,12 @@ TYPE = "txmsg-type"
 EXPIRES = "txmsg-expires"
 #: On the copy that a stage hands back to the broker: the attempt that has failed.
 FAILED_ATTEMPT = "txmsg-failed-attempt"
+#: What a task's message says of it: its function's path, and how it was enqueued,
+#: where that is not as usual.
+TASK = "task"
+TASK_QUEUE = "task-queue"
+TASK_PRIORITY = "task-priority"
+TASK_RUN_AFTER = "task-run-after"
 CORRELATION_ID = "correlation-id"
 #: Characters of a correlation id; of a longer one that comes from outside, the first.
 MAX_CORRELATION_ID = 255

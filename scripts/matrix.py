@@ -21,7 +21,7 @@ from pathlib import Path
 import side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "celery,docs,example,opentelemetry,postgres,prometheus,stomp,test,typed"
+EXTRAS = "celery,docs,example,opentelemetry,postgres,prometheus,stomp,tasks,test,typed"
 
 #: What `--newest` runs: minutes, beside the halves of `make test`.
 SAMPLE = ["-m", "not server and not soak", "tests"]

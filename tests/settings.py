@@ -120,3 +120,7 @@ TXMSG = {
     # What a test says for a process it starts (`tests.faults.ManageProcess`).
     **json.loads(os.environ.get("TXMSG_TEST_SETTINGS") or "{}"),
 }
+
+# What a test says for a process it starts that works tasks.
+if "TXMSG_TEST_TASKS" in os.environ:
+    TASKS = json.loads(os.environ["TXMSG_TEST_TASKS"])

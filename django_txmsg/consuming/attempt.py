@@ -91,6 +91,7 @@ def stage_scope(arrival: Arrival, message: Message) -> Scope:
         using=arrival.using,
         cause=message,
         stage=stage.name,
+        worker=arrival.worker,
     )
     if stage.transaction != "outbox":
         service = conf.get().SERVICE

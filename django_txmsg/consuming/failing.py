@@ -145,7 +145,7 @@ def bury(
             return Duplicate()
         if note is not None:
             note()
-        attempts = min(seen.attempt, stage.policy.max_attempts) if seen else 0
+        attempts = min(seen.attempt, stage.policy.max_begun) if seen else 0
         burial.bury(
             using=arrival.using,
             message_id=seen.message_id

@@ -243,7 +243,7 @@ def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
 def _reason_not_to_run(arrival: Arrival, message: Message, seen: Seen) -> str:
     if _nothing_to_do(arrival, seen):
         return "settled"
-    if seen.attempt > arrival.stage.policy.max_attempts:
+    if seen.attempt > arrival.stage.policy.max_begun:
         return "worker_lost"
     return "expired" if reading.expired(message, arrival.delivery, seen.now) else ""
 
@@ -281,6 +281,6 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
 def _worker_lost(stage: Stage) -> Failure:
     return Failure.because(
         "worker_lost",
-        f"The last of {stage.policy.max_attempts} attempts began and never ended: the "
+        f"The last of {stage.policy.max_begun} attempts began and never ended: the "
         f"worker died with it. Look for memory, signals and native crashes.",
     )

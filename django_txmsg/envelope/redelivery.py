@@ -27,7 +27,7 @@ def problems(**values: Any) -> Iterator[tuple[str, str]]:
         if name == "mode":
             if value not in MODES:
                 yield name, f"must be one of {', '.join(MODES)}, not {value!r}"
-        elif name == "max_redeliveries" and (
+        elif name in ("max_redeliveries", "lost_workers") and (
             not isinstance(value, int) or isinstance(value, bool)
         ):
             yield name, f"must be an integer, not {value!r}"
@@ -38,6 +38,7 @@ def problems(**values: Any) -> Iterator[tuple[str, str]]:
 
 _BOUNDS: dict[str, Any] = {
     "max_redeliveries": (0, MAX_REDELIVERIES),
+    "lost_workers": (0, MAX_REDELIVERIES),
     "initial_delay": (0.0, MAX_SECONDS),
     "backoff": (1.0, 1e6),
     "max_delay": (0.0, MAX_SECONDS),
@@ -52,7 +53,8 @@ class RedeliveryPolicy:
     Attempt n that failed is followed, after `initial_delay * backoff ** (n - 1)`
     seconds, at most `max_delay`, spread by ± `jitter` of it, by attempt n + 1, up to
     `max_redeliveries` + 1 attempts in all. `refuse_on` names exception types (or
-    their subtypes) that no repetition can mend.
+    their subtypes) that no repetition can mend. An attempt whose worker died counts as
+    one that failed; `lost_workers` more of them are taken as nobody's fault.
     """
 
     max_redeliveries: int = 6
@@ -62,6 +64,7 @@ class RedeliveryPolicy:
     jitter: float = 0.15
     mode: Mode = "non_blocking"
     refuse_on: tuple[type[BaseException], ...] = ()
+    lost_workers: int = 0
 
     def __post_init__(self) -> None:
         for problem in problems(
@@ -71,6 +74,7 @@ class RedeliveryPolicy:
             max_delay=self.max_delay,
             jitter=self.jitter,
             mode=self.mode,
+            lost_workers=self.lost_workers,
         ):
             raise ValueError(f"RedeliveryPolicy: {problem[0]} {problem[1]}")
         object.__setattr__(self, "refuse_on", tuple(self.refuse_on))
@@ -79,6 +83,11 @@ class RedeliveryPolicy:
     def max_attempts(self) -> int:
         """Executions in all: the delivery and its redeliveries."""
         return self.max_redeliveries + 1
+
+    @property
+    def max_begun(self) -> int:
+        """Executions in all, with those that may end with their worker."""
+        return self.max_attempts + self.lost_workers
 
     def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:
         """Return the seconds between failed attempt `attempt` and the next one."""

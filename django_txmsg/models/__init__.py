@@ -21,6 +21,7 @@ from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
 from .session_record import SessionRecord
 from .stage_state import StageState
+from .task_run import TaskRun
 from .worker import Worker
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "QueueSubscription",
     "SessionRecord",
     "StageState",
+    "TaskRun",
     "Worker",
 ]

@@ -26,6 +26,7 @@ from ..models import (
     OutboxMessage,
     QueueMessage,
     SessionRecord,
+    TaskRun,
     Worker,
 )
 from ..models.dead_letter import Resolution
@@ -71,6 +72,15 @@ def kinds() -> list[Kind]:
             keep.INBOX,
             _taken,
             clock="first_received_at",
+        ),
+        # As the inbox, they know what was done.
+        Kind(
+            "task runs",
+            TaskRun,
+            keep.INBOX,
+            _old,
+            clock="created_at",
+            logged=False,
         ),
         Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, _resolved),
         Kind(

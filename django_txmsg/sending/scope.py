@@ -25,11 +25,12 @@ class Scope:
     `sessions/session.py` makes it, or a stage's attempt (`consuming/attempt.py`).
 
     `cause` is the message that a stage processes; its own messages get ids derived
-    from it. `enlist`, when set, takes messages into the broker's transaction instead
-    of the outbox. `gathers` is the connection of somebody who promises to `flush()` it
-    before its commit: plain messages wait until then, and share an INSERT. `stored`
-    counts the messages stored, by database alias, and `transactions` has the ids of the
-    transactions they are in, where databases tell. `join`, when set, is called before
+    from it, and `worker` is the process that does so. `enlist`, when set, takes
+    messages into the broker's transaction instead of the outbox. `gathers` is the
+    connection of somebody who promises to `flush()` it before its commit: plain
+    messages wait until then, and share an INSERT. `stored` counts the messages stored,
+    by database alias, and `transactions` has the ids of the transactions they are in,
+    where databases tell. `join`, when set, is called before
     each INSERT on `using`, and says as which session's the rows are stored; `newest` is
     when the last of them was, by the database's clock. `ended` says that it is over:
     code that outlives it, as an async view's task may, has taken it along in its
@@ -40,6 +41,7 @@ class Scope:
     using: str | None = None
     cause: Message | None = None
     stage: str = ""
+    worker: str = ""
     enlist: Callable[[NewMessage], None] | None = None
     gathers: Any = None
     stored: dict[str, int] = field(default_factory=dict)

@@ -63,7 +63,7 @@ PUBLIC = {
     "django_txmsg.models": """
         Attempt BulkOperation DeadLetter FailureNote IdempotencyKey InboxMessage
         OutboxMessage PeriodCount QueueMessage QueueSubscription SessionRecord
-        StageState Worker
+        StageState TaskRun Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
@@ -77,6 +77,7 @@ PUBLIC = {
     "django_txmsg.spark.source.snapshot": "snapshot",
     "django_txmsg.stages": "CallNext Stage TransactionDefinition stage",
     "django_txmsg.tasks": "prune_messages relay_outbox",
+    "django_txmsg.tasks_backend": "TransactionalBackend",
     "django_txmsg.testing": """
         ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker drain
         outbox_messages

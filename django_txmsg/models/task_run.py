@@ -1,0 +1,66 @@
+"""What became of a task: its return value, and who worked at it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from django.db import models
+from django.db.models.functions import Now
+
+
+class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The two transitions of a task's run."""
+
+    def begin(self, message_id: uuid.UUID, worker: str) -> TaskRun | None:
+        """Note that `worker` begins, outside of any transaction. Returns the run, or
+        None when the task has finished already."""
+        run: TaskRun
+        run, made = self.get_or_create(
+            message_id=message_id, defaults={"workers": [worker]}
+        )
+        if run.finished_at is not None:
+            return None
+        if not made:
+            run.workers = [*run.workers, worker]
+            run.save(using=self.db, update_fields=["workers"])
+        return run
+
+    def finish(
+        self, message_id: uuid.UUID, workers: Sequence[str], result: Any
+    ) -> None:
+        """Keep a return value, with the work where a transaction is open."""
+        run = self.model(
+            message_id=message_id,
+            workers=list(workers),
+            result=result,
+            finished_at=Now(),
+        )
+        # There is one already when an operator has the task run again by force.
+        self.bulk_create(
+            [run],
+            update_conflicts=True,
+            unique_fields=["message_id"],
+            update_fields=["workers", "result", "finished_at"],
+        )
+
+
+class TaskRun(models.Model):
+    """A run of a task of the framework's. `finished_at` is set when it succeeded: of
+    one that failed the inbox, its attempts and its dead letter tell."""
+
+    id = models.BigAutoField(primary_key=True)
+    message_id = models.UUIDField(unique=True)
+    workers = models.JSONField(default=list)
+    result = models.JSONField(null=True, blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+    finished_at = models.DateTimeField(null=True, blank=True)
+
+    objects = TaskRunManager()
+
+    class Meta:
+        verbose_name = "task run"
+
+    def __str__(self) -> str:
+        return str(self.message_id)

@@ -1,0 +1,230 @@
+"""The backend: `enqueue()` stores a task's message, `get_result()` tells what became
+of it, and each queue is a stage that `manage.py consume` works.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+from django.db import connections, router, transaction
+
+from .. import conf, signals, wire
+from ..django_internals import in_block
+from ..envelope.message import MAX_NAME_LENGTH, Message
+from ..models import OutboxMessage
+from ..models.fields import clock
+from ..monitoring import databases
+from ..sending import storing
+from ..sending.outbox import send_message
+from ..sending.scope import current_scope, enter_scope
+from ..stages import Stage
+from . import running
+from .framework import (
+    DEFAULT_TASK_PRIORITY,
+    DEFAULT_TASK_QUEUE_NAME,
+    AnyResult,
+    AnyTask,
+    BaseTaskBackend,
+    TaskResult,
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_backends,
+    task_enqueued,
+)
+from .options import Options, problems
+from .results import result_of
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+class TransactionalBackend(BaseTaskBackend):
+    """Tasks that are enqueued if and only if the transaction around them commits.
+
+    QUEUES is as elsewhere, an empty list takes any name; OPTIONS are those of
+    `options.Options`.
+    """
+
+    supports_defer = True
+    supports_async_task = True
+    supports_get_result = True
+
+    def __init__(self, alias: str, params: dict[str, Any]) -> None:
+        super().__init__(alias, params)
+        # What is wrong with them, `manage.py check` says.
+        wrong = {name for name, _ in problems(self.options)}
+        sound = "" not in wrong
+        self._given = Options(
+            **{
+                name: value
+                for name, value in (self.options.items() if sound else ())
+                if name not in wrong
+            }
+        )
+
+    def enqueue(  # type: ignore[override]  # of any task
+        self, task: AnyTask, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AnyResult:
+        """Store a task in the running transaction; outside of one, in its own.
+
+        Raises InvalidMessage for arguments that are larger than a message may be.
+        """
+        self.validate_task(task)
+        result: AnyResult = TaskResult(
+            task=task,
+            id="",
+            status=TaskResultStatus.READY,
+            enqueued_at=None,
+            started_at=None,
+            last_attempted_at=None,
+            finished_at=None,
+            args=list(args),
+            kwargs=dict(kwargs),
+            backend=self.alias,
+            errors=[],
+            worker_ids=[],
+        )
+        message = self._store(task, {"args": result.args, "kwargs": result.kwargs})
+        object.__setattr__(result, "id", str(message.id))
+        object.__setattr__(result, "enqueued_at", message.created_at)
+        task_enqueued.send(type(self), task_result=result)
+        return result
+
+    def get_result(self, result_id: str) -> AnyResult:
+        """Return what is known of a task, for as long as the outbox keeps it.
+
+        Raises TaskResultDoesNotExist.
+        """
+        try:
+            message_id = uuid.UUID(str(result_id))
+        except ValueError:
+            raise TaskResultDoesNotExist(result_id) from None
+        for alias in databases.with_tables():
+            # It may wait for its INSERT until right before the commit.
+            storing.flush(alias)
+            rows = OutboxMessage.objects.using(alias).filter(message_id=message_id)
+            row = rows.order_by("pk").first()
+            if row is not None and self._is_mine(row):
+                return result_of(self.alias, row, self.stage(row.headers))
+        raise TaskResultDoesNotExist(result_id)
+
+    def stages(self) -> Iterator[Stage]:
+        """Yield the stage of each queue."""
+        for queue in sorted(self.queues) or [DEFAULT_TASK_QUEUE_NAME]:
+            yield self._stage(self.destination(queue))
+
+    def destination(self, queue: str) -> str:
+        """Return where tasks of a queue go; all to one place where any is taken."""
+        base = _base(self.alias)
+        return f"{base}.{queue}" if self.queues else base
+
+    def stage(self, headers: Mapping[str, str]) -> Stage:
+        """Return the stage that a task with these headers belongs to."""
+        return self._stage(self.destination(queue_of(headers)))
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield each setting of the backend that cannot be, and why."""
+        where = f'TASKS["{self.alias}"]'
+        for name, why in problems(self.options):
+            yield f'{where}["OPTIONS"]' + (f'["{name}"]' if name else ""), why
+        for name in (self.alias, *sorted(map(str, self.queues))):
+            whole = len(self.destination(name))
+            if not _NAME.fullmatch(name) or whole > MAX_NAME_LENGTH:
+                yield (
+                    where,
+                    f"has {name[:40]!r} as a name: use letters, digits, '.', '-' and "
+                    f"'_', since it becomes part of a destination",
+                )
+
+    def _stage(self, destination: str) -> Stage:
+        given = self._given
+        outbox = given.TRANSACTION == "outbox"
+        stage = Stage(
+            name=destination,
+            destination=destination,
+            handler=running.Handler(self, outbox),
+            transaction="outbox" if outbox else "broker_only",
+            using=given.USING,
+            concurrency=given.CONCURRENCY,
+            broker=given.BROKER,
+        )
+        policy = replace(
+            stage.policy,
+            max_redeliveries=given.MAX_REDELIVERIES,
+            lost_workers=conf.get().REDELIVERY.MAX_REDELIVERIES,
+        )
+        return replace(stage, redelivery=policy)
+
+    def _is_mine(self, row: OutboxMessage) -> bool:
+        return wire.TASK in row.headers and _belongs(row.destination, self.alias)
+
+    def _store(self, task: AnyTask, body: dict[str, Any]) -> Message:
+        scope = current_scope()
+        enlists = scope is not None and scope.enlist is not None
+        inherited = scope.using if scope is not None and not enlists else None
+        alias = self._given.USING or inherited or router.db_for_write(OutboxMessage)
+        block: AbstractContextManager[Any] = nullcontext()
+        if not in_block(connections[alias]):
+            block = transaction.atomic(using=alias)
+        if enlists:
+            # The broker's transaction is not the one that holds the caller's data.
+            enter_scope(None)
+        try:
+            with block:
+                return send_message(
+                    self.destination(task.queue_name),
+                    body,
+                    headers=_headers(task),
+                    delay=_delay(task.run_after, alias),
+                    using=alias,
+                    broker=self._given.BROKER,
+                )
+        finally:
+            if enlists:
+                enter_scope(scope)
+
+
+def _base(alias: str) -> str:
+    return f"{conf.get().SERVICE}.tasks.{alias}"
+
+
+def _belongs(destination: str, alias: str) -> bool:
+    return destination == _base(alias) or destination.startswith(f"{_base(alias)}.")
+
+
+def _tell_failed(*, id: Any, destination: str, error: str, **_: object) -> None:
+    for alias in task_backends.settings:
+        backend = task_backends[alias] if _belongs(destination, alias) else None
+        if isinstance(backend, TransactionalBackend):
+            with suppress(TaskResultDoesNotExist):
+                running.tell_failed(backend, backend.get_result(id), error)
+
+
+signals.message_buried.connect(_tell_failed, dispatch_uid="django_txmsg.tasks_backend")
+
+
+def queue_of(headers: Mapping[str, str]) -> str:
+    """Return the queue that a task's headers name."""
+    return headers.get(wire.TASK_QUEUE, DEFAULT_TASK_QUEUE_NAME)
+
+
+def _headers(task: AnyTask) -> dict[str, str]:
+    headers = {wire.TASK: task.module_path}
+    if task.queue_name != DEFAULT_TASK_QUEUE_NAME:
+        headers[wire.TASK_QUEUE] = task.queue_name
+    if task.priority != DEFAULT_TASK_PRIORITY:
+        headers[wire.TASK_PRIORITY] = str(int(task.priority))
+    if task.run_after is not None:
+        headers[wire.TASK_RUN_AFTER] = wire.format_instant(task.run_after)
+    return headers
+
+
+def _delay(run_after: dt.datetime | None, alias: str) -> dt.timedelta | None:
+    if run_after is None:
+        return None
+    return max(run_after - clock(alias), dt.timedelta())

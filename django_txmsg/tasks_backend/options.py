@@ -1,0 +1,62 @@
+"""What OPTIONS of a backend say, and what is wrong with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..envelope.redelivery import MAX_REDELIVERIES
+
+
+@dataclass(frozen=True)
+class Options:
+    """OPTIONS of a backend in the TASKS setting."""
+
+    TRANSACTION: Literal["outbox", "none"] = "outbox"
+    """"outbox": a task and its result commit together, once. "none": a task runs
+    outside of any transaction, for minutes if need be, and once more when its worker is
+    lost."""
+    MAX_REDELIVERIES: int = 0
+    """How often a task that failed is tried again, with the pauses of
+    TXMSG["REDELIVERY"], before it is FAILED."""
+    CONCURRENCY: int = 1
+    """Tasks of a queue that one process works at side by side."""
+    BROKER: str = "default"
+    """The alias in TXMSG["BROKERS"] that tasks travel through."""
+    USING: str | None = None
+    """The alias of the database that holds tasks and results; None: the outbox's."""
+
+
+def problems(given: object) -> Iterator[tuple[str, str]]:
+    """Yield the name of each option that cannot be, and why."""
+    if not isinstance(given, Mapping):
+        yield "", f"must be a dict, not {type(given).__name__}"
+        return
+    known = Options.__dataclass_fields__
+    for name, value in given.items():
+        if name not in known:
+            close = difflib.get_close_matches(str(name).upper(), known, 1, 0.5)
+            hint = f'did you mean "{close[0]}"?' if close else "known: "
+            yield str(name), f"is not an option; {hint}{'' if close else _names(known)}"
+        elif why := _why_not(name, value):
+            yield name, f"must be {why}, not {value!r}"
+
+
+def _why_not(name: str, value: Any) -> str:
+    if name == "TRANSACTION":
+        return "" if value in ("outbox", "none") else '"outbox" or "none"'
+    if name in ("MAX_REDELIVERIES", "CONCURRENCY"):
+        low = int(name == "CONCURRENCY")
+        number = isinstance(value, int) and not isinstance(value, bool)
+        if number and low <= value <= MAX_REDELIVERIES:
+            return ""
+        return f"an integer from {low} to {MAX_REDELIVERIES}"
+    if name == "USING" and value is None:
+        return ""
+    return "" if isinstance(value, str) and value else "an alias"
+
+
+def _names(known: Any) -> str:
+    return ", ".join(sorted(known))

@@ -1,0 +1,162 @@
+"""What became of a task: rows of outbox, inbox, attempts and run, as a TaskResult."""
+
+from __future__ import annotations
+
+import re
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from .. import wire
+from ..envelope import serializers
+from ..errors import DecodeError
+from ..models import Attempt, InboxMessage, OutboxMessage, TaskRun
+from ..stages import Stage
+from .framework import (
+    DEFAULT_TASK_PRIORITY,
+    DEFAULT_TASK_QUEUE_NAME,
+    AnyResult,
+    AnyTask,
+    InvalidTask,
+    Task,
+    TaskError,
+    TaskResult,
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+)
+
+_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+#: Stands for the exception where there was none: a worker was lost, say.
+NO_EXCEPTION = "django_txmsg.errors.TxmsgError"
+
+
+def result_of(alias: str, row: OutboxMessage, stage: Stage) -> AnyResult:
+    """Return the result of the task that an outbox row holds.
+
+    Raises TaskResultDoesNotExist when its function is gone.
+    """
+    given = serializers.decode(bytes(row.body), row.content_type)
+    try:
+        task = task_of(alias, row.headers)
+    except InvalidTask as error:
+        raise TaskResultDoesNotExist(str(error)) from error
+    using, own = stage.definition.using, {"message_id": row.message_id}
+    run = TaskRun.objects.using(using).filter(**own).first()
+    seen = InboxMessage.objects.using(using).filter(**own, stage=stage.name)
+    inbox = seen.defer("headers", "body").first()
+    tried: Sequence[Attempt] = ()
+    if inbox is not None and (inbox.last_error or inbox.attempts > 1):
+        tried = attempts(row.message_id, stage)
+    status = _status(row, inbox, run)
+    errors = [error_of(one) for one in tried]
+    finished_at = None
+    if status == TaskResultStatus.SUCCESSFUL:
+        assert run is not None
+        finished_at = run.finished_at
+    elif status == TaskResultStatus.FAILED:
+        finished_at = row.dead_at if inbox is None else inbox.dead_at
+        last = row.last_error if inbox is None else inbox.last_error
+        if not tried or tried[-1].exception != last:
+            errors.append(TaskError(exception_class_path=NO_EXCEPTION, traceback=last))
+    count = 0
+    if inbox is not None:
+        count = min(inbox.attempts, stage.policy.max_begun)
+    workers = run.workers if run is not None else workers_of(tried, count)
+    begun = bool(workers)
+    started = inbox.first_received_at if inbox else run.created_at if run else None
+    last_started = inbox.started_at if inbox else started
+    result: AnyResult = TaskResult(
+        task=task,
+        id=str(row.message_id),
+        status=status,
+        enqueued_at=row.created_at,
+        started_at=started if begun else None,
+        last_attempted_at=last_started if begun else None,
+        finished_at=finished_at,
+        args=given["args"],
+        kwargs=given["kwargs"],
+        backend=alias,
+        errors=errors,
+        worker_ids=workers,
+    )
+    if status == TaskResultStatus.SUCCESSFUL and run is not None:
+        object.__setattr__(result, "_return_value", run.result)
+    return result
+
+
+def _status(
+    row: OutboxMessage, inbox: InboxMessage | None, run: TaskRun | None
+) -> TaskResultStatus:
+    if run is not None and run.finished_at is not None:
+        return TaskResultStatus.SUCCESSFUL
+    if (row.dead_at if inbox is None else inbox.dead_at) is not None:
+        return TaskResultStatus.FAILED
+    if inbox is None:
+        return TaskResultStatus.READY if run is None else TaskResultStatus.RUNNING
+    waits = inbox.due_at is not None and inbox.lease_until is None
+    if waits or not inbox.attempts:
+        return TaskResultStatus.READY
+    return TaskResultStatus.RUNNING
+
+
+def task_of(alias: str, headers: Mapping[str, str]) -> AnyTask:
+    """Return the task that headers name, as it was enqueued. Raises InvalidTask."""
+    path = headers.get(wire.TASK, "")
+    # It came over a wire: no module is imported that has nothing to do with us.
+    if not _PATH.fullmatch(path) or path.partition(".")[0] not in sys.modules:
+        raise InvalidTask(f"{path[:200]!r} is not the path of a task.")
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        raise InvalidTask(f"There is no task {path!r} here: {error}") from error
+    if not isinstance(found, Task):
+        raise InvalidTask(f"{path!r} is not a task.")
+    try:
+        priority = int(headers.get(wire.TASK_PRIORITY, DEFAULT_TASK_PRIORITY))
+        run_after = wire.parse_instant(headers[wire.TASK_RUN_AFTER])
+    except KeyError:
+        run_after = None
+    except ValueError as error:
+        raise InvalidTask(f"The headers of {path!r} are wrong: {error}") from error
+    asked: dict[str, Any] = {
+        "priority": priority,
+        "queue_name": headers.get(wire.TASK_QUEUE, DEFAULT_TASK_QUEUE_NAME),
+        "run_after": run_after,
+        "backend": alias,
+    }
+    if all(getattr(found, name) == value for name, value in asked.items()):
+        return found
+    return found.using(**asked)
+
+
+def arguments(body: object) -> tuple[list[Any], dict[str, Any]]:
+    """Return what a task is called with. Raises DecodeError."""
+    if isinstance(body, dict):
+        args, kwargs = body.get("args"), body.get("kwargs")
+        if isinstance(args, list) and isinstance(kwargs, dict):
+            return args, kwargs
+    raise DecodeError("invalid_body", 'no {"args": […], "kwargs": {…}}')
+
+
+def attempts(message_id: uuid.UUID, stage: Stage) -> list[Attempt]:
+    """Return the failed attempts at a task, in their order."""
+    rows = Attempt.objects.using(stage.definition.using)
+    return list(rows.filter(message_id=message_id, stage=stage.name).order_by("pk"))
+
+
+def workers_of(tried: Sequence[Attempt], count: int) -> list[str]:
+    """Return who made the first `count` attempts; "" stands for who was lost in one,
+    and for who is in it."""
+    known = {one.number: one.worker for one in tried}
+    return [known.get(number, "") for number in range(1, count + 1)]
+
+
+def error_of(attempt: Attempt) -> TaskError:
+    """Return an attempt's failure as the framework has it."""
+    path = attempt.exception.partition("\n")[0].partition(": ")[0]
+    if "." not in path:
+        path = f"builtins.{path}"
+    return TaskError(exception_class_path=path, traceback=attempt.traceback)

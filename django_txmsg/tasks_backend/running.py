@@ -1,0 +1,147 @@
+"""Hop 8 for a task: its function is called, and its return value kept.
+
+In mode "outbox" with its work, in the stage's transaction. In mode "none" there is no
+transaction: a task that was finished is not run again, one whose worker was lost is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from django.db import transaction
+from django.utils import timezone
+
+from ..envelope.message import Message
+from ..errors import TxmsgError
+from ..models import TaskRun
+from ..sending.scope import current_scope, enter_scope
+from ..stages import Stage
+from .framework import (
+    AnyResult,
+    AnyTask,
+    TaskContext,
+    TaskResult,
+    TaskResultStatus,
+    normalize_json,
+    task_finished,
+    task_started,
+)
+from .results import arguments, attempts, error_of, task_of, workers_of
+
+
+class Backend(Protocol):
+    """What a task's run asks its backend."""
+
+    alias: str
+
+    def stage(self, headers: Mapping[str, str]) -> Stage:
+        """Return the stage that a task with these headers belongs to."""
+        ...
+
+
+#: The message and the error of the last task that failed in this thread, for the log.
+_failed = threading.local()
+
+
+@dataclass(frozen=True)
+class Handler:
+    """The handler of a queue's stage."""
+
+    backend: Backend
+    transactional: bool
+
+    def __call__(self, message: Message) -> None:
+        """Run one task."""
+        scope = current_scope()
+        worker = "" if scope is None else scope.worker
+        stage = self.backend.stage(message.headers)
+        try:
+            if self.transactional:
+                self._run(message, stage, worker)
+            else:
+                # What it sends in blocks of its own belongs to those, and not to the
+                # broker's transaction.
+                enter_scope(None)
+                try:
+                    self._run_without(message, stage, worker)
+                finally:
+                    enter_scope(scope)
+        except BaseException as error:
+            _failed.last = message.id, error
+            raise
+
+    def _run(self, message: Message, stage: Stage, worker: str) -> None:
+        using = stage.definition.using
+        tried = []
+        if message.delivery_attempt > 1:
+            tried = attempts(message.id, stage)
+        workers = [*workers_of(tried, message.delivery_attempt - 1), worker]
+        result = self._begin(message, workers, tried)
+        value = call(result)
+        TaskRun.objects.db_manager(using).finish(message.id, workers, value)
+
+        def tell() -> None:
+            self._finished(result, value)
+
+        transaction.on_commit(tell, using=using, robust=True)
+
+    def _run_without(self, message: Message, stage: Stage, worker: str) -> None:
+        runs = TaskRun.objects.db_manager(stage.definition.using)
+        run = runs.begin(message.id, worker)
+        if run is None:
+            return
+        tried = attempts(message.id, stage) if len(run.workers) > 1 else []
+        result = self._begin(message, run.workers, tried)
+        value = call(result)
+        runs.finish(message.id, run.workers, value)
+        self._finished(result, value)
+
+    def _begin(self, message: Message, workers: list[str], tried: Any) -> AnyResult:
+        args, kwargs = arguments(message.body)
+        now = timezone.now()
+        result: AnyResult = TaskResult(
+            task=task_of(self.backend.alias, message.headers),
+            id=str(message.id),
+            status=TaskResultStatus.RUNNING,
+            enqueued_at=message.created_at,
+            started_at=now,
+            last_attempted_at=now,
+            finished_at=None,
+            args=args,
+            kwargs=kwargs,
+            backend=self.backend.alias,
+            errors=[error_of(one) for one in tried],
+            worker_ids=workers,
+        )
+        task_started.send_robust(type(self.backend), task_result=result)
+        return result
+
+    def _finished(self, result: AnyResult, value: Any) -> None:
+        object.__setattr__(result, "finished_at", timezone.now())
+        object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
+        object.__setattr__(result, "_return_value", value)
+        task_finished.send_robust(type(self.backend), task_result=result)
+
+
+def call(result: AnyResult) -> Any:
+    """Call a task's function; return what it does as JSON has it."""
+    task: AnyTask = result.task
+    args: list[Any] = [TaskContext(task_result=result)] if task.takes_context else []
+    return normalize_json(task.call(*args, *result.args, **result.kwargs))
+
+
+def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:
+    """Say that a task has FAILED, and was buried with this error."""
+    last = getattr(_failed, "last", None)
+    _failed.last = None
+    raised: BaseException = TxmsgError(error)
+    if last is not None and str(last[0]) == result.id:
+        raised = last[1]
+    try:
+        raise raised
+    except BaseException:
+        # As the framework does: receivers find the error by sys.exc_info().
+        task_finished.send_robust(type(backend), task_result=result)

@@ -1,0 +1,131 @@
+"""Tasks of django.tasks, for its backend's tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.db import transaction
+
+from django_txmsg import Redeliver, Refuse, send_message
+
+from .models import Effect
+
+try:
+    from django.tasks import task
+except ModuleNotFoundError:
+    from django_tasks import task
+
+
+@task
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+
+
+@task
+async def nothing_async(*args: Any, **kwargs: Any) -> None:
+    """Do nothing, in an event loop."""
+
+
+@task
+def meaning_of_life() -> int:
+    """Return what it is."""
+    return 42
+
+
+@task
+def fail() -> None:
+    """Fail with an exception."""
+    raise ValueError("This Task failed due to ValueError")
+
+
+@task
+def leave() -> None:
+    """Fail with what is no Exception."""
+    raise SystemExit("This Task failed due to SystemExit")
+
+
+@task
+def fail_within() -> None:
+    """Fail with an exception in an exception."""
+    raise ValueError(ValueError("This task failed"))
+
+
+@task
+def return_object() -> Any:
+    """Return what JSON does not have."""
+    return object()
+
+
+@task(takes_context=True)
+def own_id(context: Any) -> str:
+    """Return the id of its result."""
+    return str(context.task_result.id)
+
+
+@task(takes_context=True)
+def look_around(context: Any, number: int) -> dict[str, Any]:
+    """Return what its context says."""
+    found = context.task_result.task.get_backend().get_result(context.task_result.id)
+    return {
+        "number": number,
+        "attempt": context.attempt,
+        "status": context.task_result.status,
+        "stored": found.status,
+        "args": context.task_result.args,
+    }
+
+
+@task
+def note(text: str) -> str:
+    """Do some work in the database, and send a message."""
+    Effect.objects.create(name=text)
+    if transaction.get_connection().in_atomic_block:
+        send_message("tests.noted", {"text": text})
+    return text
+
+
+@task
+async def note_async(text: str) -> str:
+    """Do some work in the database from an event loop, and enqueue another task."""
+    await sync_to_async(Effect.objects.create)(name=text)
+    await meaning_of_life.aenqueue()
+    return text
+
+
+@task(takes_context=True)
+def fail_until(context: Any, attempt: int, text: str) -> int:
+    """Leave work undone until it is tried for this time."""
+    Effect.objects.create(name=text)
+    if context.attempt < attempt:
+        raise ValueError(f"attempt {context.attempt}")
+    return int(context.attempt)
+
+
+@task
+def refuse() -> None:
+    """Say that it is of no use."""
+    raise Refuse("of no use")
+
+
+@task
+def ask_again() -> None:
+    """Say when to try again."""
+    raise Redeliver(after=0.0)
+
+
+@task
+def die_once(text: str, marker: str) -> str:
+    """Kill its own process in the middle of the work, the first time."""
+    Effect.objects.create(name=text)
+    if not os.path.exists(marker):
+        with open(marker, "w") as file:
+            file.write("here")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return text
+
+
+def no_task() -> None:
+    """Stand for what must not be run."""

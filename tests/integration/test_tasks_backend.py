@@ -1,0 +1,631 @@
+"""The backend of django.tasks: what Django's own tests ask of a backend, and what is
+promised beyond that: nothing without a commit, nothing lost, nothing twice.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import logging
+import sys
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.core.checks import run_checks
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.db.models import F
+from django.test import override_settings
+from django.utils import timezone
+
+from django_txmsg import Message, Refuse, send_message
+from django_txmsg.envelope import serializers
+from django_txmsg.errors import InvalidMessage
+from django_txmsg.models import (
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    QueueMessage,
+    TaskRun,
+)
+from django_txmsg.monitoring import retention
+from django_txmsg.stages import all_stages
+from django_txmsg.tasks_backend import TransactionalBackend
+from django_txmsg.tasks_backend.framework import (
+    InvalidTask,
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_backends,
+    task_finished,
+    task_started,
+)
+from django_txmsg.testing import drain, outbox_messages
+from tests.app import jobs
+from tests.app.models import Effect
+from tests.running import committing, declared, txmsg
+
+#: Where nothing depends on a commit, the test's own transaction is quicker.
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
+
+BACKEND = "django_txmsg.tasks_backend.TransactionalBackend"
+READY, RUNNING = TaskResultStatus.READY, TaskResultStatus.RUNNING
+FAILED, SUCCESSFUL = TaskResultStatus.FAILED, TaskResultStatus.SUCCESSFUL
+QUEUE = "tests.tasks.default.default"
+
+
+def tasks(**params: Any) -> override_settings:
+    """Return settings with our backend as the default one."""
+    return override_settings(TASKS={"default": {"BACKEND": BACKEND, **params}})
+
+
+@pytest.fixture(params=["outbox", "none"])
+def mode(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each mode of OPTIONS["TRANSACTION"]."""
+    with tasks(OPTIONS={"TRANSACTION": request.param}):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def settings_of_tests() -> Iterator[None]:
+    """Nothing leaves by itself, and nothing is waited for."""
+    with txmsg(), tasks():
+        yield
+
+
+def finished(result: Any, **options: Any) -> Any:
+    """Work what is to be done, and return what became of a task."""
+    drain(raises=False, **options)
+    result.refresh()
+    return result
+
+
+# What Django asks of every backend.
+
+
+def test_the_backend_says_what_it_can() -> None:
+    backend = task_backends["default"]
+    assert isinstance(backend, TransactionalBackend)
+    assert (backend.alias, backend.options) == ("default", {})
+    assert backend.supports_defer
+    assert backend.supports_async_task
+    assert backend.supports_get_result
+
+
+@pytest.mark.parametrize("task", [jobs.nothing, jobs.nothing_async])
+def test_a_task_is_enqueued_and_worked(task: Any, mode: str) -> None:
+    result = task.enqueue(1, two=3)
+
+    assert result.status == READY
+    assert not result.is_finished
+    assert result.enqueued_at is not None
+    assert (result.started_at, result.finished_at) == (None, None)
+    with pytest.raises(ValueError, match="Task has not finished yet"):
+        _ = result.return_value
+    assert (result.task, result.args, result.kwargs) == (task, [1], {"two": 3})
+    assert result.attempts == 0
+
+    finished(result)
+
+    assert result.status == SUCCESSFUL
+    assert result.is_finished
+    assert result.enqueued_at <= result.started_at <= result.finished_at
+    assert result.last_attempted_at is not None
+    assert result.return_value is None
+    assert (result.task, result.args, result.kwargs) == (task, [1], {"two": 3})
+    assert (result.attempts, result.worker_ids) == (1, ["drain"])
+
+
+@pytest.mark.parametrize("task", [jobs.nothing, jobs.nothing_async])
+def test_a_task_is_enqueued_from_async_code(task: Any) -> None:
+    result = async_to_sync(task.aenqueue)(1, two=3)
+
+    assert (result.status, result.args, result.kwargs) == (READY, [1], {"two": 3})
+    drain()
+    async_to_sync(result.arefresh)()
+    assert result.status == SUCCESSFUL
+    assert async_to_sync(task.aget_result)(result.id) == result
+
+
+def test_the_result_that_is_got_is_the_one_that_was_given() -> None:
+    later = timezone.now() + dt.timedelta(hours=1)
+    task = jobs.nothing.using(run_after=later)
+    for given in (jobs.nothing.enqueue(1), task.enqueue(two=2)):
+        assert given.task.get_backend().get_result(given.id) == given
+        assert async_to_sync(jobs.nothing.aget_result)(given.id) == given
+
+
+@pytest.mark.parametrize("unknown", ["123", str(uuid.uuid4()), "", 123])
+def test_a_result_that_is_not_there(unknown: Any) -> None:
+    with pytest.raises(TaskResultDoesNotExist):
+        jobs.nothing.get_result(unknown)
+    with pytest.raises(TaskResultDoesNotExist):
+        async_to_sync(jobs.nothing.aget_result)(unknown)
+
+
+def test_a_result_is_of_one_task_and_of_one_backend() -> None:
+    with override_settings(TASKS={n: {"BACKEND": BACKEND} for n in ("default", "b")}):
+        result = jobs.nothing.enqueue()
+        with pytest.raises(Exception, match="Task does not match"):
+            jobs.fail.get_result(result.id)
+        with pytest.raises(TaskResultDoesNotExist):
+            task_backends["b"].get_result(result.id)
+        with transaction.atomic():
+            other = send_message("tests.tasks.default.default", {})
+        with pytest.raises(TaskResultDoesNotExist):
+            task_backends["default"].get_result(str(other.id))
+
+
+@committing
+@pytest.mark.parametrize(
+    ("task", "error", "text"),
+    [
+        (jobs.fail, ValueError, "This Task failed due to ValueError"),
+        (jobs.leave, SystemExit, "This Task failed due to SystemExit"),
+    ],
+)
+def test_a_task_that_raises_has_failed(
+    task: Any, error: type, text: str, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = task.enqueue()
+    caplog.clear()
+
+    finished(result)
+
+    assert result.status == FAILED
+    assert result.is_finished
+    with pytest.raises(ValueError, match="Task failed"):
+        _ = result.return_value
+    assert result.enqueued_at <= result.started_at <= result.finished_at
+    assert result.last_attempted_at is not None
+    assert (result.attempts, result.worker_ids) == (1, ["drain"])
+    assert [one.exception_class for one in result.errors] == [error]
+    assert result.errors[0].traceback.endswith(f"{error.__name__}: {text}\n")
+    (logged,) = _framework_log(caplog, logging.ERROR)
+    assert "state=FAILED" in logged.getMessage()
+    assert result.id in logged.getMessage()
+    assert logged.exc_info is not None
+    assert str(logged.exc_info[1]) == text
+
+
+def _framework_log(caplog: pytest.LogCaptureFixture, level: int) -> list[Any]:
+    names = ("django.tasks", "django_tasks")
+    return [r for r in caplog.records if r.name in names and r.levelno >= level]
+
+
+def test_what_is_raised_within_another_is_kept(mode: str) -> None:
+    result = finished(jobs.fail_within.enqueue())
+    assert result.status == FAILED
+    assert result.errors[0].exception_class is ValueError
+    assert 'ValueError(ValueError("This task failed"))' in result.errors[0].traceback
+
+
+def test_a_return_value_that_json_has_not_fails_the_task(mode: str) -> None:
+    result = finished(jobs.return_object.enqueue())
+    assert result.status == FAILED
+    assert result.errors[0].exception_class is TypeError
+    assert "Unsupported type" in result.errors[0].traceback
+
+
+def test_arguments_that_json_has_not_are_refused() -> None:
+    with pytest.raises(TypeError, match="Unsupported type"):
+        jobs.nothing.enqueue(dt.datetime.now())
+    with pytest.raises(TypeError, match="Unsupported type"):
+        async_to_sync(jobs.nothing.aenqueue)(object())
+    with txmsg(MAX_MESSAGE_BYTES=100), pytest.raises(InvalidMessage):
+        jobs.nothing.enqueue("x" * 200)
+    assert not OutboxMessage.objects.exists()
+
+
+def test_a_return_value_is_kept(mode: str) -> None:
+    assert finished(jobs.meaning_of_life.enqueue()).return_value == 42
+    result = jobs.meaning_of_life.get_result(jobs.meaning_of_life.enqueue().id)
+    assert finished(result).return_value == 42
+
+
+def test_a_task_gets_its_context(mode: str) -> None:
+    result = finished(jobs.own_id.enqueue())
+    assert result.return_value == result.id
+
+    found = finished(jobs.look_around.enqueue(1)).return_value
+    assert found == {
+        "number": 1,
+        "attempt": 1,
+        "status": "RUNNING",
+        "stored": "RUNNING",
+        "args": [1],
+    }
+
+
+@committing
+def test_each_step_is_logged_as_the_framework_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("django.tasks", "django_tasks"):
+        caplog.set_level(logging.DEBUG, logger=name)
+    result = jobs.nothing.enqueue()
+    drain()
+
+    steps = [one.getMessage() for one in _framework_log(caplog, logging.DEBUG)]
+    assert len(steps) == 3
+    for step, said in zip(steps, ("enqueued", "RUNNING", "SUCCESSFUL"), strict=True):
+        assert said in step
+        assert result.id in step
+    assert "NoneType" not in caplog.text
+
+
+def test_the_queue_is_looked_at_again_when_a_task_is_enqueued() -> None:
+    with tasks(QUEUES=[]):
+        task = jobs.nothing.using(queue_name="unknown_queue")
+    with tasks(QUEUES=["queue-1"]):
+        with pytest.raises(InvalidTask, match="Queue 'unknown_queue' is not valid"):
+            task.enqueue()
+        with pytest.raises(InvalidTask, match="Queue 'unknown_queue' is not valid"):
+            async_to_sync(task.aenqueue)()
+
+
+def test_a_naive_run_after_is_refused() -> None:
+    with pytest.raises(InvalidTask, match="run_after must be an aware datetime"):
+        jobs.nothing.using(run_after=dt.datetime.now())
+
+
+# What this one promises beyond that.
+
+
+@committing
+def test_a_rolled_back_transaction_enqueues_nothing() -> None:
+    with transaction.atomic():
+        Effect.objects.create(name="business")
+        result = jobs.note.enqueue("never")
+        assert jobs.note.get_result(result.id).status == READY
+        transaction.set_rollback(True)
+
+    assert drain() == type(drain())()
+    assert not Effect.objects.exists()
+    with pytest.raises(TaskResultDoesNotExist):
+        jobs.note.get_result(result.id)
+
+
+def test_the_task_of_a_savepoint_goes_with_it() -> None:
+    with transaction.atomic():
+        with transaction.atomic():
+            jobs.note.enqueue("never")
+            transaction.set_rollback(True)
+        jobs.note.enqueue("kept")
+    drain()
+    assert [one.name for one in Effect.objects.all()] == ["kept"]
+
+
+@committing
+def test_outside_of_a_transaction_it_has_its_own() -> None:
+    assert not connection.in_atomic_block
+    result = jobs.note.enqueue("alone")
+    assert OutboxMessage.objects.filter(message_id=result.id).exists()
+
+
+@committing
+def test_the_work_its_messages_and_its_result_commit_together() -> None:
+    with tasks(OPTIONS={"MAX_REDELIVERIES": 3}):
+        result = jobs.fail_until.enqueue(3, "worked")
+        finished(result)
+
+        assert result.status == SUCCESSFUL
+        assert result.return_value == 3
+        assert result.worker_ids == ["drain"] * 3
+        assert [one.exception_class for one in result.errors] == [ValueError] * 2
+        assert Effect.objects.count() == 1, "what the failed attempts did is undone"
+
+
+def test_without_a_transaction_each_attempt_leaves_its_work() -> None:
+    with tasks(OPTIONS={"TRANSACTION": "none", "MAX_REDELIVERIES": 3}):
+        result = finished(jobs.fail_until.enqueue(3, "worked"))
+
+        assert (result.status, result.return_value) == (SUCCESSFUL, 3)
+        assert len(result.worker_ids) == 3
+        assert Effect.objects.count() == 3
+
+
+@committing
+def test_without_a_transaction_none_is_open(mode: str) -> None:
+    finished(jobs.note.enqueue("x"))
+    sent = outbox_messages("tests.noted")
+    assert len(sent) == (1 if mode == "outbox" else 0)
+    assert Effect.objects.count() == 1
+
+
+def test_async_code_is_in_the_transaction_too(mode: str) -> None:
+    result = finished(jobs.note_async.enqueue("async"))
+    assert result.return_value == "async"
+    assert Effect.objects.get().name == "async"
+    assert len(outbox_messages(QUEUE)) == 2
+    assert TaskRun.objects.filter(result=42).count() == 1
+
+
+@committing
+def test_a_duplicate_is_not_run_again(mode: str) -> None:
+    jobs.note.enqueue("once")
+    drain()
+    OutboxMessage.objects.update(dispatched_at=None)
+
+    drained = drain(QUEUE)
+
+    assert drained.dispatched >= 1
+    assert Effect.objects.count() == 1
+    assert TaskRun.objects.count() == 1
+
+
+def test_a_task_is_retried_as_often_as_said(mode: str) -> None:
+    options = {"TRANSACTION": mode, "MAX_REDELIVERIES": 2}
+    with tasks(OPTIONS=options):
+        result = finished(jobs.fail.enqueue())
+        assert (result.status, result.attempts, len(result.errors)) == (FAILED, 3, 3)
+
+
+def test_between_two_attempts_it_is_ready() -> None:
+    patient = {"INITIAL_DELAY": 3600.0, "MAX_DELAY": 3600.0}
+    with txmsg(REDELIVERY=patient), tasks(OPTIONS={"MAX_REDELIVERIES": 1}):
+        result = finished(jobs.fail.enqueue())
+        assert (result.status, result.attempts, len(result.errors)) == (READY, 1, 1)
+        assert result.finished_at is None
+        finished(result, ahead=dt.timedelta(hours=2))
+        assert (result.status, result.attempts) == (FAILED, 2)
+
+
+def test_the_words_of_a_handler_are_a_task_s_too() -> None:
+    with tasks(OPTIONS={"MAX_REDELIVERIES": 2}):
+        assert finished(jobs.refuse.enqueue()).attempts == 1
+        assert finished(jobs.ask_again.enqueue()).attempts == 3
+    assert DeadLetter.objects.filter(reason="refused").count() == 1
+    result = jobs.refuse.enqueue()
+    finished(result)
+    assert result.errors[0].exception_class is Refuse
+
+
+def test_a_task_that_is_not_due_waits(mode: str) -> None:
+    hour = dt.timedelta(hours=1)
+    task = jobs.note.using(run_after=timezone.now() + hour)
+    result = finished(task.enqueue("later"))
+    assert result.status == READY
+    assert result.task == task
+
+    finished(result, ahead=2 * hour)
+
+    assert result.status == SUCCESSFUL
+    past = jobs.note.using(run_after=timezone.now() - hour).enqueue("at once")
+    assert finished(past).status == SUCCESSFUL
+
+
+def test_each_queue_is_a_stage() -> None:
+    with tasks(QUEUES=["default", "mail"], OPTIONS={"CONCURRENCY": 3}):
+        mail = jobs.note.using(queue_name="mail").enqueue("mail")
+        other = jobs.note.enqueue("other")
+        names = [one.name for one in all_stages() if one.name.startswith("tests.tasks")]
+        assert names == ["tests.tasks.default.default", "tests.tasks.default.mail"]
+        assert {one.concurrency for one in all_stages() if one.name in names} == {3}
+
+        drain("tests.tasks.default.mail")
+
+        mail.refresh()
+        other.refresh()
+        assert (mail.status, other.status) == (SUCCESSFUL, READY)
+        assert mail.task.queue_name == "mail"
+    assert "tests.tasks.default.mail" not in [one.name for one in all_stages()]
+
+
+def test_any_queue_where_none_is_named(mode: str) -> None:
+    with tasks(QUEUES=[], OPTIONS={"TRANSACTION": mode}):
+        task = jobs.note.using(queue_name="Straße 7")
+        result = finished(task.enqueue("any"))
+        assert (result.status, result.task) == (SUCCESSFUL, task)
+
+
+def test_backends_are_apart() -> None:
+    other = {"BACKEND": BACKEND, "OPTIONS": {"BROKER": "apart", "USING": "other"}}
+    settings = {"default": {"BACKEND": BACKEND}, "b": other}
+    with override_settings(TASKS=settings):
+        result = jobs.note.using(backend="b").enqueue("elsewhere")
+        assert OutboxMessage.objects.using("other").count() == 1
+        assert not OutboxMessage.objects.exists()
+        finished(result)
+        assert (result.status, result.backend) == (SUCCESSFUL, "b")
+        assert TaskRun.objects.using("other").count() == 1
+        with pytest.raises(TaskResultDoesNotExist):
+            jobs.note.get_result(result.id)
+
+
+def test_a_stage_enqueues_in_its_transaction() -> None:
+    def work(message: Message) -> None:
+        result = jobs.note.enqueue(message.body)
+        assert jobs.note.get_result(result.id).status == READY
+
+    for mode in ("outbox", "best_effort_1pc", "broker_only"):
+        with declared(work, transaction=mode) as stage:
+            with transaction.atomic():
+                send_message(stage.destination, mode)
+            drain()
+            assert Effect.objects.filter(name=mode).count() == 1, mode
+
+
+@committing
+def test_the_signals_come_after_the_commits(mode: str) -> None:
+    seen: list[tuple[str, Any, bool]] = []
+
+    def hear(task_result: Any, signal: Any, **_: Any) -> None:
+        inside = connection.in_atomic_block
+        seen.append((task_result.status, task_result.id, inside))
+
+    signals = (task_started, task_finished)
+    for signal in signals:
+        signal.connect(hear)
+    try:
+        good, bad = jobs.meaning_of_life.enqueue(), jobs.fail.enqueue()
+        drain(raises=False)
+    finally:
+        for signal in signals:
+            signal.disconnect(hear)
+
+    begun = mode == "outbox"
+    assert seen == [
+        (RUNNING, good.id, begun),
+        (SUCCESSFUL, good.id, False),
+        (RUNNING, bad.id, begun),
+        (FAILED, bad.id, False),
+    ]
+
+
+def test_a_dead_letter_is_named_and_redelivered() -> None:
+    result = finished(jobs.fail.enqueue(), limit=10)
+    letter = DeadLetter.objects.get()
+    assert letter.headers["task"] == "tests.app.jobs.fail"
+    assert letter.reason == "attempts_exhausted"
+
+    call_command("dead_letters", "redeliver", str(letter.pk))
+
+    result.refresh()
+    assert result.status == READY
+    finished(result)
+    assert result.status == FAILED
+
+
+SOUND = {"args": ["x"], "kwargs": {}}
+HOSTILE: list[dict[str, str]] = [
+    {},
+    {"task": ""},
+    {"task": "os.system"},
+    {"task": "antigravity.fly"},
+    {"task": "tests.app.jobs.no_task"},
+    {"task": "tests.app.jobs.gone"},
+    {"task": "tests.app.jobs.note.enqueue"},
+    {"task": "../../etc/passwd"},
+    {"task": "tests.app.jobs.note", "task-priority": "high"},
+    {"task": "tests.app.jobs.note", "task-run-after": "soon"},
+    {"task": "tests.app.jobs.note", "task-queue": "of others"},
+]
+
+
+def test_what_names_no_task_of_ours_is_dead(mode: str) -> None:
+    with transaction.atomic():
+        sent = [send_message(QUEUE, SOUND, headers=headers) for headers in HOSTILE]
+    drain(raises=False)
+    dead = DeadLetter.objects.values_list("message_id", flat=True)
+    assert set(dead) == {one.id for one in sent}
+    assert not Effect.objects.exists()
+    assert "antigravity" not in sys.modules
+
+
+def test_a_body_that_holds_no_arguments_is_dead(mode: str) -> None:
+    bodies = [None, [], "x", 7, {}, {"args": 1, "kwargs": {}}, b"{}"]
+    with transaction.atomic():
+        for body in bodies:
+            send_message(QUEUE, body, headers={"task": "tests.app.jobs.note"})
+    drain(raises=False)
+    reasons = DeadLetter.objects.values_list("reason", flat=True)
+    assert list(reasons) == ["invalid_body"] * len(bodies)
+
+
+@committing
+def test_a_lost_worker_s_task_comes_again_but_not_for_ever(mode: str) -> None:
+    result = jobs.meaning_of_life.enqueue()
+    row = OutboxMessage.objects.get()
+    headers = {**row.headers, "txmsg-id": result.id}
+    queued = {
+        "queue": QUEUE,
+        "body": bytes(row.body),
+        "headers": {**headers, "content-type": row.content_type},
+        "deliveries": 1,
+    }
+    QueueMessage.objects.create(**queued)
+    given = {"stage": QUEUE, "message_id": result.id, "destination": QUEUE}
+    # Begun before, and never ended.
+    InboxMessage.objects.create(**given, attempts=1, started_at=timezone.now())
+    result.refresh()
+    assert (result.status, result.attempts) == (RUNNING, 1)
+    OutboxMessage.objects.update(dispatched_at=timezone.now())
+
+    finished(result)
+
+    assert (result.status, result.return_value) == (SUCCESSFUL, 42)
+    TaskRun.objects.all().delete()
+    InboxMessage.objects.update(processed_at=None, attempts=F("attempts") + 9)
+    QueueMessage.objects.create(**queued)
+    finished(result)
+    assert result.status == FAILED
+    assert DeadLetter.objects.get().reason == "worker_lost"
+    assert "worker" in result.errors[-1].traceback
+
+
+def test_results_are_pruned() -> None:
+    jobs.meaning_of_life.enqueue()
+    drain()
+    (kind,) = [one for one in retention.kinds() if one.name == "task runs"]
+    assert retention.prune(kind, "default") == 0
+    long_ago = timezone.now() - dt.timedelta(days=15)
+    TaskRun.objects.update(created_at=long_ago)
+    assert retention.prune(kind, "default") == 1
+    assert not TaskRun.objects.exists()
+
+
+def test_arguments_travel_unchanged() -> None:
+    given = [1.5, -0.0, 10**30, "ü\u2028", None, True, [], {"a": {"b": [1]}}]
+    result = jobs.nothing.enqueue(*given)
+    (message,) = outbox_messages(QUEUE)
+    assert message.body == {"args": given, "kwargs": {}}
+    assert finished(result).args == given
+    body, _ = serializers.encode(message.body)
+    assert json.loads(body)["args"] == given
+
+
+def test_the_same_again_by_force_keeps_the_last_result() -> None:
+    result = finished(jobs.fail.enqueue())
+    TaskRun.objects.create(message_id=result.id, workers=["before"], result=1)
+    runs = TaskRun.objects
+    runs.finish(uuid.UUID(result.id), ["after"], 2)
+    assert runs.get().result == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "found"),
+    [
+        ({}, []),
+        ({"OPTIONS": {"TRANSACTION": "none", "USING": None}}, []),
+        (
+            {"OPTIONS": {"TRANSACTIONS": "none"}},
+            ['["TRANSACTIONS"] is not an option; did you mean "TRANSACTION"?'],
+        ),
+        ({"OPTIONS": {"x": 1}}, ['["x"] is not an option; known: BROKER']),
+        ({"OPTIONS": {"TRANSACTION": []}}, ['must be "outbox" or "none", not []']),
+        ({"OPTIONS": {"MAX_REDELIVERIES": -1}}, ["must be an integer from 0"]),
+        ({"OPTIONS": {"MAX_REDELIVERIES": True}}, ["must be an integer from 0"]),
+        ({"OPTIONS": {"CONCURRENCY": 0}}, ["must be an integer from 1"]),
+        ({"OPTIONS": {"USING": 7}}, ["must be an alias, not 7"]),
+        ({"OPTIONS": ["x"]}, ["must be a dict, not list"]),
+        ({"QUEUES": ["a", "b/c"]}, ["has 'b/c' as a name"]),
+        ({"OPTIONS": {"BROKER": "gone"}}, ["which is not in TXMSG"]),
+        ({"OPTIONS": {"USING": "gone"}}, ["which is not in DATABASES"]),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_found(params: dict[str, Any], found: list[str]) -> None:
+    with tasks(**params):
+        errors = [one.msg for one in run_checks(tags=["txmsg"])]
+    assert len(errors) == len(found), errors
+    for said, part in zip(errors, found, strict=True):
+        assert part in said
+
+
+def test_other_backends_are_none_of_ours() -> None:
+    before = len(all_stages())
+    for other in ("django_tasks.x.Y", "gone.Backend", "tests.app.models.Order", ""):
+        with override_settings(TASKS={"default": {"BACKEND": other}}):
+            assert len(all_stages()) == before - 1, other
+
+
+def test_a_subclass_is_ours() -> None:
+    with override_settings(TASKS={"own": {"BACKEND": f"{__name__}.OwnBackend"}}):
+        assert "tests.tasks.own.default" in [one.name for one in all_stages()]
+
+
+class OwnBackend(TransactionalBackend):
+    """A project's own."""
