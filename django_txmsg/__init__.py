@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .envelope.upgraders import upgrade
     from .errors import Redeliver, Refuse
     from .middleware import no_outbox
+    from .scheduling.timetable import every
     from .sending.destination import Destination
     from .sending.outbox import send_message, send_messages
     from .sessions.session import outbox_session
@@ -29,6 +30,7 @@ __all__ = [
     "Redeliver",
     "RedeliveryPolicy",
     "Refuse",
+    "every",
     "message_type",
     "no_outbox",
     "outbox_session",
@@ -44,6 +46,7 @@ _HOME = {
     "Redeliver": "errors",
     "RedeliveryPolicy": "envelope.redelivery",
     "Refuse": "errors",
+    "every": "scheduling.timetable",
     "message_type": "envelope.message_type",
     "no_outbox": "middleware",
     "outbox_session": "sessions.session",

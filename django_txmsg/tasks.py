@@ -18,6 +18,7 @@ from .monitoring import retention
 from .monitoring.databases import with_tables
 from .monitoring.presence import Presence
 from .relaying.relay import Relay
+from .scheduling.timekeeper import Timekeeper
 
 try:
     from celery import shared_task
@@ -36,7 +37,8 @@ def relay_outbox(
     databases: list[str] | None = None,
     brokers: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Dispatch what is due, and return how many messages met which end.
+    """Dispatch what is due, and return how many messages met which end. Recurring
+    messages whose tick has come are stored first.
 
     `databases` are those that the settings and the stages name, when not given. A
     broker that is down is logged and named under "unavailable"; its messages wait
@@ -50,6 +52,7 @@ def relay_outbox(
         brokers or sorted(conf.get().BROKERS),
         batch_size=batch_size,
     )
+    Timekeeper(using).tick()
     # relay.unavailable says which.
     with contextlib.suppress(BrokerUnavailable):
         relay.run(once=True)

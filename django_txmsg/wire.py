@@ -159,6 +159,11 @@ def event_id(source: str, event: str) -> uuid.UUID:
     return _named("cloudevent", source, event)
 
 
+def tick_id(service: str, name: str, tick: dt.datetime) -> uuid.UUID:
+    """Return the id of the message that recurs under `name`, for one tick of it."""
+    return _named("tick", service, name, format_instant(tick))
+
+
 def others_id(service: str, headers: Mapping[str, str]) -> uuid.UUID | None:
     """Return the identity that another library's sender gave its message, if any."""
     for name in IDS_OF_OTHERS:

@@ -10,6 +10,7 @@ from . import (
     idempotency,
     inbox,
     outbox,
+    schedule,
     stages,
     workers,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "idempotency",
     "inbox",
     "outbox",
+    "schedule",
     "stages",
     "workers",
 ]

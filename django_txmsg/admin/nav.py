@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from django.http import HttpRequest
 from django.urls import NoReverseMatch
 
+from ..scheduling.timetable import recurring
 from .addresses import address
 
 _LISTS = (
@@ -15,6 +16,7 @@ _LISTS = (
     ("deadletter", "Dead letters"),
     ("bulkoperation", "Bulk operations"),
     ("stagestate", "Stages"),
+    ("schedule", "Recurring"),
     ("worker", "Workers"),
 )
 
@@ -33,6 +35,8 @@ def pages(request: HttpRequest) -> list[Page]:
     first = address(request, "admin:app_list", "django_txmsg")
     found = [Page("Overview", first, request.path == first)]
     for name, title in _LISTS:
+        if name == "schedule" and not recurring():
+            continue
         if not request.user.has_perm(f"django_txmsg.view_{name}"):
             continue
         try:

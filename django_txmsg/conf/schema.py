@@ -138,6 +138,10 @@ class Settings:
     before pydantic."""
     CONTRACT: str | None = None
     """Path of the committed contract; None: asyncapi.json in BASE_DIR."""
+    SCHEDULE: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Recurring messages by name, each with the arguments of `every()` in capitals."""
+    MISSED_TICKS: Literal["latest", "all"] = "latest"
+    """Which of the ticks that no relay was there for are made up for."""
     RELAY: RelaySettings = field(default_factory=RelaySettings)
     REDELIVERY: RedeliverySettings = field(default_factory=RedeliverySettings)
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)

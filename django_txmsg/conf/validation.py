@@ -11,6 +11,9 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
 from ..envelope import redelivery
+from ..envelope.cron import Cron
+from ..envelope.message import MAX_NAME_LENGTH, check_destination
+from ..errors import ConfigurationError, InvalidMessage
 from .schema import RedeliverySettings, RetentionSettings, hints
 
 #: Two thousand million seconds, bytes or messages: what every place that takes such a
@@ -21,6 +24,19 @@ MAX_DAYS = 36_525
 MAX_SERVICE_LENGTH = 100
 #: What the tables hold of a broker's alias.
 MAX_ALIAS_LENGTH = 64
+#: What `every()` takes, for an entry of SCHEDULE; EXPIRES is in seconds.
+_RECURRING: dict[str, Any] = {
+    "EVERY": str,
+    "DESTINATION": str,
+    "BODY": object,
+    "TZ": str | None,
+    "MISSED": Literal["latest", "all"],
+    "HEADERS": Mapping,
+    "KEY": str | None,
+    "EXPIRES": float | None,
+    "USING": str | None,
+    "BROKER": str,
+}
 # As message.check_destination() has it: control messages go to SERVICE.txmsg.control.
 _SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -56,6 +72,8 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield from find(known[name], value, where)
         elif name == "BROKERS":
             yield from _broker_problems(value, where)
+        elif name == "SCHEDULE":
+            yield from _schedule_problems(value, where)
         elif name == "SERVICE":
             yield from _service_problems(value, where)
         elif not _fits(value, known[name]):
@@ -117,6 +135,39 @@ def _broker_problems(given: object, path: str) -> Iterator[Problem]:
                     "is not a setting.",
                     _did_you_mean(name, ["URL"]),
                 )
+
+
+def _schedule_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping):
+        yield Problem(path, f"must be a dict, not {type(given).__name__}.")
+        return
+    for name, entry in given.items():
+        where = f'{path}["{name}"]'
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_LENGTH:
+            yield Problem(where, f"must have a name of 1 to {MAX_NAME_LENGTH} letters.")
+        elif not isinstance(entry, Mapping) or not {"EVERY", "DESTINATION"} <= {*entry}:
+            yield Problem(
+                where,
+                'must be a dict like {"EVERY": "*/5 * * * *", "DESTINATION": '
+                '"reports.refresh", "BODY": {}}.',
+            )
+        else:
+            yield from _recurring_problems(entry, where)
+
+
+def _recurring_problems(entry: Mapping[Any, Any], path: str) -> Iterator[Problem]:
+    for name, value in entry.items():
+        where = f'{path}["{name}"]'
+        if name not in _RECURRING:
+            yield Problem(where, "is not a setting.", _did_you_mean(name, _RECURRING))
+        elif not _fits(value, _RECURRING[name]):
+            yield Problem(where, f"cannot be {type(value).__name__} {_shown(value)}.")
+            return
+    try:
+        assert Cron(entry["EVERY"], entry.get("TZ") or "UTC")
+        check_destination(entry["DESTINATION"])
+    except (ConfigurationError, InvalidMessage) as error:
+        yield Problem(path, f"cannot be used: {error}")
 
 
 def _did_you_mean(name: object, known: Any) -> str:

@@ -19,6 +19,7 @@ from .inbox import InboxMessage
 from .outbox import OutboxMessage
 from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
+from .schedule import Schedule
 from .session_record import SessionRecord
 from .stage_state import StageState
 from .task_run import TaskRun
@@ -35,6 +36,7 @@ __all__ = [
     "PeriodCount",
     "QueueMessage",
     "QueueSubscription",
+    "Schedule",
     "SessionRecord",
     "StageState",
     "TaskRun",

@@ -9,6 +9,7 @@ from django.db import connections, router
 
 from .. import conf, stages
 from ..models import OutboxMessage
+from ..scheduling.timetable import recurring
 from ..stages import Stage
 
 
@@ -16,6 +17,8 @@ def in_use() -> dict[str, str]:
     """Return the aliases that messages are stored in, and who asks for each."""
     asking = {router.db_for_write(OutboxMessage): "the outbox"}
     asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
+    for one in recurring():
+        asking.setdefault(one.alias, f"the recurring message {one.name!r}")
     for stage in stages.all_stages():
         using = of_stage(stage)
         if using is not None:

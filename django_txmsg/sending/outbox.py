@@ -164,7 +164,7 @@ def _prepare(
             f"{', '.join(sorted(_ARGUMENTS - _NEEDED))}; "
             f"got {', '.join(sorted(map(str, given)))}."
         )
-    body, content_type, body_type = _encoded(given["destination"], given["body"])
+    body, content_type, body_type = encoded(given["destination"], given["body"])
     if len(body) > settings.MAX_MESSAGE_BYTES:
         raise InvalidMessage(
             f"The body has {len(body)} bytes; at most {settings.MAX_MESSAGE_BYTES} are "
@@ -214,7 +214,7 @@ def _prepare(
     )
 
 
-def _encoded(destination: object, body: object) -> tuple[bytes, str, str]:
+def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
     """Return a body's bytes, their content type and their `txmsg-type`, which is empty
     where nothing says what the body is."""
     typed = (

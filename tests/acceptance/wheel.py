@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-#: What Django itself needs; all that the new environment gets beside the wheel.
-LENT = ["Django", "asgiref", "sqlparse", "typing_extensions"]
+#: What the wheel and Django need; all that the new environment gets beside the wheel.
+LENT = ["Django", "cronsim", "asgiref", "sqlparse", "typing_extensions"]
 
 
 def run(*command: str | Path, cwd: Path, warnings: str = "error") -> str:

@@ -14,6 +14,7 @@ from django.test import TestCase, override_settings
 
 from django_txmsg import conf, stages
 from django_txmsg.envelope import upgraders
+from django_txmsg.scheduling import timetable
 from tests.app.models import Order
 from tests.docs.pages import PAGES, ROOT, blocks
 
@@ -37,6 +38,8 @@ def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for stage in stages.all_stages():
         if stage.name not in known:
             stages.unregister(stage.name)
+    for one in timetable.recurring():
+        timetable.forget(one.name)
 
 
 @pytest.mark.usefixtures("_shop")

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 import django_txmsg
-from django_txmsg import Message, RedeliveryPolicy, send_message, send_messages, stage
+from django_txmsg import (
+    Message,
+    RedeliveryPolicy,
+    every,
+    send_message,
+    send_messages,
+    stage,
+)
 from tests.docs.pages import PAGES, ROOT, blocks
 
 NAMES = [
@@ -23,6 +30,7 @@ NAMES = [
     "Redeliver",
     "RedeliveryPolicy",
     "Refuse",
+    "every",
     "message_type",
     "no_outbox",
     "outbox_session",
@@ -34,9 +42,9 @@ NAMES = [
 
 PUBLIC = {
     "django_txmsg": """
-        Destination Message Redeliver RedeliveryPolicy Refuse __version__ message_type
-        no_outbox outbox_session send_message send_messages stage upgrade conf jms
-        metrics signals wire
+        Destination Message Redeliver RedeliveryPolicy Refuse __version__ every
+        message_type no_outbox outbox_session send_message send_messages stage upgrade
+        conf jms metrics signals wire
     """,
     "django_txmsg.codecs": "Codec Misfit",
     "django_txmsg.conf": "get problems",
@@ -62,8 +70,8 @@ PUBLIC = {
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
         Attempt BulkOperation DeadLetter FailureNote IdempotencyKey InboxMessage
-        OutboxMessage PeriodCount QueueMessage QueueSubscription SessionRecord
-        StageState TaskRun Worker
+        OutboxMessage PeriodCount QueueMessage QueueSubscription Schedule
+        SessionRecord StageState TaskRun Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
@@ -122,6 +130,7 @@ LOGGERS = {
     "django_txmsg.storing",
     "django_txmsg.testing.peer",
     "django_txmsg.throttle",
+    "django_txmsg.timekeeper",
     "django_txmsg.worker",
 }
 
@@ -143,6 +152,13 @@ def test_send_message_takes_the_contract_s_arguments() -> None:
         "headers", "message_id", "key", "delay", "expires", "using", "broker",
     }  # fmt: skip
     assert set(inspect.signature(send_messages).parameters) >= {"using", "broker"}
+
+
+def test_every_takes_the_contract_s_arguments() -> None:
+    names = list(inspect.signature(every).parameters)
+
+    assert names[:3] == ["expression", "destination", "body"]
+    assert set(names[3:]) >= {"name", "tz", "missed"}
 
 
 def test_stage_takes_the_contract_s_arguments() -> None:

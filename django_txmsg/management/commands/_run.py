@@ -21,6 +21,7 @@ from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
 from ...monitoring.pruning import Pruner
 from ...relaying.relay import Relay
+from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
 from ...upkeep.crew import Crew
 from . import _reloading as reloading
@@ -30,7 +31,8 @@ from ._tables import require_tables
 
 
 class Service:
-    """A relay, a consumer of all stages, and pruning, which end together."""
+    """A relay with its timekeeper, a consumer of all stages, and pruning, which end
+    together."""
 
     def __init__(
         self, databases: Sequence[str], brokers: Sequence[str], stages: Sequence[Stage]
@@ -42,6 +44,9 @@ class Service:
         self._crew.add("txmsg-relay", self.relay.run)
         self._crew.add("txmsg-consumer", self._consume)
         self._crew.add("txmsg-pruning", Pruner(databases, self._stop).run)
+        self._timekeeper = Timekeeper(databases)
+        if not self._timekeeper.idle:
+            self._crew.add("txmsg-timekeeper", self._timekeeper.run)
 
     def _consume(self) -> None:
         self.consumer.run()
@@ -55,6 +60,7 @@ class Service:
     def stop(self) -> None:
         """Finish what is in hand and take nothing new. From any thread or signal."""
         self._stop.set()
+        self._timekeeper.stop()
         self.relay.stop()
         self.consumer.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -13,6 +14,7 @@ from ...errors import TxmsgError
 from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
+from ...scheduling.timekeeper import Timekeeper, keeping_time
 from ._process import heartbeat, stay_light, stop_on_signals
 from ._tables import require_tables
 
@@ -52,14 +54,21 @@ class Command(BaseCommand):
         presence = Presence("relay", databases[0])
         if not options["once"]:
             stay_light()
+        timekeeper = Timekeeper(databases)
         beating = heartbeat(presence, relay, databases)
-        with stop_on_signals(relay.stop, self.stderr), beating:
+        with ExitStack() as stack:
+            stack.enter_context(stop_on_signals(relay.stop, self.stderr))
+            stack.enter_context(beating)
+            if not options["once"]:
+                stack.enter_context(keeping_time(timekeeper, relay.stop))
             if options["verbosity"] > 0 and not options["once"]:
                 self.stderr.write(
                     f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. "
                     f"Stop with Ctrl-C."
                 )
             try:
+                if options["once"]:
+                    timekeeper.tick()
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(

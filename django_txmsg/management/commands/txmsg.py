@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandParser
 
 from ... import __name__ as package
 from ..contracts import Command as Contracts
+from ..schedule import Command as Schedule
 from ._run import Command as Run
 
 
@@ -22,7 +23,11 @@ class Command(BaseCommand):
         verbs = parser.add_subparsers(
             dest="verb", required=True, metavar="VERB", parser_class=CommandParser
         )
-        self._verbs: dict[str, BaseCommand] = {"contracts": Contracts(), "run": Run()}
+        self._verbs: dict[str, BaseCommand] = {
+            "contracts": Contracts(),
+            "run": Run(),
+            "schedule": Schedule(),
+        }
         for name, app in get_commands().items():
             if app == package and name != "txmsg":
                 self._verbs[name] = load_command_class(package, name)

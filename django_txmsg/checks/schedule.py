@@ -1,0 +1,35 @@
+"""What is wrong with recurring messages, before a relay finds out at their tick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from django.core.checks import CheckMessage, Error
+
+from .. import conf
+from ..errors import TxmsgError
+from ..scheduling.timetable import Recurring, recurring
+from ..sending.outbox import encoded
+
+
+def check() -> list[CheckMessage]:
+    """Return which recurring messages could not be stored."""
+    return [error for one in recurring() for error in _check(one)]
+
+
+def _check(one: Recurring) -> Iterator[CheckMessage]:
+    known = conf.get().BROKERS
+    if one.broker not in known:
+        why = f"its broker {one.broker!r} is not in TXMSG['BROKERS']"
+    else:
+        try:
+            assert encoded(one.destination, one.body)
+            assert one.cron
+            return
+        except TxmsgError as error:
+            why = str(error)
+    yield Error(
+        f"The recurring message {one.name!r} cannot be stored: {why}",
+        hint='Correct its every(), or its entry in TXMSG["SCHEDULE"].',
+        id="txmsg.E050",
+    )

@@ -1,0 +1,96 @@
+"""`manage.py txmsg schedule list|pause|resume`: what recurs, and whether it may."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import logging
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from .. import conf
+from ..models import Schedule
+from ..monitoring import schedule
+from ..monitoring.schedule import Timing
+
+log = logging.getLogger("django_txmsg.timekeeper")
+
+
+class Command(BaseCommand):
+    """Show recurring messages; pause and resume them."""
+
+    help = "Recurring messages: when each is due, pausing and resuming."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+        shown = actions.add_parser("list", help="Each with its last and next tick.")
+        shown.add_argument("--json", action="store_true")
+        pause = actions.add_parser("pause", help="Store no message at its ticks.")
+        pause.add_argument("--why", default="", help="For those who find it paused.")
+        resume = actions.add_parser("resume", help="Go on with the next tick.")
+        for action in (pause, resume):
+            action.add_argument("name", nargs="+", metavar="NAME")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["action"] == "list":
+            self._list(options["json"])
+            return
+        for name in options["name"]:
+            self._set(name, options["action"] == "pause", options.get("why", ""))
+
+    def _list(self, as_json: bool) -> None:
+        found = schedule.read()
+        if as_json:
+            rows = [_told(one) for one in found]
+            self.stdout.write(json.dumps({"recurring": rows}, indent=2))
+            return
+        for one in found:
+            told = _told(one)
+            self.stdout.write(
+                f"{one.name}  {told['every'] or 'unknown here'} {told['tz']}  "
+                f"to {told['destination'] or '-'}  last {told['last'] or '-'}  "
+                f"next {told['next'] or '-'}{_state(one)}"
+            )
+        if not found:
+            self.stdout.write("Nothing recurs here: no every(), and no SCHEDULE.")
+
+    def _set(self, name: str, pause: bool, why: str) -> None:
+        using = schedule.database_of(name)
+        if using is None:
+            raise CommandError(f"No recurring message {name!r} here.")
+        rows, service = Schedule.objects.db_manager(using), conf.get().SERVICE
+        user = getpass.getuser()
+        if pause:
+            changed = rows.pause(service, name, by=user, why=why)
+        else:
+            changed = rows.resume(service, name)
+        verb = "Paused" if pause else "Resumed"
+        if changed:
+            log.info("recurring message %r: %s by %s %s", name, verb, user, why)
+        said = f"{verb} {name}." if changed else f"{name} is {verb.lower()} already."
+        self.stdout.write(said)
+
+
+def _told(one: Timing) -> dict[str, Any]:
+    declared, row = one.recurring, one.row
+    return {
+        "name": one.name,
+        "every": declared and declared.expression,
+        "tz": declared.cron.tz if declared else "",
+        "destination": declared and str(declared.destination),
+        "last": row and row.moves and row.last_tick.isoformat(),
+        "next": one.next and one.next.isoformat(),
+        "overdue": one.overdue,
+        "paused_at": row and row.paused_at and row.paused_at.isoformat(),
+        "paused_by": row and row.paused_by,
+        "paused_why": row and row.paused_why,
+    }
+
+
+def _state(one: Timing) -> str:
+    if one.paused and one.row is not None:
+        why = f": {one.row.paused_why}" if one.row.paused_why else ""
+        return f"  PAUSED by {one.row.paused_by or 'somebody'}{why}"
+    return "  OVERDUE" if one.overdue else ""

@@ -1,0 +1,90 @@
+"""How far a recurring message has come, and an operator's word on it.
+
+The row is what makes a tick one tick: who moves it on from the tick before stores the
+message, in the same transaction.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable
+from typing import Any
+
+from django.db import models
+from django.db.models import F
+from django.db.models.functions import Now
+
+
+class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of a recurring message."""
+
+    def begin(self, rows: Iterable[Schedule]) -> None:
+        """Add those that are not there yet."""
+        self.bulk_create(rows, ignore_conflicts=True)
+
+    def advance(self, row: Schedule, tick: dt.datetime, timing: str) -> bool:
+        """Move on to a tick from where the row was when it was read. False when
+        somebody else has, or it was paused meanwhile."""
+        return bool(
+            self.filter(pk=row.pk, moves=row.moves, paused_at=None).update(
+                last_tick=tick, timing=timing, moves=row.moves + 1
+            )
+        )
+
+    def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:
+        """Let no tick store a message. False when it was paused already."""
+        self.begin([self.model(service=service, name=name)])
+        return bool(
+            self.filter(service=service, name=name, paused_at=None).update(
+                paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
+            )
+        )
+
+    def resume(self, service: str, name: str) -> bool:
+        """Go on with the next tick; those of the pause are not made up for. False when
+        it was not paused."""
+        paused: Any = self.filter(service=service, name=name, paused_at__isnull=False)
+        return bool(
+            paused.update(
+                paused_at=None,
+                paused_by="",
+                paused_why="",
+                last_tick=Now(),
+                moves=F("moves") + 1,
+            )
+        )
+
+
+class Schedule(models.Model):
+    """The last tick of one recurring message of one service."""
+
+    id = models.BigAutoField(primary_key=True)
+    service = models.CharField(max_length=255)
+    name = models.CharField(max_length=255)
+    timing = models.CharField(
+        max_length=255,
+        default="",
+        blank=True,
+        help_text="The expression and the time zone that the last tick is of.",
+    )
+    last_tick = models.DateTimeField(db_default=Now())
+    moves = models.PositiveBigIntegerField(
+        default=0, help_text="How often the last tick has changed."
+    )
+    paused_at = models.DateTimeField(null=True, blank=True)
+    paused_by = models.CharField(max_length=255, default="", blank=True)
+    paused_why = models.CharField(max_length=255, default="", blank=True)
+
+    objects = ScheduleManager()
+
+    class Meta:
+        verbose_name = "recurring message"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["service", "name"], name="txmsg_schedule_name"
+            )
+        ]
+        permissions = [("pause_schedule", "Can pause and resume recurring messages")]
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,1 @@
+"""Hop 1 by the clock: recurring messages, each stored once per tick."""

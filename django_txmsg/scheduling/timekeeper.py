@@ -1,0 +1,190 @@
+"""Stores recurring messages when they are due: a thread of `relay` does, one a process.
+
+Any number of processes may keep the time. A tick is whoever's moves its row on, in the
+transaction that stores the message: once, and never without it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from django.db import Error as AnyDatabaseError
+from django.db import transaction
+
+from .. import conf
+from ..errors import DuplicateMessage
+from ..models import Schedule
+from ..models.fields import clock
+from ..sending.outbox import send_message
+from ..upkeep import outage
+from ..upkeep.connections import recycle
+from ..upkeep.crew import Crew
+from .timetable import Recurring, recurring
+
+log = logging.getLogger("django_txmsg.timekeeper")
+
+#: Seconds without a look at most: what a stopped process or a set clock has missed.
+LONGEST_WAIT = 60.0
+#: Seconds until the next look after a message that could not be stored.
+AFTER_FAILURE = 10.0
+
+
+class Timekeeper:
+    """Stores what is due in the databases `using`, until stopped.
+
+    `now` tells the time by the name of a database: the database's own.
+    """
+
+    def __init__(
+        self, using: Sequence[str], *, now: Callable[[str], dt.datetime] = clock
+    ) -> None:
+        self._using = using
+        self._now = now
+        self._stop = threading.Event()
+        #: From when on this process has known what recurs, by database.
+        self._began: dict[str, dt.datetime] = {}
+        #: Messages stored so far.
+        self.stored = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing recurs in these databases."""
+        return not any(one.alias in self._using for one in recurring())
+
+    def stop(self) -> None:
+        """Finish the tick in hand. From any thread or signal."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Store what is due until stopped. Raises what no waiting mends."""
+        while not self._stop.is_set():
+            wait = LONGEST_WAIT
+            for using in self._using:
+                if not outage.usable(using):
+                    wait = min(wait, 1.0)
+                    continue
+                try:
+                    wait = min(wait, self._keep(using))
+                except AnyDatabaseError as error:
+                    if outage.note(using, error):
+                        wait = min(wait, 1.0)
+                    elif outage.may_pass(error):
+                        log.warning("%s; going on", error)
+                        wait = min(wait, 1.0)
+                    else:
+                        raise
+                finally:
+                    recycle()
+            self._stop.wait(wait)
+
+    def tick(self) -> None:
+        """Store what is due now. Raises database errors."""
+        for using in self._using:
+            while not self._stop.is_set() and self._keep(using) <= 0:
+                pass
+
+    def _keep(self, using: str) -> float:
+        """Store what is due in a database, and return for how long nothing is."""
+        own = {one.name: one for one in recurring() if one.alias == using}
+        if not own:
+            return LONGEST_WAIT
+        now, service = self._now(using), conf.get().SERVICE
+        began = self._began.setdefault(using, now)
+        rows = Schedule.objects.using(using).filter(service=service, name__in=own)
+        found = {row.name: row for row in rows}
+        if missing := own.keys() - found.keys():
+            Schedule.objects.db_manager(using).begin(
+                Schedule(
+                    service=service,
+                    name=name,
+                    timing=str(own[name].cron),
+                    last_tick=now,
+                )
+                for name in missing
+            )
+            return 0.0
+        waits = [self._store_due(own[name], found[name], began, now) for name in own]
+        return max(0.0, min(LONGEST_WAIT, *waits))
+
+    def _store_due(
+        self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
+    ) -> float:
+        """Store the ticks of one message until now; return the seconds to its next."""
+        cron = one.cron
+        if row.paused_at is None:
+            after = row.last_tick
+            if row.timing != str(cron):
+                # The ticks of another expression are not missed. Where old and new code
+                # run side by side, each keeps its own.
+                after = max(after, began)
+            for tick in self._due(one, after, now):
+                if self._stop.is_set():
+                    break
+                try:
+                    stored = self._store(one, row, tick)
+                except AnyDatabaseError:
+                    raise
+                except Exception:
+                    log.exception(
+                        "recurring message %r is not stored for %s, and tried again",
+                        one.name,
+                        tick.isoformat(),
+                    )
+                    return AFTER_FAILURE
+                if not stored:
+                    return 0.0  # another process was first: look what is left
+                row.last_tick = tick
+                row.moves += 1
+        coming = cron.after(now)
+        return LONGEST_WAIT if coming is None else (coming - now).total_seconds()
+
+    def _due(
+        self, one: Recurring, after: dt.datetime, now: dt.datetime
+    ) -> Iterator[dt.datetime]:
+        if one.makes_up_all:
+            yield from one.cron.between(after, now)
+            return
+        latest = one.cron.last(after, now)
+        if latest is None:
+            return
+        first = one.cron.after(after)
+        if first is not None and first < latest:
+            log.warning(
+                "recurring message %r: the ticks from %s on were missed, and only the "
+                "latest is made up for, of %s",
+                one.name,
+                first.isoformat(),
+                latest.isoformat(),
+            )
+        yield latest
+
+    def _store(self, one: Recurring, row: Schedule, tick: dt.datetime) -> bool:
+        using = one.alias
+        rows = Schedule.objects.db_manager(using)
+        with transaction.atomic(using=using):
+            if not rows.advance(row, tick, str(one.cron)):
+                return False
+            # Stored already only where the row was lost or set back.
+            with suppress(DuplicateMessage):
+                send_message(**one.arguments(tick))
+                self.stored += 1
+        return True
+
+
+@contextmanager
+def keeping_time(timekeeper: Timekeeper, stop: Callable[[], None]) -> Iterator[None]:
+    """Have a thread keep the time for as long as the block runs, if anything recurs.
+    Calls `stop`, and raises, when that cannot go on."""
+    crew = Crew(stop)
+    if not timekeeper.idle:
+        crew.add("txmsg-timekeeper", timekeeper.run)
+    crew.start()
+    try:
+        yield
+    finally:
+        timekeeper.stop()
+        crew.join()

@@ -1,0 +1,99 @@
+"""Ten processes that keep the time, killed at random: run by `test_ticks.py`.
+
+`python -m tests.acceptance.ticking PROCESSES TICKS SEED`. The processes are forked from
+one that has Django set up, so that many can be killed in little time. Their clock is
+faked: a minute takes `PACE` seconds. The database is real. Prints the instants between
+which every tick was due.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from typing import NoReturn
+
+#: Seconds that a minute takes for the processes.
+PACE = 0.1
+NOON = dt.datetime(2026, 6, 1, 12, tzinfo=dt.timezone.utc)
+
+
+class Clock:
+    """The same in every process: a clock that began at noon and hurries."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+
+    def __call__(self, using: str) -> dt.datetime:
+        """Return the present instant."""
+        return NOON + (time.monotonic() - self.began) / PACE * dt.timedelta(minutes=1)
+
+
+class Hurried(threading.Event):
+    """Waits as much less as the clock hurries."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait by the faked clock."""
+        return super().wait(None if timeout is None else timeout * PACE / 60)
+
+
+def keep_time(clock: Clock) -> NoReturn:
+    """Be a process that keeps the time until it is killed."""
+    from django_txmsg.scheduling.timekeeper import Timekeeper
+
+    timekeeper = Timekeeper(["default"], now=clock)
+    timekeeper._stop = Hurried()
+    try:
+        timekeeper.run()
+    finally:
+        os._exit(1)  # nothing but a kill ends it
+
+
+def main(processes: int, ticks: int, seed: int) -> None:
+    """Kill and start processes until that many ticks have come."""
+    import django
+
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+    django.setup()
+    from django.db import connections
+
+    from django_txmsg import every
+    from django_txmsg.scheduling.timekeeper import Timekeeper
+
+    every("* * * * *", "tests.soaked", tz="UTC", missed="all")
+    clock, dice = Clock(), random.Random(seed)
+    Timekeeper(["default"], now=lambda using: NOON).tick()
+    connections.close_all()
+
+    def start() -> int:
+        pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            keep_time(clock)
+        return pid
+
+    alive = [start() for _ in range(processes)]
+    killed, pause = 0, threading.Event()
+    while clock("default") < NOON + dt.timedelta(minutes=ticks):
+        pause.wait(dice.expovariate(processes / 2))
+        place = dice.randrange(processes)
+        os.kill(alive[place], signal.SIGKILL)
+        _, status = os.waitpid(alive[place], 0)
+        assert os.WIFSIGNALED(status), "a process ended by itself"
+        killed += 1
+        alive[place] = start()
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    # What the last of them would have done, had they lived.
+    now = clock("default")
+    Timekeeper(["default"], now=lambda using: now).tick()
+    print(killed, now.isoformat(), flush=True)  # noqa: T201 - for the test
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

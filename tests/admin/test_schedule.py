@@ -1,0 +1,153 @@
+"""The page of what recurs, and the command: ticks, pausing, who may."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Callable, Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.core.management import CommandError, call_command
+from django.test import Client
+from django.utils import timezone
+
+from django_txmsg import every
+from django_txmsg.checks import schedule
+from django_txmsg.models import Schedule
+from django_txmsg.scheduling.timekeeper import Timekeeper
+from django_txmsg.scheduling.timetable import forget
+
+URL = "/admin/django_txmsg/schedule/"
+OVERVIEW = "/admin/django_txmsg/"
+
+
+@pytest.fixture(autouse=True)
+def _recurring() -> Iterator[None]:
+    every("0 3 * * *", "reports.nightly", {}, tz="Europe/Berlin")
+    yield
+    forget("reports.nightly")
+
+
+@pytest.fixture
+def operator(somebody: Callable[..., Client]) -> Client:
+    """Somebody who may see and pause what recurs."""
+    return somebody("view_schedule", "pause_schedule")
+
+
+def told(*arguments: str) -> str:
+    out = StringIO()
+    call_command("txmsg", "schedule", *arguments, stdout=out)
+    return out.getvalue()
+
+
+@pytest.mark.django_db
+def test_what_is_declared_and_what_was_left_behind_is_shown(operator: Client) -> None:
+    Schedule.objects.create(service="tests", name="long.gone", timing="0 1 * * * UTC")
+    Schedule.objects.create(service="elsewhere", name="of.others")
+
+    page = operator.get(URL).content.decode()
+
+    assert "0 3 * * *" in page
+    assert "Europe/Berlin" in page
+    assert "long.gone" in page
+    assert "unknown here" in page
+    assert "of.others" not in page
+    assert (
+        '<a href="/admin/django_txmsg/schedule/"' in operator.get(URL).content.decode()
+    )
+
+
+@pytest.mark.django_db
+def test_the_page_is_not_offered_where_nothing_recurs(operator: Client) -> None:
+    assert "Recurring</a>" in operator.get(OVERVIEW).content.decode()
+    forget("reports.nightly")
+    assert "Recurring</a>" not in operator.get(OVERVIEW).content.decode()
+    assert "Nothing recurs here" in operator.get(URL).content.decode()
+
+
+@pytest.mark.django_db
+def test_it_is_paused_and_resumed(operator: Client) -> None:
+    form = {"name": "reports.nightly", "why": "<b>moving</b>"}
+    page = operator.post(f"{URL}pause/", form, follow=True).content.decode()
+
+    row = Schedule.objects.get()
+    assert row.paused_by.startswith("user-")
+    assert "Paused reports.nightly." in page
+    assert "&lt;b&gt;moving&lt;/b&gt;" in page
+    assert (
+        "already" in operator.post(f"{URL}pause/", form, follow=True).content.decode()
+    )
+
+    operator.post(f"{URL}resume/", form)
+
+    row.refresh_from_db()
+    assert row.paused_at is None
+    assert [entry.change_message for entry in LogEntry.objects.order_by("pk")] == [
+        "Paused recurring message reports.nightly: <b>moving</b>",
+        "Resumed recurring message reports.nightly.",
+    ]
+
+
+@pytest.mark.django_db
+def test_pausing_needs_its_permission_and_a_name_that_is_known(
+    somebody: Callable[..., Client], operator: Client
+) -> None:
+    viewer, form = somebody("view_schedule"), {"name": "reports.nightly"}
+
+    assert viewer.post(f"{URL}pause/", form).status_code == 403
+    assert viewer.post(f"{URL}resume/", form).status_code == 403
+    assert ">Pause<" not in viewer.get(URL).content.decode()
+    assert operator.get(f"{URL}pause/").status_code == 405
+    assert somebody("view_worker").get(URL).status_code == 403
+    said = operator.post(f"{URL}pause/", {"name": "reports.nigthly"}, follow=True)
+    assert "no recurring message" in said.content.decode()
+    assert not Schedule.objects.exists()
+
+
+@pytest.mark.django_db
+def test_the_command_lists_pauses_and_resumes() -> None:
+    assert "reports.nightly  0 3 * * * Europe/Berlin" in told("list")
+    assert "Paused" in told("pause", "reports.nightly", "--why", "audit")
+    assert "already" in told("pause", "reports.nightly")
+    assert ": audit" in told("list")
+    found = json.loads(told("list", "--json"))["recurring"]
+    assert [(one["name"], one["paused_why"]) for one in found] == [
+        ("reports.nightly", "audit")
+    ]
+    assert "Resumed" in told("resume", "reports.nightly")
+    with pytest.raises(CommandError, match="No recurring message 'other'"):
+        told("pause", "other")
+    forget("reports.nightly")
+    Schedule.objects.all().delete()
+    assert "Nothing recurs" in told("list")
+
+
+@pytest.mark.django_db
+def test_a_tick_that_nobody_stored_is_overdue(operator: Client) -> None:
+    Timekeeper(["default"]).tick()
+    assert "OVERDUE" not in told("list")
+    Schedule.objects.update(last_tick=timezone.now() - dt.timedelta(days=2))
+
+    assert "OVERDUE" in told("list")
+    assert ">overdue<" in operator.get(URL).content.decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"broker": "nowhere"}, "its broker 'nowhere'"), ({"body": object()}, "JSON")],
+)
+def test_the_check_finds_what_could_not_be_stored(
+    options: dict[str, Any], why: str
+) -> None:
+    every("0 3 * * *", "reports.bad", **options)
+    try:
+        (found,) = schedule.check()
+    finally:
+        forget("reports.bad")
+
+    assert found.id == "txmsg.E050"
+    assert why in found.msg
+    assert schedule.check() == []

@@ -1,0 +1,417 @@
+"""Recurring messages: each tick is stored once, whoever keeps the time."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connections, transaction
+from django.test import override_settings
+
+from django_txmsg import Destination, every
+from django_txmsg.errors import ConfigurationError, InvalidMessage
+from django_txmsg.models import OutboxMessage, Schedule
+from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper
+from django_txmsg.scheduling.timetable import forget, recurring
+from django_txmsg.testing import drain
+from tests.faults import ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, declared, txmsg
+
+UTC = dt.timezone.utc
+NOON = dt.datetime(2026, 6, 1, 12, tzinfo=UTC)
+MINUTE = dt.timedelta(minutes=1)
+
+
+class Clock:
+    """A clock that a test sets; the database is real."""
+
+    def __init__(self, now: dt.datetime = NOON) -> None:
+        self.now = now
+
+    def __call__(self, using: str) -> dt.datetime:
+        return self.now
+
+
+@contextmanager
+def keeping(
+    expression: str = "* * * * *", **options: Any
+) -> Iterator[tuple[Clock, Timekeeper]]:
+    """Have a message recur, known to a timekeeper that has looked once, at noon."""
+    options.setdefault("tz", "UTC")
+    one = every(expression, options.pop("destination", "tests.tick"), **options)
+    clock = Clock()
+    try:
+        timekeeper = Timekeeper([one.alias], now=clock)
+        timekeeper.tick()
+        yield clock, timekeeper
+    finally:
+        forget(one.name)
+
+
+def stored(using: str = "default") -> list[str]:
+    """The ticks for which messages are in the outbox, in the order of storing."""
+    rows = OutboxMessage.objects.using(using).order_by("id")
+    return [row.headers["scheduled-for"] for row in rows]
+
+
+def at(*minutes: int) -> list[str]:
+    return [(NOON + number * MINUTE).isoformat() for number in minutes]
+
+
+@pytest.mark.django_db
+def test_a_tick_is_stored_when_it_comes_and_once() -> None:
+    with keeping(body={"a": 1}, key="k", expires=dt.timedelta(hours=1)) as (
+        clock,
+        first,
+    ):
+        assert stored() == []
+        clock.now += dt.timedelta(seconds=59.9)
+        first.tick()
+        assert stored() == []
+
+        clock.now += dt.timedelta(seconds=0.1)
+        second = Timekeeper(["default"], now=clock)
+        first.tick()
+        second.tick()
+        first.tick()
+
+    row = OutboxMessage.objects.get()
+    assert stored() == at(1)
+    assert (bytes(row.body), row.key) == (b'{"a":1}', "k")
+    assert row.expires_at is not None
+    assert (first.stored, second.stored) == (1, 0)
+
+
+@pytest.mark.django_db
+def test_the_latest_of_the_missed_ticks_is_made_up_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with keeping() as (clock, timekeeper):
+        clock.now += dt.timedelta(days=400, seconds=7)
+        timekeeper.tick()
+        clock.now += MINUTE
+        timekeeper.tick()
+
+    made_up = 400 * 24 * 60
+    assert stored() == at(made_up, made_up + 1)
+    assert "the ticks from 2026-06-01T12:01:00+00:00 on were missed" in caplog.text
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_all_missed_ticks_are_made_up_for_where_that_is_asked(by_setting: bool) -> None:
+    options = {} if by_setting else {"missed": "all"}
+    missed = "all" if by_setting else "latest"
+    with txmsg(MISSED_TICKS=missed), keeping(**options) as (clock, timekeeper):
+        clock.now += 5 * MINUTE
+        timekeeper.tick()
+
+    assert stored() == at(1, 2, 3, 4, 5)
+
+
+@pytest.mark.django_db
+def test_an_expression_that_changes_makes_up_for_nothing_and_loses_nothing() -> None:
+    with keeping("0 * * * *") as (clock, old):
+        clock.now += 60 * MINUTE
+        old.tick()
+        forget("tests.tick")
+        clock.now += 31 * MINUTE
+        with keeping("*/5 * * * *", missed="all"):
+            new = Timekeeper(["default"], now=clock)
+            new.tick()
+            assert stored() == at(60)
+            clock.now += 5 * MINUTE
+            new.tick()
+            assert stored() == at(60, 95)
+        # A process that has the old code still.
+        every("0 * * * *", "tests.tick", tz="UTC")
+        clock.now = NOON + 120 * MINUTE
+        old.tick()
+
+    assert stored() == at(60, 95, 120)
+
+
+@pytest.mark.django_db
+def test_what_is_paused_is_not_stored_and_not_made_up_for() -> None:
+    rows = Schedule.objects
+    with keeping(missed="all") as (clock, timekeeper):
+        assert rows.pause("service", "other")  # of another service
+        assert rows.pause("tests", "tests.tick", by="ada", why="audit")
+        assert not rows.pause("tests", "tests.tick")
+        clock.now += 3 * MINUTE
+        timekeeper.tick()
+        assert stored() == []
+
+        assert rows.resume("tests", "tests.tick")
+        assert not rows.resume("tests", "tests.tick")
+        Schedule.objects.update(last_tick=clock.now)  # by the test's clock
+        timekeeper.tick()
+        clock.now += MINUTE
+        timekeeper.tick()
+
+    assert stored() == at(4)
+
+
+@pytest.mark.django_db
+def test_a_pause_that_comes_between_stops_the_tick() -> None:
+    with keeping() as _:
+        row = Schedule.objects.get()
+        Schedule.objects.pause("tests", "tests.tick")
+
+        assert not Schedule.objects.advance(row, NOON + MINUTE, "")
+
+
+@pytest.mark.django_db
+def test_an_id_that_is_stored_already_is_not_stored_again() -> None:
+    with keeping() as (clock, timekeeper):
+        clock.now += MINUTE
+        timekeeper.tick()
+        Schedule.objects.all().delete()  # lost, and begun again at noon
+        clock.now = NOON
+        timekeeper.tick()
+        clock.now += MINUTE
+        timekeeper.tick()
+        assert Schedule.objects.get().last_tick == clock.now
+
+    assert stored() == at(1)
+
+
+@pytest.mark.django_db
+def test_names_services_and_ticks_tell_ids_apart() -> None:
+    with keeping() as (_, _), keeping(name="again"):
+        first, second = recurring()
+        ids = {one.message_id(tick) for one in (first, second) for tick in (NOON, None)
+               if tick}  # fmt: skip
+        here = NOON.astimezone(dt.timezone(dt.timedelta(hours=2)))
+        assert first.message_id(here) == first.message_id(NOON)
+        with txmsg(SERVICE="elsewhere"):
+            ids |= {first.message_id(NOON)}
+
+    assert len(ids) == 3
+    assert all(isinstance(one, uuid.UUID) for one in ids)
+
+
+@pytest.mark.django_db
+def test_what_cannot_be_stored_is_said_and_tried_again_and_holds_back_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with keeping(name="bad", body=object()) as (clock, timekeeper), keeping():
+        timekeeper.tick()
+        clock.now += MINUTE
+        with caplog.at_level(logging.ERROR):
+            assert timekeeper._keep("default") == AFTER_FAILURE
+        assert stored() == at(1)
+        assert "'bad' is not stored for 2026-06-01T12:01:00+00:00" in caplog.text
+        assert Schedule.objects.get(name="bad").last_tick == NOON
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_a_message_is_stored_in_its_own_database() -> None:
+    with keeping(using="other") as (clock, timekeeper):
+        clock.now += MINUTE
+        Timekeeper(["default"], now=clock).tick()
+        assert Timekeeper(["default"]).idle
+        assert not timekeeper.idle
+        timekeeper.tick()
+
+    assert stored() == []
+    assert stored("other") == at(1)
+    assert not Schedule.objects.exists()
+
+
+@pytest.mark.django_db
+def test_the_settings_make_messages_recur_and_have_the_last_word() -> None:
+    schedule = {
+        "tests.tick": {"EVERY": "*/5 * * * *", "DESTINATION": "tests.five"},
+        "nightly": {
+            "EVERY": "0 3 * * *", "DESTINATION": "tests.night", "BODY": [1],
+            "TZ": "Europe/Berlin", "MISSED": "all", "EXPIRES": 90, "BROKER": "default",
+        },
+    }  # fmt: skip
+    with keeping(), txmsg(SCHEDULE=schedule):
+        nightly, five = recurring()
+
+    assert five.destination == "tests.five"
+    assert (nightly.name, nightly.body, nightly.tz) == ("nightly", [1], "Europe/Berlin")
+    assert nightly.expires == dt.timedelta(seconds=90)
+    assert nightly.makes_up_all
+    assert str(nightly.cron) == "0 3 * * * Europe/Berlin"
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("night", ["2026-03-29", "2026-10-25"])
+def test_a_nightly_message_leaves_once_when_the_clocks_change(night: str) -> None:
+    """In Europe/Berlin, both ways, with a relay that looks every ten minutes."""
+    with keeping("30 2 * * *", tz="Europe/Berlin", missed="all") as (clock, timekeeper):
+        Schedule.objects.update(last_tick=f"{night}T00:00+02:00")
+        start = dt.datetime.fromisoformat(f"{night}T00:00+02:00")
+        for number in range(6 * 6):
+            clock.now = start + 10 * number * MINUTE
+            timekeeper.tick()
+
+    assert len(stored()) == 1
+
+
+@pytest.mark.django_db
+def test_an_hourly_message_leaves_in_every_hour_of_a_change() -> None:
+    with keeping("0 * * * *", tz="Europe/Berlin") as (clock, timekeeper):
+        for night in ("2026-03-29", "2026-10-25"):
+            start = dt.datetime.fromisoformat(f"{night}T00:00+00:00")
+            Schedule.objects.update(last_tick=start)
+            for number in range(6 * 6):
+                clock.now = start + 10 * number * MINUTE
+                timekeeper.tick()
+
+    assert len(stored()) == len(set(stored())) == 2 * 5
+
+
+@committing
+def test_timekeepers_that_race_for_a_tick_store_it_once() -> None:
+    with keeping(missed="all") as (clock, _):
+        clock.now += 30 * MINUTE
+        start = threading.Barrier(6)
+        keepers = [Timekeeper(["default"], now=clock) for _ in range(6)]
+
+        def race(keeper: Timekeeper) -> None:
+            start.wait(30)
+            try:
+                keeper.tick()
+            finally:
+                connections.close_all()
+
+        threads = [threading.Thread(target=race, args=[one]) for one in keepers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    assert stored() == at(*range(1, 31))
+    assert sum(one.stored for one in keepers) == 30
+
+
+@committing
+def test_a_tick_that_rolls_back_comes_again() -> None:
+    with keeping() as (clock, timekeeper):
+        clock.now += MINUTE
+        with suppress(KeyError), transaction.atomic():
+            timekeeper.tick()
+            raise KeyError
+        assert stored() == []
+        timekeeper.tick()
+
+    assert stored() == at(1)
+
+
+@committing
+@pytest.mark.parametrize("command", ["relay", "txmsg run"])
+def test_a_process_keeps_the_time_and_ends_when_it_is_told(command: str) -> None:
+    schedule = {"tick": {"EVERY": "* * * * * *", "DESTINATION": "tests.second"}}
+    settings = {**IMPATIENT, "SCHEDULE": schedule}
+    with ManageProcess(*command.split(), txmsg=settings) as relay:
+        wait_until(
+            lambda: (
+                OutboxMessage.objects.filter(dispatched_at__isnull=False).count() > 1
+            ),
+            deadline=60,
+            message=lambda: relay.output,
+        )
+        relay.terminate()
+        relay.succeed()
+
+    ticks = stored()
+    assert len(set(ticks)) == len(ticks)
+
+
+@committing
+def test_a_relay_that_runs_once_stores_what_is_due() -> None:
+    clock = Clock()
+    with txmsg(), keeping():
+        Schedule.objects.update(last_tick=NOON)
+        call_command("relay", "--once", verbosity=0)
+
+    assert OutboxMessage.objects.filter(dispatched_at__isnull=False).count() == 1
+    assert clock.now == NOON
+
+
+@pytest.mark.django_db
+def test_a_tick_goes_its_whole_way_and_says_which_it_is() -> None:
+    seen = []
+
+    def handler(message: Any) -> None:
+        seen.append((message.body, message.headers["scheduled-for"]))
+
+    with declared(handler, "tests.tick"), keeping(body=[1]) as (clock, timekeeper):
+        clock.now += MINUTE
+        timekeeper.tick()
+        drain("tests.tick")
+
+    assert seen == [([1], *at(1))]
+
+
+def test_a_name_is_given_once() -> None:
+    try:
+        every("* * * * *", "tests.once", {"a": 1})
+        every("* * * * *", "tests.once", {"a": 1})  # imported twice
+        with pytest.raises(ConfigurationError, match="Two recurring"):
+            every("* * * * *", "tests.once", {"a": 2})
+    finally:
+        forget("tests.once")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"expression": "bad"}, ConfigurationError),
+        ({"tz": "Europe/Bärlin"}, ConfigurationError),
+        ({"missed": "some"}, ConfigurationError),
+        ({"name": "x" * 256}, ConfigurationError),
+        ({"destination": "no such place"}, InvalidMessage),
+    ],
+)
+def test_what_cannot_recur_is_refused_where_it_is_written(
+    arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    known = recurring()
+    given: dict[str, Any] = {"expression": "* * * * *", "destination": "tests.tick"}
+    with pytest.raises(error):
+        every(**{**given, **arguments})
+
+    assert recurring() == known
+
+
+def test_a_typed_destination_recurs() -> None:
+    try:
+        one = every("* * * * *", Destination("tests.typed", dict))
+        assert one.name == "tests.typed"
+    finally:
+        forget("tests.typed")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (5, "must be a dict like"),
+        ({"EVERY": "* * * * *"}, "must be a dict like"),
+        ({"EVERY": "often", "DESTINATION": "a"}, "no cron expression"),
+        ({"EVERY": "* * * * *", "DESTINATION": "a b"}, "cannot be used"),
+        ({"EVERY": "* * * * *", "DESTINATION": "a", "TZ": "Mars"}, "No time zone"),
+        ({"EVERY": "* * * * *", "DESTINATION": "a", "BODI": 1}, 'mean "BODY"'),
+        ({"EVERY": "* * * * *", "DESTINATION": "a", "MISSED": "no"}, "cannot be str"),
+        ({"EVERY": 5, "DESTINATION": "a"}, "cannot be int"),
+    ],
+)
+def test_the_check_says_what_is_wrong_in_the_settings(entry: Any, said: str) -> None:
+    from django_txmsg import conf
+
+    with override_settings(TXMSG={"SCHEDULE": {"x": entry}}):
+        (problem,) = conf.problems()
+
+    assert problem.path.startswith('TXMSG["SCHEDULE"]["x"]')
+    assert said in f"{problem.message} {problem.hint}"
