@@ -116,7 +116,7 @@ test)
     install_servers
     make_environment
     pip_install --editable \
-        '.[celery,docs,example,opentelemetry,postgres,prometheus,spark,stomp,tasks,test,typed]'
+        '.[amqp,celery,docs,example,opentelemetry,postgres,prometheus,spark,stomp,tasks,test,typed]'
     # Apart and without what it needs: it wants stomp.py 8.
     pip_install --no-deps --upgrade --target .venv/others \
         'django-outbox-pattern==3.2.1' 'request-id-django-log>=0.2,<0.3'

@@ -21,7 +21,9 @@ from pathlib import Path
 import side_by_side
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = "celery,docs,example,opentelemetry,postgres,prometheus,stomp,tasks,test,typed"
+EXTRAS = (
+    "amqp,celery,docs,example,opentelemetry,postgres,prometheus,stomp,tasks,test,typed"
+)
 
 #: What `--newest` runs: minutes, beside the halves of `make test`.
 SAMPLE = ["-m", "not server and not soak", "tests"]

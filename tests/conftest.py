@@ -28,7 +28,10 @@ hypothesis.settings.load_profile("tests")
 #: Asking for one of these means using Django's database.
 DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "admin_client"}
 #: Asking for one of these, or naming it as a parameter, means using a server.
-SERVER_FIXTURES = {"activemq", "chromium", "pgbouncer", "postgres", "rabbitmq", "spark"}
+SERVER_FIXTURES = {
+    "activemq", "chromium", "pgbouncer", "postgres", "rabbitmq", "rabbitmq_amqp",
+    "redis", "spark",
+}  # fmt: skip
 
 S = TypeVar("S", bound=services.Server)
 
@@ -95,6 +98,12 @@ def activemq() -> services.ActiveMQ:
 def rabbitmq() -> services.RabbitMQ:
     """A real RabbitMQ broker with its STOMP plugin."""
     return ask_for(services.RabbitMQ)
+
+
+@pytest.fixture(scope="module")
+def rabbitmq_amqp(rabbitmq: services.RabbitMQ) -> services.ByAmqp:
+    """The same node by AMQP."""
+    return services.ByAmqp(rabbitmq)
 
 
 @pytest.fixture(scope="module")

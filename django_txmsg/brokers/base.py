@@ -1,7 +1,7 @@
 """Hops 4 to 6 in the abstract: what the relay and the consumer ask of any broker.
 
 A Broker is an address; a Session is one conversation with it, owned by one thread.
-Every implementation passes the one shared suite in `tests/contract/`.
+Every implementation passes `django_txmsg.testing.broker_suite`, those of others too.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Session(abc.ABC):
 
     All methods raise BrokerUnavailable when the conversation is over; then close it
     and open another one. What was received and not acknowledged arrives again.
+    A destination is the name of a queue, or "topic:" and the name of a topic.
     """
 
     @abc.abstractmethod
@@ -151,6 +152,8 @@ class Broker(abc.ABC):
     """An address of a message server, by alias. Thread-safe; holds no connection."""
 
     def __init__(self, alias: str, url: str) -> None:
+        """`url` is what TXMSG["BROKERS"] says for the alias, "" where it says none.
+        Nothing is connected or imported by this, and nothing raised: check() tells."""
         self.alias = alias
         self._url = url
 
@@ -163,6 +166,11 @@ class Broker(abc.ABC):
         `subscriber` names a durable subscriber of topics, where the broker has to
         know it at the connection already.
         """
+
+    def hurried(self, timeout: float) -> Broker:
+        """Return this broker, told to give up whatever it does after `timeout` seconds
+        unless its URL says otherwise; the same one where it cannot be told."""
+        return self
 
     @abc.abstractmethod
     def shares_topics(self) -> bool | None:

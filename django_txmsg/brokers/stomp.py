@@ -14,7 +14,7 @@ from functools import partial
 from urllib.parse import parse_qsl
 
 from .. import jms, wire
-from ..envelope.broker_url import split_url
+from ..envelope.broker_url import hurry, split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
 from . import java
 from .base import Broker, Delivery, Outgoing, Session
@@ -41,6 +41,9 @@ class StompBroker(Broker):
             # OSError: of a certificate's file. RuntimeError: no thread for it, as at
             # the end of a process.
             raise BrokerUnavailable(str(error)) from error
+
+    def hurried(self, timeout: float) -> StompBroker:
+        return StompBroker(self.alias, hurry(self._url, timeout))
 
     def shares_topics(self) -> bool | None:
         dialect = dict(parse_qsl(split_url(self._url).query)).get("dialect")

@@ -19,27 +19,31 @@ from ..stages import all_stages
 #: Credentials that everybody knows.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
 
+#: Schemes without TLS, and with it.
+_IN_THE_CLEAR = {"stomp": "stomp+ssl", "amqp": "amqps"}
+
 
 def check() -> list[CheckMessage]:
     """Return what is risky about brokers, names and databases."""
     found: list[CheckMessage] = []
     for alias, entry in conf.get().BROKERS.items():
-        found += _exposed(alias, entry["URL"])
+        found += _exposed(alias, entry.get("URL", ""))
     return [*found, *_default_service(), *_deferred_sqlite(), *_no_receiver()]
 
 
 def _exposed(alias: str, url: str) -> Iterator[CheckMessage]:
     parts = split_url(url)
-    if not parts.scheme.startswith("stomp"):
+    if parts.scheme not in _IN_THE_CLEAR and parts.scheme not in _IN_THE_CLEAR.values():
         return
     where = f'TXMSG["BROKERS"]["{alias}"]'
     credentials, _, hosts = parts.netloc.rpartition("@")
     user, _, password = credentials.partition(":")
-    if parts.scheme == "stomp" and not all(map(_local, hosts.split(","))):
+    safe = _IN_THE_CLEAR.get(parts.scheme)
+    if safe and not all(map(_local, hosts.split(","))):
         yield Warning(
             f"{where} sends messages and its password over the network in the clear.",
-            hint="Use a stomp+ssl:// URL, with ca= for a certificate authority of "
-            "your own.",
+            hint=f"Use a {safe}:// URL, with ca= for a certificate authority of your "
+            "own.",
             id="txmsg.W101",
         )
     if (password or user).lower() in GUESSED or password == user != "":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 from django.apps import apps
 from django.conf import settings as django_settings
@@ -11,9 +10,13 @@ from django.core.checks import CheckMessage, Error
 from django.utils.module_loading import import_string
 
 from .. import brokers, conf
-from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
 
+_HOW_A_BROKER_LOOKS = (
+    "A URL looks like database://, stomp://user:password@host:61613 or "
+    "amqp://user:password@host:5672 (stomp+ssl:// and amqps:// for TLS); options go "
+    'into the query, ?heartbeat=5. A "BACKEND" is the dotted path of a class.'
+)
 #: Errors after which nothing else can be looked at.
 UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
@@ -49,24 +52,24 @@ def _time_zone() -> Iterator[CheckMessage]:
 
 def _brokers() -> Iterator[CheckMessage]:
     for alias, entry in conf.get().BROKERS.items():
-        url = entry["URL"]
         where = f'TXMSG["BROKERS"]["{alias}"]'
-        if split_url(url).scheme.startswith("stomp") and find_spec("stomp") is None:
+        absent = "BACKEND" not in entry and brokers.absent_client(entry["URL"])
+        if absent:
+            scheme, extra, client = absent
             yield Error(
-                f"{where} is a STOMP broker, and stomp.py is not installed.",
-                hint='Run: pip install "django_txmsg[stomp]"',
+                f"{where} is {scheme}://, and {client} is not installed.",
+                hint=f'Run: pip install "django_txmsg[{extra}]"',
                 id="txmsg.E004",
             )
             continue
         try:
-            wrong = brokers.make_broker(alias, url).check()
+            wrong = brokers.of_entry(alias, entry).check()
         except (ConfigurationError, OSError, ValueError) as error:
             wrong = [str(error)]
         for one in wrong:
             yield Error(
-                f'{where}["URL"] cannot be used: {one}',
-                hint="A URL looks like database:// or stomp://user:password@host:61613 "
-                "(stomp+ssl:// for TLS); options go into the query, ?vhost=/.",
+                f"{where} cannot be used: {one}",
+                hint=_HOW_A_BROKER_LOOKS,
                 id="txmsg.E003",
             )
 

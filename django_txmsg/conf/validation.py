@@ -125,16 +125,16 @@ def _broker_problems(given: object, path: str) -> Iterator[Problem]:
                 where, f"must have an alias of 1 to {MAX_ALIAS_LENGTH} characters."
             )
             continue
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("URL"), str):
+        known = ["BACKEND", "URL"]
+        if not isinstance(entry, Mapping) or not any(name in entry for name in known):
             yield Problem(where, 'must be a dict like {"URL": "database://"}.')
             continue
-        for name in entry:
-            if name != "URL":
-                yield Problem(
-                    f'{where}["{name}"]',
-                    "is not a setting.",
-                    _did_you_mean(name, ["URL"]),
-                )
+        for name, value in entry.items():
+            at = f'{where}["{name}"]'
+            if name not in known:
+                yield Problem(at, "is not a setting.", _did_you_mean(name, known))
+            elif not isinstance(value, str):
+                yield Problem(at, f"must be a string, not {type(value).__name__}.")
 
 
 def _schedule_problems(given: object, path: str) -> Iterator[Problem]:

@@ -7,7 +7,8 @@ but the brackets: what the parts mean is the broker's business.
 from __future__ import annotations
 
 import re
-from urllib.parse import SplitResult, urlsplit
+import ssl
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 #: Options in a URL's query that are secret.
 _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
@@ -45,3 +46,45 @@ def split_url(url: str) -> SplitResult:
     # Without the hosts: urlsplit refuses two IPv6 addresses as one malformed one.
     parts = urlsplit(f"{scheme}{separator}{rest[len(hosts) :]}")
     return parts._replace(netloc=hosts)
+
+
+def hurry(url: str, timeout: float) -> str:
+    """Return the URL with limits that it does not say itself: each of several hosts in
+    its share of the `timeout`, so that one that is silent does not hide the next."""
+    parts = split_url(url)
+    said = dict(parse_qsl(parts.query, keep_blank_values=True))
+    limits = {
+        "connect_timeout": timeout / len(parts.netloc.split(",")),
+        "send_timeout": timeout,
+        "close_timeout": timeout,
+    }
+    more = [f"{name}={limit:g}" for name, limit in limits.items() if name not in said]
+    return parts._replace(query="&".join(filter(None, [parts.query, *more]))).geturl()
+
+
+def read_address(text: str, default_port: int) -> tuple[str, int]:
+    """Return host and port of one of a URL's hosts. Raises ValueError."""
+    host, bracket, port = text.rpartition("]")
+    if bracket:
+        host, port = host.removeprefix("["), port.removeprefix(":")
+    elif text.count(":") > 1:
+        raise ValueError(f"Write an IPv6 address in brackets: [{text}].")
+    else:
+        host, _, port = text.partition(":")
+    if not host or (
+        port and not (port.isascii() and port.isdigit() and int(port) < 65536)
+    ):
+        raise ValueError(f"{text!r} is no host and port.")
+    return unquote(host), int(port) if port else default_port
+
+
+def tls_context(
+    ca: str | None, cert: str | None, key: str | None, key_password: str | None
+) -> ssl.SSLContext:
+    """Return the context of a connection that verifies the broker's certificate and
+    name, always. Raises OSError or ssl.SSLError for a file that cannot be read."""
+    context = ssl.create_default_context(cafile=ca)
+    if cert is not None:
+        # Without a password OpenSSL would ask for one, on the terminal.
+        context.load_cert_chain(cert, key, key_password or "")
+    return context

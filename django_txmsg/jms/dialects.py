@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from urllib.parse import quote
 
 from .destination import Destination
@@ -21,6 +22,7 @@ from .errors import (
 
 #: Milliseconds in which RabbitMQ can let a message expire.
 MAX_EXPIRATION = 2**32 - 1
+_OF_A_DELAY = re.compile(r"\.delay-\d+s$")
 #: AMQP's codes for what one frame did wrong; the others are the connection's.
 _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 
@@ -73,6 +75,10 @@ class Dialect:
                     f"{character!r} has a meaning of its own there. Rename it."
                 )
         return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
+
+    def told(self, existing: str) -> Dialect:
+        """Return this dialect, told which queues are not to be declared."""
+        return self
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
         """Headers every SEND to the destination carries."""
@@ -195,12 +201,27 @@ class RabbitMQDialect(Dialect):
     answers_inside_transaction: bool = False
     message_ids_stay: bool = False
     serves_jms: bool = False
+    #: Patterns of queues that are there, of whatever type.
+    existing: tuple[str, ...] = ()
+
+    def told(self, existing: str) -> Dialect:
+        """``/queue/`` declares a classic queue, which a queue of another type refuses;
+        ``/amq/queue/`` declares none."""
+        return replace(self, existing=tuple(filter(None, existing.split(","))))
 
     def address(self, destination: Destination) -> str:
         """RabbitMQ decodes percent escapes in names, so they are written."""
         Dialect.address(self, destination)
         kind = "topic" if destination.is_topic else "queue"
+        if kind == "queue" and self._exists(destination.name):
+            kind = "amq/queue"
         return f"/{kind}/{quote(destination.name, safe='.:-_~')}"
+
+    def _exists(self, name: str) -> bool:
+        # Queues of delays are always made here.
+        return not _OF_A_DELAY.search(name) and any(
+            fnmatchcase(name, pattern) for pattern in self.existing
+        )
 
     def mode_header(self, *, persistent: bool) -> bytes:
         """Leave it out for a volatile message: ``persistent:false`` makes RabbitMQ

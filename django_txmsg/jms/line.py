@@ -53,7 +53,7 @@ class Line:
         """
         self.address = address
         self.options = options
-        self.dialect = BY_NAME[options.dialect or "activemq"]
+        self.dialect = BY_NAME[options.dialect or "activemq"].told(options.existing)
         self.server = ""
         self.lock = threading.RLock()
         #: Notified when room, an outcome or an end may be what somebody waits for.
@@ -181,7 +181,7 @@ class Line:
     def _on_connected(self, headers: dict[str, str]) -> None:
         self.server = headers.get("server", "")
         if self.options.dialect is None:
-            self.dialect = recognize(self.server)
+            self.dialect = recognize(self.server).told(self.options.existing)
         version = headers.get("version", "1.0")
         if version != "1.2":
             self._refusal = f"it speaks STOMP {version}, not 1.2"

@@ -14,7 +14,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from ..envelope.broker_url import split_url, without_password
+from ..envelope.broker_url import (
+    read_address,
+    split_url,
+    tls_context,
+    without_password,
+)
 from . import frames
 from .dialects import BY_NAME
 from .restrictions import Policy
@@ -32,6 +37,9 @@ class Options:
     vhost: str | None = None
     #: ``activemq``, ``artemis`` or ``rabbitmq``; found from CONNECTED when not given.
     dialect: str | None = None
+    #: Patterns of RabbitMQ's queues that are there and are not to be declared, such as
+    #: quorum queues of AMQP's: ``orders.*,billing``.
+    existing: str = ""
     #: Name that durable subscriptions belong to on ActiveMQ and Artemis.
     client_id: str | None = None
     #: Seconds between heart-beats in both directions; 0 for none.
@@ -107,26 +115,16 @@ def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, 
     )
     options = _read_options({**read, **given})
     if parts.scheme == "stomp+ssl" and options.tls is None:
-        options = replace(options, tls=_tls_context(options))
+        options = replace(
+            options,
+            tls=tls_context(
+                options.ca, options.cert, options.key, options.key_password
+            ),
+        )
     elif parts.scheme == "stomp" and (options.ca or options.cert):
         raise ValueError("ca and cert need a stomp+ssl:// URL.")
     default_port = DEFAULT_PORTS[parts.scheme]
-    return options, [_address(host, default_port) for host in hosts.split(",")]
-
-
-def _address(text: str, default_port: int) -> tuple[str, int]:
-    host, bracket, port = text.rpartition("]")
-    if bracket:
-        host, port = host.removeprefix("["), port.removeprefix(":")
-    elif text.count(":") > 1:
-        raise ValueError(f"Write an IPv6 address in brackets: [{text}].")
-    else:
-        host, _, port = text.partition(":")
-    if not host or (
-        port and not (port.isascii() and port.isdigit() and int(port) < 65536)
-    ):
-        raise ValueError(f"{text!r} is no host and port.")
-    return unquote(host), int(port) if port else default_port
+    return options, [read_address(host, default_port) for host in hosts.split(",")]
 
 
 def _read_options(given: dict[str, Any]) -> Options:
@@ -168,12 +166,3 @@ def _reader(annotation: str) -> Callable[[Any], Any]:
         "Policy": Policy,
     }
     return readers.get(annotation, lambda value: value)
-
-
-def _tls_context(options: Options) -> ssl.SSLContext:
-    """Verify the broker's certificate and name, always."""
-    context = ssl.create_default_context(cafile=options.ca)
-    if options.cert is not None:
-        # Without a password OpenSSL would ask for one, on the terminal.
-        context.load_cert_chain(options.cert, options.key, options.key_password or "")
-    return context

@@ -9,14 +9,11 @@ import atexit
 import os
 import threading
 from typing import Any
-from urllib.parse import parse_qsl
 
 from django.core.signals import setting_changed
 
 from .. import conf
-from ..brokers import get_broker, make_broker
-from ..brokers.base import Broker
-from ..envelope.broker_url import split_url
+from ..brokers import get_broker
 from .channel import Channel
 
 _channels: dict[str, Channel] = {}
@@ -25,29 +22,14 @@ _lock = threading.Lock()
 
 def control_channel() -> Channel:
     """Return this process's channel to the default broker."""
-    url = str(conf.get().BROKERS["default"]["URL"])
+    settings = conf.get()
+    entry = settings.BROKERS["default"]
+    named = f"{entry.get('BACKEND')} {entry.get('URL')!s}"
     with _lock:
-        if url not in _channels:
-            _channels[url] = Channel(_impatient(url))
-        return _channels[url]
-
-
-def _impatient(url: str) -> Broker:
-    """Return the broker, told to answer in the time that a request has: each of several
-    hosts in its share, so that one that is silent does not hide the next."""
-    parts = split_url(url)
-    if not parts.scheme.startswith("stomp"):
-        return get_broker("default")
-    said = dict(parse_qsl(parts.query, keep_blank_values=True))
-    timeout = conf.get().HTTP.CONTROL_TIMEOUT
-    limits = {
-        "connect_timeout": timeout / len(parts.netloc.split(",")),
-        "send_timeout": timeout,
-        "close_timeout": timeout,
-    }
-    more = [f"{name}={limit:g}" for name, limit in limits.items() if name not in said]
-    query = "&".join(filter(None, [parts.query, *more]))
-    return make_broker("default", parts._replace(query=query).geturl())
+        if named not in _channels:
+            hurried = get_broker("default").hurried(settings.HTTP.CONTROL_TIMEOUT)
+            _channels[named] = Channel(hurried)
+        return _channels[named]
 
 
 @atexit.register

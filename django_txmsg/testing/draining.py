@@ -260,9 +260,9 @@ def _embedded() -> Iterator[None]:
     """Let the embedded broker stand in, and let nobody else dispatch."""
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
-        url = split_url(options["URL"])
+        url = split_url(options.get("URL", ""))
         database = url.netloc if url.scheme == "database" else ""
-        brokers[alias] = {**options, "URL": f"database://{database}?lease={_LEASE}"}
+        brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}
     given = getattr(settings, "TXMSG", None) or {}
     with override_settings(
         TXMSG={**given, "BROKERS": brokers, "DISPATCH_ON_COMMIT": "off"}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from django_txmsg.brokers import make_broker
+from django_txmsg.testing.broker_suite import take
 from tests.faults import hang_here
-
-from .conftest import take
 
 
 def hold(url: str, destination: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from typing import TypeVar
 
 from .activemq import ActiveMQ
+from .by_amqp import ByAmqp
 from .pgbouncer import PgBouncer
 from .postgresql import PostgreSQL
 from .rabbitmq import RabbitMQ
@@ -22,6 +23,7 @@ _shared: dict[type[Server], Server] = {}
 
 __all__ = [
     "ActiveMQ",
+    "ByAmqp",
     "PgBouncer",
     "PostgreSQL",
     "RabbitMQ",

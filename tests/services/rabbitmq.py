@@ -27,6 +27,7 @@ PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 
 CONFIGURATION = """\
 listeners.tcp.1 = 127.0.0.1:{amqp_port}
+listeners.ssl.1 = 127.0.0.1:{amqps_port}
 stomp.listeners.tcp.1 = 127.0.0.1:{port}
 stomp.listeners.ssl.1 = 127.0.0.1:{tls_port}
 ssl_options.cacertfile = {authority}
@@ -48,6 +49,7 @@ class RabbitMQ(StompServer):
     def __init__(self) -> None:
         super().__init__()
         self.amqp_port = free_port()
+        self.amqps_port = free_port()
         self.distribution_port = free_port()
         self.epmd_port = free_port()
         self._epmd: subprocess.Popen[bytes] | None = None
@@ -68,6 +70,7 @@ class RabbitMQ(StompServer):
         (self.directory / "rabbitmq.conf").write_text(
             CONFIGURATION.format(
                 amqp_port=self.amqp_port,
+                amqps_port=self.amqps_port,
                 port=self.port,
                 tls_port=self.tls_port,
                 authority=self.certificates.authority,
@@ -87,7 +90,7 @@ class RabbitMQ(StompServer):
 
     def ready(self) -> bool:
         # It speaks STOMP before it listens for AMQP, and ends when it cannot.
-        return super().ready() and accepts(self.amqp_port)
+        return super().ready() and accepts(self.amqp_port) and accepts(self.amqps_port)
 
     def close_all_connections(self) -> None:
         """End every connection as an operator does before maintenance."""

@@ -46,6 +46,9 @@ PUBLIC = {
         message_type no_outbox outbox_session send_message send_messages stage upgrade
         conf jms metrics signals wire
     """,
+    "django_txmsg.brokers": """
+        Broker Delivery Outgoing Session get_broker make_broker
+    """,
     "django_txmsg.codecs": "Codec Misfit",
     "django_txmsg.conf": "get problems",
     "django_txmsg.errors": """
@@ -90,6 +93,7 @@ PUBLIC = {
         ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker drain
         outbox_messages
     """,
+    "django_txmsg.testing.broker_suite": "SOON BrokerSuite bodies take",
     "django_txmsg.tracing": "install uninstall",
     "django_txmsg.urls": "app_name urlpatterns",
     "django_txmsg.wire": """

@@ -1,0 +1,48 @@
+"""RabbitMQ's address, by an `amqp://` or `amqps://` URL."""
+
+from __future__ import annotations
+
+from ...envelope.broker_url import hurry
+from ...errors import BrokerUnavailable
+from ..base import Broker
+from .link import Link
+from .options import read_url
+from .session import AmqpSession
+
+
+class AmqpBroker(Broker):
+    """RabbitMQ by AMQP 0-9-1. Each session has a connection of its own."""
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> AmqpSession:
+        # A subscriber is a queue: the connection need not know.
+        try:
+            options, addresses = read_url(self._url)
+        except (OSError, ValueError) as error:
+            raise BrokerUnavailable(str(error)) from error
+        reasons = []
+        for host, port in addresses:
+            try:
+                return AmqpSession(Link((host, port), options), transacted)
+            except BrokerUnavailable as error:
+                reasons.append(f"{host}:{port}: {error}.")
+        raise BrokerUnavailable(f"No broker took the connection. {' '.join(reasons)}")
+
+    def hurried(self, timeout: float) -> AmqpBroker:
+        return AmqpBroker(self.alias, hurry(self._url, timeout))
+
+    def shares_topics(self) -> bool:
+        return True
+
+    def unsubscribe(self, topic: str, subscriber: str) -> None:
+        session = self.open()
+        with session:
+            session.delete_subscription(subscriber)
+
+    def check(self) -> list[str]:
+        try:
+            read_url(self._url)
+        except (OSError, ValueError) as error:
+            return [str(error)]
+        return []

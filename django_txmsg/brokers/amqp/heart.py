@@ -1,0 +1,65 @@
+"""The heart-beats of sessions whose thread is busy elsewhere: in a handler, say.
+
+One thread a process. It takes a link only while nobody else has it, so that no
+heart-beat is written beside a send, and reads nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+
+from .link import Link
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+_changed = threading.Event()
+
+
+def keep(link: Link) -> None:
+    """Send this link's heart-beats until it is closed, or nobody has it any more."""
+    global _thread
+    if not link.heartbeat:
+        return
+    with _lock:
+        _links.add(link)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(
+                target=_run, name="txmsg-amqp-heart", daemon=True
+            )
+            _thread.start()
+    _changed.set()
+
+
+def _run() -> None:
+    while True:
+        _changed.wait(_beat())
+        _changed.clear()
+
+
+def _beat() -> float | None:
+    """Send what is due; return the seconds until some may be again."""
+    with _lock:
+        links = [one for one in _links if one.transport.connected]
+    for link in links:
+        if link.owned.acquire(blocking=False):
+            try:
+                # A link that breaks is found by its session.
+                with contextlib.suppress(OSError):
+                    link.beat()
+            finally:
+                link.owned.release()
+    return min((one.heartbeat / 4 for one in links), default=None)
+
+
+def _forked() -> None:
+    # The sockets are the parent's, and so is the thread.
+    global _lock, _thread
+    _lock, _thread = threading.Lock(), None
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

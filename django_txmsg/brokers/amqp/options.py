@@ -1,0 +1,127 @@
+"""What an AMQP URL says: `amqp://user:password@host:5672/vhost?heartbeat=10`.
+
+Several hosts are separated by commas. An option nobody knows is an error that names
+the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ssl
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+from ...envelope.broker_url import (
+    read_address,
+    split_url,
+    tls_context,
+    without_password,
+)
+
+DEFAULT_PORTS = {"amqp": 5672, "amqps": 5671}
+QUEUE_TYPES = ("quorum", "classic")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a session may be told; those of a simple type are options of the query."""
+
+    user: str = "guest"
+    password: str = field(default="guest", repr=False)
+    #: Virtual host; also the path of the URL.
+    vhost: str = "/"
+    #: Seconds between heart-beats in both directions; 0 for none.
+    heartbeat: int = 10
+    #: Seconds to connect and log in to one host.
+    connect_timeout: float = 10.0
+    #: Seconds until a send or request without an answer is of unknown outcome.
+    send_timeout: float = 30.0
+    #: Seconds to wait for the end of a good-bye.
+    close_timeout: float = 5.0
+    #: Sends without a confirm before the next ones wait ...
+    max_in_flight: int = 1000
+    #: ... and their bytes.
+    max_in_flight_bytes: int = 16 * 1024 * 1024
+    #: Whether queues that are missing are made.
+    declare: bool = True
+    #: What is made of a missing queue: `quorum` or `classic`.
+    queue_type: str = "quorum"
+    #: File of the certificate authority to trust, instead of the system's.
+    ca: str | None = None
+    #: File of the client's certificate, and of its key when not in the same file.
+    cert: str | None = None
+    key: str | None = None
+    #: Of the key, if it is encrypted.
+    key_password: str | None = field(default=None, repr=False)
+    #: Made from the scheme and the three files.
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+
+
+def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
+    """Return the options and addresses of a URL.
+
+    Raises ValueError for a malformed URL or an unknown option, and OSError or
+    ssl.SSLError when a certificate file cannot be read.
+    """
+    shown = without_password(url)
+    try:
+        parts = split_url(url)
+    except ValueError as error:
+        raise ValueError(f"{shown} is no broker URL: {error}") from None
+    credentials, at, hosts = parts.netloc.rpartition("@")
+    user, colon, password = credentials.partition(":")
+    given: dict[str, str] = {}
+    if at:
+        given["user"] = unquote(user)
+    if colon:
+        given["password"] = unquote(password)
+    if len(parts.path) > 1:
+        given["vhost"] = unquote(parts.path[1:])
+    given |= parse_qsl(
+        parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)
+    )
+    options = _read(given)
+    if parts.scheme == "amqps":
+        context = tls_context(
+            options.ca, options.cert, options.key, options.key_password
+        )
+        options = replace(options, tls=context)
+    elif options.ca or options.cert:
+        raise ValueError("ca and cert need an amqps:// URL.")
+    port = DEFAULT_PORTS[parts.scheme]
+    return options, [read_address(host, port) for host in hosts.split(",")]
+
+
+def _read(given: dict[str, str]) -> Options:
+    known = {one.name: str(one.type) for one in fields(Options) if one.name != "tls"}
+    read: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"Unknown broker option {name!r}.{hint}")
+        try:
+            read[name] = _value(known[name], text)
+        except ValueError as error:
+            shown = "" if "password" in name else f"={text!r}"
+            raise ValueError(f"Broker option {name}{shown} is wrong: {error}") from None
+    options = Options(**read)
+    for name, kind in known.items():
+        least = 0 if name == "heartbeat" else 1e-9
+        if kind in ("int", "float") and not getattr(options, name) >= least:
+            raise ValueError(f"Broker option {name} must be more than 0.")
+    if options.queue_type not in QUEUE_TYPES:
+        raise ValueError(
+            f"Broker option queue_type={options.queue_type!r} is wrong: "
+            f"it is {' or '.join(QUEUE_TYPES)}."
+        )
+    return options
+
+
+def _value(kind: str, text: str) -> Any:
+    if kind == "bool":
+        if text not in ("yes", "no"):
+            raise ValueError("it is yes or no.")
+        return text == "yes"
+    return {"int": int, "float": float}.get(kind, str)(text)

@@ -1,0 +1,232 @@
+"""Hop 4 on AMQP: many messages on their way at once, and the confirm of each.
+
+A channel confirms what it was sent by number, one or all up to one. A message that no
+queue takes comes back before its confirm, and is refused with that reason.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import amqp
+from amqp import spec
+
+from ...errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DispatchHeld,
+    DispatchRejected,
+    DispatchUnknown,
+)
+from .link import PUBLISHING, ChannelClosed, Link, said
+
+#: Bytes that are written at once.
+COALESCED = 64 * 1024
+
+
+@dataclass(slots=True)
+class Ready:
+    """A message as it is written, and how to know it when it comes back."""
+
+    frames: bytes
+    route: bytes
+    properties: bytes
+    body: bytes
+
+
+class Publisher:
+    """A link's channel for sending with proof."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._channel: amqp.Channel | None = None
+        self._sent = 0
+        #: Number of a send -> index of its message, in the order of the sends.
+        self._pending: dict[int, int] = {}
+        self._settled: list[tuple[int, BrokerError | None]] = []
+        self._batch: Sequence[Ready | None] = ()
+        self._returned: dict[int, BrokerError] = {}
+
+    def publish(
+        self,
+        batch: Sequence[Ready | None],
+        keys: Sequence[str],
+        outcomes: list[BrokerError | None],
+        *,
+        window: int,
+        timeout: float,
+    ) -> None:
+        """Send what has no outcome yet and write its outcome into `outcomes`.
+
+        Two messages of a key are never on their way together: the second one goes when
+        the first is stored, and is held back when that is not.
+        """
+        sending = _Order(keys, outcomes)
+        self._batch = batch
+        hung_up = False
+        while sending.open and not hung_up:
+            self._pending = {}
+            self._settled.clear()
+            self._returned.clear()
+            error: BrokerError = DispatchUnknown("no confirm came in time")
+            try:
+                self._open()
+                self._pump(sending, window, timeout)
+            except ChannelClosed as closed:
+                # On one of the messages, and it does not say on which.
+                error = DispatchUnknown(closed.text, hung_up=True)
+                if closed.channel == PUBLISHING and len(self._pending) == 1:
+                    error = DispatchRejected(closed.text)
+                hung_up = not isinstance(error, DispatchRejected)
+            except (BrokerUnavailable, amqp.AMQPError, OSError, struct.error) as lost:
+                self._link.transport.close()
+                error, hung_up = DispatchUnknown(said(lost), hung_up=True), True
+            for index in list(self._pending.values()):
+                sending.settle(index, error)
+            if isinstance(error, DispatchUnknown):
+                break
+        for index in sorted(sending.open):
+            outcomes[index] = DispatchUnknown(
+                "it was not sent: the broker is silent, or has hung up before",
+                written=False,
+                hung_up=hung_up,
+            )
+        self._pending, self._batch = {}, ()
+
+    def _open(self) -> None:
+        """See to it that there is a channel in confirm mode."""
+        if self._channel is not None and self._channel.connection is not None:
+            return
+        self._channel = self._link.channel(PUBLISHING)
+        self._channel.confirm_select()
+        self._sent = 0
+        methods = self._link.methods
+        methods[PUBLISHING, spec.Basic.Ack] = self._on_ack
+        methods[PUBLISHING, spec.Basic.Nack] = self._on_nack
+        self._link.contents[PUBLISHING, spec.Basic.Return] = self._on_return
+
+    def _pump(self, sending: _Order, window: int, timeout: float) -> None:
+        limit = self._link.options.max_in_flight_bytes
+        size, progress_at = 0, time.monotonic()
+        number_of = self._pending
+        while sending.ready or number_of:
+            chunk = bytearray()
+            while sending.ready and len(number_of) < window and size < limit:
+                index = sending.ready.popleft()
+                one = self._batch[index]
+                assert one is not None
+                self._sent += 1
+                number_of[self._sent] = index
+                chunk += one.frames
+                size += len(one.frames)
+                if len(chunk) >= COALESCED:
+                    break
+            if chunk:
+                self._link.write(chunk)
+                progress_at = time.monotonic()
+            more = sending.ready and len(number_of) < window and size < limit
+            left = 0.0 if more else progress_at + timeout - time.monotonic()
+            self._link.read(max(0.0, left))
+            if self._settled:
+                progress_at = time.monotonic()
+                for index, error in self._settled:
+                    done = self._batch[index]
+                    assert done is not None
+                    size -= len(done.frames)
+                    sending.settle(index, error)
+                self._settled.clear()
+            elif left < 0:
+                return
+
+    def _on_ack(self, arguments: bytes) -> None:
+        self._settle(arguments, None)
+
+    def _on_nack(self, arguments: bytes) -> None:
+        self._settle(arguments, DispatchRejected(_NACK))
+
+    def _settle(self, arguments: bytes, error: BrokerError | None) -> None:
+        tag, multiple = struct.unpack_from(">QB", arguments)
+        if multiple & 1:
+            tags = []
+            for one in self._pending:
+                if one > tag:
+                    break
+                tags.append(one)
+        else:
+            tags = [tag] if tag in self._pending else []
+        for one in tags:
+            index = self._pending.pop(one)
+            self._settled.append((index, self._returned.pop(one, error)))
+
+    def _on_return(self, method: bytes, properties: bytes, body: bytes) -> None:
+        """A message came back, without its number: look for who is the same."""
+        code, length = struct.unpack_from(">HB", method)
+        text = method[3 : 3 + length].decode(errors="replace")
+        route = method[3 + length :]
+        error = Unroutable(f"no queue takes it: {code} {text}")
+        for exactly in (True, False):
+            for tag, index in self._pending.items():
+                one = self._batch[index]
+                assert one is not None
+                if (
+                    tag not in self._returned
+                    and (one.route, one.body) == (route, body)
+                    and (one.properties == properties or not exactly)
+                ):
+                    self._returned[tag] = error
+                    return
+
+
+class Unroutable(DispatchRejected):
+    """The message came back: there is no queue."""
+
+
+class _Order:
+    """Which message of a batch may go, by the order of their keys."""
+
+    def __init__(self, keys: Sequence[str], outcomes: list[BrokerError | None]) -> None:
+        self._keys, self._outcomes = keys, outcomes
+        self.ready: deque[int] = deque()
+        #: Indices without an outcome.
+        self.open: set[int] = set()
+        self._waiting: dict[str, deque[int]] = {}
+        spoilt: set[str] = set()
+        for index, key in enumerate(keys):
+            if outcomes[index] is not None:
+                spoilt.add(key)
+            elif key and key in spoilt:
+                self._hold(index)
+            elif key and key in self._waiting:
+                self._waiting[key].append(index)
+                self.open.add(index)
+            else:
+                self.ready.append(index)
+                self.open.add(index)
+                if key:
+                    self._waiting[key] = deque()
+
+    def settle(self, index: int, error: BrokerError | None) -> None:
+        """Note an outcome, and let the next of its key go or hold it back."""
+        self._outcomes[index] = error
+        self.open.discard(index)
+        waiting = self._waiting.get(self._keys[index])
+        if waiting and error is None:
+            self.ready.append(waiting.popleft())
+        while waiting and error is not None:
+            self._hold(waiting.popleft())
+
+    def _hold(self, index: int) -> None:
+        self.open.discard(index)
+        self._outcomes[index] = DispatchHeld(
+            "The message was not sent: an earlier one of its key is not stored."
+        )
+
+
+_NACK = (
+    "the broker could not store it: its queue is full and refuses more, or has lost "
+    "the majority of its replicas"
+)

@@ -1,0 +1,137 @@
+"""Queues and topics on RabbitMQ: taken as they are, made where they are missing.
+
+A queue that is there is never declared again: another type or another argument would
+be refused. What is missing is made as a quorum queue, without the limit of deliveries
+that RabbitMQ 4 gives it: the inbox counts attempts, durably, and ends them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import amqp
+
+from ... import wire
+from ...errors import DispatchRejected
+from .link import ASKING, ChannelClosed, Link
+
+NOT_FOUND, REFUSED, LOCKED = 404, 403, 405
+#: Where RabbitMQ's STOMP plugin has its topics, too.
+TOPICS = "amq.topic"
+#: Milliseconds in which RabbitMQ can let a message expire.
+MAX_EXPIRATION = 2**32 - 1
+
+
+class Queues:
+    """What a link knows of its broker's queues."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._options = link, link.options
+        self._channel: amqp.Channel | None = None
+        self._known: set[str] = set()
+
+    def forget(self, queue: str) -> None:
+        """Look at this queue again before it is used: it has gone."""
+        self._known.discard(queue)
+
+    def ensure(self, queue: str, arguments: dict[str, Any] | None = None) -> None:
+        """See to it that a queue is there.
+
+        Raises DispatchRejected when the broker does not make it, or must not.
+        """
+        if queue in self._known:
+            return
+        if len(queue.encode(errors="replace")) > 255:
+            raise DispatchRejected(f"a queue's name has 255 bytes at most: {queue!r}")
+        try:
+            if not self.waiting(queue):
+                self._make(queue, arguments)
+        except ChannelClosed as error:
+            if error.channel != ASKING:
+                raise
+            raise DispatchRejected(f"queue {queue!r}: {error.text}") from error
+        self._known.add(queue)
+
+    def waiting(self, queue: str) -> tuple[int, int] | None:
+        """Return how many messages and consumers a queue has; None for no queue."""
+        try:
+            found = self._on().queue_declare(queue, passive=True)
+        except ChannelClosed as error:
+            if error.channel != ASKING:
+                raise
+            if error.code in (REFUSED, LOCKED):
+                return 0, 0  # it is there, and sending or receiving will tell the rest
+            if error.code != NOT_FOUND:
+                raise
+            return None
+        return found.message_count, found.consumer_count
+
+    def private(self, topic: str) -> str:
+        """Make a topic's queue for this connection alone, and return its name."""
+        found = self._on().queue_declare(exclusive=True, auto_delete=True)
+        self._bind(found.queue, topic)
+        return str(found.queue)
+
+    def subscribe(self, topic: str, subscriber: str) -> None:
+        """Make a subscriber's durable queue of a topic, which takes what is sent."""
+        self.ensure(subscriber)
+        self._bind(subscriber, topic)
+
+    def delete(self, queue: str) -> None:
+        """Delete a queue and what is in it; one that is not there is no error."""
+        self._on().queue_delete(queue)
+        self._known.discard(queue)
+
+    def ping(self) -> None:
+        """Return once the broker has answered something."""
+        self._on().basic_qos(0, 1, False)
+
+    def delayed(self, destination: str, milliseconds: int) -> str:
+        """Return the queue in which a message for `destination` waits until it expires
+        and goes there; it is made when it is missing.
+
+        A queue lets only its first message expire, so there is one for each power of
+        two of seconds, as RabbitMQ's STOMP sessions have them too.
+        """
+        if milliseconds > MAX_EXPIRATION:
+            raise DispatchRejected(
+                "RabbitMQ delays a message by 49 days at most. Let the outbox hold it, "
+                "which delays it for as long as you like."
+            )
+        topic = wire.is_topic(destination)
+        name = destination.removeprefix(wire.TOPIC_PREFIX)
+        if not topic:
+            self.ensure(name)
+        seconds = 1 << ((milliseconds - 1) // 1000).bit_length()
+        queue = f"{name}.delay-{seconds}s"
+        self.ensure(
+            queue,
+            {
+                "x-dead-letter-exchange": TOPICS if topic else "",
+                "x-dead-letter-routing-key": name,
+            },
+        )
+        return queue
+
+    def _make(self, queue: str, arguments: dict[str, Any] | None) -> None:
+        if not self._options.declare:
+            raise DispatchRejected(
+                f"there is no queue {queue!r}, and ?declare=no makes none"
+            )
+        if arguments is None:
+            arguments = {"x-queue-type": self._options.queue_type}
+            if self._options.queue_type == "quorum" and self._link.version >= 4:
+                arguments["x-delivery-limit"] = -1
+        self._on().queue_declare(
+            queue, durable=True, auto_delete=False, arguments=arguments
+        )
+
+    def _bind(self, queue: str, topic: str) -> None:
+        name = topic.removeprefix(wire.TOPIC_PREFIX)
+        self._on().queue_bind(queue, exchange=TOPICS, routing_key=name)
+
+    def _on(self) -> amqp.Channel:
+        """Return the channel to ask on: a question that fails costs the channel."""
+        if self._channel is None or self._channel.connection is None:
+            self._channel = self._link.channel(ASKING)
+        return self._channel

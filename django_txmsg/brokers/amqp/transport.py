@@ -1,0 +1,113 @@
+"""Bytes to and from the broker: a socket with deadlines, with or without TLS.
+
+It stands in for py-amqp's transport, which reads a frame in two calls and writes each
+message by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterator
+
+_BANNER = b"AMQP\x00\x00\x09\x01"
+_HEADER = struct.Struct(">BHI")
+_AT_ONCE = 256 * 1024
+_END = 0xCE
+
+#: Type, channel and payload.
+Frame = tuple[int, int, bytes]
+
+
+class Transport:
+    """One connection's socket. Whoever owns the link owns this too."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        tls: ssl.SSLContext | None,
+        connect_timeout: float,
+        send_timeout: float,
+    ) -> None:
+        self._address, self._tls = address, tls
+        self._connect_timeout, self._send_timeout = connect_timeout, send_timeout
+        self._received = bytearray()
+        self.sock: socket.socket | None = None
+        self.connected = False
+        #: When bytes last went out, and when any were last there to read.
+        self.written_at = self.heard_at = time.monotonic()
+
+    def connect(self) -> None:
+        """Reach the server and greet it. Raises OSError."""
+        made = socket.create_connection(self._address, self._connect_timeout)
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if self._tls is not None:
+                host = self._address[0]
+                made = self._tls.wrap_socket(made, server_hostname=host)
+            self.sock, self.connected = made, True
+            self.write(_BANNER)
+        except BaseException:
+            self.close()
+            made.close()
+            raise
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write all of it. After an error, which may be half-way, the connection can
+        not be used any more."""
+        if self.sock is None:
+            raise OSError("the connection is closed")
+        self.sock.settimeout(self._send_timeout)
+        try:
+            self.sock.sendall(data)
+        except BaseException:
+            self.connected = False
+            raise
+        self.written_at = time.monotonic()
+
+    def read(self, timeout: float) -> bool:
+        """Read what is there, waiting for it so many seconds. Returns whether anything
+        was. Raises OSError when the server has hung up."""
+        if self.sock is None:
+            raise OSError("the connection is closed")
+        self.sock.settimeout(max(0.0, timeout))
+        try:
+            piece = self.sock.recv(_AT_ONCE)
+        except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+            return False
+        if not piece:
+            self.connected = False
+            raise OSError("the broker has ended the connection")
+        self._received += piece
+        self.heard_at = time.monotonic()
+        return True
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the whole frames that were read. Each is gone once it was yielded: what
+        handles it may raise, or read on."""
+        while len(self._received) >= _HEADER.size:
+            kind, channel, size = _HEADER.unpack_from(self._received)
+            end = _HEADER.size + size
+            if len(self._received) <= end:
+                return
+            payload = bytes(memoryview(self._received)[_HEADER.size : end])
+            closed_well = self._received[end] == _END
+            del self._received[: end + 1]
+            if not closed_well:
+                raise OSError("the broker sent what is no frame of AMQP")
+            yield kind, channel, payload
+
+    def close(self) -> None:
+        """End it without a word."""
+        self.connected = False
+        if self.sock is not None:
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                self.sock.close()
+            self.sock = None

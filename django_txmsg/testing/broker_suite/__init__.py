@@ -1,0 +1,50 @@
+"""What a broker has to keep, as tests: yours passes them, and relay and consumer work.
+
+Needs pytest. A class in your tests says which broker:
+
+    from django_txmsg.testing.broker_suite import BrokerSuite
+
+    class TestMyBroker(BrokerSuite):
+        def broker(self):
+            return MyBroker("tested", "my://localhost")
+
+Each test uses destinations that nobody has used before.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+pytest.register_assert_rewrite(
+    *(f"{__name__}.{name}" for name in ("sending", "receiving", "topics")),
+    f"{__name__}.transactions",
+    f"{__name__}.talk",
+)
+
+# After the line above, which makes a failed assertion show its values.
+from .receiving import Receiving  # noqa: E402
+from .sending import Sending  # noqa: E402
+from .talk import SOON, bodies, take  # noqa: E402
+from .topics import Topics  # noqa: E402
+from .transactions import Transactions  # noqa: E402
+
+__all__ = ["SOON", "BrokerSuite", "bodies", "take"]
+
+
+class BrokerSuite(Sending, Receiving, Transactions, Topics):
+    """The contract of `django_txmsg.brokers.Broker` and `.Session`, for a broker that
+    `broker()` returns anew each time it is called."""
+
+    @pytest.fixture
+    def destination(self) -> str:
+        """A destination nobody has used before."""
+        return f"tests.{uuid.uuid4().hex}"
+
+    @pytest.fixture(autouse=True)
+    def _sessions(self) -> Iterator[None]:
+        with ExitStack() as self.stack:
+            yield

@@ -1,0 +1,125 @@
+"""How the suite talks with a broker: sessions that end with their test, and what is
+taken or left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from ...brokers.base import Broker, Delivery, Outgoing, Session
+
+#: More than any broker needs to answer, in seconds, on a machine that is busy.
+SOON = 30.0
+
+_HOLDER = """
+import importlib, sys
+module, name, url, destination = sys.argv[1:]
+kind = getattr(importlib.import_module(module), name)
+session = kind("held", url).open()
+session.subscribe(destination, prefetch=2)
+for _ in range(2):
+    assert session.receive({soon}) is not None
+print("holds 2", flush=True)
+sys.stdin.read()
+"""
+
+
+class Talk:
+    """One broker, and what a test may ask about it."""
+
+    #: The sessions that end with the test.
+    stack: ExitStack
+
+    def broker(self) -> Broker:
+        """Return the broker under contract."""
+        raise NotImplementedError
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> Session:
+        """Return a session that ends with the test, unless it is closed before."""
+        session = self.broker().open(transacted=transacted, subscriber=subscriber)
+        return self.stack.enter_context(session)
+
+    def consumer(
+        self,
+        destination: str,
+        *,
+        prefetch: int = 10,
+        transacted: bool = False,
+        subscriber: str | None = None,
+    ) -> Session:
+        """Return a session subscribed to the destination."""
+        session = self.open(transacted=transacted, subscriber=subscriber)
+        session.subscribe(destination, prefetch=prefetch, subscriber=subscriber)
+        return session
+
+    def send(self, *messages: Outgoing) -> None:
+        """Send with a session of its own, and insist on every receipt."""
+        with self.broker().open() as session:
+            assert session.send(messages) == [None] * len(messages)
+
+    def rest(self, destination: str) -> list[bytes]:
+        """Take and acknowledge all that waits; a last message of ours shows the end."""
+        end = uuid.uuid4().bytes
+        self.send(Outgoing(destination, {}, end))
+        found: list[bytes] = []
+        with self.broker().open() as session:
+            session.subscribe(destination, prefetch=100)
+            in_hand: list[Delivery] = []
+            while end not in found:
+                in_hand += take(session, 1)
+                found.append(in_hand[-1].body)
+                if len(in_hand) == 50 or found[-1] == end:
+                    session.ack(in_hand)
+                    in_hand = []
+        return found[:-1]
+
+    @contextmanager
+    def held_elsewhere(self, destination: str) -> Iterator[None]:
+        """Let another process take two messages and keep them; kill it at the end."""
+        broker = self.broker()
+        kind = type(broker)
+        code = _HOLDER.format(soon=SOON)
+        said = [kind.__module__, kind.__qualname__, broker._url, destination]
+        process = subprocess.Popen(  # noqa: S603 - our own words
+            [sys.executable, "-c", code, *said],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            try:
+                assert process.stdout.readline() == "holds 2\n"
+                yield
+            finally:
+                process.kill()
+
+
+def take(session: Session, count: int) -> list[Delivery]:
+    """Receive so many, or fail."""
+    found: list[Delivery] = []
+    for _ in range(count):
+        delivery = session.receive(SOON)
+        assert delivery is not None, f"only {len(found)} of {count} came"
+        found.append(delivery)
+    return found
+
+
+def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
+    """What is in them."""
+    return [delivery.body for delivery in deliveries]
+
+
+def numbered(destination: str, count: int) -> list[Outgoing]:
+    """Messages with their numbers for bodies."""
+    return [Outgoing(destination, {}, str(number).encode()) for number in range(count)]
+
+
+def numbers(count: int) -> list[bytes]:
+    """The bodies of so many."""
+    return [str(number).encode() for number in range(count)]

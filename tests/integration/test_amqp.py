@@ -1,0 +1,486 @@
+"""RabbitMQ over AMQP: what its queues and topics are, what comes back, and what STOMP
+and AMQP have of each other."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import amqp
+import pytest
+
+from django_txmsg import wire
+from django_txmsg.brokers import make_broker
+from django_txmsg.brokers.base import Delivery, Outgoing, Session
+from django_txmsg.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DispatchHeld,
+    DispatchRejected,
+    DispatchUnknown,
+)
+from django_txmsg.testing.broker_suite import bodies, take
+from tests.faults import Proxy, wait_until
+from tests.services import ByAmqp, RabbitMQ
+from tests.services.stomp_server import LIMITED_USER, PASSWORD, USER
+
+Open = Callable[..., Session]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Open sessions by URL; they end with the test."""
+    with ExitStack() as stack:
+
+        def open_(url: str, **options: Any) -> Session:
+            broker = make_broker("tested", url)
+            return stack.enter_context(broker.open(**options))
+
+        yield open_
+
+
+@pytest.fixture
+def bare(rabbitmq: RabbitMQ) -> Iterator[amqp.Channel]:
+    """A channel of somebody who knows nothing of us."""
+    link = amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD)
+    with link:
+        yield link.channel()
+
+
+def queue_type(server: RabbitMQ, name: str) -> str:
+    told = server.control("list_queues", "--quiet", "name", "type")
+    return dict(line.split("\t") for line in told.splitlines())[name].rpartition("_")[2]
+
+
+def received(session: Session, destination: str, count: int) -> list[Delivery]:
+    session.subscribe(destination, prefetch=count or 1)
+    found = take(session, count)
+    session.ack(found)
+    return found
+
+
+# -- queues ------------------------------------------------------------------------
+
+
+def test_a_missing_queue_is_made_as_quorum_or_as_the_url_says(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    for kind, options in (
+        ("quorum", {}),
+        ("classic", {"queue_type": "classic"}),
+    ):
+        name = f"{destination}.{kind}"
+        session = opened(rabbitmq_amqp.url(**options))
+        assert session.send([Outgoing(name, {}, b"x")]) == [None]
+        assert queue_type(rabbitmq, name) == kind
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"x-queue-type": "quorum", "x-delivery-limit": 3},
+        {"x-max-priority": 5, "x-message-ttl": 60_000},
+    ],
+)
+def test_a_queue_that_is_there_is_taken_as_it_is(
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    bare: amqp.Channel,
+    destination: str,
+    arguments: dict[str, Any],
+) -> None:
+    bare.queue_declare(
+        destination, durable=True, auto_delete=False, arguments=arguments
+    )
+    session = opened(rabbitmq_amqp.url())
+    assert session.send([Outgoing(destination, {}, b"x")]) == [None]
+    assert bodies(received(session, destination, 1)) == [b"x"]
+
+
+def test_what_no_queue_takes_is_refused_with_the_reason_and_a_topic_is_not(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    there, missing = f"{destination}.there", f"{destination}.missing"
+    opened(rabbitmq_amqp.url()).subscribe(there, prefetch=1)
+    session = opened(rabbitmq_amqp.url(declare="no"))
+    outcomes = session.send(
+        [
+            Outgoing(there, {}, b"1"),
+            Outgoing(missing, {}, b"2"),
+            Outgoing(f"topic:{missing}", {}, b"3"),
+            Outgoing(there, {}, b"4"),
+        ]
+    )
+    refused = outcomes.pop(1)
+    assert outcomes == [None] * 3
+    assert isinstance(refused, DispatchRejected)
+    assert "declare=no" in str(refused)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_what_comes_back_is_refused_alone_and_its_queue_is_made_again(
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    bare: amqp.Channel,
+    destination: str,
+    isolate: bool,
+) -> None:
+    """The queue is deleted behind the session's back."""
+    gone, stays = f"{destination}.gone", f"{destination}.stays"
+    session = opened(rabbitmq_amqp.url())
+    batch = [
+        Outgoing(gone if n % 3 == 1 else stays, {"n": str(n)}, b"%d" % (n // 2))
+        for n in range(30)
+    ]
+    assert session.send([Outgoing(gone, {}, b""), Outgoing(stays, {}, b"")]) == [
+        None, None
+    ]  # fmt: skip
+    bare.queue_delete(gone)
+    outcomes = session.send(batch, isolate=isolate)
+    for number, outcome in enumerate(outcomes):
+        if number % 3 == 1:
+            assert isinstance(outcome, DispatchRejected)
+            assert "NO_ROUTE" in str(outcome)
+        else:
+            assert outcome is None
+    again = [one for one in batch if one.destination == gone]
+    assert session.send(again) == [None] * 10
+    assert len(received(opened(rabbitmq_amqp.url()), gone, 10)) == 10
+    assert len(received(opened(rabbitmq_amqp.url()), stays, 21)) == 21
+
+
+def test_a_full_queue_that_refuses_is_a_refusal_and_holds_its_key_back(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    limits = {"x-max-length": 2, "x-overflow": "reject-publish"}
+    bare.queue_declare(destination, durable=True, auto_delete=False, arguments=limits)
+    session = opened(rabbitmq_amqp.url())
+    batch = [Outgoing(destination, {wire.KEY: "k"}, b"%d" % n) for n in range(5)]
+    stored, other, refused, *held = session.send(batch)
+    assert stored is None
+    assert other is None
+    assert isinstance(refused, DispatchRejected)
+    assert [type(one) for one in held] == [DispatchHeld] * 2
+    assert bodies(received(session, destination, 2)) == [b"0", b"1"]
+
+
+def test_a_key_s_messages_keep_their_order_among_many(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    session = opened(rabbitmq_amqp.url(max_in_flight="7"))
+    batch = [
+        Outgoing(destination, {wire.KEY: str(n % 5)}, b"%d" % n) for n in range(300)
+    ]
+    assert session.send(batch) == [None] * 300
+    found = [int(one.body) for one in received(session, destination, 300)]
+    for key in range(5):
+        assert [n for n in found if n % 5 == key] == list(range(key, 300, 5))
+
+
+def test_a_topic_that_must_not_be_written_is_refused_when_sent_alone(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    allowed, topic = f"allowed.{destination}", f"topic:{destination}"
+    batch = [Outgoing(topic if n == 2 else allowed, {}, b"%d" % n) for n in range(5)]
+    session = opened(rabbitmq_amqp.url(user=LIMITED_USER))
+    assert any(isinstance(one, DispatchUnknown) for one in session.send(batch))
+    session = opened(rabbitmq_amqp.url(user=LIMITED_USER))
+    outcomes = session.send(batch, isolate=True)
+    refused = outcomes.pop(2)
+    assert outcomes == [None] * 4
+    assert isinstance(refused, DispatchRejected)
+    assert "refused" in str(refused)
+
+
+# -- receiving ---------------------------------------------------------------------
+
+
+def test_acknowledgements_leave_out_what_is_still_in_hand(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    session = opened(rabbitmq_amqp.url())
+    session.send([Outgoing(destination, {}, b"%d" % n) for n in range(10)])
+    session.subscribe(destination, prefetch=10)
+    found = take(session, 10)
+    for group in ((0, 1, 2), (4, 9), (3,), (7, 6)):
+        session.ack([found[n] for n in group])
+    session.close()
+    other = opened(rabbitmq_amqp.url())
+    again = received(other, destination, 2)
+    assert sorted(bodies(again)) == [b"5", b"8"]
+    assert other.receive(0.3) is None
+
+
+def test_what_the_broker_counts_or_has_buried_before_came_before(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    """From a quorum queue, and by an operator's dead-letter queue that leads back."""
+    back = f"{destination}.back"
+    bare.queue_declare(
+        destination, durable=True, auto_delete=False,
+        arguments={
+            "x-queue-type": "quorum",
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": back,
+        },
+    )  # fmt: skip
+    bare.queue_declare(
+        back, durable=True, auto_delete=False,
+        arguments={
+            "x-message-ttl": 1,
+            "x-dead-letter-exchange": "",
+            "x-dead-letter-routing-key": destination,
+        },
+    )  # fmt: skip
+    session = opened(rabbitmq_amqp.url())
+    session.send([Outgoing(destination, {}, b"x")])
+    session.subscribe(destination, prefetch=1)
+    (first,) = take(session, 1)
+    assert not first.redelivered
+    session.close()
+    message = bare.basic_get(destination)
+    assert message is not None
+    bare.basic_reject(message.delivery_tag, requeue=False)
+    (again,) = received(opened(rabbitmq_amqp.url()), destination, 1)
+    assert again.redelivered
+    assert json.loads(again.headers["x-death"])[-1]["reason"] == "rejected"
+
+
+def test_a_queue_that_is_deleted_ends_its_consumers_session(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    session = opened(rabbitmq_amqp.url())
+    session.subscribe(destination, prefetch=1)
+    bare.queue_delete(destination)
+    with pytest.raises(BrokerUnavailable, match="deleted"):
+        session.receive(30)
+
+
+def test_a_subscription_in_use_is_not_deleted(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    broker = make_broker("tested", rabbitmq_amqp.url())
+    session = opened(rabbitmq_amqp.url())
+    session.subscribe(f"topic:{destination}", prefetch=1, subscriber=destination)
+    with pytest.raises(BrokerError, match="in use"):
+        broker.unsubscribe(f"topic:{destination}", destination)
+
+
+def test_heart_beats_flow_while_the_session_s_thread_is_busy(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """Nobody reads or writes for longer than RabbitMQ waits for a heart-beat."""
+    session = opened(rabbitmq_amqp.url(heartbeat="1"))
+    assert session.send([Outgoing(destination, {}, b"x")]) == [None]
+    session.subscribe(destination, prefetch=1)
+    (delivery,) = take(session, 1)
+    threading.Event().wait(4.0)
+    session.ack([delivery])
+    session.ping()
+    other = opened(rabbitmq_amqp.url())
+    other.subscribe(destination, prefetch=1)
+    assert other.receive(0.3) is None
+
+
+def test_a_broker_that_stops_reading_is_not_waited_for_for_ever(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    with Proxy(rabbitmq_amqp.port) as proxy:
+        url = rabbitmq_amqp.url(port=proxy.port, send_timeout="1", close_timeout="1")
+        session = opened(url)
+        assert session.send([Outgoing(destination, {}, b"x")]) == [None]
+        proxy.hang()
+        outcomes = session.send([Outgoing(destination, {}, b"x" * 200_000)] * 50)
+    assert len(outcomes) == 50
+    assert all(isinstance(one, DispatchUnknown) for one in outcomes)
+
+
+# -- transactions ------------------------------------------------------------------
+
+
+def test_a_queue_deleted_before_the_commit_is_made_again_for_what_came_back(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    target = f"{destination}.next"
+    session = opened(rabbitmq_amqp.url(), transacted=True)
+    session.subscribe(destination, prefetch=1)
+    session.enlist(Outgoing(target, {}, b"x"))
+    bare.queue_delete(target)
+    session.commit([])
+    assert bodies(received(opened(rabbitmq_amqp.url()), target, 1)) == [b"x"]
+
+
+# -- STOMP and AMQP on one RabbitMQ ------------------------------------------------
+
+HEADERS = {
+    "content-type": "application/json",
+    "correlation-id": "c" * 255,
+    "txmsg-id": str(uuid.uuid4()),
+    "txmsg-key": "k: ü\n",
+    "type": "a type",
+    "colour": "red",
+    "empty": "",
+}
+
+
+def of_sender(delivery: Delivery) -> dict[str, str]:
+    return {n: v for n, v in delivery.headers.items() if wire.travels(n)}
+
+
+def test_a_message_is_the_same_by_either_protocol(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """On a queue that STOMP made."""
+    urls = (rabbitmq.url(), rabbitmq_amqp.url())
+    for url in urls:
+        assert opened(url).send([Outgoing(destination, HEADERS, b"{}")]) == [None]
+    assert queue_type(rabbitmq, destination) == "classic"
+    for url in urls:
+        reader = opened(url)
+        reader.subscribe(destination, prefetch=2)
+        found = take(reader, 2)
+        assert [of_sender(one) for one in found] == [HEADERS] * 2
+        assert bodies(found) == [b"{}"] * 2
+        reader.close()
+
+
+def test_a_foreign_message_has_one_identity_by_either_protocol(
+    rabbitmq: RabbitMQ,
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    bare: amqp.Channel,
+    destination: str,
+) -> None:
+    names = []
+    for url in (rabbitmq.url(), rabbitmq_amqp.url()):
+        session = opened(url)
+        session.subscribe(destination, prefetch=1)
+        if not names:
+            given = {"application_headers": {"n": 7, "a": "b"}, "message_id": "7"}
+            message = amqp.Message(b"1", content_type="text/plain", **given)
+            bare.basic_publish(message, routing_key=destination)
+        (delivery,) = take(session, 1)
+        assert delivery.id_stays
+        names.append((delivery.broker_message_id, of_sender(delivery)))
+        session.close()
+    assert names[0] == names[1]
+
+
+def test_a_subscriber_of_a_topic_may_change_its_protocol(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    topic, name = f"topic:{destination}", f"{destination}.subscriber"
+    opened(rabbitmq.url()).subscribe(topic, prefetch=1, subscriber=name)
+    opened(rabbitmq.url()).send([Outgoing(topic, {}, b"by stomp")])
+    opened(rabbitmq_amqp.url()).send([Outgoing(topic, {}, b"by amqp")])
+    session = opened(rabbitmq_amqp.url())
+    session.subscribe(topic, prefetch=5, subscriber=name)
+    # One of the two consumers had the first already, and another may have that now.
+    found = bodies(list(iter(lambda: session.receive(0.5), None)))
+    assert found
+    assert set(found) <= {b"by stomp", b"by amqp"}
+
+
+@pytest.mark.parametrize("kind", ["classic", "quorum"])
+def test_stomp_uses_a_queue_that_amqp_made(
+    rabbitmq: RabbitMQ,
+    rabbitmq_amqp: ByAmqp,
+    opened: Open,
+    destination: str,
+    kind: str,
+) -> None:
+    """A quorum queue has to be named, since STOMP would declare it as classic."""
+    maker = opened(rabbitmq_amqp.url(queue_type=kind))
+    assert maker.send([Outgoing(destination, {}, b"by amqp")]) == [None]
+    options = {"existing": "other,tests.*"} if kind == "quorum" else {}
+    by_stomp = opened(rabbitmq.url(**options))
+    assert by_stomp.send([Outgoing(destination, {}, b"by stomp")]) == [None]
+    by_stomp.subscribe(destination, prefetch=5)
+    (first,) = take(by_stomp, 1)
+    by_stomp.ack([first])
+    by_stomp.close()
+    found = received(maker, destination, 1)
+    assert [first.body, found[0].body] == [b"by amqp", b"by stomp"]
+
+
+def test_delays_wait_in_the_same_queues(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    for url in (rabbitmq_amqp.url(queue_type="classic"), rabbitmq.url()):
+        delayed = Outgoing(destination, {}, b"x", delay=0.2)
+        assert opened(url).send_delayed([delayed]) == [None]
+    assert len(received(opened(rabbitmq_amqp.url()), destination, 2)) == 2
+    told = rabbitmq.control("list_queues", "--quiet", "name")
+    assert [n for n in told.splitlines() if n.startswith(f"{destination}.delay")] == [
+        f"{destination}.delay-1s"
+    ]
+
+
+# -- what no sender of ours writes -------------------------------------------------
+
+
+def test_headers_of_any_type_are_text_and_what_is_no_text_is_a_problem(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    session = opened(rabbitmq_amqp.url())
+    session.subscribe(destination, prefetch=10)
+    table = {"n": -5, "yes": True, "none": None, "list": [1, {"a": "b"}], "big": 2**40}
+    bare.basic_publish(
+        amqp.Message(b"1", application_headers=table), routing_key=destination
+    )
+    bare.basic_publish(
+        amqp.Message(b"2", application_headers={"bytes": b"\xff\xfe"}),
+        routing_key=destination,
+    )
+    bare.basic_publish(
+        amqp.Message(b"3", application_headers={"nul": "a\0b"}, priority=3),
+        routing_key=destination,
+    )
+    whole, no_text, nul = take(session, 3)
+    assert whole.problem == ""
+    assert whole.headers == {
+        "n": "-5", "yes": "true", "none": "", "list": '[1, {"a": "b"}]',
+        "big": str(2**40),
+    }  # fmt: skip
+    assert "no text" in no_text.problem
+    assert "NUL" in nul.problem
+    assert nul.headers["priority"] == "3"
+    assert bodies([whole, no_text, nul]) == [b"1", b"2", b"3"]
+
+
+def test_properties_that_cannot_be_read_are_a_problem_and_no_error() -> None:
+    from django_txmsg.brokers.amqp.content import Reader, encode
+
+    sound = encode({"content-type": "a/b", "x": "y", "type": "t"}, 5)
+    assert Reader(sound).headers() == {
+        "content-type": "a/b", "x": "y", "type": "t", "persistent": "true",
+        "expiration": "5",
+    }  # fmt: skip
+    for end in range(len(sound)):
+        reader = Reader(sound[:end])
+        reader.headers()
+        assert reader.problem
+    for kind in range(256):
+        table = b"\x01n" + bytes([kind]) + b"\xff" * 8
+        reader = Reader(b"\x20\x00" + struct.pack(">I", len(table)) + table)
+        assert all(isinstance(value, str) for value in reader.headers().values())
+
+
+def test_the_last_of_many_sessions_leaves_no_connection(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp
+) -> None:
+    before = rabbitmq.control("list_connections", "--quiet", "pid").split()
+    for _ in range(5):
+        make_broker("tested", rabbitmq_amqp.url()).open().close()
+
+    def gone() -> bool:
+        now = rabbitmq.control("list_connections", "--quiet", "pid").split()
+        return set(now) <= set(before)
+
+    wait_until(gone, deadline=60)
