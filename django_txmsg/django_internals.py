@@ -153,7 +153,7 @@ def is_broken(connection: Any) -> bool:
 
 def cause_of_rollback(connection: Any) -> BaseException | None:
     """Return the error that left the open block nothing but to roll back."""
-    return connection.rollback_exc  # type: ignore[no-any-return]
+    return connection.rollback_exc  # type: ignore[no-any-return]  # Django has no types here
 
 
 def refuses_durable(error: BaseException) -> bool:
@@ -202,7 +202,7 @@ def last_hook(connection: Any) -> Callable[[], object] | None:
     open now: whatever drops one that is registered now would drop that one too."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
-            return hook  # type: ignore[no-any-return]
+            return hook  # type: ignore[no-any-return]  # Django has no types here
     return None
 
 
@@ -236,12 +236,12 @@ def works(connection: Any, *, suspect: bool = False) -> bool:
 
 def settings_of(connection: Any) -> dict[str, Any]:
     """Return its part of DATABASES, with Django's defaults."""
-    return connection.settings_dict  # type: ignore[no-any-return]
+    return connection.settings_dict  # type: ignore[no-any-return]  # Django has no types here
 
 
 def close_at(connection: Any) -> float | None:
     """Return when CONN_MAX_AGE ends, by `time.monotonic()`, or None for never."""
-    return connection.close_at  # type: ignore[no-any-return]
+    return connection.close_at  # type: ignore[no-any-return]  # Django has no types here
 
 
 def as_for_a_new_request(connection: Any) -> None:
@@ -289,12 +289,12 @@ def wrap_views(
                 return view(*args, **kwargs)
 
             declared: set[str] = getattr(view, "_non_atomic_requests", set())
-            bare._non_atomic_requests = {*declared, using}  # type: ignore[attr-defined]
+            bare._non_atomic_requests = {*declared, using}  # type: ignore[attr-defined]  # a mark on a function
             return usual(handler, bare)
 
         return wrap(view, usual(handler, view), without_atomic)
 
-    made_atomic.txmsg = True  # type: ignore[attr-defined]
+    made_atomic.txmsg = True  # type: ignore[attr-defined]  # a mark on a function
     handlers: Any = BaseHandler
     handlers.make_view_atomic = made_atomic
     handlers.process_exception_by_middleware = asked

@@ -34,7 +34,7 @@ def no_outbox(view: Marked) -> Marked:
     Above other decorators or below them; on a class-based view, with
     `@method_decorator(no_outbox, name="dispatch")`.
     """
-    view._txmsg_no_outbox = True  # type: ignore[attr-defined]
+    view._txmsg_no_outbox = True  # type: ignore[attr-defined]  # a mark on a function
     return view
 
 
@@ -95,7 +95,7 @@ class OutboxMiddleware:
         reading = request.method in idempotency.SAFE_METHODS
         session = OutboxSession(using, reading=reading)
         # Known first: a request that is cancelled meanwhile ends it.
-        request.outbox_session = session  # type: ignore[attr-defined]
+        request.outbox_session = session  # type: ignore[attr-defined]  # kept on the request
         session.begin()
         answer = idempotency.claim(request, using)
         if answer is not None:
@@ -146,13 +146,13 @@ def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBas
 
 def _abandon(request: HttpRequest, error: BaseException) -> None:
     session = _session(request)
-    request._txmsg_over = True  # type: ignore[attr-defined]
+    request._txmsg_over = True  # type: ignore[attr-defined]  # kept on the request
     if session is not None:
         session.rollback()
 
 
 def _end(how: Callable[[], None], request: HttpRequest) -> None:
-    request._txmsg_over = True  # type: ignore[attr-defined]
+    request._txmsg_over = True  # type: ignore[attr-defined]  # kept on the request
     how()
 
 
@@ -165,7 +165,7 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 def _note(request: HttpRequest, error: Exception) -> None:
     """Note what a view or its template raises, whatever is made of it above."""
     if _session(request) is not None:
-        request._txmsg_error = error  # type: ignore[attr-defined]
+        request._txmsg_error = error  # type: ignore[attr-defined]  # kept on the request
 
 
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:

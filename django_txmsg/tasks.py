@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-@shared_task(name="django_txmsg.relay_outbox")  # type: ignore[untyped-decorator]
+@shared_task(name="django_txmsg.relay_outbox")  # type: ignore[untyped-decorator]  # Celery has no types
 def relay_outbox(
     *,
     batch_size: int | None = None,
@@ -62,7 +62,7 @@ def relay_outbox(
     return counts
 
 
-@shared_task(name="django_txmsg.prune_messages")  # type: ignore[untyped-decorator]
+@shared_task(name="django_txmsg.prune_messages")  # type: ignore[untyped-decorator]  # Celery has no types
 def prune_messages(
     *, batch_size: int = retention.BATCH_SIZE, database: str | None = None
 ) -> dict[str, int]:

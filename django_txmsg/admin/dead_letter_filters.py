@@ -161,5 +161,5 @@ def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, A
     kept["newest"] = {
         row[2]: row[-2] for row in sorted(rows, key=lambda row: int(row[-2]))
     }
-    request._txmsg_counts = kept  # type: ignore[attr-defined]
+    request._txmsg_counts = kept  # type: ignore[attr-defined]  # kept on the request
     return kept

@@ -19,7 +19,8 @@ class WorkerAdmin(ReadOnlyAdmin):
     """Running processes; one that stopped in good order is not here any more."""
 
     list_display = (
-        "state", "kind", "host", "pid", "consumes", "in_flight", "heartbeat", "started",
+        "state", "kind", "service", "host", "pid", "consumes", "in_flight", "heartbeat",
+        "started",
     )  # fmt: skip
     list_filter = ("kind",)
     list_display_links = None

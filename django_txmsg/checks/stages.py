@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from django.apps import apps
+from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import connections
 from django.utils.module_loading import module_has_submodule
 
-from .. import brokers, conf, stages, wire
+from .. import brokers, codecs, conf, stages, wire
 from ..consuming.stage_middleware import prepared
 from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
@@ -32,7 +33,7 @@ def check() -> list[CheckMessage]:
     for stage in stages.all_stages():
         for look in (_definition, _broker, _isolation, _codec, _middleware):
             found += look(stage)
-    return [*found, *_misnamed(), *_databases(), *_retention()]
+    return [*found, *_misnamed(), *_databases(), *_retention(), *_contract()]
 
 
 def _misnamed() -> Iterator[CheckMessage]:
@@ -214,6 +215,22 @@ def _retention() -> Iterator[CheckMessage]:
                 "max_redeliveries or max_delay.",
                 id="txmsg.W004",
             )
+
+
+def _contract() -> Iterator[CheckMessage]:
+    """Find that what a process knows of the contract depends on where it is started."""
+    if conf.get().CONTRACT is not None or hasattr(django_settings, "BASE_DIR"):
+        return
+    typed = any(stage.accepts is not None for stage in stages.all_stages())
+    if typed or codecs.contract_path().exists():
+        yield Warning(
+            f'The settings have neither BASE_DIR nor TXMSG["CONTRACT"]: the contract '
+            f"is looked for in the directory that a process is started in, now "
+            f"{codecs.contract_path().resolve()}. Where it is not found, messages do "
+            f"not say which versions read them.",
+            hint='Give TXMSG["CONTRACT"] the path of asyncapi.json.',
+            id="txmsg.W008",
+        )
 
 
 def _redelivery_window(policy: RedeliveryPolicy) -> float:

@@ -123,7 +123,7 @@ class Line:
     def refuse_inside(self) -> None:
         """Raise ``IllegalStateError`` where waiting would never end: in a signal
         handler that has interrupted a send of its thread, which holds the lock."""
-        if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]
+        if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "
                 "and would wait for it. Set a flag, or an event, in the handler."

@@ -59,7 +59,7 @@ class SendingSession(Closing):
         """Raise ``IllegalStateError`` where waiting for this session would not end."""
         self.link.check_own()
         self.link.refuse_inside()
-        if self._ending._is_owned():  # type: ignore[attr-defined]
+        if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 f"A signal handler cannot {verb} the session whose commit() or "
                 "rollback() it has interrupted. Set a flag, or an event, in it."

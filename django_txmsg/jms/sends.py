@@ -96,7 +96,7 @@ class ToldSend(Pending):
         before = completion.run_for(self._scope)
         try:
             if cancelled:
-                listener.on_withdrawn()  # type: ignore[attr-defined]
+                listener.on_withdrawn()  # type: ignore[attr-defined]  # only ours are cancelled
             elif error is None:
                 listener.on_completion(message)
             else:

@@ -142,7 +142,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         parser = FrameParser()
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._socket, selectors.EVENT_READ)  # type: ignore[arg-type]
+                selector.register(self._socket, selectors.EVENT_READ)  # type: ignore[arg-type]  # connected
                 while (data := self._read(selector)) and self.running:
                     frames = parser.feed(data)
                     if frames:
@@ -162,7 +162,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         while True:
             try:
                 with self._socket_lock:
-                    data = self._socket.recv(_READ_BYTES)  # type: ignore[union-attr]
+                    data = self._socket.recv(_READ_BYTES)  # type: ignore[union-attr]  # connected
                     self._acknowledge_at_once()
                 return data
             except _RETRY:
@@ -181,7 +181,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         the acknowledgement of the first. Linux forgets the option after each read.
         """
         if _QUICKACK is not None:
-            self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)  # type: ignore[union-attr]
+            self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)  # type: ignore[union-attr]  # connected
 
     def write(
         self, data: bytes, *, timeout: float, tick: Callable[[], None] | None = None
@@ -197,13 +197,13 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             while view:
                 try:
                     with self._write_lock:
-                        sent = self._socket.send(view)  # type: ignore[union-attr]
+                        sent = self._socket.send(view)  # type: ignore[union-attr]  # connected
                     view = view[sent:]
                     give_up = time.monotonic() + timeout
                 except _RETRY:
                     if selector is None:
                         selector = selectors.DefaultSelector()
-                        selector.register(self._socket, selectors.EVENT_WRITE)  # type: ignore[arg-type]
+                        selector.register(self._socket, selectors.EVENT_WRITE)  # type: ignore[arg-type]  # connected
                     selector.select(0.05)
                     if tick is not None:
                         tick()

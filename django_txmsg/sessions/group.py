@@ -133,9 +133,13 @@ class Groups:
             log.info("no control group is opened on %r: %s", self.using, error)
 
     def _open_next(self) -> None:
+        with self._lock:
+            # Known anew with the next session: a clock that was ahead once would put
+            # off the end of every group to come.
+            newest, self._newest = self._newest, None
+        assert newest is not None
         try:
-            assert self._newest is not None
-            Group(self).open(self._newest)
+            Group(self).open(newest)
         except BrokerError as error:
             log.info("no control group is open on %r: %s", self.using, error)
         finally:

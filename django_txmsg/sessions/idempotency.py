@@ -94,7 +94,7 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
             IdempotencyKey.objects.using(using).filter(caller=caller, key=key).first()
         )
         if stored is None:
-            request._txmsg_idempotency = (  # type: ignore[attr-defined]
+            request._txmsg_idempotency = (  # type: ignore[attr-defined]  # kept on the request
                 IdempotencyKey.objects.using(using).create(
                     caller=caller, key=key, fingerprint=fingerprint
                 )
@@ -130,8 +130,8 @@ def keep(request: HttpRequest, response: HttpResponseBase, using: str) -> None:
         for name, value in response.items()
         if name.lower() not in _NOT_KEPT
     ]
-    if not response.streaming and len(response.content) <= MAX_KEPT:  # type: ignore[attr-defined]
-        row.body = bytes(response.content)  # type: ignore[attr-defined]
+    if not response.streaming and len(response.content) <= MAX_KEPT:  # type: ignore[attr-defined]  # not streaming
+        row.body = bytes(response.content)  # type: ignore[attr-defined]  # not streaming
     row.save(using=using, update_fields=["status_code", "headers", "body"])
 
 

@@ -8,6 +8,7 @@ dies right after the commit; then it commits and they are dispatched.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ class OutboxSession:
         self._scope: Scope | None = None
         self._outer: Scope | None = None
         self._ended = self._joined = False
+        self._joining = threading.Lock()
         self._group: group.Group | None = None
         self._began = 0.0
 
@@ -123,8 +125,12 @@ class OutboxSession:
     def _join(self) -> uuid.UUID:
         """Return as which session's the next rows are stored: a group's that they are
         guarded with, or this one's alone."""
-        if not self._joined:
-            self._joined, self._group = True, group.find(self.using, self.metadata)
+        # Threads may share a context, as those that an async view starts do: rows in
+        # a group that nobody vouches for would be left to the relay.
+        with self._joining:
+            if not self._joined:
+                self._group = group.find(self.using, self.metadata)
+                self._joined = True
         if self._group is None:
             return self.id
         self._group.share()

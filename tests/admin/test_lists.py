@@ -103,7 +103,7 @@ def test_the_inbox_is_filtered_by_state_and_stage(viewer: Client) -> None:
 
 
 def test_silent_workers_are_marked(viewer: Client) -> None:
-    factories.WorkerFactory(host="here")
+    factories.WorkerFactory(host="here", service="warehouse")
     factories.WorkerFactory(host="gone", heartbeat_at=factories.ago(minutes=5))
 
     page = viewer.get(WORKERS).content.decode()
@@ -111,6 +111,7 @@ def test_silent_workers_are_marked(viewer: Client) -> None:
     assert ">alive<" in page
     assert ">silent<" in page
     assert "orders.place" in page
+    assert "warehouse" in page
 
 
 def test_filters_count_the_newest_and_say_so(

@@ -421,6 +421,29 @@ def test_a_batch_that_a_middleware_keeps_from_being_one_is_a_warning() -> None:
             assert check() == []
 
 
+def typed(body: dict[str, int]) -> None: ...
+
+
+def test_a_contract_that_lies_wherever_one_starts_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with stage():
+        assert check() == []
+        (tmp_path / "asyncapi.json").write_text("{}")
+        with txmsg():
+            found = only(check())
+        assert found.id == "txmsg.W008"
+        assert str(tmp_path) in found.msg
+        with txmsg(CONTRACT="asyncapi.json"):
+            assert check() == []
+        with txmsg(), override_settings(BASE_DIR=tmp_path):
+            assert check() == []
+    (tmp_path / "asyncapi.json").unlink()
+    with declared(typed), txmsg():
+        assert only(check()).id == "txmsg.W008"
+
+
 def test_every_check_is_documented() -> None:
     package = DOCS.parents[2] / "django_txmsg"
     files = [*package.glob("checks/*.py"), package / "tasks_backend/checking.py"]

@@ -103,7 +103,7 @@ def _cli() -> Any:
             f"The pipeline needs PySpark ({error}): pip install 'django_txmsg[spark]'.",
             returncode=3,
         ) from error
-    cli.PipelineError = PipelineError  # type: ignore[attr-defined]
+    cli.PipelineError = PipelineError  # type: ignore[attr-defined]  # for who catches it
     return cli
 
 

@@ -19,6 +19,7 @@ from django_txmsg import outbox_session, send_message, signals
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import OutboxMessage
 from django_txmsg.sessions import channels, control_thread, group, group_lock
+from django_txmsg.sessions.session import OutboxSession
 from django_txmsg.upkeep.activity import Activity
 from django_txmsg.upkeep.breaker import Breaker
 from tests.faults import Proxy, wait_until
@@ -214,6 +215,46 @@ def test_under_traffic_nobody_waits_for_a_receipt(grouped, heard) -> None:
         signals.control_message_sent.disconnect(note)
     assert len(senders) >= 3
     assert senders.count(mine) < len(senders) / 2
+
+
+def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) -> None:
+    usual, both, found = group.find, threading.Barrier(2), []
+
+    def find(*arguments: Any) -> group.Group | None:
+        found.append(usual(*arguments))
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)
+        return found[-1]
+
+    monkeypatch.setattr(group, "find", find)
+    session, joined = OutboxSession(), []
+
+    def store_one() -> None:
+        try:
+            with transaction.atomic():
+                joined.append(session._join())
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=store_one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 1
+    assert joined == [found[0].id] * 2
+
+
+def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
+    """Else each control message from then on would be held for as long."""
+    store()
+    (groups_,) = group._groups.values()
+    now = timezone.now()
+    groups_.note(now + dt.timedelta(days=1))
+    groups_._open_next()
+    groups_.note(now)
+    groups_._open_next()
+    assert groups_._open.opened_at == now
 
 
 def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -> None:
