@@ -181,6 +181,8 @@ def _named(*parts: str | int) -> uuid.UUID:
 
 
 _CONTROL = ".txmsg.control"
+#: In the destinations of tasks.
+OF_TASKS = ".tasks."
 
 
 def control_destination(service: str) -> str:
@@ -191,6 +193,17 @@ def control_destination(service: str) -> str:
 def is_control(destination: str) -> bool:
     """Return whether a service receives its control messages there."""
     return destination.endswith(_CONTROL)
+
+
+def task_destination(service: str, backend: str) -> str:
+    """Return the destination of a backend's tasks, or what those of its queues begin
+    with."""
+    return f"{service}{OF_TASKS}{backend}"
+
+
+def is_task(destination: str) -> bool:
+    """Return whether tasks go there."""
+    return OF_TASKS in destination
 
 
 def is_topic(destination: str) -> bool:

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied
-from django.db.models import QuerySet
+from django.db.models import Case, QuerySet, When
+from django.db.models.fields.json import KeyTextTransform
 from django.http import HttpRequest, HttpResponse
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
+from .. import wire
 from . import display
 from .addresses import MESSAGE, led
 from .counting import CappedList, CappedPaginator
@@ -108,9 +110,12 @@ class MessageAdmin(ReadOnlyAdmin):
     found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Leave the long columns where they are."""
+        """Leave the long columns where they are, but for the name of a task."""
         rows: QuerySet[Any] = super().get_queryset(request)
-        return rows.defer("body", "headers")
+        name = KeyTextTransform(wire.TASK, "headers")
+        task = When(destination__contains=wire.OF_TASKS, then=name)
+        rows = rows.defer("body", "headers").annotate(task=Case(task))
+        return rows
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str

@@ -37,6 +37,8 @@ class Content:
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
     cut: bool = False
+    call: str = ""
+    """A task as it is called, masked."""
 
     @property
     def size_text(self) -> str:
@@ -64,15 +66,18 @@ def read(table: str, pk: int, *, using: str, bodies: bool, whole: bool = False) 
     headers: Mapping[str, str] = row.headers or {}
     if not bodies:
         content.headers, _ = masking.shown(row.destination, headers, None, kind)
+        content.call = masking.call_shown(content.headers, None)
         return content
     cut = row.size > SHOWN and not whole
     if cut and conf.get().MASK is None:
         content.headers = dict(headers)
         content.text, content.cut = _text(bytes(row.head)), True
+        content.call = masking.call_shown(headers, None)
         return content
     body = bytes(row.head) if row.size <= SHOWN else bytes(row.body)
     content.headers, shown = masking.shown(row.destination, headers, body, kind)
     content.text = pretty(shown)
+    content.call = masking.call_shown(content.headers, shown)
     if cut and len(content.text) > SHOWN:
         content.text, content.cut = content.text[:SHOWN], True
     return content

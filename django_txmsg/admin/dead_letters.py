@@ -145,11 +145,12 @@ class DeadLetterAdmin(MessageAdmin):
         return display.short_id(letter.message_id)
 
     @admin.display(description="stage")
-    def place(self, letter: DeadLetter) -> str:
+    def place(self, letter: Any) -> SafeString:
         """Who gave up, and on what, where that is not the stage's own destination."""
-        if letter.stage == letter.destination:
-            return letter.stage
-        return f"{letter.stage or '(relay)'} of {letter.destination}"
+        place = letter.stage
+        if letter.stage != letter.destination:
+            place = f"{letter.stage or '(relay)'} of {letter.destination}"
+        return display.named(place, letter.task)
 
     @admin.display(description="attempts")
     def tries(self, letter: DeadLetter) -> int:

@@ -13,6 +13,7 @@ from django.utils.formats import date_format
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from .. import wire
 from ..monitoring.lengths import duration as duration
 from ..monitoring.waiting import capped as capped
 
@@ -116,6 +117,19 @@ def tried(attempts: str, error: str) -> SafeString:
     return format_html(
         '{}<small class="txmsg-error">{}</small>', attempts, last_line(error)
     )
+
+
+def task(row: Any) -> str:
+    """Return the path of the task that a row holds, "" for what is no task."""
+    headers = row.headers or {}
+    return str(headers.get(wire.TASK, "")) if wire.is_task(row.destination) else ""
+
+
+def named(place: str, task: str | None) -> SafeString:
+    """Return a place, with the task below it where it is one."""
+    if not task:
+        return format_html("{}", place)
+    return format_html("{}<br><small>{}</small>", place, cut(task))
 
 
 def size(count: int) -> str:

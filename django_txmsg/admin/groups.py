@@ -18,6 +18,7 @@ from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
+from . import display
 from .addresses import led
 from .audit import audit
 from .base import ReadOnlyAdmin
@@ -119,5 +120,6 @@ def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     for group in ordered[:MOST_GROUPS]:
         letter = examples.get(group["example"])
         group["letter"] = letter
+        group["task"] = display.task(letter) if letter else ""
         group["error"] = (letter.exception or letter.reason) if letter else ""
     return ordered

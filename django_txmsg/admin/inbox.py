@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
@@ -62,7 +64,7 @@ class InboxAdmin(MessageAdmin):
     """Messages received, newest first."""
 
     list_display = (
-        "state", "age", "stage", "message", "due", "tries", "critical", "flow",
+        "state", "age", "place", "message", "due", "tries", "critical", "flow",
     )  # fmt: skip
     list_filter = (InboxStateFilter, StageFilter, ReceivedFilter)
     search_help_text = "Exact message id or correlation id"
@@ -71,6 +73,11 @@ class InboxAdmin(MessageAdmin):
     def state(self, row: InboxMessage) -> SafeString:
         """The row's state; parked messages are being redelivered."""
         return display.badge(shown_state(row))
+
+    @admin.display(description="stage")
+    def place(self, row: Any) -> SafeString:
+        """The stage, and which task it is, as long as the inbox has it."""
+        return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")
     def due(self, row: InboxMessage) -> SafeString | str:

@@ -49,7 +49,7 @@ class OutboxAdmin(MessageAdmin):
     """Messages stored here, newest first. Bodies are not in the list."""
 
     list_display = (
-        "state", "age", "destination", "message", "due", "tries", "flow",
+        "state", "age", "place", "message", "due", "tries", "flow",
     )  # fmt: skip
     list_filter = (OutboxStateFilter, DestinationFilter, AgeFilter)
     search_help_text = "Exact message id, correlation id or key"
@@ -75,6 +75,11 @@ class OutboxAdmin(MessageAdmin):
         waits = row.dispatched_at is None and row.dead_at is None
         late = waits and timezone.now() - row.due_at > OVERDUE
         return display.badge("overdue" if late else row.state.value)
+
+    @admin.display(description="destination")
+    def place(self, row: Any) -> SafeString:
+        """Where it goes, and which task it is."""
+        return display.named(row.destination, row.task)
 
     @admin.display(description="next attempt")
     def due(self, row: OutboxMessage) -> SafeString | str:

@@ -7,12 +7,13 @@ body as they are to be shown. It changes nothing that is stored or sent.
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from django.utils.module_loading import import_string
 
-from .. import conf
+from .. import conf, wire
 from ..envelope import serializers
 from ..errors import DecodeError
 
@@ -46,3 +47,24 @@ def shown(
     except Exception as error:
         log.exception('TXMSG["MASK"] failed for a message to %r', destination)
         return {}, f'hidden, because TXMSG["MASK"] failed: {type(error).__name__}'
+
+
+def call_shown(headers: Mapping[str, str], body: Any) -> str:
+    """Return a task as the call that it is, of what `shown()` lets be seen; "" for what
+    is no task."""
+    path = headers.get(wire.TASK, "")
+    if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
+        return path
+    args, kwargs = body["args"], body["kwargs"]
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        return path
+    given = [_REPR.repr(one) for one in args[:_MOST_ARGUMENTS]]
+    named = list(kwargs.items())[: _MOST_ARGUMENTS - len(given)]
+    given += [f"{name}={_REPR.repr(one)}" for name, one in named]
+    more = ["…"] * (len(given) < len(args) + len(kwargs))
+    return f"{path}({', '.join([*given, *more])})"
+
+
+_MOST_ARGUMENTS = 20
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80

@@ -190,7 +190,7 @@ class TransactionalBackend(BaseTaskBackend):
 
 
 def _base(alias: str) -> str:
-    return f"{conf.get().SERVICE}.tasks.{alias}"
+    return wire.task_destination(conf.get().SERVICE, alias)
 
 
 def _belongs(destination: str, alias: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.management.base import OutputWrapper
 from django.db.models import Count, Max, Min
 
+from ... import wire
 from ...dead_letters import masking
 from ...models import BulkOperation, DeadLetter, FailureNote
 
@@ -30,7 +31,7 @@ class Report:
         for one in rows:
             again = f", died {one.deaths} times" if one.deaths > 1 else ""
             self._out.write(
-                f"{one.pk:>8}  {one.message_id}  {one.stage or 'relay':<24} "
+                f"{one.pk:>8}  {one.message_id}  {_place(one):<24} "
                 f"{one.created_at:%Y-%m-%d %H:%M:%S}  "
                 f"{one.exception.partition(chr(10))[0][:80]}{again}"
             )
@@ -75,7 +76,10 @@ class Report:
         headers, body = masking.shown(
             letter.destination, letter.headers, bytes(letter.body), letter.content_type
         )
-        facts = _facts(letter) | {"headers": headers, "traceback": letter.traceback}
+        facts = _facts(letter)
+        if call := masking.call_shown(headers, body):
+            facts["task"] = call
+        facts |= {"headers": headers, "traceback": letter.traceback}
         if isinstance(body, bytes):
             facts["body_base64"] = base64.b64encode(body).decode()
         else:
@@ -122,3 +126,9 @@ def _facts(letter: DeadLetter) -> dict[str, Any]:
         "resolved_by", "replaced_by",
     )  # fmt: skip
     return {name: getattr(letter, name) for name in names}
+
+
+def _place(letter: DeadLetter) -> str:
+    """Return the name of a task, or the stage that gave up."""
+    task = letter.headers.get(wire.TASK) if wire.is_task(letter.destination) else None
+    return str(task or letter.stage or "relay")

@@ -1,0 +1,98 @@
+"""Tasks in the console and in the command: by name, their arguments masked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.core.management import call_command
+from django.test import Client, override_settings
+
+from django_txmsg.dead_letters.masking import call_shown
+from django_txmsg.models import DeadLetter
+from django_txmsg.testing import drain
+from tests import factories
+from tests.app import jobs
+
+BACKEND = "django_txmsg.tasks_backend.TransactionalBackend"
+PATH = "tests.app.jobs.fail"
+LISTS = "/admin/django_txmsg/"
+
+
+def hide(destination: str, headers: dict[str, str], body: Any) -> Any:
+    """A mask: nobody reads whose card it is."""
+    kwargs = dict.fromkeys(body["kwargs"], "***") if body else {}
+    return headers, body and {"args": ["***"] * len(body["args"]), "kwargs": kwargs}
+
+
+@pytest.fixture
+def task(db: None) -> Iterator[Any]:
+    """A task that has failed: a dead letter."""
+    with override_settings(TASKS={"default": {"BACKEND": BACKEND}}):
+        result = jobs.fail.enqueue("4111", card="5500")
+        drain(raises=False)
+        yield result
+
+
+def page_of(client: Client, path: str) -> str:
+    response = client.get(path)
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def test_the_lists_name_it(task: Any, viewer: Client) -> None:
+    other = factories.DeadLetterFactory(headers={"task": "call Mrs Smith"})
+    for path in ("outboxmessage/", "deadletter/", "deadletter/?resolution=open"):
+        page = page_of(viewer, LISTS + path)
+        assert PATH in page, path
+        assert "4111" not in page
+        assert "Mrs Smith" not in page, "a header of that name in other messages"
+    assert DeadLetter.objects.exclude(pk=other.pk).count() == 1
+
+
+def test_its_page_shows_the_call_masked(task: Any, somebody: Any) -> None:
+    address = f"{LISTS}outboxmessage/{task.id}/"
+    views = ("view_outboxmessage", "view_deadletter")
+    reader = somebody(*views, "view_message_body")
+
+    assert f"{PATH}(&#x27;4111&#x27;, card=&#x27;5500&#x27;)" in page_of(
+        reader, address
+    )
+    assert "4111" not in page_of(somebody(*views), address)
+    masked = {**settings.TXMSG, "MASK": f"{__name__}.hide"}
+    with override_settings(TXMSG=masked):
+        page = page_of(reader, address)
+    assert f"{PATH}(&#x27;***&#x27;, card=&#x27;***&#x27;)" in page
+    assert "4111" not in page
+    assert "5500" not in page
+
+
+def test_the_command_names_it(task: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    call_command("dead_letters", "list")
+    assert PATH in capsys.readouterr().out
+    call_command("dead_letters", "show", str(DeadLetter.objects.get().pk))
+    assert f"task: {PATH}('4111', card='5500')" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "call"),
+    [
+        (None, "x.y"),
+        ("hidden", "x.y"),
+        ({"args": 1, "kwargs": {}}, "x.y"),
+        ({"args": [], "kwargs": {}}, "x.y()"),
+        ({"args": [1, None], "kwargs": {"a": [True]}}, "x.y(1, None, a=[True])"),
+        ({"args": ["x" * 99], "kwargs": {}}, f"x.y('{'x' * 37}...{'x' * 38}')"),
+    ],
+    ids=str,
+)
+def test_a_call_is_short(body: Any, call: str) -> None:
+    assert call_shown({"task": "x.y"}, body) == call
+    assert call_shown({}, body) == ""
+
+
+def test_a_call_of_many_arguments_is_cut() -> None:
+    many = {"args": list(range(50)), "kwargs": {"k": 1}}
+    assert call_shown({"task": "x.y"}, many).endswith("18, 19, …)")
