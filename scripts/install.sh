@@ -53,6 +53,7 @@ absent_packages() {
     command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb \
         >/dev/null 2>&1 || echo postgresql
     command -v pgbouncer >/dev/null || [ -x /usr/sbin/pgbouncer ] || echo pgbouncer
+    command -v redis-server >/dev/null || echo redis-server
     command -v chromium >/dev/null || echo chromium
     command -v chromedriver >/dev/null || echo chromium-driver
     # Its compiler, for the JMS client of the tests; it brings the runtime along.

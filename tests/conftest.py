@@ -107,6 +107,12 @@ def rabbitmq_amqp(rabbitmq: services.RabbitMQ) -> services.ByAmqp:
 
 
 @pytest.fixture(scope="module")
+def redis() -> services.Redis:
+    """A real Redis server."""
+    return ask_for(services.Redis)
+
+
+@pytest.fixture(scope="module")
 def pgbouncer(postgres: services.PostgreSQL) -> services.PgBouncer:
     """A real PgBouncer in transaction mode, before the server of `postgres`."""
     return ask_for(services.PgBouncer)

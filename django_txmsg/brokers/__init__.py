@@ -22,12 +22,17 @@ __all__ = ["Broker", "Delivery", "Outgoing", "Session", "get_broker", "make_brok
 BACKENDS = {
     "amqp": ("amqp.broker.AmqpBroker", "amqp"),
     "amqps": ("amqp.broker.AmqpBroker", "amqp"),
+    "celery": ("celery.broker.CeleryBroker", "celery"),
     "database": ("database.DatabaseBroker", ""),
     "stomp": ("stomp.StompBroker", "stomp"),
     "stomp+ssl": ("stomp.StompBroker", "stomp"),
 }
 #: An extra's module, and what to call it.
-CLIENTS = {"amqp": ("amqp", "py-amqp"), "stomp": ("stomp", "stomp.py")}
+CLIENTS = {
+    "amqp": ("amqp", "py-amqp"),
+    "celery": ("celery", "Celery"),
+    "stomp": ("stomp", "stomp.py"),
+}
 
 
 def get_broker(alias: str = "default") -> Broker:
@@ -53,6 +58,12 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
     made = _imported(alias, path)(alias, url)
     assert isinstance(made, Broker)
     return made
+
+
+def receives(alias: str) -> bool:
+    """Return whether messages can be consumed from this alias's broker here: Celery's
+    are for its workers."""
+    return split_url(conf.get().BROKERS[alias].get("URL", "")).scheme != "celery"
 
 
 def make_broker(alias: str, url: str) -> Broker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from django.core.checks import CheckMessage, Error, register
 
 from .. import conf
-from . import deployment, pools, schedule, settings, stages
+from . import celery, deployment, pools, schedule, settings, stages
 
 TAG = "txmsg"
 
@@ -23,7 +23,7 @@ def check(**_: object) -> list[CheckMessage]:
         return found
     found += settings.check_values()
     if not any(isinstance(one, Error) for one in found):
-        found += [*stages.check(), *schedule.check(), *pools.check()]
+        found += [*stages.check(), *schedule.check(), *pools.check(), *celery.check()]
     return found
 
 

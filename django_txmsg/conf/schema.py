@@ -108,6 +108,15 @@ class RetentionSettings:
 
 
 @dataclass(frozen=True)
+class CelerySettings:
+    """Tasks of Celery that are called through the outbox."""
+
+    REQUIRE_ATOMIC: bool = False
+    """Whether to call a task outside of a transaction is an error, except in a worker
+    and in beat. When `False`, such a task goes to Celery's broker at once."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """Everything under TXMSG."""
 
@@ -146,6 +155,7 @@ class Settings:
     REDELIVERY: RedeliverySettings = field(default_factory=RedeliverySettings)
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)
     HTTP: HttpSettings = field(default_factory=HttpSettings)
+    CELERY: CelerySettings = field(default_factory=CelerySettings)
     LAKE: str | None = None
     RETENTION: RetentionSettings = field(default_factory=RetentionSettings)
 

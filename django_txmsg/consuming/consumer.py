@@ -16,7 +16,7 @@ from django.db import Error as AnyDatabaseError
 from django.db import router
 
 from .. import conf, wire
-from ..brokers import get_broker
+from ..brokers import get_broker, receives
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..models import InboxMessage, StageState, Worker
@@ -111,6 +111,8 @@ class Consumer:
         for thread in self.threads:
             crew.add(thread.name, thread.run)
         for alias, breaker in self._breakers.items():
+            if not receives(alias):
+                continue
             control = ControlThread(alias, self._stop, breaker, self._activity)
             crew.add(f"txmsg-control-{alias}", control.run)
         for destination in self._settings.DEAD_LETTER_DESTINATIONS:

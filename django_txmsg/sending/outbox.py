@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from django.db import connections, router, transaction
@@ -112,29 +112,43 @@ def send_messages(
         for row, one in zip(prepared, given, strict=True)
         if inside and not one.get("message_id")
     }
-    connection = connections[alias]
+    created = store_ready(
+        prepared, alias, new_ids=new_ids and not derived, derived=derived
+    )
+    return _messages(given, prepared, created, settings.SERVICE)
+
+
+def store_ready(
+    rows: list[NewMessage],
+    alias: str,
+    *,
+    new_ids: bool,
+    derived: Collection[uuid.UUID] = (),
+) -> list[dt.datetime]:
+    """Store rows that need no more checks, and return when each was created.
+
+    `new_ids` says that none of them can be stored already; of the `derived` ids one is,
+    when what stored it runs again. Raises DuplicateMessage.
+    """
+    current, connection = current_scope(), connections[alias]
     if (
         current is not None
         and current.gathers is connection
         and in_block(connection)
-        and len(prepared) < MAX_GATHERED
-        and new_ids
-        and all(map(plain, prepared))
+        and len(rows) < MAX_GATHERED
+        and (new_ids or len(derived) == len(rows))
+        and all(map(plain, rows))
     ):
-        created = gather(prepared, alias, broker, derived=bool(derived))
+        created = gather(rows, alias, rows[0].broker, derived=bool(derived))
     elif in_block(connection):
-        created = store(
-            prepared, alias, new_ids=new_ids and not inside, derived=derived
-        )
+        created = store(rows, alias, new_ids=new_ids, derived=derived)
     else:
         # Without REQUIRE_ATOMIC: still all of them or none.
         with transaction.atomic(using=alias):
-            created = store(
-                prepared, alias, new_ids=new_ids and not inside, derived=derived
-            )
+            created = store(rows, alias, new_ids=new_ids, derived=derived)
     if current is not None:
-        current.stored[alias] = current.stored.get(alias, 0) + len(prepared)
-    return _messages(given, prepared, created, settings.SERVICE)
+        current.stored[alias] = current.stored.get(alias, 0) + len(rows)
+    return created
 
 
 def require_transaction(alias: str, destination: str) -> None:

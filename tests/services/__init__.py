@@ -15,6 +15,7 @@ from .by_amqp import ByAmqp
 from .pgbouncer import PgBouncer
 from .postgresql import PostgreSQL
 from .rabbitmq import RabbitMQ
+from .redis import Redis
 from .server import Server, ServerFailedError, free_port
 
 S = TypeVar("S", bound=Server)
@@ -27,6 +28,7 @@ __all__ = [
     "PgBouncer",
     "PostgreSQL",
     "RabbitMQ",
+    "Redis",
     "Server",
     "ServerFailedError",
     "free_port",

@@ -93,7 +93,7 @@ def test_naive_instants_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("kafka://localhost", "known: amqp, amqps, database, stomp, stomp+ssl"),
+        ("kafka://localhost", "known: amqp, amqps, celery, database, stomp, stomp+ssl"),
         ("amqp://localhost?heartbeet=1", "Did you mean 'heartbeat'?"),
         ("amqp://localhost?queue_type=stream", "it is quorum or classic"),
         ("amqp://localhost?declare=maybe", "it is yes or no"),

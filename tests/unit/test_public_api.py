@@ -49,6 +49,7 @@ PUBLIC = {
     "django_txmsg.brokers": """
         Broker Delivery Outgoing Session get_broker make_broker
     """,
+    "django_txmsg.celery": "Celery OnceTask TransactionalTask",
     "django_txmsg.codecs": "Codec Misfit",
     "django_txmsg.conf": "get problems",
     "django_txmsg.errors": """
@@ -107,6 +108,7 @@ LOGGERS = {
     "django_txmsg.breaker",
     "django_txmsg.brokers.database",
     "django_txmsg.bulk",
+    "django_txmsg.celery",
     "django_txmsg.consumer",
     "django_txmsg.control",
     "django_txmsg.control_thread",

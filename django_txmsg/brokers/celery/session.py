@@ -1,0 +1,267 @@
+"""Hop 4 for Celery: one conversation with the broker of an app, through kombu.
+
+AMQP servers confirm what they have, a batch in one round trip; others, such as Redis,
+answer each message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kombu import Producer
+
+from ... import wire
+from ...errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
+from ..base import Delivery, Outgoing, Session
+from .publication import HEADER, Publication
+
+#: Seconds for a batch's confirms, and for a write to get through.
+TIMEOUT = 30.0
+#: What redis-py raises where the server is full, or a replica.
+_FULL = frozenset({"OutOfMemoryError", "ReadOnlyError", "NoPermissionError"})
+
+
+class CelerySession(Session):
+    """One kombu connection with one channel."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self._outcomes: list[BrokerError | None] = []
+        #: By delivery tag, the place in its batch of what is not confirmed yet.
+        self._open: dict[int, int | None] = {}
+        #: By the id it travels under, the place in its batch.
+        self._named: dict[str, int] = {}
+        self._use_another_channel()
+
+    def _use_another_channel(self) -> None:
+        self._channel = channel = self._connection.channel()
+        self._producer = Producer(channel, auto_declare=False)
+        self._tag = 0
+        #: Whether the server confirms what it has; others answer each message.
+        self._confirms = hasattr(channel, "confirm_select")
+        if self._confirms:
+            channel.confirm_select()
+            channel.events["basic_ack"].add(self._on_ack)
+            channel.events["basic_nack"].add(self._on_nack)
+            channel.events["basic_return"].add(self._on_return)
+        self._ends = ends(self._connection, channels=self._confirms)
+
+    def send(
+        self,
+        batch: Sequence[Outgoing],
+        *,
+        isolate: bool = False,
+        timeout: float | None = None,
+    ) -> list[BrokerError | None]:
+        seconds = TIMEOUT if timeout is None else timeout
+        if not isolate:
+            return self._send(batch, seconds)
+        outcomes: list[BrokerError | None] = []
+        for number, one in enumerate(batch):
+            outcomes += self._send([one], seconds)
+            if isinstance(outcomes[-1], DispatchUnknown):
+                outcomes += [_unsent(outcomes[-1])] * (len(batch) - number - 1)
+                break
+        return outcomes
+
+    def _send(
+        self, batch: Sequence[Outgoing], timeout: float
+    ) -> list[BrokerError | None]:
+        outcomes: list[BrokerError | None] = [None] * len(batch)
+        self._outcomes = outcomes
+        self._open.clear()
+        self._named.clear()
+        ended: DispatchUnknown | None = None
+        number, written = 0, False
+        try:
+            for number, one in enumerate(batch):
+                written = False
+                try:
+                    publication = self._declared(one)
+                    written = True
+                    self._publish(publication, number, one, timeout)
+                except self._ends:
+                    raise
+                except BrokerError as error:
+                    outcomes[number] = error
+                except Exception as error:
+                    # Not to be written as AMQP, say, or refused by Redis.
+                    ended = _full(error)
+                    if ended is not None:
+                        written = False
+                        break
+                    refusal = f"{type(error).__name__}: {error}"
+                    outcomes[number] = DispatchRejected(refusal)
+            else:
+                number = len(batch)
+                ended = self._await_confirms(timeout)
+        except self._ends as error:
+            ended = DispatchUnknown(
+                f"{type(error).__name__}: {error}",
+                hung_up=not isinstance(error, TimeoutError),
+            )
+        if ended is not None:
+            unproved = set(self._open.values()) if self._confirms else {number}
+            for place in range(len(batch)):
+                if outcomes[place] is not None:
+                    continue
+                if place in unproved and (place < number or written):
+                    outcomes[place] = ended
+                elif place >= number:
+                    outcomes[place] = _unsent(ended)
+        return outcomes
+
+    def _declared(self, outgoing: Outgoing) -> Publication:
+        """Return what is to be published, with its queue declared. Raises BrokerError
+        for what cannot be published, and what the transport raises."""
+        publication = _publication(outgoing)
+        for entity in publication.entities():
+            try:
+                self._producer.maybe_declare(entity)
+            except self._connection.channel_errors as error:
+                if self._open:
+                    raise  # the channel is closed, and their confirms are lost
+                self._use_another_channel()
+                raise DispatchRejected(
+                    f"{type(entity).__name__.lower()} {entity.name!r} cannot be "
+                    f"declared: {error}"
+                ) from error
+        return publication
+
+    def _publish(
+        self, publication: Publication, number: int, outgoing: Outgoing, timeout: float
+    ) -> None:
+        if not self._confirms:
+            publication.publish(self._producer)
+        else:
+            name = publication.properties.setdefault(
+                "message_id", outgoing.headers.get(wire.MESSAGE_ID, "")
+            )
+            self._named[name] = self._open[self._tag + 1] = number
+            try:
+                # Mandatory: a queue that was deleted loses no message in silence.
+                publication.publish(
+                    self._producer,
+                    mandatory=publication.exchange == "",
+                    timeout=timeout,
+                )
+            except self._ends:
+                raise
+            except Exception:
+                del self._open[self._tag + 1]
+                raise
+            self._tag += 1
+        for more in publication.then:
+            for entity in more.entities():
+                self._producer.maybe_declare(entity)
+            more.publish(self._producer)
+            if self._confirms:
+                self._tag += 1
+                self._open[self._tag] = None
+
+    def _await_confirms(self, timeout: float) -> DispatchUnknown | None:
+        end = time.monotonic() + timeout
+        while self._open:
+            left = end - time.monotonic()
+            if left <= 0:
+                return DispatchUnknown(f"no confirm within {timeout:g} s")
+            with contextlib.suppress(TimeoutError):
+                self._connection.drain_events(timeout=left)
+        return None
+
+    def _on_ack(self, tag: int, multiple: bool) -> None:
+        self._settle(tag, multiple, "")
+
+    def _on_nack(self, tag: int, multiple: bool) -> None:
+        self._settle(tag, multiple, "the broker has refused it (basic.nack)")
+
+    def _settle(self, tag: int, multiple: bool, refusal: str) -> None:
+        for one in [one for one in self._open if one <= tag] if multiple else [tag]:
+            number = self._open.pop(one, None)
+            if number is not None and refusal:
+                self._outcomes[number] = DispatchRejected(refusal)
+
+    def _on_return(
+        self, error: Exception, exchange: str, routing_key: str, message: Any
+    ) -> None:
+        # It comes before its confirm.
+        number = self._named.get(message.properties.get("message_id", ""))
+        if number is not None:
+            self._connection.declared_entities.clear()
+            self._outcomes[number] = DispatchRejected(
+                f"there is no queue {routing_key!r} any more: {error}"
+            )
+
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        send_only()
+
+    def receive(self, timeout: float) -> Delivery | None:
+        send_only()
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        send_only()
+
+    def enlist(self, outgoing: Outgoing) -> None:
+        send_only()
+
+    def commit(self, acks: Sequence[Delivery]) -> None:
+        send_only()
+
+    def rollback(self) -> None:
+        send_only()
+
+    def ping(self) -> None:
+        try:
+            self._connection.channel().close()
+        except self._ends as error:
+            raise BrokerUnavailable(str(error)) from error
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._connection.release()
+
+
+def _publication(outgoing: Outgoing) -> Publication:
+    headers = outgoing.headers
+    try:
+        found = Publication.read(
+            headers[HEADER], outgoing.body, headers[wire.CONTENT_TYPE]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DispatchRejected(
+            f"it is no Celery task's message ({type(error).__name__}: {error}): call "
+            f"the task, and send other messages to another broker"
+        ) from error
+    if wire.TRACEPARENT in headers:
+        found.headers.setdefault(wire.TRACEPARENT, headers[wire.TRACEPARENT])
+    return found
+
+
+def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
+    """Return the errors after which a connection is over, or its channel."""
+    more = connection.channel_errors if channels else ()
+    return (*connection.connection_errors, *more, OSError)
+
+
+def _full(error: Exception) -> DispatchUnknown | None:
+    """Return what it means where Redis takes no message at all, and not this one."""
+    text = f"{type(error).__name__}: {error}"
+    if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
+        return DispatchUnknown(text, written=False)
+    return None
+
+
+def _unsent(error: BrokerError | None) -> DispatchUnknown:
+    hung_up = isinstance(error, DispatchUnknown) and error.hung_up
+    return DispatchUnknown(str(error), written=False, hung_up=hung_up)
+
+
+def send_only() -> NoReturn:
+    raise BrokerError(
+        "a celery:// broker only sends: Celery's workers consume what it is sent"
+    )

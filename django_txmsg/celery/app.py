@@ -1,0 +1,57 @@
+"""The app: every way to call a task ends in `send_task()`, also of tasks that are not
+registered here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import celery
+
+from .calling import call
+
+
+class Celery(celery.Celery):  # type: ignore[misc]  # published without type hints
+    """A Celery app whose tasks, called inside a transaction, leave with its commit.
+
+    Outside of one they go to the broker at once, as with Celery, unless
+    TXMSG["CELERY"]["REQUIRE_ATOMIC"]. Its tasks are `TransactionalTask`s, if `task_cls`
+    names no other class.
+    """
+
+    def __init__(self, *args: Any, task_cls: Any = None, **options: Any) -> None:
+        task_cls = task_cls or "django_txmsg.celery:TransactionalTask"
+        super().__init__(*args, task_cls=task_cls, **options)
+
+    def send_task(
+        self,
+        name: str,
+        args: Any = None,
+        kwargs: Any = None,
+        countdown: float | None = None,
+        eta: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Do as Celery's does, with a row of the outbox where a transaction is open.
+
+        `using` names the database whose transaction it is. Raises TransactionRequired
+        and DuplicateMessage as `send_message()` does.
+        """
+        usual = super().send_task
+
+        def send(task_id: str | None, producer: Any) -> Any:
+            return usual(
+                name, args, kwargs, countdown, eta, task_id, producer, *rest, **options
+            )
+
+        return call(
+            self,
+            name,
+            send,
+            task_id=task_id,
+            producer=producer,
+            using=options.pop("using", None),
+            nesting=options.get("replaced_task_nesting", 0),
+        )

@@ -1,0 +1,223 @@
+"""Hop 1 for Celery: a task is called, and its message becomes a row of the outbox.
+
+Celery makes the message as ever, with its routing, canvas and ids; a producer that
+stands in for kombu's keeps what would be published. No broker and no result backend is
+asked. What continues a running task is sent and not stored: a row would be rolled back
+together with the task.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from celery._state import get_current_worker_task
+from django.apps import apps
+from django.db import connections, router
+
+from .. import conf, tracing, wire
+from ..brokers.celery.publication import HEADER, Publication
+from ..django_internals import in_block
+from ..envelope.message import new_id
+from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
+from . import masks
+from .backends import without_asking
+from .running import current_run
+
+if TYPE_CHECKING:
+    from ..models.outbox_store import NewMessage
+    from ..sending.scope import Scope
+
+Send = Callable[[str | None, Any], Any]
+
+
+class StoringProducer:
+    """Stands in for kombu's producer while a task's message is made."""
+
+    serializer = None
+
+    def __init__(self) -> None:
+        self.published: list[Publication] = []
+
+    def publish(self, body: Any, **given: Any) -> None:
+        """Keep what kombu's would send."""
+        self.published.append(Publication.make(body, given))
+
+    @property
+    def connection(self) -> StoringProducer:
+        """What Celery asks for errors' translation, and for nothing else."""
+        return self
+
+    def _reraise_as_library_errors(self) -> Any:
+        return nullcontext()
+
+
+def call(
+    app: Any,
+    name: str,
+    send: Send,
+    *,
+    task_id: str | None,
+    producer: Any,
+    using: str | None,
+    nesting: int,
+) -> Any:
+    """Call `send(task_id, producer)`, and store what it publishes if a transaction is
+    open. Returns its result."""
+    if isinstance(producer, StoringProducer) or not apps.models_ready:
+        return send(task_id, producer)
+    if _continues(task_id, nesting):
+        return _send_later(send, app, task_id, producer)
+    # Not above: an app is made before Django's models can be imported.
+    from ..sending.scope import current_scope
+
+    current = current_scope()
+    alias = using or (current and current.using) or _outbox()
+    if not in_block(connections[alias]):
+        if conf.get().CELERY.REQUIRE_ATOMIC and producer is None and not in_worker():
+            raise TransactionRequired(
+                f"The task {name!r} was called with no transaction open on database "
+                f'{alias!r}, and TXMSG["CELERY"]["REQUIRE_ATOMIC"] is True. Wrap the '
+                f"call and your own queries in transaction.atomic(using={alias!r})."
+            )
+        return send(task_id, producer)
+    is_new, derived = task_id is None, False
+    if task_id is None:
+        derived = current is not None and current.cause is not None
+        task_id = str(_derived(current) if derived and current else new_id())
+    stand_in = StoringProducer()
+    without_asking(app)
+    result = send(task_id, stand_in)
+    _store(app, name, task_id, stand_in.published, alias, current, is_new, derived)
+    return result
+
+
+def in_worker() -> bool:
+    """Return whether a task is being worked on in this thread."""
+    return get_current_worker_task() is not None
+
+
+def _outbox() -> str:
+    from ..models import OutboxMessage
+
+    return str(router.db_for_write(OutboxMessage))
+
+
+def _continues(task_id: str | None, nesting: int) -> bool:
+    """Return whether this is the retry or the replacement of the task that runs: one
+    has its id, the other is nested deeper."""
+    task = get_current_worker_task()
+    if task is None:
+        return False
+    request = task.request
+    nested = getattr(request, "replaced_task_nesting", 0) or 0
+    return (task_id is not None and task_id == request.id) or nesting > nested
+
+
+def _send_later(send: Send, app: Any, task_id: str | None, producer: Any) -> Any:
+    """Send at once; in a OnceTask, once its transaction has ended."""
+    run = current_run()
+    if run is None:
+        return send(task_id, producer)
+    stand_in = StoringProducer()
+    without_asking(app)
+    result = send(task_id, stand_in)
+    run.later += stand_in.published
+    return result
+
+
+def _derived(current: Scope) -> uuid.UUID:
+    """Return the id of what a stage or a OnceTask calls: the same at each run."""
+    assert current.cause is not None
+    service = conf.get().SERVICE
+    ordinal = next(current.ordinals)
+    return wire.derived_id(service, current.cause.id, current.stage, ordinal)
+
+
+def _store(
+    app: Any,
+    name: str,
+    task_id: str,
+    published: Sequence[Publication],
+    alias: str,
+    current: Scope | None,
+    is_new: bool,
+    derived: bool,
+) -> None:
+    from ..sending.outbox import store_ready
+
+    task, *task.then = published
+    if len(task.body) > conf.get().MAX_MESSAGE_BYTES:
+        raise InvalidMessage(
+            f"The arguments of {name!r} have {len(task.body)} bytes; at most "
+            f'{conf.get().MAX_MESSAGE_BYTES} are taken (TXMSG["MAX_MESSAGE_BYTES"]). '
+            f"Store them elsewhere and send an id."
+        )
+    row = _row(app, name, task_id, task, current)
+    store_ready(
+        [row], alias, new_ids=is_new and not derived, derived=[row.message_id] * derived
+    )
+
+
+def _row(
+    app: Any, name: str, task_id: str, task: Publication, current: Scope | None
+) -> NewMessage:
+    from ..models.outbox_store import NewMessage
+
+    message_id, destination = identity(task_id), place(name)
+    root = str(task.headers.get("root_id") or task_id)
+    if current is not None and current.cause is not None:
+        root = current.cause.correlation_id or str(current.cause.id)
+    masks.apply(destination, task)
+    headers: dict[str, str] = {}
+    tracing.stored(message_id, destination, headers)
+    headers[HEADER] = task.text()
+    return NewMessage(
+        message_id=message_id,
+        broker=broker_of(app),
+        destination=destination,
+        content_type=task.content_type,
+        body=task.body,
+        correlation_id=root[: wire.MAX_CORRELATION_ID],
+        session_id=current.session_id if current else None,
+        headers=headers,
+    )
+
+
+#: What no destination may be called.
+_NO_NAME = re.compile(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.\-]")
+
+
+def place(name: str) -> str:
+    """Return the destination, or the stage, that a task is shown as: its name."""
+    return _NO_NAME.sub("_", name)[:255]
+
+
+def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
+    """Return a task's id as ours are. A task that replaces itself keeps its id, and is
+    another one."""
+    try:
+        if not nesting:
+            return uuid.UUID(task_id)
+    except ValueError:
+        pass
+    return uuid.uuid5(wire.NAMESPACE, f"celery/{task_id}/{nesting}")
+
+
+def broker_of(app: Any) -> str:
+    """Return the alias of the broker that has this app. Raises ConfigurationError."""
+    from ..brokers.celery.broker import load_app
+
+    app = getattr(app, "_get_current_object", lambda: app)()
+    for alias, entry in conf.get().BROKERS.items():
+        url = entry.get("URL", "")
+        if url.startswith("celery://") and load_app(url) is app:
+            return str(alias)
+    raise ConfigurationError(
+        f'No entry of TXMSG["BROKERS"] has the Celery app {app.main!r}: add one like '
+        f'"celery": {{"URL": "celery://shop.celery:app"}}, with the module that your '
+        f"app is in."
+    )

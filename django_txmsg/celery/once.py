@@ -1,0 +1,262 @@
+"""Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
+
+record (done already? then its result) → begin → run the task, which calls and sends →
+keep its result → commit → send its retry or its replacement. Celery settles the
+delivery, and sends what comes next in its chain, by what is returned or raised.
+Whatever is killed between two of these steps, the next delivery goes on from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from typing import Any
+
+from celery.exceptions import Ignore, Reject, Retry, WorkerLostError
+from django.db import DatabaseError, InterfaceError, connections, router
+from django.db.models.functions import Now
+from kombu.exceptions import EncodeError
+from kombu.serialization import dumps, loads
+from kombu.utils import json
+
+from .. import conf, signals, wire
+from ..brokers.celery.publication import Publication
+from ..consuming.attempt import MARK_AGAIN_AFTER
+from ..consuming.transaction import StageTransaction, guarded, lost_conflict
+from ..django_internals import in_block
+from ..envelope.message import Message
+from ..models import InboxMessage
+from ..models.inbox_record import Seen
+from ..sending import storing
+from ..sending.scope import Scope, in_scope
+from ..stages import TransactionDefinition
+from ..upkeep import outage
+from . import running
+from .calling import identity, place
+
+log = logging.getLogger("django_txmsg.celery")
+
+#: Times that a task runs again at once after its transaction lost against another.
+MAX_CONFLICTS = 10
+#: Seconds before a delivery goes back to the broker while the database is away.
+PAUSE = 2.0
+#: Of the note of what was done: whether the task was replaced, what it sends later.
+_NOTE = "celery"
+
+
+def run_once(task: Any, args: Any, kwargs: Any) -> Any:
+    """Run a task whose request is open, and return its result, or that of the delivery
+    that has done its work before.
+
+    Raises what the task raises, with everything rolled back; Reject, to have the
+    message delivered again, while the database or Celery's broker is away.
+    """
+    once = _Once(task, args, kwargs)
+    try:
+        return once.process()
+    except (DatabaseError, InterfaceError) as error:
+        if task.request.is_eager or not outage.is_away(error):
+            raise
+        connections[once.using].close()
+        log.warning(
+            "task %s[%s] goes back to its queue, since the database is away: %s",
+            task.name, task.request.id, error,
+        )  # fmt: skip
+        threading.Event().wait(PAUSE)
+        raise Reject(error, requeue=True) from error
+
+
+class _Once:
+    """One delivery."""
+
+    def __init__(self, task: Any, args: Any, kwargs: Any) -> None:
+        self.task, self.args, self.kwargs = task, args, kwargs
+        request = task.request
+        self.using = task.using or str(router.db_for_write(InboxMessage))
+        self.message = Message(
+            id=identity(request.id, request.replaced_task_nesting or 0),
+            destination=place(task.name),
+            body=None,
+            correlation_id=str(request.root_id or request.id)[:255],
+            service=conf.get().SERVICE,
+        )
+        self.inbox = InboxMessage.objects.db_manager(self.using)
+
+    def process(self) -> Any:
+        """Take the delivery from its record to its result."""
+        seen = self.inbox.record(self.message.destination, [self.message])[
+            self.message.id
+        ]
+        if seen.processed:
+            return self._again(seen)
+        if seen.dead:
+            # It failed, as Celery has told, and somebody has sent it once more.
+            self.inbox.filter(pk=seen.id).update(dead_at=None, attempts=1)
+        elif seen.attempt - self.task.request.retries > _most():
+            self._fail(seen, lost := _worker_lost())
+            raise lost
+        conflicts = 0
+        while True:
+            try:
+                return self._attempt(seen)
+            except _LostRace:
+                return self._again(seen)
+            except (Retry, Reject, Ignore):
+                raise
+            except Exception as error:
+                if conflicts < MAX_CONFLICTS and lost_conflict(error):
+                    conflicts += 1
+                    wait = random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311
+                    threading.Event().wait(wait)
+                    continue
+                if not outage.is_away(error):
+                    self._fail(seen, error)
+                raise
+
+    def _attempt(self, seen: Seen) -> Any:
+        run, outer = running.Run(), running.current_run()
+        running.enter(run)
+        ignored: Ignore | None = None
+        try:
+            began = time.monotonic()
+            with StageTransaction(TransactionDefinition(using=self.using)):
+                if not self.inbox.take(seen.id):
+                    raise _LostRace
+                with in_scope(self._scope()):
+                    result = None
+                    with guarded(self.using):
+                        try:
+                            result = self.task.run(*self.args, **self.kwargs)
+                        except Ignore as error:
+                            # It is done, or done by its replacement.
+                            ignored = error
+                    storing.flush(self.using)
+                slow = time.monotonic() - began > MARK_AGAIN_AFTER
+                self._keep(seen, run.later, result, ignored, slow)
+        except Retry:
+            # Rolled back, and only now does the next attempt leave.
+            self._send(run.later)
+            raise
+        finally:
+            running.enter(outer)
+        self._send(run.later)
+        if ignored is not None:
+            raise ignored
+        return result
+
+    def _scope(self) -> Scope:
+        service, cause = conf.get().SERVICE, self.message
+        return Scope(
+            session_id=wire.session_id(service, cause.id, cause.destination),
+            using=self.using,
+            cause=cause,
+            stage=cause.destination,
+            gathers=connections[self.using],
+        )
+
+    def _keep(
+        self,
+        seen: Seen,
+        later: list[Publication],
+        result: Any,
+        ignored: Ignore | None,
+        slow: bool,
+    ) -> None:
+        """Note what a copy has to return, and to send, as the task's own message."""
+        if slow:
+            self.inbox.finish([seen.id])
+        if result is None and ignored is None and not later:
+            return
+        note: dict[str, Any] = {}
+        if ignored is not None:
+            note["ignored"] = str(ignored)
+        if later:
+            note["later"] = [[one.text(), one.body, one.content_type] for one in later]
+        conf_of = self.task.app.conf
+        serializer = self.task.serializer or conf_of.task_serializer
+        try:
+            content_type, encoding, data = dumps(result, serializer=serializer)
+        except EncodeError as error:
+            log.warning(
+                "the result of %s cannot be kept for copies of its message, which "
+                "will return None: %s", self.task.name, error,
+            )  # fmt: skip
+            content_type, encoding, data = dumps(None, serializer="json")
+        self.inbox.filter(pk=seen.id).update(
+            headers={
+                wire.CONTENT_TYPE: content_type,
+                "content-encoding": encoding,
+                _NOTE: json.dumps(note),
+            },
+            body=data.encode(encoding) if isinstance(data, str) else data,
+            processed_at=Now(),
+        )
+
+    def _again(self, seen: Seen) -> Any:
+        """Do for a copy what the first delivery did after its commit, if it was killed
+        before that."""
+        row = self.inbox.filter(pk=seen.id).values("headers", "body").first()
+        signals.announce(
+            signals.message_duplicate,
+            id=self.message.id,
+            destination=self.message.destination,
+            stage=self.message.destination,
+        )
+        if row is None or row["body"] is None:
+            return None
+        headers = row["headers"]
+        note = json.loads(headers[_NOTE])
+        self._send([Publication.read(*one) for one in note.get("later", ())])
+        if "ignored" in note:
+            raise Ignore(note["ignored"])
+        content_type = headers[wire.CONTENT_TYPE]
+        return loads(
+            bytes(row["body"]),
+            content_type,
+            headers["content-encoding"],
+            accept={content_type},
+        )
+
+    def _send(self, later: list[Publication]) -> None:
+        """Hand what continues the task to Celery's broker. Raises Reject without it:
+        then the task's message comes again, and this with it."""
+        if not later:
+            return
+        app = self.task.app
+        policy = app.conf.task_publish_retry_policy
+        try:
+            with app.producer_or_acquire() as producer:
+                for one in [more for first in later for more in (first, *first.then)]:
+                    one.publish(
+                        producer,
+                        declare=one.entities(),
+                        retry=True,
+                        retry_policy=policy,
+                    )
+        except Exception as error:
+            raise Reject(error, requeue=True) from error
+
+    def _fail(self, seen: Seen, error: BaseException) -> None:
+        """Note a failure, which Celery reports by its own means."""
+        if in_block(connections[self.using]):
+            return
+        with contextlib.suppress(DatabaseError, InterfaceError):
+            self.inbox.mark_dead(seen.id, f"{type(error).__name__}: {error}"[:2000])
+
+
+class _LostRace(Exception):
+    """Another copy was worked on while this one waited for the lock."""
+
+
+def _most() -> int:
+    return conf.get().REDELIVERY.MAX_REDELIVERIES + 1
+
+
+def _worker_lost() -> WorkerLostError:
+    return WorkerLostError(
+        f"{_most()} deliveries of this task began and never ended: each time its "
+        f"worker died with it. Look for memory, signals and native crashes."
+    )

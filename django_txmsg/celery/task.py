@@ -1,0 +1,81 @@
+"""Task classes: one whose calls are stored, and one whose work takes effect once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery.contrib.django.task import DjangoTask
+
+from .calling import call
+
+
+class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints
+    """A task whose calls inside a transaction leave with its commit.
+
+    For apps that keep Celery's own class: `task_cls` takes the string
+    "django_txmsg.celery:TransactionalTask". What `send_task()` and signatures of tasks
+    that are not registered send then goes around it.
+    """
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        *rest: Any,
+        using: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Do as Celery's does, with a row of the outbox where a transaction is open.
+
+        `using` names the database whose transaction it is. Raises TransactionRequired
+        and DuplicateMessage as `send_message()` does.
+        """
+        usual = super().apply_async
+
+        def send(task_id: str | None, producer: Any) -> Any:
+            return usual(args, kwargs, task_id, producer, *rest, **options)
+
+        app = self._get_app()
+        if app.conf.task_always_eager:
+            return send(task_id, producer)
+        return call(
+            app,
+            self.name,
+            send,
+            task_id=task_id,
+            producer=producer,
+            using=using,
+            nesting=options.get("replaced_task_nesting", 0),
+        )
+
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """Call the task: its row leaves on the commit, and a crash loses none."""
+        self.apply_async(args, kwargs)
+
+    def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """The same with `apply_async()`'s arguments."""
+        self.apply_async(*args, **kwargs)
+
+
+class OnceTask(TransactionalTask):
+    """A task whose work in the database takes effect once.
+
+    The note that it was done, its work and what it calls or sends are one transaction,
+    on the database that `using` names, or else the router. What comes again returns the
+    first one's result, so that a chain goes on. The task must not be slow: its
+    transaction is open as long as it runs.
+    """
+
+    #: After the commit, so that a worker that dies leaves the message with the broker.
+    acks_late = True
+    reject_on_worker_lost = True
+    using: str | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.request.called_directly:
+            return super().__call__(*args, **kwargs)
+        from .once import run_once
+
+        return run_once(self, args, kwargs)

@@ -1,0 +1,108 @@
+"""Whether Celery is set so that no task is lost on its way, nor done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.checks import CheckMessage, Error, Warning
+
+from .. import conf, stages
+from ..envelope.broker_url import split_url
+
+#: Transports that keep messages in the memory of one process.
+_NOWHERE = ("memory", "memory+socket")
+
+
+def check() -> Iterator[CheckMessage]:
+    """Look at each app that a celery:// URL names."""
+    brokers = conf.get().BROKERS
+    urls = {alias: entry.get("URL", "") for alias, entry in brokers.items()}
+    celerys = [alias for alias in urls if split_url(urls[alias]).scheme == "celery"]
+    for alias in celerys:
+        # Only here: without such a URL, Celery need not be installed.
+        from ..brokers.celery.broker import load_app
+
+        where = f'TXMSG["BROKERS"]["{alias}"]'
+        app = load_app(urls[alias])
+        for message, hint in (*_lossy(app), *_once(app)):
+            yield Error(f"{where}: {message}", hint=hint, id="txmsg.E020")
+        yield from _plain(where, app)
+    yield from _consumed(celerys)
+
+
+def _lossy(app: Any) -> Iterator[tuple[str, str]]:
+    settings = app.conf
+    backend = str(settings.result_backend or "")
+    if backend.startswith(("rpc", "amqp")):
+        yield (
+            f"the result backend {backend.partition('://')[0]}:// sends results to the "
+            f"process that called a task, and the relay calls it for another.",
+            "Use a backend that stores results, such as Redis or a database, or none.",
+        )
+    if settings.task_protocol != 2:
+        yield (
+            f"task_protocol is {settings.task_protocol}, and messages are stored as "
+            f"protocol 2 has them.",
+            "Leave task_protocol at 2.",
+        )
+    transport = str(settings.broker_url or "").partition("://")[0]
+    if transport in _NOWHERE:
+        yield (
+            f"the transport {transport}:// keeps tasks in the memory of one process.",
+            "Set broker_url to a broker that the workers share.",
+        )
+    if settings.task_default_delivery_mode in ("transient", 1):
+        yield (
+            "task_default_delivery_mode is transient: the broker forgets tasks when it "
+            "is restarted, after the relay has its confirm for them.",
+            'Leave task_default_delivery_mode at "persistent".',
+        )
+
+
+def _once(app: Any) -> Iterator[tuple[str, str]]:
+    from ..celery import OnceTask
+
+    for name, task in sorted(app.tasks.items()):
+        if not isinstance(task, OnceTask):
+            continue
+        for option in ("acks_late", "reject_on_worker_lost"):
+            if not getattr(task, option):
+                yield (
+                    f"the OnceTask {name!r} has {option}=False: a worker that dies "
+                    f"takes it along.",
+                    f"Leave {option} to OnceTask.",
+                )
+
+
+def _plain(where: str, app: Any) -> Iterator[CheckMessage]:
+    from ..celery import Celery, TransactionalTask
+
+    if not isinstance(app, Celery) and not issubclass(app.Task, TransactionalTask):
+        yield Warning(
+            f"{where}: the app is Celery's own, and its tasks are too: what is called "
+            f"inside a transaction goes to the broker at once, and not through the "
+            f"outbox.",
+            hint="Write `from django_txmsg.celery import Celery`, or give the app "
+            'task_cls="django_txmsg.celery:TransactionalTask".',
+            id="txmsg.W020",
+        )
+
+
+def _consumed(celerys: list[str]) -> Iterator[CheckMessage]:
+    for stage in stages.all_stages():
+        if stage.broker in celerys:
+            yield Error(
+                f"Stage {stage.name!r} consumes from the broker {stage.broker!r}, "
+                f"whose messages are tasks for Celery's workers.",
+                hint="Give the stage another broker, or make it a Celery task.",
+                id="txmsg.E021",
+            )
+    if "default" in celerys:
+        yield Error(
+            'TXMSG["BROKERS"]["default"] is a Celery app\'s broker, which carries '
+            "tasks only: messages and control messages have nowhere to go.",
+            hint='Name it "celery", and leave "default" at database:// if there is no '
+            "other broker.",
+            id="txmsg.E021",
+        )

@@ -1,0 +1,125 @@
+"""A project's Celery application that calls its tasks through the outbox.
+
+Its workers are started by the tests, with their broker in the environment; the tests
+themselves call its tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from celery import chain
+from django.db import transaction
+
+from django_txmsg.celery import Celery, OnceTask
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "tests.settings")
+
+app = Celery("tests.shop", set_as_current=False)
+app.conf.update(
+    broker_url=os.environ.get("TXMSG_TEST_CELERY_URL", "amqp://127.0.0.1:1//"),
+    broker_connection_timeout=2,
+    broker_transport_options=(
+        {"visibility_timeout": 5, "polling_interval": 0.1}
+        if "redis" in os.environ.get("TXMSG_TEST_CELERY_URL", "")
+        else {}
+    ),
+    result_backend=os.environ.get("TXMSG_TEST_CELERY_RESULTS") or None,
+    task_default_queue=os.environ.get("TXMSG_TEST_CELERY_QUEUE", "tests.celery"),
+    worker_hijack_root_logger=False,
+)
+
+
+class Mortal(OnceTask):
+    """Dies once after its commit, where the file says so: before anything that Celery
+    does then."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
+        if note.exists():
+            whole_worker = note.read_text() == "worker"
+            note.unlink()
+            if whole_worker:
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+
+@app.task
+def add(x: int, y: int) -> int:
+    """Add two numbers."""
+    return x + y
+
+
+def effect(task: Any, name: str) -> None:
+    """Leave a trace of an execution in the database. Nothing is unique."""
+    from tests.app.models import Effect
+
+    Effect.objects.create(name=name, message_id=str(task.request.id))
+
+
+@app.task(bind=True)
+def step(self: Any, *given: Any, **named: Any) -> list[Any]:
+    """Leave a trace, each time, and return what was given."""
+    effect(self, f"step {json.dumps(given)}")
+    return list(given)
+
+
+@app.task(bind=True, base=Mortal)
+def charge(self: Any, *given: Any) -> list[Any]:
+    """Leave a trace once, and call another task."""
+    effect(self, f"charge {json.dumps(given)}")
+    step.delay("called by", *given)
+    return list(given)
+
+
+@app.task(bind=True, base=OnceTask, default_retry_delay=0, max_retries=3)
+def retried(self: Any, times: int) -> int:
+    """Retry so many times, after a trace that must not stay."""
+    effect(self, f"retried {self.request.retries}")
+    if self.request.retries < times:
+        raise self.retry()
+    return int(self.request.retries)
+
+
+@app.task(bind=True, base=OnceTask)
+def replaced(self: Any, *given: Any) -> Any:
+    """Leave a trace, and let another task finish the work."""
+    effect(self, "replaced")
+    return self.replace(chain(step.s("first", *given), step.s("second")))
+
+
+@app.task(bind=True)
+def replaced_inside(self: Any) -> Any:
+    """Be replaced within a transaction of its own."""
+    with transaction.atomic():
+        effect(self, "rolled back")
+        return self.replace(step.s("replacement"))
+
+
+@app.task(bind=True, default_retry_delay=0)
+def retried_inside(self: Any) -> int:
+    """Retry once within a transaction of its own."""
+    with transaction.atomic():
+        effect(self, f"retried inside {self.request.retries}")
+        if not self.request.retries:
+            raise self.retry()
+        return int(self.request.retries)
+
+
+@app.task(bind=True, base=OnceTask)
+def failing(self: Any) -> None:
+    """Leave a trace that is rolled back."""
+    effect(self, "failing")
+    raise ValueError("no good")
+
+
+@app.task(base=OnceTask)
+def poison() -> None:
+    """Take the worker's process along."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,71 @@
+"""A real Celery worker as a process, on a real broker and the database of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.faults import ROOT, wait_until
+from tests.services.keeper import KEEPER
+
+#: Started without what workers tell each other, which takes a second.
+QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
+BROKERS = {
+    "default": {"URL": "database://"},
+    "celery": {"URL": "celery://tests.celery_shop:app"},
+}
+
+
+def environment(url: str, **more: str) -> dict[str, str]:
+    """Return the environment of a process that uses `tests.celery_shop`."""
+    txmsg = {"SERVICE": "tests", "BROKERS": BROKERS, "DISPATCH_ON_COMMIT": "off"}
+    return {
+        **os.environ,
+        "C_FORCE_ROOT": "1",
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "TXMSG_TEST_CELERY_URL": url,
+        "TXMSG_TEST_SETTINGS": json.dumps(txmsg),
+        **more,
+    }
+
+
+class CeleryWorker:
+    """A worker; leaving the `with` block kills what is left of it."""
+
+    def __init__(self, directory: Path, url: str, **more: str) -> None:
+        self.log = directory / f"worker-{len(list(directory.iterdir()))}.log"
+        command = ["-m", "celery", "-A", "tests.celery_shop", "worker", *QUIET]
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *command, "--concurrency", "1", "--loglevel", "INFO"],
+                cwd=ROOT,
+                env=environment(url, **more),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        KEEPER.watch(self.process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> CeleryWorker:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+        KEEPER.forget(self.process.pid)
+
+    def said(self) -> str:
+        """Return what it wrote."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for_end(self) -> None:
+        """Wait until the worker is gone."""
+        wait_until(lambda: self.process.poll() is not None, message=self.said)

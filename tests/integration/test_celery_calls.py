@@ -1,0 +1,388 @@
+"""A task that is called inside a transaction is a row of the outbox, as it would have
+been sent, and asks neither a broker nor a result backend, which are both down here."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery as PlainCelery
+from celery import chain, chord, group
+from celery.contrib.django.task import DjangoTask
+from django.db import transaction
+from django.test import override_settings
+from kombu.exceptions import OperationalError
+
+from django_txmsg import Message, outbox_session
+from django_txmsg.brokers import get_broker, make_broker
+from django_txmsg.brokers.base import Outgoing
+from django_txmsg.brokers.celery.publication import Publication
+from django_txmsg.celery import Celery, TransactionalTask
+from django_txmsg.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    ConfigurationError,
+    DispatchRejected,
+    DuplicateMessage,
+    InvalidMessage,
+    TransactionRequired,
+)
+from django_txmsg.models import OutboxMessage
+from django_txmsg.testing import drain, outbox_messages
+from tests.app.models import Effect
+from tests.celery_shop import add, app, charge, step
+from tests.running import IMPATIENT, committing, declared, send, ship, txmsg
+from tests.running import step as take
+
+pytestmark = committing
+
+DOWN = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture(autouse=True)
+def celery() -> Iterator[None]:
+    """The app's broker and its result backend are down."""
+    before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
+    app.conf.update(broker_url="amqp://127.0.0.1:1//", result_backend=DOWN)
+    app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
+    _forget_connections()
+    with through("tests.celery_shop:app"):
+        yield
+    app.conf.update(before)
+    _forget_connections()
+
+
+def _forget_connections() -> None:
+    app._after_fork()
+    vars(app._local).pop("backend", None)
+    app._backend_cache = None
+
+
+def through(path: str, **more: Any) -> override_settings:
+    """Return settings in which the Celery app at `path` has a broker."""
+    brokers = {**IMPATIENT["BROKERS"], "celery": {"URL": f"celery://{path}"}}
+    return txmsg(BROKERS=brokers, **more)
+
+
+def stored() -> list[tuple[str, Any, Publication]]:
+    """Return of each row the task's name, its arguments, and its message."""
+    found = []
+    for row in OutboxMessage.objects.order_by("id"):
+        assert row.broker == "celery"
+        assert row.state == "pending"
+        one = Publication.read(row.headers["celery"], bytes(row.body), row.content_type)
+        assert one.headers["task"] == row.destination
+        found.append((row.destination.split(".")[-1], json.loads(one.body)[0], one))
+    return found
+
+
+def test_delay_is_a_row_that_commits_with_the_data() -> None:
+    with transaction.atomic():
+        result = add.delay(1, 2)
+        Effect.objects.create(name="order", message_id="1")
+
+    ((name, args, message),) = stored()
+    assert (name, args) == ("add", [1, 2])
+    row = OutboxMessage.objects.get()
+    assert result.id == str(row.message_id) == message.headers["id"]
+    assert row.correlation_id == message.headers["root_id"]
+    assert message.properties["correlation_id"] == result.id
+    assert message.properties["delivery_mode"] == 2
+
+
+def test_a_rolled_back_transaction_calls_nothing() -> None:
+    with transaction.atomic():
+        add.delay(1, 2)
+        transaction.set_rollback(True)
+
+    assert stored() == []
+
+
+def test_outside_of_a_transaction_it_is_as_with_celery() -> None:
+    app.conf.result_backend = None  # which Celery asks first
+    _forget_connections()
+    with pytest.raises(OperationalError):
+        add.apply_async((1, 2), retry=False)
+
+    assert stored() == []
+
+
+def test_outside_of_a_transaction_it_is_an_error_where_settings_say_so() -> None:
+    with through("tests.celery_shop:app", CELERY={"REQUIRE_ATOMIC": True}):
+        with pytest.raises(TransactionRequired, match=r"shop\.add"):
+            add.delay(1, 2)
+        with pytest.raises(TransactionRequired):
+            app.send_task("elsewhere.task")
+        with transaction.atomic():
+            add.delay(1, 2)
+
+    assert len(stored()) == 1
+
+
+def test_countdown_eta_expires_priority_and_queue_are_in_the_message() -> None:
+    eta = dt.datetime(2040, 1, 1, tzinfo=dt.timezone.utc)
+    with transaction.atomic():
+        add.apply_async((1, 1), countdown=60)
+        add.apply_async((2, 2), eta=eta)
+        add.apply_async((3, 3), expires=eta, priority=7)
+        add.apply_async((4, 4), queue="other", headers={"tenant": "a"}, shadow="sum")
+
+    later, at, prior, other = (message for *_, message in stored())
+    in_a_minute = dt.datetime.fromisoformat(later.headers["eta"])
+    left = in_a_minute - dt.datetime.now(dt.timezone.utc)
+    assert dt.timedelta(0) < left <= dt.timedelta(seconds=60)
+    assert at.headers["eta"] == eta.isoformat()
+    assert prior.headers["expires"] == eta.isoformat()
+    assert prior.properties["priority"] == 7
+    assert (other.routing_key, other.headers["tenant"]) == ("other", "a")
+    assert other.headers["shadow"] == "sum"
+    assert [queue.name for queue in other.entities()] == ["other"]
+    # The relay hands over all of them now: Celery's workers keep the times.
+    assert {row.due_at <= row.created_at for row in OutboxMessage.objects.all()} == {
+        True
+    }
+
+
+def test_a_chain_is_its_first_task_with_the_rest_in_it() -> None:
+    with transaction.atomic():
+        result = chain(add.s(1, 2), add.s(3), add.s(4)).delay()
+
+    ((name, args, message),) = stored()
+    _, _, embedded = json.loads(message.body)
+    assert (name, args) == ("add", [1, 2])
+    rest = [one["options"]["task_id"] for one in embedded["chain"]]
+    assert [result.id, result.parent.id, result.parent.parent.id] == [
+        *rest,
+        message.headers["id"],
+    ]
+
+
+def test_a_group_and_chunks_are_a_row_for_each_task() -> None:
+    with transaction.atomic():
+        result = group(add.s(i, i) for i in range(3)).delay()
+        add.chunks(zip(range(4), range(4), strict=True), 2).apply_async()
+
+    *members, first, second = stored()
+    assert [args for _, args, _ in members] == [[0, 0], [1, 1], [2, 2]]
+    assert [one.id for one in result] == [one.headers["id"] for *_, one in members]
+    assert {one.headers["group"] for *_, one in members} == {result.id}
+    assert [first[0], second[0]] == ["starmap", "starmap"]
+
+
+def test_links_and_error_links_are_in_the_message() -> None:
+    with transaction.atomic():
+        add.apply_async((1, 2), link=add.s(3), link_error=step.s("error"))
+
+    ((_, _, message),) = stored()
+    _, _, embedded = json.loads(message.body)
+    assert [one["args"] for one in embedded["callbacks"]] == [[3]]
+    assert [one["task"] for one in embedded["errbacks"]] == ["tests.celery_shop.step"]
+
+
+def test_send_task_and_signatures_of_unregistered_tasks_are_rows() -> None:
+    with transaction.atomic():
+        app.send_task("elsewhere.one", [1], {"two": 2})
+        app.signature("elsewhere.two", (3,)).delay()
+        chain(app.signature("elsewhere.three"), add.s(1)).apply_async()
+
+    names = [row.destination for row in OutboxMessage.objects.order_by("id")]
+    assert names == ["elsewhere.one", "elsewhere.two", "elsewhere.three"]
+
+
+def test_delay_on_commit_is_a_row_too() -> None:
+    with transaction.atomic():
+        add.delay_on_commit(1, 2)
+        add.apply_async_on_commit((3, 4), countdown=5)
+
+    assert [args for _, args, _ in stored()] == [[1, 2], [3, 4]]
+
+
+def test_a_chord_needs_its_backend() -> None:
+    with pytest.raises(Exception, match="onnect"), transaction.atomic():
+        chord([add.s(1, 1), add.s(2, 2)], step.s()).delay()
+
+    assert stored() == []
+
+
+@pytest.mark.filterwarnings("default:Call to deprecated:DeprecationWarning:celery")
+def test_results_of_a_group_are_watched_once_somebody_waits(redis: Any) -> None:
+    app.conf.result_backend = redis.url(3)
+    _forget_connections()
+    with transaction.atomic():
+        result = group(add.s(1, 1), add.s(2, 2)).delay()
+    for number, one in enumerate(result):
+        app.backend.store_result(one.id, number, "SUCCESS")
+
+    assert result.get(timeout=30) == [0, 1]
+
+
+def test_a_task_called_twice_with_one_id_is_stored_once() -> None:
+    given = str(uuid.uuid4())
+    with transaction.atomic():
+        add.apply_async((1, 2), task_id=given)
+        with pytest.raises(DuplicateMessage):
+            add.apply_async((1, 2), task_id=given)
+        add.apply_async((1, 2), task_id="no uuid")
+
+    assert [one.headers["id"] for *_, one in stored()] == [given, "no uuid"]
+
+
+def test_the_transaction_may_be_another_database_s() -> None:
+    with transaction.atomic(using="other"):
+        add.apply_async((1, 2), using="other")
+
+    assert stored() == []
+    assert OutboxMessage.objects.using("other").count() == 1
+
+
+def test_in_a_session_it_belongs_to_the_session() -> None:
+    with outbox_session() as session:
+        add.delay(1, 2)
+        assert session.stored == 1
+
+    assert OutboxMessage.objects.get(broker="celery").session_id is not None
+
+
+def test_a_stage_that_runs_again_calls_the_same_task() -> None:
+    called: list[str] = []
+
+    def handle(message: Message) -> None:
+        called.append(add.delay(message.body, 1).id)
+        if len(called) == 1:
+            raise ValueError("once more")
+
+    with declared(handle) as stage:
+        message = send(stage.destination, 1)
+        take(stage, 2)
+
+    row = OutboxMessage.objects.get(broker="celery")
+    assert called == [str(row.message_id)] * 2
+    assert row.correlation_id == str(message.id)
+
+
+def test_a_plain_app_stores_by_the_class_of_its_tasks() -> None:
+    task_cls = "django_txmsg.celery:TransactionalTask"
+    global plain
+    plain = PlainCelery(
+        "plain", set_as_current=False, broker="amqp://127.0.0.1:1//", task_cls=task_cls
+    )
+
+    @plain.task
+    def shipped(order: int) -> None: ...
+
+    assert isinstance(shipped, DjangoTask)
+    assert issubclass(plain.Task, TransactionalTask)
+    with through(f"{__name__}:plain"), transaction.atomic():
+        shipped.apply_async((1,), countdown=5)
+        chain(shipped.s(1), shipped.si(2)).delay()
+        group(shipped.s(3), shipped.s(4)).delay()
+        shipped.delay_on_commit(5)
+
+    assert [args for _, args, _ in stored()] == [[1], [1], [3], [4], [5]]
+
+
+def test_eager_tasks_run_where_they_are_called() -> None:
+    app.conf.task_always_eager = True
+    try:
+        with transaction.atomic():
+            assert add.delay(1, 2).get() == 3
+    finally:
+        app.conf.task_always_eager = False
+
+    assert stored() == []
+
+
+def test_arguments_that_cannot_be_written_leave_the_transaction_usable() -> None:
+    with transaction.atomic():
+        with pytest.raises(Exception, match="serializable"):
+            add.delay(object(), 1)
+        add.delay(1, 2)
+
+    assert len(stored()) == 1
+
+
+def test_arguments_that_are_too_large_are_refused() -> None:
+    with (
+        through("tests.celery_shop:app", MAX_MESSAGE_BYTES=1000),
+        transaction.atomic(),
+        pytest.raises(InvalidMessage, match="1000"),
+    ):
+        step.delay("x" * 1000)
+
+
+def test_an_app_without_a_broker_says_what_to_add() -> None:
+    lone = Celery("lone", set_as_current=False)
+    with transaction.atomic(), pytest.raises(ConfigurationError, match="celery://"):
+        lone.send_task("anything")
+
+
+def hidden(destination: str, headers: dict[str, str], body: Any) -> Any:
+    """Mask every argument."""
+    args, kwargs, embedded = body
+    masked = dict.fromkeys(kwargs, "***")
+    return headers, [["***"] * len(args), masked, embedded]
+
+
+def broken(destination: str, headers: dict[str, str], body: Any) -> Any:
+    """Fail."""
+    raise ValueError("no good")
+
+
+@pytest.mark.parametrize("mask", ["hidden", "broken"])
+def test_what_is_written_of_arguments_respects_the_mask(mask: str) -> None:
+    app.conf.task_send_sent_event = True
+    try:
+        with (
+            through("tests.celery_shop:app", MASK=f"{__name__}.{mask}"),
+            transaction.atomic(),
+        ):
+            step.apply_async(("secret",), {"card": "secret"})
+    finally:
+        app.conf.task_send_sent_event = False
+
+    ((_, args, message),) = stored()
+    assert args == ["secret"]
+    assert "secret" not in OutboxMessage.objects.get().headers["celery"]
+    if mask == "hidden":
+        assert "***" in message.headers["argsrepr"]
+        assert "card" in message.headers["kwargsrepr"]
+    (event,) = message.then
+    assert b"secret" not in event.body
+
+
+def test_a_broker_that_is_down_costs_no_attempt() -> None:
+    with transaction.atomic():
+        add.delay(1, 2)
+
+    with pytest.raises(BrokerUnavailable):
+        ship(broker="celery")
+
+    row = OutboxMessage.objects.get()
+    assert (row.attempts, row.lease_token, row.dispatched_at) == (0, None, None)
+
+
+def test_a_test_drains_what_was_called() -> None:
+    with transaction.atomic():
+        charge.delay(7)
+
+    drained = drain()
+
+    assert drained.dispatched == 1
+    ((args, _, _),) = [one.body for one in outbox_messages("tests.celery_shop.charge")]
+    assert args == [7]
+
+
+def test_a_message_that_is_no_task_s_is_refused() -> None:
+    broker = make_broker("celery", "celery://tests.celery_shop:app")
+    assert broker.check() == []
+    app.conf.broker_url = "memory://"
+    with get_broker("celery").open() as session:
+        (outcome,) = session.send([Outgoing("orders.place", {}, b"{}")])
+        with pytest.raises(BrokerError, match="only sends"):
+            session.subscribe("orders.place", prefetch=1)
+
+    assert isinstance(outcome, DispatchRejected)

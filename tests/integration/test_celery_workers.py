@@ -1,0 +1,288 @@
+"""Tasks through the outbox on real brokers, worked by real workers that are killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from celery import chain, chord, group
+from django.db import transaction
+
+from django_txmsg.errors import BrokerUnavailable
+from django_txmsg.models import InboxMessage, OutboxMessage
+from django_txmsg.relaying.lane import Lane
+from tests.app.models import Effect
+from tests.celery_shop import (
+    add,
+    app,
+    charge,
+    failing,
+    replaced,
+    replaced_inside,
+    retried,
+    retried_inside,
+    step,
+)
+from tests.celery_worker import BROKERS, CeleryWorker, environment
+from tests.faults import ROOT, wait_until
+from tests.running import committing, ship, txmsg
+from tests.services import RabbitMQ, Redis
+from tests.services.stomp_server import PASSWORD, USER
+
+pytestmark = [
+    committing,
+    pytest.mark.filterwarnings("default:Call to deprecated:DeprecationWarning"),
+]
+
+Start = Callable[..., CeleryWorker]
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    """The broker's URL, of the server that the test names."""
+    kind = getattr(request, "param", "rabbitmq")
+    server = request.getfixturevalue(kind)
+    return str(server.url() if kind == "redis" else amqp_url(server))
+
+
+def amqp_url(server: RabbitMQ) -> str:
+    """Return where RabbitMQ speaks AMQP."""
+    return f"amqp://{USER}:{PASSWORD}@127.0.0.1:{server.amqp_port}//"
+
+
+on_both = pytest.mark.parametrize("url", ["rabbitmq", "redis"], indirect=True)
+
+
+@pytest.fixture
+def worker(url: str, tmp_path: Path) -> Iterator[Start]:
+    """Start workers on an empty queue, which end with the test."""
+    before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
+    app.conf.update(broker_url=url)
+    app._after_fork()
+    with app.connection_for_write() as connection:
+        queue = app.amqp.default_queue(connection.default_channel)
+        queue.declare()
+        queue.purge()
+    directory = tmp_path / "workers"
+    directory.mkdir()
+    with ExitStack() as stack:
+        stack.enter_context(txmsg(BROKERS=BROKERS))
+
+        def start(**more: str) -> CeleryWorker:
+            more.setdefault("TXMSG_TEST_CELERY_DIE", str(tmp_path / "die"))
+            return stack.enter_context(CeleryWorker(directory, url, **more))
+
+        yield start
+    app.conf.update(before)
+    app._after_fork()
+
+
+def effects(prefix: str = "") -> list[str]:
+    """Return the traces that executions have left, in their order."""
+    rows = Effect.objects.filter(name__startswith=prefix).order_by("id")
+    return list(rows.values_list("name", flat=True))
+
+
+def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
+    """Wait until these traces are there, while the relay works, and no others."""
+
+    def there() -> bool:
+        ship(broker="celery")
+        return set(expected) <= set(effects(prefix))
+
+    wait_until(there, deadline=60, message=lambda: f"{effects()}\n{worker.said()}")
+    assert sorted(effects(prefix)) == sorted(expected)
+
+
+@on_both
+def test_what_is_called_is_worked_once_it_has_committed(
+    worker: Start, redis: Redis
+) -> None:
+    """Chains, groups, links, a countdown, a chord, retries and replacements."""
+    app.conf.result_backend = redis.url(1)
+    vars(app._local).pop("backend", None)
+    with transaction.atomic():
+        step.delay("lost")
+        transaction.set_rollback(True)
+    with transaction.atomic():
+        chain(charge.s(1), step.s("after charge")).delay()
+        group(step.s("of a group", i) for i in range(2)).delay()
+        step.apply_async(("linked",), link=step.s("link"), countdown=1)
+        chord([add.s(1, 1), add.s(2, 2)], step.s("body")).delay()
+        retried.delay(1)
+        retried_inside.delay()
+        replaced.delay()
+        replaced_inside.delay()
+        result = failing.delay()
+
+    one = worker(TXMSG_TEST_CELERY_RESULTS=redis.url(1))
+    worked(
+        one,
+        "charge [1]",
+        'step ["called by", 1]',
+        'step [[1], "after charge"]',
+        'step ["of a group", 0]',
+        'step ["of a group", 1]',
+        'step ["linked"]',
+        'step [["linked"], "link"]',
+        'step [[2, 4], "body"]',
+        "retried 1",
+        "retried inside 1",
+        "replaced",
+        'step ["first"]',
+        'step [["first"], "second"]',
+        'step ["replacement"]',
+    )
+    with pytest.raises(ValueError, match="no good"):
+        result.get(timeout=60)
+    inbox = InboxMessage.objects.get(stage="tests.celery_shop.failing")
+    assert (inbox.state, inbox.last_error) == ("dead", "ValueError: no good")
+
+
+def test_a_copy_of_a_once_task_goes_on_with_the_chain(worker: Start) -> None:
+    with transaction.atomic():
+        chain(charge.s(1), charge.s(2), step.s("end")).delay()
+    ship(broker="celery")
+    OutboxMessage.objects.update(dispatched_at=None)  # sent once more
+
+    one = worker()
+    end = 'step [[[1], 2], "end"]'
+
+    def twice() -> bool:
+        ship(broker="celery")
+        return effects().count(end) == 2
+
+    wait_until(twice, deadline=60, message=one.said)
+    assert effects("charge") == ["charge [1]", "charge [[1], 2]"]
+
+
+@pytest.mark.parametrize(
+    ("url", "who"),
+    [
+        ("rabbitmq", "child"),
+        ("rabbitmq", "worker"),
+        pytest.param("redis", "child", marks=pytest.mark.soak),
+        pytest.param("redis", "worker", marks=pytest.mark.soak),  # half a minute
+    ],
+    indirect=["url"],
+)
+def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
+    worker: Start, tmp_path: Path, who: str
+) -> None:
+    (tmp_path / "die").write_text(who)
+    with transaction.atomic():
+        chain(charge.s(1), charge.s(2), step.s("end")).delay()
+    one = worker()
+    if who == "worker":
+        ship(broker="celery")
+        one.wait_for_end()
+        one = worker()
+
+    worked(
+        one,
+        "charge [1]",
+        'step ["called by", 1]',
+        "charge [[1], 2]",
+        'step ["called by", [1], 2]',
+        'step [[[1], 2], "end"]',
+    )
+    assert not (tmp_path / "die").exists()
+    first = InboxMessage.objects.get(stage="tests.celery_shop.charge", deliveries=2)
+    assert (first.state, first.attempts) == ("processed", 1)
+
+
+DIES_AFTER_ITS_COMMIT = """
+import os, signal, django
+django.setup()
+from django.db import transaction
+from tests.app.models import Order
+from tests.celery_shop import step
+with transaction.atomic():
+    Order.objects.create(number="A-1")
+    step.delay("of a process that died")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_process_called_that_died_after_its_commit_is_worked(
+    worker: Start, url: str
+) -> None:
+    died = subprocess.run(
+        [sys.executable, "-c", DIES_AFTER_ITS_COMMIT],
+        cwd=ROOT, env=environment("amqp://127.0.0.1:1//"), capture_output=True,
+    )  # fmt: skip
+    assert died.returncode == -9, died.stderr.decode()
+
+    worked(worker(), 'step ["of a process that died"]')
+
+
+def test_what_is_called_while_the_broker_is_down_arrives_later(
+    worker: Start, rabbitmq: RabbitMQ
+) -> None:
+    lane = Lane("default", "celery")
+    try:
+        for number in range(3):
+            with transaction.atomic():
+                for _ in range(20):
+                    step.delay("restart", number)
+            if number == 1:
+                rabbitmq.kill()
+                with pytest.raises(BrokerUnavailable):
+                    lane.dispatch()
+                lane.close()
+                rabbitmq.start()
+            if number == 2:
+                rabbitmq.close_all_connections()
+            wait_until(lambda: not lane.dispatch() and not _pending(), deadline=60)
+    finally:
+        lane.close()
+
+    with app.connection_for_write() as connection:
+        queue = app.amqp.default_queue(connection.default_channel)
+        assert queue.queue_declare(passive=True).message_count >= 60
+
+
+def _pending() -> int:
+    return OutboxMessage.objects.filter(dispatched_at=None).count()
+
+
+def test_a_task_that_the_broker_refuses_is_refused_alone(
+    worker: Start, rabbitmq: RabbitMQ
+) -> None:
+    with app.connection_for_write() as connection:
+        connection.default_channel.queue_declare(
+            "tests.celery.other", durable=False, auto_delete=False
+        )
+    with transaction.atomic():
+        step.delay("before")
+        step.apply_async(("refused",), queue="tests.celery.other")
+        step.apply_async(("no such exchange",), exchange="nowhere", routing_key="x")
+        step.delay("after")
+
+    ship(broker="celery")
+
+    rows = OutboxMessage.objects.order_by("id")
+    assert [row.dispatched_at is not None for row in rows] == [True, False, False, True]
+    assert "cannot be declared" in rows[1].last_error
+    assert "nowhere" in rows[2].last_error
+    assert {row.attempts for row in rows} == {0, 1}
+
+
+@pytest.mark.soak  # each death takes Celery a second
+def test_a_once_task_that_kills_its_worker_every_time_ends(
+    worker: Start, url: str
+) -> None:
+    with transaction.atomic():
+        app.signature("tests.celery_shop.poison").delay()
+    ship(broker="celery")
+    one = worker()
+
+    dead = InboxMessage.objects.filter(dead_at__isnull=False)
+    wait_until(dead.exists, deadline=90, message=one.said)
+    row = InboxMessage.objects.get()
+    assert row.last_error.startswith("WorkerLostError")
+    assert row.attempts == 8

@@ -1,0 +1,178 @@
+"""Celery's settings under which a task would be lost, or done twice, are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery as PlainCelery
+from django.core.checks import CheckMessage
+from django.test import override_settings
+from kombu import Exchange, Queue
+from kombu.entity import binding
+
+from django_txmsg.brokers.celery.publication import Publication
+from django_txmsg.celery import Celery, OnceTask
+from django_txmsg.checks import check
+from tests.celery_shop import app
+from tests.running import declared
+
+plain = PlainCelery("plain", set_as_current=False, broker="amqp://")
+careless = Celery("careless", set_as_current=False, broker="amqp://")
+
+
+@careless.task(base=OnceTask, acks_late=False, shared=False)
+def lost() -> None:
+    """Be acknowledged before it is done."""
+
+
+def through(path: str, alias: str = "celery") -> override_settings:
+    brokers = {
+        "default": {"URL": "database://"},
+        alias: {"URL": f"celery://{path}"},
+    }
+    return override_settings(TXMSG={"SERVICE": "tests", "BROKERS": brokers})
+
+
+def found() -> list[tuple[str, str]]:
+    messages: list[CheckMessage] = check()
+    return [(str(one.id), str(one.msg)) for one in messages]
+
+
+@pytest.fixture
+def usual() -> Iterator[None]:
+    """Put the app's settings back after the test."""
+    names = ("broker_url", "result_backend", "task_protocol")
+    before = {name: app.conf[name] for name in (*names, "task_default_delivery_mode")}
+    yield
+    app.conf.update(before)
+
+
+def test_nothing_is_found_where_all_is_well() -> None:
+    with through("tests.celery_shop:app"):
+        assert found() == []
+
+
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("result_backend", "rpc://", "rpc://"),
+        ("task_protocol", 1, "task_protocol"),
+        ("broker_url", "memory://", "memory://"),
+        ("task_default_delivery_mode", "transient", "transient"),
+    ],
+)
+def test_a_setting_that_loses_tasks_is_an_error(
+    name: str, value: Any, said: str
+) -> None:
+    app.conf.update({name: value})
+    with through("tests.celery_shop:app"):
+        ((code, message),) = found()
+
+    assert code == "txmsg.E020"
+    assert said in message
+
+
+def test_a_once_task_that_is_acknowledged_early_is_an_error() -> None:
+    with through(f"{__name__}:careless"):
+        ((code, message),) = found()
+
+    assert (code, "acks_late=False" in message) == ("txmsg.E020", True)
+
+
+def test_an_app_whose_tasks_go_around_the_outbox_is_a_warning() -> None:
+    with through(f"{__name__}:plain"):
+        ((code, _),) = found()
+
+    assert code == "txmsg.W020"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("tests.nowhere:app", "ModuleNotFoundError"),
+        ("tests.celery_shop:nobody", "AttributeError"),
+        ("tests.celery_shop:step", "not a Celery app"),
+    ],
+)
+def test_a_url_that_names_no_app_is_an_error(path: str, said: str) -> None:
+    with through(path):
+        ((code, message),) = found()
+
+    assert code == "txmsg.E003"
+    assert said in message
+
+
+def test_a_stage_cannot_consume_tasks_nor_can_the_default_broker_be_celery_s() -> None:
+    with (
+        through("tests.celery_shop:app"),
+        declared(lambda message: None, broker="celery"),
+    ):
+        assert [code for code, _ in found()] == ["txmsg.E021"]
+    with through("tests.celery_shop:app", alias="default"):
+        assert [code for code, _ in found()] == ["txmsg.E021"]
+
+
+def test_without_celery_the_import_says_what_to_install() -> None:
+    program = "import sys; sys.modules['celery'] = None; import django_txmsg.celery"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+
+    assert done.returncode == 1
+    assert 'Run: pip install "django_txmsg[celery]"' in done.stderr
+
+
+def test_an_app_is_made_before_django_s_models() -> None:
+    program = (
+        "from django_txmsg.celery import Celery, OnceTask\n"
+        "app = Celery('early')\n"
+        "app.task(base=OnceTask)(print)\n"
+        "import django\n"
+        "django.setup()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_publication_is_read_as_it_was_written() -> None:
+    exchange = Exchange("orders", type="topic", durable=False)
+    queue = Queue(
+        "orders.eu",
+        exchange,
+        routing_key="eu.#",
+        max_priority=9,
+        queue_arguments={"x-queue-type": "quorum"},
+    )
+    bound = Queue("orders.de", bindings=[binding(exchange, routing_key="de.#")])
+    made = Publication.make(
+        ((1,), {"b": 2}, {}),
+        {
+            "serializer": "json",
+            "compression": "zlib",
+            "headers": {"id": "1", "raw": b"\x00\xff"},
+            "exchange": exchange,
+            "routing_key": "eu.1",
+            "declare": [queue, bound],
+            "delivery_mode": None,
+            "priority": 0,
+            "retry": True,
+        },
+    )
+    made.then.append(Publication.make({"type": "task-sent"}, {"serializer": "json"}))
+
+    again = Publication.read(made.text(), made.body, made.content_type)
+
+    assert again == made
+    assert again.headers["compression"] == "application/x-gzip"
+    assert again.properties == {"priority": 0, "delivery_mode": exchange.delivery_mode}
+    assert again.entities() == [queue, bound]
+    assert again.entities()[0].exchange == exchange
+    assert again.entities()[1].bindings == bound.bindings
