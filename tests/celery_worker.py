@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from celery.backends.redis import RedisBackend
+from kombu import pools
+
+from tests.celery_shop import app
 from tests.faults import ROOT, wait_until
 from tests.services.keeper import KEEPER
 
@@ -33,6 +37,18 @@ def environment(url: str, **more: str) -> dict[str, str]:
         "TXMSG_TEST_SETTINGS": json.dumps(txmsg),
         **more,
     }
+
+
+def forget_connections() -> None:
+    """Close what this process's app has open, so that its settings count anew."""
+    backend = vars(app._local).pop("backend", None)
+    app._backend_cache = None
+    if isinstance(backend, RedisBackend):
+        backend.result_consumer.stop()
+        backend.client.close()
+        backend.client.connection_pool.disconnect()
+    pools.reset()
+    app._after_fork()
 
 
 class CeleryWorker:

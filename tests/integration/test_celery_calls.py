@@ -35,6 +35,7 @@ from django_txmsg.models import OutboxMessage
 from django_txmsg.testing import drain, outbox_messages
 from tests.app.models import Effect
 from tests.celery_shop import add, app, charge, step
+from tests.celery_worker import forget_connections
 from tests.running import IMPATIENT, committing, declared, send, ship, txmsg
 from tests.running import step as take
 
@@ -49,17 +50,11 @@ def celery() -> Iterator[None]:
     before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
     app.conf.update(broker_url="amqp://127.0.0.1:1//", result_backend=DOWN)
     app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
-    _forget_connections()
+    forget_connections()
     with through("tests.celery_shop:app"):
         yield
     app.conf.update(before)
-    _forget_connections()
-
-
-def _forget_connections() -> None:
-    app._after_fork()
-    vars(app._local).pop("backend", None)
-    app._backend_cache = None
+    forget_connections()
 
 
 def through(path: str, **more: Any) -> override_settings:
@@ -104,7 +99,7 @@ def test_a_rolled_back_transaction_calls_nothing() -> None:
 
 def test_outside_of_a_transaction_it_is_as_with_celery() -> None:
     app.conf.result_backend = None  # which Celery asks first
-    _forget_connections()
+    forget_connections()
     with pytest.raises(OperationalError):
         add.apply_async((1, 2), retry=False)
 
@@ -211,7 +206,7 @@ def test_a_chord_needs_its_backend() -> None:
 @pytest.mark.filterwarnings("default:Call to deprecated:DeprecationWarning:celery")
 def test_results_of_a_group_are_watched_once_somebody_waits(redis: Any) -> None:
     app.conf.result_backend = redis.url(3)
-    _forget_connections()
+    forget_connections()
     with transaction.atomic():
         result = group(add.s(1, 1), add.s(2, 2)).delay()
     for number, one in enumerate(result):

@@ -27,7 +27,7 @@ from tests.celery_shop import (
     retried_inside,
     step,
 )
-from tests.celery_worker import BROKERS, CeleryWorker, environment
+from tests.celery_worker import BROKERS, CeleryWorker, environment, forget_connections
 from tests.faults import ROOT, wait_until
 from tests.running import committing, ship, txmsg
 from tests.services import RabbitMQ, Redis
@@ -62,7 +62,7 @@ def worker(url: str, tmp_path: Path) -> Iterator[Start]:
     """Start workers on an empty queue, which end with the test."""
     before = {name: app.conf[name] for name in ("broker_url", "result_backend")}
     app.conf.update(broker_url=url)
-    app._after_fork()
+    forget_connections()
     with app.connection_for_write() as connection:
         queue = app.amqp.default_queue(connection.default_channel)
         queue.declare()
@@ -78,7 +78,7 @@ def worker(url: str, tmp_path: Path) -> Iterator[Start]:
 
         yield start
     app.conf.update(before)
-    app._after_fork()
+    forget_connections()
 
 
 def effects(prefix: str = "") -> list[str]:
@@ -104,7 +104,7 @@ def test_what_is_called_is_worked_once_it_has_committed(
 ) -> None:
     """Chains, groups, links, a countdown, a chord, retries and replacements."""
     app.conf.result_backend = redis.url(1)
-    vars(app._local).pop("backend", None)
+    forget_connections()
     with transaction.atomic():
         step.delay("lost")
         transaction.set_rollback(True)
