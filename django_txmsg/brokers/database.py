@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import logging
+import re
 import threading
 import time
 import uuid
@@ -221,6 +222,7 @@ class DatabaseSession(Session):
                     queue=queue,
                     headers=dict(one.headers),
                     body=one.body,
+                    **_priority(one),
                     available_at=Now() + Value(dt.timedelta(seconds=one.delay))
                     if one.delay
                     else Now(),
@@ -236,9 +238,11 @@ class DatabaseSession(Session):
         )
 
     def _claim(self, limit: int) -> list[Delivery]:
-        rows = self._rows.claim(
-            self._queue, self._token, limit=limit, lease=self._lease
-        )
+        rows = (
+            self._rows.claim_by_priority
+            if wire.is_task(self._destination)
+            else self._rows.claim
+        )(self._queue, self._token, limit=limit, lease=self._lease)
         self._held.update(pk for pk, *_ in rows)
         if rows:
             self._keeping.begin()
@@ -280,3 +284,14 @@ class DatabaseSession(Session):
             if outage.is_away(error):
                 outage.discard(self.using)
             raise BrokerUnavailable(f"database {self.using!r}: {error}") from error
+
+
+def _priority(outgoing: Outgoing) -> dict[str, int]:
+    """Return the column that says a task's priority, where it is not as usual."""
+    given = outgoing.headers.get(wire.TASK_PRIORITY, "")
+    if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
+        return {}
+    return {"priority": int(given)}
+
+
+_PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)

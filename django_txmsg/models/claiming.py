@@ -27,24 +27,28 @@ def claim_sql(
     returning: str,
     before: str = "",
     also: str = "TRUE",
+    rank: str = "",
 ) -> str:
     """Return SQL that takes rows of `table`, the first ones by their column `due`.
 
     `where` speaks of candidates as `c` and needs no clock that moves within the
     statement: an index can then end the search at the first row that is not due.
     `assign`, `also` (a last condition) and `returning` speak of the row as `o`, and may
-    look at `picked (id, due)`. `before` is a CTE to begin with. The parameters come in
-    this order: of `before`, of `where`, then `bounds()`, of `assign`, of `also`, of
-    `returning`.
+    look at `picked (id, due)`. `before` is a CTE to begin with. Higher values of the
+    column `rank` come first, whatever is due first. The parameters come in this order:
+    of `before`, of `where`, then `bounds()`, of `assign`, of `also`, of `returning`.
     """
+    ranked, highest = (f", c.{rank}", f"{rank} DESC, ") if rank else ("", "")
     return f"""
         WITH {before and before + ","} found AS MATERIALIZED (
-            SELECT c.id, c.{due} AS due, length(c.body) AS size FROM {table} c
+            SELECT c.id, c.{due} AS due, length(c.body) AS size{ranked} FROM {table} c
             WHERE {where}
-            ORDER BY c.{due}, c.id LIMIT %s {skip_locked_sql(connection)}),
+            ORDER BY {highest and f"c.{highest}"}c.{due}, c.id LIMIT %s
+            {skip_locked_sql(connection)}),
         picked AS MATERIALIZED (
             SELECT id, due FROM (
-                SELECT id, due, size, sum(size) OVER (ORDER BY due, id) AS total
+                SELECT id, due, size,
+                    sum(size) OVER (ORDER BY {highest}due, id) AS total
                 FROM found) AS summed
             WHERE total <= %s OR total = size)
         UPDATE {table} AS o SET {assign}

@@ -54,6 +54,12 @@ class TransactionalBackend(BaseTaskBackend):
     supports_async_task = True
     supports_get_result = True
 
+    @property
+    def supports_priority(self) -> bool:  # type: ignore[override]  # by the settings
+        """Whether tasks of higher priority come first: with the embedded broker."""
+        broker = conf.get().BROKERS.get(self._given.BROKER)
+        return broker is not None and broker.get("URL", "").startswith("database:")
+
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
         # What is wrong with them, `manage.py check` says.

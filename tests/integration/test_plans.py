@@ -46,7 +46,7 @@ def store(count: int) -> None:
 
 
 def read_for(work: Callable[[], Any]) -> int:
-    """Return how many rows the plan of a statement reads in all its steps."""
+    """Return how many rows the plans of its statements read in all their steps."""
     said: list[Any] = []
 
     def explained(execute: Any, sql: str, params: Any, *rest: Any) -> Any:
@@ -59,10 +59,11 @@ def read_for(work: Callable[[], Any]) -> int:
 
     with connection.execute_wrapper(explained):
         work()
-    ((top,),) = said
+    assert said
     return sum(
         (step["Actual Rows"] + step.get("Rows Removed by Filter", 0))
         * step["Actual Loops"]
+        for (top,) in said
         for step in steps(top["Plan"])
     )
 
@@ -194,3 +195,22 @@ def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
         rows = QueueMessage.objects.claim("tests.q", uuid.uuid4(), limit=1, lease=60)
         parked = QueueMessage.objects.filter(deliveries=1).count()
     assert (len(rows), parked) == (1, 1)
+
+
+def test_tasks_are_found_by_priority_and_not_sorted() -> None:
+    queue = "tests.tasks.default"
+    QueueMessage.objects.create(queue=queue, body=b"x")
+    copies(QueueMessage)
+    for priority in (-5, 5):
+        QueueMessage.objects.create(queue=queue, body=b"x", priority=priority)
+    claimed: list[Any] = []
+
+    def work() -> None:
+        claimed.extend(
+            QueueMessage.objects.claim_by_priority(
+                queue, uuid.uuid4(), limit=10, lease=60
+            )
+        )
+
+    assert read_for(work) < 200
+    assert len(claimed) == 10

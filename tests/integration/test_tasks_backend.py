@@ -266,6 +266,45 @@ def test_the_queue_is_looked_at_again_when_a_task_is_enqueued() -> None:
             async_to_sync(task.aenqueue)()
 
 
+@pytest.mark.parametrize("wrong", [101, -101, 3.1])
+def test_an_impossible_priority_is_refused(wrong: Any) -> None:
+    with pytest.raises(InvalidTask, match="priority must be a whole number between"):
+        jobs.nothing.using(priority=wrong)
+
+
+def test_priority_is_for_the_embedded_broker() -> None:
+    assert task_backends["default"].supports_priority
+    stomp = {"default": {"URL": "stomp://user:password@localhost"}}
+    with txmsg(BROKERS=stomp), pytest.raises(InvalidTask, match="setting priority"):
+        jobs.nothing.using(priority=1)
+    with tasks(OPTIONS={"BROKER": "gone"}):
+        assert not task_backends["default"].supports_priority
+
+
+def test_a_higher_priority_comes_first(mode: str) -> None:
+    given = [0, -100, 7, 0, 100, -1, 7, 1]
+    sent = [jobs.note.using(priority=one).enqueue(str(one)) for one in given]
+    drain()
+    worked = [int(name) for name in Effect.objects.values_list("name", flat=True)]
+    assert worked == sorted(given, reverse=True)
+    for one, priority in zip(sent, given, strict=True):
+        one.refresh()
+        assert one.task.priority == priority
+
+
+@committing
+def test_no_other_queue_has_priorities() -> None:
+    with transaction.atomic():
+        for priority in ("1", "99999", "x", "٣", ""):
+            send_message("plain", 1, headers={"task-priority": priority})
+            send_message(f"{QUEUE}.x", 1, headers={"task-priority": priority})
+    call_command("relay", once=True)
+    plain = QueueMessage.objects.filter(queue="plain")
+    assert set(plain.values_list("priority", flat=True)) == {0}
+    others = QueueMessage.objects.exclude(queue="plain").order_by("pk")
+    assert list(others.values_list("priority", flat=True)) == [1, 0, 0, 0, 0]
+
+
 def test_a_naive_run_after_is_refused() -> None:
     with pytest.raises(InvalidTask, match="run_after must be an aware datetime"):
         jobs.nothing.using(run_after=dt.datetime.now())
