@@ -36,6 +36,8 @@ ISOLATION_LEVELS = (
 #: Seconds that a handler can be given at most: PostgreSQL counts them in milliseconds,
 #: in an integer.
 MAX_TIMEOUT = 7 * 86_400.0
+Order = Literal["block", "skip"]
+ORDERS: tuple[Order, ...] = ("block", "skip")
 
 Handler = Callable[[Message], Any]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -96,6 +98,8 @@ class Stage:
     broker: str = "default"
     batch: int = 1
     timeout: float | None = None
+    #: Whether messages of one key run in their order, and what a dead one does to it.
+    ordered: Order | None = None
     #: The annotation of the body that the handler takes; None: it takes the message.
     accepts: Any = None
     #: What `resolved()` has found out.
@@ -197,6 +201,7 @@ def stage(
     broker: str = "default",
     batch: int = 1,
     timeout: float | None = None,
+    ordered: Order | None = None,
 ) -> Declaring[Body]: ...
 @overload
 def stage(
@@ -211,6 +216,7 @@ def stage(
     broker: str = "default",
     batch: int = 1,
     timeout: float | None = None,
+    ordered: Order | None = None,
 ) -> Callable[[Decorated], Decorated]: ...
 def stage(
     destination: str | Destination[Any],
@@ -224,6 +230,7 @@ def stage(
     broker: str = "default",
     batch: int = 1,
     timeout: float | None = None,
+    ordered: Order | None = None,
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
@@ -237,11 +244,13 @@ def stage(
     is threads a process; `batch` messages share one transaction, each in a savepoint.
     `timeout`: seconds for one execution of the handler. Its query is cancelled then, it
     can make no other, and the attempt fails with StageTimedOut.
+    `ordered`: messages of one key run one at a time, in the order in which they left;
+    a dead one holds up its followers ("block") or does not ("skip").
 
     Raises ConfigurationError for a name that is taken and for what cannot be.
     """
     destination = check_destination(str(destination))
-    _check(transaction, isolation, concurrency, batch, timeout)
+    _check(transaction, isolation, concurrency, batch, timeout, ordered)
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(handler):
@@ -263,6 +272,7 @@ def stage(
             broker=broker,
             batch=batch,
             timeout=timeout,
+            ordered=ordered,
         )
         register(declared)
         return handler
@@ -321,6 +331,7 @@ def _check(
     concurrency: int,
     batch: int,
     timeout: float | None,
+    ordered: str | None,
 ) -> None:
     if transaction not in TRANSACTION_MODES:
         raise ConfigurationError(
@@ -334,6 +345,10 @@ def _check(
     if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
         raise ConfigurationError(
             f"timeout={timeout!r} is no number of seconds above 0, and a week at most."
+        )
+    if ordered is not None and ordered not in ORDERS:
+        raise ConfigurationError(
+            f"ordered={ordered!r} is none of {', '.join(ORDERS)}, or None."
         )
 
 

@@ -17,6 +17,8 @@ MESSAGE_ID = "txmsg-id"
 SERVICE = "txmsg-service"
 CREATED = "txmsg-created"
 KEY = "txmsg-key"
+#: Of a message with a key, the one before it: `ID;at=INSTANT`.
+AFTER = "txmsg-after"
 #: What the body is: `NAME;v=N;min=M`.
 TYPE = "txmsg-type"
 EXPIRES = "txmsg-expires"
@@ -78,6 +80,7 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     SERVICE,
     CREATED,
     KEY,
+    AFTER,
     TYPE,
     EXPIRES,
     *TWIN_NAMES,
@@ -247,6 +250,17 @@ def _instant(text: str | None) -> dt.datetime | None:
         return None
 
 
+def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
+    """Return the id of the message before this one in the order of its key, and the
+    instant of that one's place, as far as both are legible."""
+    before, _, at = headers.get(AFTER, "").partition(";at=")
+    try:
+        instant = parse_instant(at)
+        return uuid.UUID(before), instant.astimezone(dt.timezone.utc)
+    except (ValueError, OverflowError):
+        return None
+
+
 def traceparent(headers: Mapping[str, str]) -> str | None:
     """Return a message's trace context, unless it is none that W3C knows."""
     found = headers.get(TRACEPARENT, "")
@@ -290,11 +304,13 @@ def digest(headers: Mapping[str, str], body: bytes) -> str:
 
 def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers to store with a copy of a message that keeps its body: what
-    its sender wrote, and what says how to read that body."""
+    its sender wrote, what says how to read that body, and its place among those of its
+    key."""
     kept = senders(headers)
     kept.pop(CORRELATION_ID, None)  # a column of its own
-    if TYPE in headers:
-        kept[TYPE] = headers[TYPE]
+    for name in (TYPE, AFTER):
+        if name in headers:
+            kept[name] = headers[name]
     return kept
 
 

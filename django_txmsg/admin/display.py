@@ -24,6 +24,7 @@ TONES = {
     "redelivering": "warn",
     "overdue": "bad",
     "needs newer code": "warn",
+    "in line": "warn",
     "in flight": "busy",
     "running": "busy",
     "paused": "warn",

@@ -8,6 +8,7 @@ from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from ..models import InboxMessage, StageState
@@ -20,19 +21,20 @@ from .filters import AgeFilter, PlaceFilter, StateFilter
 from .received import is_held, shown_state, with_state
 
 #: Due for long; what a paused stage would take is not.
-OVERDUE_HERE = Q(due_at__lt=Now() - OVERDUE, needs_version=None) & ~Q(
+OVERDUE_HERE = Q(due_at__lt=Now() - OVERDUE, needs_version=None, waits_for=None) & ~Q(
     stage__in=StageState.objects.filter(paused_at__isnull=False).values("stage")
 )
 
 
 class InboxStateFilter(StateFilter):
-    """Redelivering, overdue, in need of newer code, processed or dead."""
+    """Redelivering, in line, overdue, in need of newer code, processed or dead."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
         """Return what each choice means."""
         return {
-            "redelivering": Q(due_at__isnull=False),
+            "redelivering": Q(due_at__isnull=False, waits_for=None),
+            "in-line": Q(waits_for__isnull=False),
             "overdue": OVERDUE_HERE,
             "newer": Q(due_at__isnull=False, needs_version__isnull=False),
             "processed": Q(processed_at__isnull=False),
@@ -84,6 +86,9 @@ class InboxAdmin(MessageAdmin):
         """When a parked message is tried again."""
         if row.due_at is None:
             return "-"
+        if row.waits_for is not None:
+            before = display.short_id(row.waits_for)
+            return format_html("after {} of its key", before)
         if row.needs_version is not None:
             return f"with {row.needs_type} {row.needs_version}"
         return "when resumed" if is_held(row) else display.ago(row.due_at)

@@ -17,6 +17,7 @@ from django.shortcuts import render
 
 from .. import conf
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from ..monitoring import turns
 from . import body as bodies
 from .addresses import led
 from .base import ReadOnlyAdmin
@@ -51,7 +52,9 @@ class MessagePages:
             attempts = list(rows.order_by("-pk")[:MOST_ATTEMPTS])
         if may["dead"]:
             rows = DeadLetter.objects.using(using).filter(message_id=message_id)
-            letters = list(rows.defer("body", "headers").order_by("pk"))
+            letters = list(rows.defer("body").order_by("pk"))
+            for letter in letters:
+                letter.order = turns.note(letter)
         known = [*outbox, *inbox, *letters]
         if not known:
             messages.warning(

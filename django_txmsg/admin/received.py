@@ -29,6 +29,8 @@ def is_held(row: InboxMessage) -> bool:
 def shown_state(row: InboxMessage) -> str:
     """Return the word for a row of with_state()."""
     if row.due_at is not None:
+        if row.waits_for is not None:
+            return "in line"
         if row.needs_version is not None:
             return "needs newer code"
         late = timezone.now() - row.due_at > OVERDUE and not is_held(row)

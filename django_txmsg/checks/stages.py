@@ -31,7 +31,7 @@ def check() -> list[CheckMessage]:
     """Return what is wrong with stages, databases and retention."""
     found: list[CheckMessage] = []
     for stage in stages.all_stages():
-        for look in (_definition, _broker, _isolation, _codec, _middleware):
+        for look in (_definition, _broker, _isolation, _codec, _middleware, _order):
             found += look(stage)
     return [*found, *_misnamed(), *_databases(), *_retention(), *_contract()]
 
@@ -141,6 +141,34 @@ def _middleware(stage: Stage) -> Iterator[CheckMessage]:
             hint="Have the middleware do its work inside of the transaction, or raise "
             "MiddlewareNotUsed for this stage.",
             id="txmsg.W007",
+        )
+
+
+def _order(stage: Stage) -> Iterator[CheckMessage]:
+    if stage.ordered is None:
+        return
+    if stage.transaction != "outbox":
+        yield Error(
+            f"Stage {stage.name!r} is ordered and has "
+            f'transaction="{stage.transaction}": which messages of a key are '
+            f"processed, the inbox of mode outbox knows.",
+            hint='Use transaction="outbox", or leave ordered= out.',
+            id="txmsg.E060",
+        )
+    others = [
+        one.name
+        for one in stages.all_stages()
+        if one.name != stage.name
+        and (one.broker, one.destination) == (stage.broker, stage.destination)
+        and not wire.is_topic(one.destination)
+    ]
+    if others:
+        yield Error(
+            f"Stage {stage.name!r} is ordered and shares the queue "
+            f"{stage.destination!r} with {', '.join(map(repr, others))}: each gets "
+            f"some of its messages, and waits for the others.",
+            hint="Give the queue one stage, or send to a topic.",
+            id="txmsg.E061",
         )
 
 

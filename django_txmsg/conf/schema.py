@@ -23,6 +23,9 @@ class RelaySettings:
     """Broker connections that one relay process sends over side by side."""
     MAX_ATTEMPTS: int = 7
     """Dispatches of a message the broker rejects, before it is dead."""
+    LINK_KEYS: bool = True
+    """Whether a message with a key tells which one of that key left before it, for the
+    stages that are `ordered`, here or in other services."""
     BREAKER_MAX_PAUSE: float = 30.0
     """Longest pause, in seconds, between probes of a broker that is down."""
 
@@ -142,6 +145,9 @@ class Settings:
     """Whether the admin may redeliver an edited copy."""
     MASK: str | None = None
     """Dotted path of a function that masks personal data before it is shown."""
+    ORDER_PATIENCE: float = 900.0
+    """Seconds after which a message that waits in an ordered stage for the one before
+    it is shown, and with ordered="skip" no longer waits for one that has not come."""
     CODECS: tuple[str, ...] = ()
     """Dotted paths of codecs that read and write typed bodies, asked in this order,
     before pydantic."""

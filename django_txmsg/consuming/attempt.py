@@ -23,6 +23,7 @@ from ..models.outbox_store import NewMessage
 from ..sending import storing
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
+from . import turns
 from .outcomes import Arrival, Processed
 from .transaction import StageTransaction, guarded
 
@@ -61,7 +62,7 @@ def run(
         with StageTransaction(stage.definition, begun=begun) as transaction:
             if stage.transaction == "outbox" and not begun:
                 assert seen is not None
-                if not inbox.take(seen.id, arrival.token):
+                if not inbox.take(seen.id, arrival.token, turns.of(arrival)):
                     raise LostRace
             # Left before the commit: its hooks are no part of the stage any more.
             with in_scope(scope):
@@ -73,6 +74,8 @@ def run(
                 session.ping()
             elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
                 inbox.finish([seen.id])
+            if stage.ordered:
+                turns.wake(arrival)
         employed = transaction.employed
     acknowledged = stage.transaction != "outbox"
     if acknowledged:

@@ -20,7 +20,7 @@ from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..sending import storing
 from ..sending.scope import in_scope
-from . import failing, inbox, reading
+from . import failing, inbox, reading, turns
 from .attempt import NOT_HANDLERS, announce_processed, stage_scope
 from .outcomes import Arrival, Duplicate, Outcome, Processed
 from .savepoints import Savepoints
@@ -57,10 +57,13 @@ def process(batch: Sequence[Arrival]) -> list[Outcome]:
 
 
 def _together(
-    given: list[tuple[Arrival, Message]],
+    given: Sequence[tuple[Arrival, Message]],
     outcomes: dict[int, Outcome],
     alone: list[Arrival],
 ) -> None:
+    if given[0][0].stage.ordered:
+        places = turns.in_order([arrival for arrival, _ in given])
+        given = [given[place] for place in places]
     first = given[0][0]
     stage, using = first.stage, first.using
     rows = InboxMessage.objects.db_manager(using)
@@ -80,17 +83,28 @@ def _together(
     if not work:
         return
     failures: list[tuple[Work, BaseException, float]] = []
+    early: list[Work] = []
     durations: dict[int, float] = {}
     on = raw(connections[using])
     try:
         with StageTransaction(stage.definition):
             locked = rows.lock([seen.id for _, _, seen in work])
             savepoints = Savepoints(using)
+            here = [arrival for arrival, _, seen in work if seen.id in locked]
+            admission = turns.Admission(here)
             for item in work:
-                if item[2].id in locked:
-                    _run_one(item, using, savepoints, failures, durations)
+                arrival, message, seen = item
+                if seen.id not in locked:
+                    continue
+                if not admission.admits(arrival):
+                    early.append(item)
+                    continue
+                _run_one(item, using, savepoints, failures, durations)
+                if seen.id in durations:
+                    admission.note(message.id)
             storing.flush(using)
             rows.finish(list(durations))
+            turns.wake_all([one for one, _, seen in work if seen.id in durations])
     except NOT_HANDLERS:
         raise
     except BaseException as error:
@@ -116,6 +130,8 @@ def _together(
             alone.append(arrival)
         else:
             outcomes[id(arrival)] = outcome
+    for arrival, _, seen in early:
+        outcomes[id(arrival)] = turns.lost(arrival, seen, attempts=0)
 
 
 def _go_alone(

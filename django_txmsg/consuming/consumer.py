@@ -31,6 +31,7 @@ from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
+from . import turns
 from .allowance import Allowance
 from .intake import IntakeThread
 from .stage_middleware import prepared
@@ -120,6 +121,7 @@ class Consumer:
             crew.add(f"txmsg-intake-{destination}", intake.run)
         crew.add("txmsg-bulk", self._bulk)
         self._obey()
+        self._begin()
         self._presence.beat(0)
         try:
             self._presence.refuse_rivals()
@@ -135,6 +137,14 @@ class Consumer:
                 crew.join()
             finally:
                 self._presence.leave()
+
+    def _begin(self) -> None:
+        """Note which stages run in order from now on, and which not any more."""
+        stages = {thread.stage.name: thread.stage for thread in self.threads}
+        try:
+            turns.begin(list(stages.values()))
+        except AnyDatabaseError as error:
+            log.warning("cannot note which stages run in order: %s", error)
 
     def _watch(self, once: bool) -> None:
         beat_at = 0.0
@@ -280,6 +290,17 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
         for name in due:
             for thread in named[name]:
                 thread.parked_due.set()
+            stage = named[name][0].stage
+            if stage.ordered:
+                _ask(stage, using)
+
+
+def _ask(stage: Stage, using: str) -> None:
+    try:
+        turns.ask(stage)
+    except AnyDatabaseError as error:
+        if not outage.note(using, error):
+            log.warning("cannot ask whose turn it is at %r: %s", stage.name, error)
 
 
 def _threads(stage: Stage, wanted: int) -> int:

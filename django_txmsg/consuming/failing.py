@@ -22,7 +22,7 @@ from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
 from ..upkeep import outage
 from ..upkeep.connections import close_broken
-from . import reading
+from . import reading, turns
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
 
 
@@ -77,21 +77,27 @@ def failed(
         parked = inbox.park(
             seen.id,
             delay=decision.delay,
-            headers=reading.kept_headers(arrival.delivery),
+            headers=turns.kept_headers(arrival),
             body=arrival.delivery.body,
             error=failure.exception,
             token=arrival.token,
         )
         if not parked:
             return Duplicate(), seen
+        if stage.ordered:
+            turns.aside(arrival, seen)
         note()
     return decision, seen
 
 
-def unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
+def unreadable(
+    arrival: Arrival, error: DecodeError, seen: Seen | None = None
+) -> Outcome:
     """Make durable what becomes of a message that the stage's code cannot read: it is
-    dead at once, or waits, at no attempt, for code that can."""
-    seen = None if arrival.parked is None else arrival.parked.seen
+    dead at once, or waits, at no attempt, for code that can. `seen` is what is recorded
+    of it, if it is."""
+    if arrival.parked is not None:
+        seen = arrival.parked.seen
     if isinstance(error, NewerCodeNeeded):
         return _wait_for_newer_code(arrival, seen, error)
     failure = Failure.of(error)
@@ -154,12 +160,15 @@ def bury(
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
-            headers=reading.kept_headers(delivery),
+            headers=turns.kept_headers(arrival),
             body=delivery.body,
             reason=reason,
             failure=failure,
             attempts=attempts,
         )
+        if stage.ordered and seen is not None:
+            turns.aside(arrival, seen)
+            turns.wake(arrival)
     return Dead(reason)
 
 

@@ -36,7 +36,7 @@ from ..models.outbox import PENDING
 from ..stages import Stage
 from ..upkeep import outage
 from ..upkeep.leases import Lease
-from . import reading
+from . import reading, turns
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
 from .failing import bury, failed, is_outage, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Processed
@@ -44,6 +44,9 @@ from .transaction import lost_conflict
 
 log = logging.getLogger("django_txmsg.inbox")
 
+#: What cannot be read of a message that nobody can wait for, since its id is not to be
+#: trusted or its headers are not to be kept.
+NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_id")
 #: Times that a stage runs again at once after its transaction lost against another.
 MAX_CONFLICTS = 10
 
@@ -67,11 +70,15 @@ def _process(arrival: Arrival) -> Outcome:
             arrival.delivery
         ):
             return _adopt(arrival)
-        return unreadable(arrival, error)
+        return _unreadable(arrival, error)
     if not reading.has_identity(arrival.delivery):
         return _adopt(arrival)
     seen, begun = _record(arrival, message)
     if seen is not None and not begun:
+        if stage.ordered and not _nothing_to_do(arrival, seen):
+            waiting = turns.out_of_turn(arrival, seen)
+            if waiting is not None:
+                return waiting
         outcome = _foregone(arrival, message, seen)
         if outcome is not None:
             return outcome
@@ -86,7 +93,7 @@ def _process(arrival: Arrival) -> Outcome:
             given = message.attempted(attempt)
             return copy_context().run(_attempt, arrival, given, seen, begun)
         except LostRace:
-            return Duplicate()
+            return turns.lost(arrival, seen)
         except NOT_HANDLERS:
             raise
         except BaseException as error:
@@ -110,6 +117,24 @@ def _process(arrival: Arrival) -> Outcome:
                 return outcome
             # Read again: the handler may have changed what it was given.
             message = reading.read(arrival.delivery, stage)
+
+
+def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
+    """Bury what the stage cannot read, or keep it for code that can. In an ordered
+    stage even that waits for its turn, and its followers find it in the inbox."""
+    keyed = turns.of(arrival) is not None
+    if not keyed or isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS:
+        return unreadable(arrival, error)
+    seen = None if arrival.parked is None else arrival.parked.seen
+    if seen is None:
+        message = reading.envelope(arrival.delivery, arrival.stage)
+        rows = InboxMessage.objects.db_manager(arrival.using)
+        seen = rows.record(arrival.stage.name, [message], together=True)[message.id]
+        if seen.settled:
+            return Duplicate()
+    attempts = 0 if arrival.parked is None else 1
+    waiting = turns.out_of_turn(arrival, seen, attempts=attempts)
+    return waiting or unreadable(arrival, error, seen)
 
 
 def _attempt(
@@ -208,7 +233,11 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         mark = str(uuid.uuid4())
         try:
             seen, taken = inbox.record_and_begin(
-                stage.name, message, stage.definition.isolation, mark
+                stage.name,
+                message,
+                stage.definition.isolation,
+                mark,
+                turns.of(arrival),
             )
         except DatabaseError as error:
             if outage.is_away(error):

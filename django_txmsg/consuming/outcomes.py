@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..brokers.base import Delivery, Session
 from ..envelope.redelivery import Dead, RedeliverAfter
@@ -37,12 +37,24 @@ class Postponed:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """Parked, at no attempt, until it is its turn among the messages of its key."""
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The worker is stopping: leave the delivery to the broker, unacknowledged."""
 
 
 Outcome = (
-    Processed | Duplicate | RedeliverAfter | Dead | SentBack | Postponed | Interrupted
+    Processed
+    | Duplicate
+    | RedeliverAfter
+    | Dead
+    | SentBack
+    | Postponed
+    | Waiting
+    | Interrupted
 )
 
 
@@ -51,7 +63,8 @@ class Arrival:
     """A delivery in the hands of one worker thread, for one stage.
 
     `parked` is set when it comes from the inbox's parking place and not from the
-    broker; `token` is the lease it is held under then.
+    broker; `token` is the lease it is held under then. `woken` is set when it makes
+    others due, which have waited for it.
     """
 
     stage: Stage
@@ -61,6 +74,7 @@ class Arrival:
     stop: threading.Event
     parked: Parked | None = None
     token: uuid.UUID | None = None
+    woken: threading.Event = field(default_factory=threading.Event)
 
     @property
     def using(self) -> str:

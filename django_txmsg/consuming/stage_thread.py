@@ -46,6 +46,8 @@ PARKED_LEASE = 60.0
 LONGEST_PAUSE = 10.0
 #: Deliveries that a busy stage takes between two parked messages.
 PARKED_SHARE = 16
+#: Messages in a row that it takes because the one before them has ended.
+FOLLOWERS = 16
 
 
 class StageThread:
@@ -81,6 +83,7 @@ class StageThread:
         self._allowance = allowance
         self._settings = conf.get()
         self._since_parked = PARKED_SHARE
+        self._woken, self._followers = threading.Event(), 0
         self._token = uuid.uuid4()
 
     def run(self) -> None:
@@ -146,7 +149,8 @@ class StageThread:
             return
         # Parked messages get what is left of the time, and a share of it when nothing
         # is left: poison must not hold up the others, nor they it for ever.
-        first = None if self._since_parked >= PARKED_SHARE else session.receive(0)
+        at_once = self._since_parked >= PARKED_SHARE or self._follows()
+        first = None if at_once else session.receive(0)
         if first is None and self._work_parked(session):
             self._since_parked = 0
             return
@@ -252,12 +256,23 @@ class StageThread:
             self._note(outcome)
         return True
 
+    def _follows(self) -> bool:
+        """Return whether a message has just ended for which others have waited: they
+        are next, so many in a row at most."""
+        if not self._woken.is_set():
+            self._followers = 0
+            return False
+        self._woken.clear()
+        self.parked_due.set()
+        self._followers += 1
+        return self._followers % FOLLOWERS > 0
+
     def _work_parked_without_broker(self) -> None:
         """Parked messages of stages with an inbox need no broker: an outage of it
         does not hold them up."""
         if self.stage.transaction == "outbox":
             while not self._stopping.is_set() and self._work_parked(_NO_SESSION):
-                pass
+                self._follows()
 
     def _arrival(
         self, session: Session, delivery: Delivery, parked: Parked | None = None
@@ -270,6 +285,7 @@ class StageThread:
             stop=self._stopping,
             parked=parked,
             token=None if parked is None else self._token,
+            woken=self._woken,
         )
 
     def _note(self, outcome: Outcome) -> None:

@@ -95,6 +95,10 @@ def _stages_here(using: str) -> set[str]:
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
     """Discard open dead letters that the caller's transaction has locked."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
+    inbox = InboxMessage.objects.db_manager(using)
+    ordered = {one.name for one in all_stages() if one.ordered}
+    for stage in ordered & {one.stage for one in batch}:
+        inbox.wake(stage, [one.message_id for one in batch if one.stage == stage])
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
@@ -143,6 +147,9 @@ def redeliver_copy(
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
         if letter.stage in _stages_here(using):
             _park_copy(letter, copy, using)
+            InboxMessage.objects.db_manager(using).wait_for_copy(
+                letter.stage, letter.message_id, copy.message_id
+            )
         else:
             storing.store([copy], using, new_ids=True)
     return copy.message_id
@@ -150,12 +157,13 @@ def redeliver_copy(
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
     """Park dead letters with the headers that they came with. That one has expired
-    meanwhile is known to who redelivers it."""
+    meanwhile is known to who redelivers it, and its turn has come before it died."""
+    passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [
             {
                 "id": one.pk,
-                "headers": {k: v for k, v in one.headers.items() if k != wire.EXPIRES},
+                "headers": {k: v for k, v in one.headers.items() if k not in passed},
                 "service": one.headers.get(wire.SERVICE, "")[:255],
             }
             for one in letters

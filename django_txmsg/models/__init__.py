@@ -16,6 +16,7 @@ from .dead_letter import DeadLetter
 from .failure_note import FailureNote
 from .idempotency_key import IdempotencyKey
 from .inbox import InboxMessage
+from .key_tail import KeyTail
 from .outbox import OutboxMessage
 from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
@@ -32,6 +33,7 @@ __all__ = [
     "FailureNote",
     "IdempotencyKey",
     "InboxMessage",
+    "KeyTail",
     "OutboxMessage",
     "PeriodCount",
     "QueueMessage",

@@ -13,8 +13,9 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from .fields import ids_sql, now_sql, prepared
-from .inbox_parked import ParkedManager
 from .inbox_record import OPEN, PROCESSED
+from .inbox_turn import Turn, turn_sql
+from .inbox_waiting import WaitingManager
 
 
 class InboxState(models.TextChoices):
@@ -25,7 +26,7 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-class InboxManager(ParkedManager):
+class InboxManager(WaitingManager):
     """The transitions of received messages, each in a single statement."""
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
@@ -57,23 +58,27 @@ class InboxManager(ParkedManager):
             cursor.execute(sql, parameters)
             return {pk for (pk,) in cursor.fetchall()}
 
-    def take(self, pk: int, token: uuid.UUID | None = None) -> bool:
+    def take(
+        self, pk: int, token: uuid.UUID | None = None, turn: Turn | None = None
+    ) -> bool:
         """Lock one row by marking it processed, before its work: one statement for
         both. The mark commits with the work or not at all. A concurrent copy waits
         here. False when the message is processed, parked or dead by now.
 
-        `token` is the lease of a parked message.
+        `token` is the lease of a parked message. With `turn` it is taken when that has
+        come only, and nothing else of its key is in anybody's hands.
         """
         connection = connections[self.db]
         condition, parameters = "due_at IS NULL", [pk]
         if token is not None:
             condition = "lease_token = %s"
             parameters = [pk, prepared(self.model, "lease_token", token, connection)]
+        come, values = turn_sql(connection, turn)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
-                f" WHERE id = %s AND {condition} AND {OPEN}",
-                parameters,
+                f" WHERE id = %s AND {condition} AND {OPEN}{come}",
+                [*parameters, *values],
             )
             return bool(cursor.rowcount)
 
@@ -152,6 +157,19 @@ class InboxMessage(models.Model):
     needs_version = models.PositiveIntegerField(
         null=True, blank=True, help_text="The oldest version of it that can."
     )
+    key = models.CharField(
+        max_length=255,
+        db_default="",
+        blank=True,
+        help_text="Of what an ordered stage has put aside.",
+    )
+    waits_for = models.UUIDField(
+        null=True, blank=True, help_text="The message whose turn is before this one's."
+    )
+    waits_since = models.DateTimeField(null=True, blank=True)
+    after_at = models.DateTimeField(
+        null=True, blank=True, help_text="The place of that one in its key's order."
+    )
 
     objects = InboxManager()
 
@@ -182,6 +200,16 @@ class InboxMessage(models.Model):
                 fields=["stage", "due_at", "id"],
                 condition=Q(due_at__isnull=False),
                 name="txmsg_inbox_parked",
+            ),
+            models.Index(
+                fields=["stage", "waits_for"],
+                condition=Q(waits_for__isnull=False),
+                name="txmsg_inbox_waits",
+            ),
+            models.Index(
+                fields=["stage", "key", "after_at"],
+                condition=~Q(key="") & Q(processed_at__isnull=True),
+                name="txmsg_inbox_key",
             ),
             models.Index(
                 fields=["dead_at"],

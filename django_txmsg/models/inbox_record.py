@@ -16,6 +16,7 @@ from django.db import connections, models
 
 from ..django_internals import raw
 from .fields import ids_sql, no_wait_sql, now_sql, prepared, read_instant, read_uuid
+from .inbox_turn import Turn, turn_sql
 
 if TYPE_CHECKING:
     from ..envelope.message import Message
@@ -92,12 +93,18 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         return {one.message_id: one for one in seen}
 
     def record_and_begin(
-        self, stage: str, message: Message, isolation: str | None, mark: str
+        self,
+        stage: str,
+        message: Message,
+        isolation: str | None,
+        mark: str,
+        turn: Turn | None = None,
     ) -> tuple[Seen, bool]:
         """Record an arrival, commit that, begin the stage's transaction and take the
         row in it: `record()` and `take()` in one round trip instead of three.
 
-        Returns what was recorded, and whether the row is taken. The transaction is
+        Returns what was recorded, and whether the row is taken: with `turn`, only when
+        that has come. The transaction is
         open in any case: a `StageTransaction` takes it over, or the caller rolls it
         back. For a connection of psycopg 3 that is outside of any block
         (`begins_early()`). When it fails, `recorded()` tells by the `mark` whether the
@@ -110,14 +117,16 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         if isolation is None and own is not None:
             isolation = own.name.replace("_", " ")
         level = f" ISOLATION LEVEL {isolation}" if isolation else ""
+        come, values = turn_sql(connection, turn)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
                 f" set_config('{_MARK}', %s, false); COMMIT;"
                 f" BEGIN{level};"
                 f" UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"
-                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {OPEN}",
-                [*parameters, mark, message.id, stage],
+                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {OPEN}"
+                f"{come}",
+                [*parameters, mark, message.id, stage, *values],
             )
             for _passed in ("BEGIN", "SET"):
                 cursor.nextset()

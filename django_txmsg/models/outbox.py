@@ -61,6 +61,11 @@ class OutboxMessage(models.Model):
     last_error = models.TextField(default="", blank=True)
     dispatched_at = models.DateTimeField(null=True, blank=True)
     dead_at = models.DateTimeField(null=True, blank=True)
+    linked_at = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="When it got its place in the order of its key, and is on its way.",
+    )
 
     objects = OutboxManager()
 

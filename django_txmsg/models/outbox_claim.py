@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ class Claimed:
     body: bytes
     expires_at: dt.datetime | None
     attempts: int
+    #: Whether it has a key, and no place in that one's order yet.
+    unlinked: bool
     expired: bool
     #: When it was stored, as its header says it.
     created: str
@@ -124,7 +126,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                       AND e.id NOT IN (SELECT id FROM picked)))
             """,  # noqa: S608 - constants only
             returning=f"""
-                {_CLAIMED_COLUMNS}, COALESCE(expires_at <= {now}, FALSE),
+                {_CLAIMED_COLUMNS}, replay_id, linked_at,
+                COALESCE(expires_at <= {now}, FALSE),
                 {instant_text_sql(connection, "created_at")},
                 (SELECT {first_due} FROM picked)
             """,  # noqa: S608 - constants only
@@ -137,6 +140,33 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
             return sorted(map(_claimed, cursor.fetchall()), key=lambda row: row.id)
+
+    def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
+        """Give rows their places behind others, as the header `name` says it; None is
+        the first place. Returns how many were still this lease's."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        given = [{"id": pk, "after": after} for pk, after in links.items()]
+        if connection.vendor == "postgresql":
+            source = "jsonb_to_recordset(%s::jsonb) AS g(id bigint, after text)"
+            with_link = f"o.headers || jsonb_build_object('{name}', g.after)"
+        else:
+            source = (
+                "(SELECT json_extract(value, '$.id') AS id,"
+                " json_extract(value, '$.after') AS after FROM json_each(%s)) AS g"
+            )
+            with_link = f"json_set(o.headers, '$.\"{name}\"', g.after)"
+        pending = PENDING_OTHERWISE.format("o.")
+        fence = prepared(self.model, "lease_token", token, connection)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {table} AS o SET linked_at = {now_sql(connection)},"  # noqa: S608 - constants only
+                f" headers = CASE WHEN g.after IS NULL THEN o.headers ELSE {with_link}"
+                f" END FROM {source} WHERE o.id = g.id AND o.lease_token = %s"
+                f" AND o.linked_at IS NULL AND {pending}",
+                [json.dumps(given), fence],
+            )
+            changed: int = cursor.rowcount
+        return changed
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
         """Settle rows whose receipts came. Returns how many were still this lease's."""
@@ -203,12 +233,12 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         return changed
 
 
-_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-3])
+_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-4])
 
 
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
-    expires_at, attempts, expired, created, floor = rest
+    expires_at, attempts, replay_id, linked_at, expired, created, floor = rest
     return Claimed(
         id=pk,
         message_id=read_uuid(message_id),
@@ -220,7 +250,9 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         body=bytes(body),
         expires_at=read_instant(expires_at),
         attempts=attempts,
-        expired=bool(expired),
+        unlinked=bool(key) and linked_at is None and not replay_id,
+        # Others wait for what is linked: that is sent in any case.
+        expired=bool(expired) and linked_at is None,
         created=_instant_text(created),
         floor=floor,
     )

@@ -31,6 +31,12 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
             )
         )
 
+    def ordered(self, stage: str) -> None:
+        """Remember when the stage first ran in order in this database."""
+        if not self.filter(stage=stage, ordered_since__isnull=False).exists():
+            self.get_or_create(stage=stage)
+            self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
+
     def paused(self) -> set[str]:
         """Return the names of all stages that are paused now."""
         rows: Any = self.filter(paused_at__isnull=False).values_list("stage", flat=True)
@@ -45,6 +51,9 @@ class StageState(models.Model):
     paused_at = models.DateTimeField(null=True, blank=True)
     paused_by = models.CharField(max_length=255, default="", blank=True)
     paused_why = models.CharField(max_length=255, default="", blank=True)
+    ordered_since = models.DateTimeField(
+        null=True, blank=True, help_text="When it first ran in order here."
+    )
 
     objects = StageStateManager()
 

@@ -42,6 +42,7 @@ def of(status: Status) -> list[Alarm]:
         *_queues(status),
         *_redeliveries(status),
         *_left_behind(status),
+        *_held_keys(status),
         *_lost(status),
         *_dead(status),
         *_nobody_relays(status),
@@ -134,6 +135,25 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
             f"need{'s' * (not many)} newer code",
             f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
             f"after a roll-back, bury these messages.",
+        )  # fmt: skip
+
+
+def _held_keys(status: Status) -> Iterator[Alarm]:
+    for one in status.held_keys[:LINES]:
+        many = one.count != 1
+        since = duration(status.now - one.since)
+        yield Alarm(
+            "bad", "inboxmessage", "?state=in-line",
+            f"{capped(one.count)} message{'s' * many} of key {one.key} "
+            f"wait{'s' * (not many)} at stage {one.stage}",
+            f" for {one.waits_for}, {one.why}, since {since}. If that one is not to be "
+            f"waited for: manage.py order let_go.",
+        )  # fmt: skip
+    if len(status.held_keys) > LINES:
+        yield Alarm(
+            "bad", "inboxmessage", "?state=in-line",
+            f"{len(status.held_keys) - LINES} more keys wait",
+            ": manage.py order list.",
         )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from ..models import (
     DeadLetter,
     IdempotencyKey,
     InboxMessage,
+    KeyTail,
     OutboxMessage,
     QueueMessage,
     SessionRecord,
@@ -108,6 +109,8 @@ def kinds() -> list[Kind]:
             clock="enqueued_at",
             logged=False,
         ),
+        # What has left is forgotten by inboxes as long as ours.
+        Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
     ]
 
@@ -226,6 +229,10 @@ def _of_no_use(cutoff: dt.datetime) -> Q:
     # Other brokers delete expired messages on their own.
     destination = wire.control_destination(conf.get().SERVICE)
     return Q(queue=destination, enqueued_at__lt=cutoff)
+
+
+def _old_tail(cutoff: dt.datetime) -> Q:
+    return Q(last_at__lt=int(cutoff.timestamp() * 1_000_000))
 
 
 def _silent(cutoff: dt.datetime) -> Q:

@@ -16,9 +16,10 @@ from ..models import StageState
 from ..models.fields import clock, read_instant
 from ..models.queue import queue_name
 from ..stages import all_stages
-from . import attendance, recent, subscriptions
+from . import attendance, recent, subscriptions, turns
 from .attendance import Attendance
 from .subscriptions import Subscription
+from .turns import HeldKey
 from .unconsumed import unconsumed
 from .waiting import (
     CAP,
@@ -50,6 +51,8 @@ class Place:
     paused_why: str = ""
     newer: NeedsNewerCode | None = None
     """What waits for code of a newer version."""
+    in_line: int = 0
+    """The messages that wait for the one before them, at an ordered stage."""
     known: bool = True
     """Whether the stage is declared here."""
     workers: int = 0
@@ -70,6 +73,8 @@ class Status:
     """The destinations that nobody is known to consume, each with the name that was
     perhaps meant."""
     subscriptions: list[Subscription] = field(default_factory=list)
+    held_keys: list[HeldKey] = field(default_factory=list)
+    """The keys of ordered stages whose messages have been waiting for too long."""
     attendance: Attendance = field(init=False)
 
     def __post_init__(self) -> None:
@@ -171,6 +176,7 @@ class Status:
             or self.paused
             or self.abandoned
             or self.left_behind
+            or self.held_keys
         )
 
     @property
@@ -179,7 +185,7 @@ class Status:
 
 
 def read(using: str = "default") -> Status:
-    """Return the whole picture, in eleven queries."""
+    """Return the whole picture, in twelve queries."""
     status = Status(now=clock(using))
     pauses = StageState.objects.using(using).filter(paused_at__isnull=False)
     held = {state.stage: state for state in pauses}
@@ -205,6 +211,10 @@ def read(using: str = "default") -> Status:
         _place(status.stages, name).waiting = waiting
     for name, newer in for_newer_code(using).items():
         _place(status.stages, name).newer = newer
+    for name, in_line in turns.counts(using).items():
+        _place(status.stages, name).in_line = in_line
+    if any(place.in_line for place in status.stages.values()):
+        status.held_keys = turns.held(using)
     for name, last, processing, critical in recent.last_processed(using):
         place = _place(status.stages, name)
         place.last, place.processing, place.critical = last, processing, critical

@@ -95,7 +95,8 @@ def in_inbox(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
         using,
         "SELECT stage AS name, TRUE AS retried, lease_until >= {now} AS leased,"
         " CASE WHEN needs_version IS NULL THEN due_at END AS due_at"
-        " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL LIMIT {limit}",
+        " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL"
+        " AND waits_for IS NULL LIMIT {limit}",
     )
     return _hold(found, held)
 

@@ -21,6 +21,7 @@ from ..models import OutboxMessage
 from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
 from ..upkeep.leases import Lease
+from .links import link
 from .receipts import judge
 from .settlement import Settlement
 from .sweep import Sweep
@@ -51,6 +52,7 @@ class Lane:
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
+        self._links = settings.LINK_KEYS
         self._lease = min(settings.LEASE, longest_lease)
         self._stop = stop or threading.Event()
         self._session: Session | None = None
@@ -82,10 +84,14 @@ class Lane:
                 settlement = Settlement(
                     self.broker_alias, token, lease, self.counts, self._stop
                 )
+                if self._links:
+                    claimed = link(
+                        claimed, token, using=self.using, broker=self.broker_alias
+                    )
                 self._work(claimed, settlement)
         finally:
             self.in_flight = 0
-        return len(claimed)
+        return len(held)
 
     def _work(self, claimed: list[Claimed], settlement: Settlement) -> None:
         for row in claimed:

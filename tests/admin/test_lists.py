@@ -146,7 +146,7 @@ def test_pages_are_counted_up_to_the_cap(
     ("url", "queries", "make"),
     [
         (OUTBOX, 12, factories.OutboxMessageFactory),
-        (INBOX, 12, factories.InboxMessageFactory),
+        (INBOX, 13, factories.InboxMessageFactory),
         (WORKERS, 7, factories.WorkerFactory),
     ],
 )

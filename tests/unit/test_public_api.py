@@ -73,7 +73,7 @@ PUBLIC = {
     "django_txmsg.metrics": "Collector install metrics uninstall",
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
-        Attempt BulkOperation DeadLetter FailureNote IdempotencyKey InboxMessage
+        Attempt BulkOperation DeadLetter FailureNote IdempotencyKey InboxMessage KeyTail
         OutboxMessage PeriodCount QueueMessage QueueSubscription Schedule
         SessionRecord StageState TaskRun Worker
     """,

@@ -12,6 +12,7 @@ from django.db.models import Count, Max, Min
 from ... import wire
 from ...dead_letters import masking
 from ...models import BulkOperation, DeadLetter, FailureNote
+from ...monitoring import turns
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
@@ -80,6 +81,8 @@ class Report:
         if call := masking.call_shown(headers, body):
             facts["task"] = call
         facts |= {"headers": headers, "traceback": letter.traceback}
+        if order := turns.note(letter):
+            facts["order"] = order
         if isinstance(body, bytes):
             facts["body_base64"] = base64.b64encode(body).decode()
         else:

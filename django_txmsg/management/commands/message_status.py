@@ -39,7 +39,7 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(found, indent=2))
         else:
             self._print(picture, given_up)
-        if picture.overdue or picture.left_behind:
+        if picture.overdue or picture.left_behind or picture.held_keys:
             sys.exit(1)
 
     def _print(self, picture: Status, given_up: int) -> None:
@@ -62,7 +62,8 @@ class Command(BaseCommand):
             ("stage", picture.stages),
         ):
             for name, place in sorted(places.items()):
-                if place.waiting.count or place.dead or place.paused_at:
+                waits = place.waiting.count or place.in_line
+                if waits or place.dead or place.paused_at:
                     line(f"  {title} {name}: {_place(place, now)}")
         for name, waiting in sorted(picture.queues.items()):
             line(f"  queue {name}: {_waiting(waiting, now)}")
@@ -127,9 +128,21 @@ def facts(picture: Status) -> dict[str, Any]:
                 "paused": p.paused_at is not None,
                 "workers": p.workers,
                 "needs_newer_code": p.newer.count if p.newer else 0,
+                "in_line": min(p.in_line, CAP),
             }
             for n, p in picture.stages.items()
         },
+        "held_keys": [
+            {
+                "stage": one.stage,
+                "key": one.key,
+                "count": one.count,
+                "age": _seconds(one.since, now),
+                "waits_for": str(one.waits_for),
+                "why": one.why,
+            }
+            for one in picture.held_keys
+        ],
         "queues": {n: waiting(w) for n, w in picture.queues.items()},
         "workers": [
             {
@@ -157,6 +170,8 @@ def _place(place: Place, now: dt.datetime) -> str:
     parts = []
     if place.waiting.count:
         parts.append(_waiting(place.waiting, now))
+    if place.in_line:
+        parts.append(f"{capped(place.in_line)} in line behind others of their keys")
     if place.newer is not None:
         parts.append(f"{capped(place.newer.count)} of them need newer code")
     if place.dead:

@@ -1,0 +1,203 @@
+"""What order costs: ordered stages beside unordered ones, and links at the relay.
+
+python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
+
+Each message inserts one row and sends one message, from ActiveMQ, with PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+import uuid
+from typing import Any
+
+from . import stand
+from .consume import clean, handler
+
+AT = "2026-01-01T00:00:00.%06d+00:00"
+
+
+def main() -> None:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--messages", type=int, default=3000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--followers", type=int, default=1_000_000)
+    parser.add_argument("--only", default="", help="keys, relay or followers")
+    options = parser.parse_args()
+    from tests import services
+
+    broker = services.shared(services.ActiveMQ)
+    stand.django(
+        stand.postgresql(),
+        {
+            "SERVICE": "bench",
+            "BROKERS": {"default": {"URL": broker.url()}},
+            "DISPATCH_ON_COMMIT": "off",
+        },
+    )
+    for name, measure in (("keys", keys), ("relay", relay), ("followers", followers)):
+        if not options.only or options.only == name:
+            measure(options)
+
+
+def keys(options: argparse.Namespace) -> None:
+    """Ordered beside unordered, by the number of keys."""
+    count = options.messages
+    for threads in (1, 4):
+        base = f"unordered, 100,000 keys, {threads} threads"
+        contenders = {base: lambda t=threads: consume(count, 100_000, None, t)}
+        for number in (100_000, 100, 1):
+            name = f"ordered, {number:,} keys, {threads} threads"
+            contenders[name] = lambda n=number, t=threads: consume(count, n, "block", t)
+        figures = stand.turns(contenders, options.rounds)
+        goals = {f"ordered, 100,000 keys, {threads} threads": 0.8}
+        stand.table(
+            f"{count:,} messages, {threads} threads", figures, base, goals=goals
+        )
+
+
+def relay(options: argparse.Namespace) -> None:
+    """What the relay pays for messages with keys: nothing without."""
+    count = 3 * options.messages
+    base = "no keys"
+    contenders = {
+        base: lambda: ship(count, 0, True),
+        "100,000 keys, LINK_KEYS off": lambda: ship(count, 100_000, False),
+        "100,000 keys": lambda: ship(count, 100_000, True),
+        "100 keys": lambda: ship(count, 100, True),
+        "1 key": lambda: ship(count, 1, True),
+    }
+    figures = stand.turns(contenders, options.rounds)
+    stand.table(f"relay of {count:,} messages", figures, base)
+
+
+def followers(options: argparse.Namespace) -> None:
+    """What a million followers behind a stuck head cost the others."""
+    count, many = options.messages, options.followers
+    base = "alone"
+    behind = f"beside {many:,} that wait"
+    contenders = {
+        base: lambda: consume(count, 100_000, "block", 1),
+        behind: lambda: consume(count, 100_000, "block", 1, waiting=many),
+    }
+    figures = stand.turns(contenders, options.rounds)
+    stand.table(f"{count:,} messages", figures, base, goals={behind: 0.95})
+
+
+def consume(
+    count: int, keys: int, ordered: Any, concurrency: int, waiting: int = 0
+) -> float:
+    """Return the rate at which `count` messages of so many keys are consumed."""
+    from django_txmsg import wire
+    from django_txmsg.brokers import get_broker
+    from django_txmsg.brokers.base import Outgoing
+    from django_txmsg.consuming.consumer import Consumer
+    from django_txmsg.stages import Stage
+
+    clean()
+    destination = f"bench.ordered.{uuid.uuid4().hex[:8]}"
+    if waiting:
+        hold(destination, waiting)
+    last: dict[int, str] = {}
+    batch = []
+    for number in range(count):
+        key, own = number * 7919 % keys, str(uuid.uuid4())
+        headers = {
+            wire.MESSAGE_ID: own,
+            wire.CONTENT_TYPE: wire.JSON,
+            wire.KEY: f"key-{key}",
+        }
+        if key in last:
+            headers[wire.AFTER] = f"{last[key]};at={AT % number}"
+        last[key] = own
+        batch.append(Outgoing(destination, headers, b'{"n": 1}'))
+    with get_broker().open() as session:
+        for start in range(0, count, 500):
+            session.send(batch[start : start + 500])
+    consumer = Consumer(
+        [
+            Stage(
+                name=destination,
+                destination=destination,
+                handler=handler,
+                concurrency=concurrency,
+                ordered=ordered,
+            )
+        ]
+    )
+    thread = threading.Thread(target=consumer.run)
+    thread.start()
+    while done(destination) < count * 0.05:
+        time.sleep(0.01)
+    first, began = done(destination), time.perf_counter()
+    while (now := done(destination)) < count:
+        time.sleep(0.02)
+    rate = (now - first) / (time.perf_counter() - began)
+    consumer.stop()
+    thread.join()
+    return rate
+
+
+def done(stage: str) -> int:
+    """Return how many messages are processed: those that wait are handled twice."""
+    from tests.app.models import Effect
+
+    return Effect.objects.count()
+
+
+def hold(stage: str, count: int) -> None:
+    """Let a stuck key have so many followers."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO django_txmsg_inboxmessage (stage, message_id, destination,"
+            " correlation_id, service, deliveries, attempts, first_received_at,"
+            " last_received_at, due_at, headers, body, last_error, needs_type, key,"
+            " waits_for, waits_since, after_at) SELECT %s, gen_random_uuid(), %s, '',"
+            " '', 1, 0, now(), now(), '9000-01-01', '{}', %s, '', '', 'stuck',"
+            " gen_random_uuid(), now(), now() - make_interval(secs => n)"
+            " FROM generate_series(1, %s) AS n",
+            [stage, stage, b"x" * 300, count],
+        )
+        cursor.execute("ANALYZE django_txmsg_inboxmessage")
+        cursor.execute("CHECKPOINT")
+
+
+def ship(count: int, keys: int, linked: bool) -> float:
+    """Return the rate at which the outbox of so many keys is emptied."""
+    from django.conf import settings
+    from django.db import connection, transaction
+    from django.test import override_settings
+
+    from django_txmsg import send_messages
+    from django_txmsg.relaying.relay import Relay
+
+    destination = f"bench.linked.{uuid.uuid4().hex[:8]}"
+    with connection.cursor() as cursor:
+        cursor.execute("TRUNCATE django_txmsg_outboxmessage, django_txmsg_keytail")
+    for start in range(0, count, 1000):
+        with transaction.atomic():
+            send_messages(
+                {
+                    "destination": destination,
+                    "body": b"x" * 300,
+                    "key": f"key-{n * 7919 % keys}" if keys else None,
+                }
+                for n in range(start, min(start + 1000, count))
+            )
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE django_txmsg_outboxmessage")
+        cursor.execute("CHECKPOINT")
+    relay = {**settings.TXMSG.get("RELAY", {}), "LINK_KEYS": linked}
+    with override_settings(TXMSG={**settings.TXMSG, "RELAY": relay}):
+        began = time.perf_counter()
+        Relay(["default"], ["default"]).run(once=True)
+        return count / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Hop 7 in order: a message of an ordered stage waits until its predecessor has ended.
+
+Which one that is, its sender's relay has said. The statement that takes a message asks
+whether its turn has come; one whose turn has not is parked, and woken by its
+predecessor's transaction. See docs/decisions/order-by-links.md.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Sequence
+
+from .. import conf, wire
+from ..models import InboxMessage, StageState
+from ..models.inbox_record import Seen
+from ..models.inbox_turn import Turn
+from ..models.inbox_waiting import ASKED
+from ..stages import Stage
+from . import reading
+from .outcomes import Arrival, Duplicate, Waiting
+
+_FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
+
+
+def of(arrival: Arrival) -> Turn | None:
+    """Return the place of a message among those of its key, where that matters: at an
+    ordered stage, of a message with a key."""
+    stage, headers = arrival.stage, arrival.delivery.headers
+    key = stage.ordered and headers.get(wire.KEY, "")[:255].replace("\x00", "")
+    if not key:
+        return None
+    after_id, after_at = wire.after(headers) or (None, None)
+    return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
+
+
+def out_of_turn(
+    arrival: Arrival, seen: Seen, *, attempts: int = 1
+) -> Waiting | Duplicate | None:
+    """Park a message whose turn has not come; None when it has. `attempts` were counted
+    for it."""
+    turn = of(arrival)
+    rows = InboxMessage.objects.db_manager(arrival.using)
+    if turn is None or rows.has_come(turn):
+        return None
+    return _park(arrival, seen, turn, attempts)
+
+
+def lost(
+    arrival: Arrival, seen: Seen | None, *, attempts: int = 1
+) -> Waiting | Duplicate:
+    """Say what becomes of a message that could not be taken: settled by a copy, or put
+    aside as its key is in other hands, or its turn has not come."""
+    turn = of(arrival)
+    if turn is None or seen is None:
+        return Duplicate()
+    waiting = out_of_turn(arrival, seen, attempts=attempts)
+    return waiting or _park(arrival, seen, turn, attempts, aside=True)
+
+
+def wake(arrival: Arrival) -> None:
+    """Make the follower of a message due, as the last thing in its transaction."""
+    if of(arrival) is not None:
+        _wake([arrival])
+
+
+def wake_all(arrivals: Sequence[Arrival]) -> None:
+    """Make the followers of messages due that end in one transaction."""
+    keyed = [arrival for arrival in arrivals if of(arrival) is not None]
+    if keyed:
+        _wake(keyed)
+
+
+def aside(arrival: Arrival, seen: Seen) -> None:
+    """Note the key of a message that failed, which its followers wait for."""
+    turn = of(arrival)
+    if turn is not None:
+        InboxMessage.objects.db_manager(arrival.using).aside(seen.id, turn)
+
+
+def kept_headers(arrival: Arrival) -> dict[str, str]:
+    """Return the headers to keep with a message that has failed. It has had its turn,
+    and need not ask for it again: its predecessor may be forgotten by then."""
+    headers = reading.kept_headers(arrival.delivery)
+    if arrival.stage.ordered:
+        headers.pop(wire.AFTER, None)
+    return headers
+
+
+def in_order(arrivals: Sequence[Arrival]) -> list[int]:
+    """Return the places of arrivals, those of a key in that one's order."""
+
+    def place(number: int) -> dt.datetime:
+        turn = of(arrivals[number])
+        return turn.after_at or _FIRST if turn is not None else _FIRST
+
+    return sorted(range(len(arrivals)), key=place)
+
+
+class Admission:
+    """Which messages of a batch may run in its transaction, which has begun."""
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._done: set[object] = set()
+        self._keys: set[str] = set()
+        turns = [turn for turn in map(of, arrivals) if turn is not None]
+        if not turns:
+            return
+        rows = InboxMessage.objects.db_manager(arrivals[0].using)
+        # First the keys: what others do with them is committed then, or yet to begin.
+        self._keys = rows.lock_keys(turns)
+        before = {turn.after_id for turn in turns if turn.after_id is not None}
+        self._done |= rows.let_go_by(before, turns[0])
+
+    def admits(self, arrival: Arrival) -> bool:
+        """Return whether it is the message's turn."""
+        turn = of(arrival)
+        if turn is None:
+            return True
+        come = turn.after_id is None or turn.after_id in self._done
+        return come and turn.key in self._keys
+
+    def note(self, message_id: object) -> None:
+        """Note that a message of the batch is done: its follower may run."""
+        self._done.add(message_id)
+
+
+def ask(stage: Stage) -> None:
+    """Ask the waiting messages of a stage that are due whether their turn has come, and
+    let those go that wait for what need not be waited for any longer."""
+    rows = InboxMessage.objects.db_manager(stage.definition.using)
+    keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
+    rows.despair(
+        stage.name,
+        skips=skips,
+        patience=conf.get().ORDER_PATIENCE,
+        retention=None if keep is None else dt.timedelta(days=keep),
+        link=wire.AFTER,
+    )
+    while rows.ask(stage.name, skips=skips) == ASKED:
+        pass
+
+
+def begin(stages: Collection[Stage]) -> None:
+    """Note which stages run in order from now on; messages that wait at those which do
+    not any more wait no longer."""
+    for stage in stages:
+        if stage.transaction != "outbox":
+            continue
+        using = stage.definition.using
+        if stage.ordered:
+            StageState.objects.db_manager(using).ordered(stage.name)
+        else:
+            InboxMessage.objects.db_manager(using).wait_no_more(stage.name)
+
+
+def _park(
+    arrival: Arrival, seen: Seen, turn: Turn, attempts: int, *, aside: bool = False
+) -> Waiting:
+    at_once = InboxMessage.objects.db_manager(arrival.using).wait(
+        seen.id,
+        turn,
+        headers=reading.kept_headers(arrival.delivery),
+        body=arrival.delivery.body,
+        token=arrival.token,
+        uncounted=attempts,
+        aside=aside,
+    )
+    if at_once:
+        arrival.woken.set()
+    return Waiting()
+
+
+def _wake(arrivals: Sequence[Arrival]) -> None:
+    first = arrivals[0]
+    ids = [reading.identity(one.delivery, one.stage.broker) for one in arrivals]
+    rows = InboxMessage.objects.db_manager(first.using)
+    if rows.wake(first.stage.name, ids):
+        # Before the commit, which is this thread's next step.
+        first.woken.set()

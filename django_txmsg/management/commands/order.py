@@ -1,0 +1,64 @@
+"""`manage.py order`: which keys wait at ordered stages, and letting one go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+from django.db import router
+
+from ... import wire
+from ...models import InboxMessage
+from ...models.fields import clock
+from ...monitoring import turns
+from ...monitoring.lengths import duration
+from ...monitoring.waiting import capped
+from ._tables import require_tables
+
+
+class Command(BaseCommand):
+    """Show what waits in order, and let it go."""
+
+    help = "Lists the keys whose messages wait at ordered stages; lets one go."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "action", choices=["list", "let_go"], metavar="ACTION", help="list, let_go"
+        )
+        parser.add_argument("--stage", help="of let_go: the ordered stage")
+        parser.add_argument("--key", help="of let_go: the key whose first one may run")
+        parser.add_argument("--json", action="store_true", help="of list")
+        parser.add_argument("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        using = options["database"] or router.db_for_write(InboxMessage)
+        require_tables(using)
+        if options["action"] == "list":
+            self._list(using, options["json"])
+            return
+        if not options["stage"] or not options["key"]:
+            raise CommandError("Which one? Give its --stage and its --key.")
+        rows = InboxMessage.objects.db_manager(using)
+        if not rows.let_go(options["stage"], options["key"], link=wire.AFTER):
+            raise CommandError(
+                f"No message of key {options['key']!r} waits at stage "
+                f"{options['stage']!r}."
+            )
+        self.stdout.write("It is due now, whatever it has waited for.")
+
+    def _list(self, using: str, as_json: bool) -> None:
+        found, now = turns.held(using, after=0.0), clock(using)
+        if as_json:
+            facts = [{**vars(one), "age": (now - one.since).total_seconds()}
+                     for one in found]  # fmt: skip
+            self.stdout.write(json.dumps(facts, default=str, indent=2))
+            return
+        for one in found:
+            self.stdout.write(
+                f"stage {one.stage}, key {one.key}: {capped(one.count)} waiting for "
+                f"{one.waits_for}, {one.why}, for {duration(now - one.since)}"
+            )
+        if not found:
+            self.stdout.write("No message waits for the one before it.")

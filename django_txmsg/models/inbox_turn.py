@@ -1,0 +1,112 @@
+"""Whether it is a message's turn, in SQL: a stage that is ordered asks as it takes one.
+
+A predecessor lets its follower go once it is processed, or passed: dead at a stage that
+skips, expired, discarded, or replaced by a copy that is processed or passed itself.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import read_uuid
+
+_INBOX, _LETTERS = "django_txmsg_inboxmessage", "django_txmsg_deadletter"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The place of one message among those of its key, at one stage."""
+
+    stage: str
+    key: str
+    #: Whether what is dead lets its followers go.
+    skips: bool
+    #: The message before it, and that one's place; None for one that waits for nobody.
+    after_id: uuid.UUID | None = None
+    after_at: dt.datetime | None = None
+
+    @property
+    def lock(self) -> int:
+        """The number of the advisory lock that keeps the messages of its key apart."""
+        named = hashlib.sha256(f"{self.stage}\0{self.key}".encode("utf-8", "replace"))
+        return int.from_bytes(named.digest()[:8], "big", signed=True)
+
+
+def passed_sql(message: str, stage: str, *, skips: bool) -> str:
+    """Return the condition that a message, of which `message` is the id in SQL, lets
+    its followers at a `stage` (in SQL, used once) go."""
+    return (
+        f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
+        f" AND p.stage = {stage} AND CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
+        f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END)"
+    )
+
+
+def turn_sql(connection: Any, turn: Turn | None) -> tuple[str, list[Any]]:
+    """Return a further condition of taking a message, and its parameters: its turn has
+    come, and no other transaction has one of its key. Nothing for one without a turn.
+
+    Asked in this order: who must wait keeps nobody from the key meanwhile.
+    """
+    if turn is None:
+        return "", []
+    conditions: list[str] = []
+    parameters: list[Any] = []
+    if turn.after_id is not None:
+        conditions.append(passed_sql("%s", "%s", skips=turn.skips))
+        parameters += [uuid_value(connection, turn.after_id), turn.stage]
+    if connection.vendor == "postgresql":
+        # SQLite has one writer at a time: whoever has taken a message is alone.
+        conditions.append("pg_try_advisory_xact_lock(%s)")
+        parameters.append(turn.lock)
+    if not conditions:
+        return "", []
+    if len(conditions) == 1:
+        return f" AND {conditions[0]}", parameters
+    asked, locked = conditions
+    return f" AND CASE WHEN {asked} THEN {locked} ELSE FALSE END", parameters
+
+
+def uuid_value(connection: Any, value: uuid.UUID) -> Any:
+    """Return an id as the database takes it."""
+    return value if connection.vendor == "postgresql" else value.hex
+
+
+def read_id(value: Any) -> uuid.UUID:
+    """Return an id from a raw column."""
+    found: uuid.UUID = read_uuid(value)
+    return found
+
+
+def _dead_sql(skips: bool) -> str:
+    """Return the condition that the dead message `p` holds up nobody."""
+    if skips:
+        return "TRUE"
+    held = _HOLDS.format(letter="l", message="p")
+    return (
+        f"NOT EXISTS (SELECT 1 FROM {_LETTERS} l WHERE {held}"  # noqa: S608 - constants only
+        f" AND (l.resolution = 'open' OR NOT {_REPLACED}))"
+    )
+
+
+#: A dead letter for which somebody has to wait.
+_HOLDS = (
+    "{letter}.message_id = {message}.message_id AND {letter}.stage = {message}.stage"
+    " AND {letter}.resolution IN ('open', 'replaced') AND {letter}.reason <> 'expired'"
+)
+#: A copy of the dead letter `l`, or a copy of that, has ended in its place.
+_REPLACED = f"""
+    EXISTS (WITH RECURSIVE copies(id) AS (
+            SELECT l.replaced_by UNION
+            SELECT n.replaced_by FROM {_LETTERS} n
+            JOIN copies ON n.message_id = copies.id
+            WHERE n.stage = l.stage AND n.resolution = 'replaced')
+        SELECT 1 FROM copies JOIN {_INBOX} c ON c.message_id = copies.id
+        WHERE c.stage = l.stage AND (c.processed_at IS NOT NULL
+            OR (c.dead_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM {_LETTERS} x
+                WHERE {_HOLDS.format(letter="x", message="c")}))))
+"""  # noqa: S608 - constants only

@@ -1,0 +1,100 @@
+"""Hop 3's memory: the last message of each key that has left for a destination.
+
+The relay hangs each new message of the key on it: `relaying/links.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from django.db import connections, models
+
+from .fields import read_uuid
+
+#: A destination and a key there.
+Chain = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """Where new messages join their chain: behind which one, if there is one.
+
+    Instants are microseconds since 1970 by the database's clock, and grow within a
+    chain even where that clock does not.
+    """
+
+    previous_id: uuid.UUID | None
+    previous_at: int | None
+    last_at: int
+
+
+class KeyTailManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The one transition of a tail."""
+
+    def advance(
+        self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
+    ) -> dict[Chain, Joint]:
+        """Make these messages the last ones of their chains, each of which grows by
+        `longest` at most. Locks the tails, in one order for everybody, until the
+        transaction ends: nobody else joins these chains meanwhile."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        native = connection.vendor == "postgresql"
+        given = [
+            {"destination": place, "key": key, "id": str(last) if native else last.hex}
+            for (place, key), last in ends.items()
+        ]
+        columns = {"destination": "text", "key": "text", "id": "uuid"}
+        if native:
+            typed = ", ".join(f"{name} {kind}" for name, kind in columns.items())
+            source = f"jsonb_to_recordset(%s::jsonb) AS g({typed})"
+            now = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+        else:
+            read = ", ".join(f"json_extract(value, '$.{n}') AS {n}" for n in columns)
+            source = f"(SELECT {read} FROM json_each(%s)) AS g"  # noqa: S608 - constants only
+            now = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
+        greatest = "greatest" if native else "max"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {table} AS t (broker, destination, key, last_id, last_at)"  # noqa: S608 - constants only
+                f" SELECT %s, g.destination, g.key, g.id, {now} FROM {source}"
+                " WHERE TRUE ORDER BY g.destination, g.key"
+                " ON CONFLICT (broker, destination, key) DO UPDATE SET"
+                " previous_id = t.last_id, previous_at = t.last_at,"
+                f" last_id = excluded.last_id,"
+                f" last_at = {greatest}(excluded.last_at, t.last_at + %s)"
+                " RETURNING destination, key, previous_id, previous_at, last_at",
+                [broker, json.dumps(given), longest],
+            )
+            return {
+                (destination, key): Joint(read_uuid(previous), at, last_at)
+                for destination, key, previous, at, last_at in cursor.fetchall()
+            }
+
+
+class KeyTail(models.Model):
+    """The last message of one key that was claimed for one destination."""
+
+    id = models.BigAutoField(primary_key=True)
+    broker = models.CharField(max_length=64)
+    destination = models.CharField(max_length=255)
+    key = models.CharField(max_length=255)
+    last_id = models.UUIDField()
+    last_at = models.BigIntegerField(help_text="In microseconds since 1970.")
+    previous_id = models.UUIDField(null=True, blank=True)
+    previous_at = models.BigIntegerField(null=True, blank=True)
+
+    objects = KeyTailManager()
+
+    class Meta:
+        verbose_name = "key tail"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["broker", "destination", "key"], name="txmsg_key_tail"
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.key} to {self.destination}"

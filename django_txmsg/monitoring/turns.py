@@ -1,0 +1,123 @@
+"""Messages of ordered stages that wait for the one before them: how many, and why."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections
+
+from .. import conf, wire
+from ..models import DeadLetter, InboxMessage, OutboxMessage
+from ..models.dead_letter import Resolution
+from ..models.fields import later_sql, later_value, read_instant
+from ..stages import all_stages
+from .waiting import CAP, capped
+
+#: The most keys that are named.
+NAMED = 20
+
+_WAITING = (
+    "FROM (SELECT stage, key, waits_since FROM django_txmsg_inboxmessage"
+    " WHERE waits_for IS NOT NULL AND processed_at IS NULL AND dead_at IS NULL"
+    " LIMIT %s) AS bounded"
+)
+
+
+@dataclass(frozen=True)
+class HeldKey:
+    """A key of an ordered stage whose messages have been waiting for long."""
+
+    stage: str
+    key: str
+    count: int
+    since: dt.datetime
+    message_id: uuid.UUID | None
+    """The first of them."""
+    waits_for: uuid.UUID | None
+    why: str
+    """What is the matter with the message that it waits for."""
+
+
+def counts(using: str) -> dict[str, int]:
+    """Return how many messages wait for their turn, by stage, counted up to CAP."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(
+            f"SELECT stage, COUNT(*) {_WAITING} GROUP BY stage ORDER BY stage",
+            [CAP + 1],
+        )
+        return dict(cursor.fetchall())
+
+
+def held(using: str, *, after: float | None = None) -> list[HeldKey]:
+    """Return the keys whose messages have been waiting for `after` seconds (as long as
+    TXMSG["ORDER_PATIENCE"] says), the longest first."""
+    connection: Any = connections[using]
+    patience = conf.get().ORDER_PATIENCE if after is None else after
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT stage, key, COUNT(*), MIN(waits_since) {_WAITING}"
+            f" GROUP BY stage, key HAVING MIN(waits_since) <= {later_sql(connection)}"
+            " ORDER BY MIN(waits_since), stage, key LIMIT %s",
+            [CAP + 1, later_value(connection, -patience), NAMED],
+        )
+        found = cursor.fetchall()
+    return [_held(using, *row) for row in found]
+
+
+def behind(letter: DeadLetter) -> int:
+    """Return how many messages wait behind a dead letter, counted up to CAP."""
+    key = str(letter.headers.get(wire.KEY, ""))[:255]
+    if not key or not letter.stage or letter.resolution != Resolution.OPEN:
+        return 0
+    rows = InboxMessage.objects.db_manager(letter._state.db or "default")
+    return rows.behind(letter.stage, key, CAP + 1)
+
+
+def note(letter: DeadLetter) -> str:
+    """Return what an operator should know of a dead letter of an ordered stage before
+    resolving it; nothing for any other."""
+    waiting = behind(letter)
+    if waiting:
+        verb = "waits" if waiting == 1 else "wait"
+        return (
+            f"{capped(waiting)} {verb} behind this one. Redelivered, it runs, and then "
+            f"they do, in their order; discarded, it lets them go."
+        )
+    skipping = {one.name for one in all_stages() if one.ordered == "skip"}
+    passed = letter.resolution == Resolution.OPEN and wire.KEY in letter.headers
+    if passed and letter.stage in skipping:
+        return "Those behind it have not waited: redelivered, it runs after them."
+    return ""
+
+
+def _held(using: str, stage: str, key: str, count: int, since: Any) -> HeldKey:
+    rows = InboxMessage.objects.using(using).filter(stage=stage)
+    first = (
+        rows.filter(key=key, waits_for__isnull=False, processed_at=None, dead_at=None)
+        .only("message_id", "waits_for")
+        .order_by("after_at", "pk")
+        .first()
+    )
+    before = first.waits_for if first is not None else None
+    why = _why(using, rows.filter(message_id=before).first(), before)
+    return HeldKey(
+        stage, key, count, read_instant(since), first and first.message_id, before, why
+    )
+
+
+def _why(using: str, row: InboxMessage | None, before: uuid.UUID | None) -> str:
+    if row is None:
+        sent = OutboxMessage.objects.using(using).filter(message_id=before)
+        if sent.filter(dead_at__isnull=False).exists():
+            return "which its relay has given up"
+        return "which has not come"
+    if row.dead_at is not None:
+        return "which is dead"
+    if row.waits_for is not None:
+        return "which waits for it in a circle"
+    if row.due_at is not None:
+        return "which waits for its redelivery"
+    return "which has not come back" if row.processed_at is None else "which is done"

@@ -1,0 +1,138 @@
+"""What waits at ordered stages, in the commands and in the admin."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import json
+import uuid
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.test import Client
+from django.utils import timezone
+
+from django_txmsg import stages
+from django_txmsg.models import DeadLetter, InboxMessage
+from tests import factories
+from tests.running import declared
+
+
+@pytest.fixture
+def letter(operator: Client) -> DeadLetter:
+    """A dead letter with two messages of its key behind it, for an hour."""
+    found: DeadLetter = factories.DeadLetterFactory(
+        stage="tests.in_order", headers={"txmsg-key": "k"}
+    )
+    factories.InboxMessageFactory(
+        message_id=found.message_id,
+        stage=found.stage,
+        processed_at=None,
+        dead_at=timezone.now(),
+    )
+    before = found.message_id
+    for number in range(2):
+        row = factories.InboxMessageFactory(
+            stage=found.stage, processed_at=None, headers={}, body=b"null",
+            due_at=timezone.now() + dt.timedelta(minutes=1),
+        )  # fmt: skip
+        InboxMessage.objects.filter(pk=row.pk).update(
+            key="k", waits_for=before, waits_since=factories.ago(seconds=3600),
+            after_at=factories.ago(seconds=7200 - number),
+        )  # fmt: skip
+        before = row.message_id
+    return found
+
+
+def printed(name: str, *arguments: str) -> str:
+    """Return what a command prints."""
+    out = io.StringIO()
+    call_command(name, *arguments, stdout=out, stderr=out)
+    return out.getvalue()
+
+
+def status(*arguments: str) -> str:
+    """Return what message_status prints, which ends with 1."""
+    out = io.StringIO()
+    with pytest.raises(SystemExit, match="1"):
+        call_command("message_status", *arguments, stdout=out)
+    return out.getvalue()
+
+
+def page(of: DeadLetter, operator: Client) -> str:
+    """Return the message's own page."""
+    url = f"/admin/django_txmsg/outboxmessage/{of.message_id}/"
+    return operator.get(url).content.decode()
+
+
+def test_how_many_wait_behind_a_dead_letter(
+    letter: DeadLetter, operator: Client
+) -> None:
+    told = "2 wait behind this one. Redelivered, it runs, and then they do"
+    assert told in printed("dead_letters", "show", str(letter.pk))
+    assert told in page(letter, operator)
+
+
+def test_which_keys_stand_still_and_why(letter: DeadLetter, operator: Client) -> None:
+    listed = printed("order", "list")
+    assert f"key k: 2 waiting for {letter.message_id}, which is dead" in listed
+    (one,) = json.loads(printed("order", "list", "--json"))
+    assert (one["stage"], one["count"]) == ("tests.in_order", 2)
+    told = status()
+    assert "2 in line behind others" in told
+    assert "2 messages of key k wait at stage tests.in_order" in told
+    (one,) = json.loads(status("--json"))["held_keys"]
+    assert (one["key"], one["count"], one["why"]) == ("k", 2, "which is dead")
+    overview = operator.get("/admin/django_txmsg/").content.decode()
+    assert "2 messages of key k wait" in overview
+    rows = operator.get("/admin/django_txmsg/inboxmessage/?state=in-line")
+    assert rows.content.decode().count("of its key") == 2
+
+
+def test_that_a_skipped_one_runs_late(operator: Client) -> None:
+    skips: stages.Order = "skip"
+    with declared(lambda message: None, "tests.skipping", ordered=skips):
+        letter = factories.DeadLetterFactory(
+            stage="tests.skipping", headers={"txmsg-key": "k"}
+        )
+        assert "it runs after them" in page(letter, operator)
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({}, "has not come back"),
+        ({"due_at": timezone.now(), "headers": {}, "body": b""}, "its redelivery"),
+        ({"processed_at": timezone.now()}, "is done"),
+        (None, "has not come"),
+    ],
+)
+def test_what_is_the_matter_with_a_predecessor(
+    letter: DeadLetter, what: dict[str, Any] | None, why: str
+) -> None:
+    rows = InboxMessage.objects.filter(message_id=letter.message_id)
+    if what is None:
+        rows.delete()
+    else:
+        rows.update(**{"dead_at": None, **what})
+    assert why in printed("order", "list")
+
+
+def test_one_that_its_relay_has_given_up(letter: DeadLetter) -> None:
+    InboxMessage.objects.filter(message_id=letter.message_id).delete()
+    factories.OutboxMessageFactory(
+        message_id=letter.message_id, dead_at=timezone.now(), last_error="rejected"
+    )
+    assert "which its relay has given up" in printed("order", "list")
+
+
+def test_a_circle(letter: DeadLetter) -> None:
+    rows = InboxMessage.objects.filter(waits_for__isnull=False).order_by("after_at")
+    InboxMessage.objects.filter(pk=rows[0].pk).update(waits_for=rows[1].message_id)
+    assert "in a circle" in printed("order", "list")
+
+
+def test_nothing_waits(operator: Client) -> None:
+    assert "No message waits" in printed("order", "list")
+    assert str(uuid.UUID(int=0)) not in printed("message_status")
