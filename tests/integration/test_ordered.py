@@ -217,9 +217,13 @@ def test_a_redelivery_holds_back_its_key_and_no_other() -> None:
     with declared(handler, ordered="block", redelivery=policy) as stage:
         for body in ("a0", "a1", "b0", "b1"):
             send_chain(stage.destination, [body], key=body[0])
-        settle(stage, 2)
+        failed = InboxMessage.objects.filter(attempts=1, due_at__isnull=False)
+        with running(stage, concurrency=2):
+            wait_until(
+                lambda: Effect.objects.count() == 2 and failed.exists(), deadline=60
+            )
         assert effects() == ["b0", "b1"]
-        InboxMessage.objects.filter(attempts=1, processed_at=None).update(due_at=Now())
+        failed.update(due_at=Now())
         settle(stage, 4)
     assert effects() == ["b0", "b1", "a0", "a1"]
 
@@ -400,7 +404,7 @@ def test_a_rejected_predecessor_comes_when_it_is_redelivered() -> None:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)
         deliver(stage.destination, zero, two)
-        settle(stage, 1)
+        step(stage, times=2)
         with transaction.atomic():
             letter = burial.bury(
                 using="default", message_id=sent[1].id, stage="", broker="default",
