@@ -42,6 +42,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("typed", [], ["--messages", "300", "--rounds", "2"]),
     ("http_outbox", [], ["--seconds", "1", "--rounds", "2"]),
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),
+    ("celery_outbox", [], ["--calls", "200", "--rounds", "2"]),
 ]  # fmt: skip
 
 

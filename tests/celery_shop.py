@@ -24,7 +24,7 @@ app.conf.update(
     broker_url=os.environ.get("TXMSG_TEST_CELERY_URL", "amqp://127.0.0.1:1//"),
     broker_connection_timeout=2,
     broker_transport_options=(
-        {"visibility_timeout": 5, "polling_interval": 0.1}
+        {"visibility_timeout": 1, "polling_interval": 0.1}
         if "redis" in os.environ.get("TXMSG_TEST_CELERY_URL", "")
         else {}
     ),

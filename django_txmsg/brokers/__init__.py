@@ -63,7 +63,8 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
 def receives(alias: str) -> bool:
     """Return whether messages can be consumed from this alias's broker here: Celery's
     are for its workers."""
-    return split_url(conf.get().BROKERS[alias].get("URL", "")).scheme != "celery"
+    entry = conf.get().BROKERS.get(alias, {})
+    return split_url(entry.get("URL", "")).scheme != "celery"
 
 
 def make_broker(alias: str, url: str) -> Broker:

@@ -34,16 +34,18 @@ def _recent(using: str, column: str, table: str) -> dict[str, int]:
         return dict(cursor.fetchall())
 
 
-def last_dispatched(using: str) -> dict[str, dt.datetime | None]:
-    """Return the last dispatch to each destination that is among the newest rows."""
+def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
+    """Return the last dispatch to each destination that is among the newest rows, and
+    through which broker."""
     with connections[using].cursor() as cursor:
         cursor.execute(
-            "SELECT destination, MAX(dispatched_at) FROM ("
-            " SELECT destination, dispatched_at FROM django_txmsg_outboxmessage"
+            "SELECT destination, MAX(dispatched_at), MAX(broker) FROM ("
+            " SELECT destination, dispatched_at, broker FROM django_txmsg_outboxmessage"
             " ORDER BY id DESC LIMIT %s) AS newest GROUP BY destination",
             [RECENT],
         )
-        return {name: read_instant(last) for name, last in cursor.fetchall()}
+        rows = cursor.fetchall()
+    return {name: (read_instant(last), broker) for name, last, broker in rows}
 
 
 def last_processed(

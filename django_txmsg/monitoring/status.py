@@ -12,6 +12,7 @@ from typing import Any
 
 from django.db import connections
 
+from ..brokers import receives
 from ..models import StageState
 from ..models.fields import clock, read_instant
 from ..models.queue import queue_name
@@ -191,8 +192,11 @@ def read(using: str = "default") -> Status:
     held = {state.stage: state for state in pauses}
     for name, waiting in in_outbox(using).items():
         _place(status.destinations, name).waiting = waiting
-    for name, last in recent.last_dispatched(using).items():
+    elsewhere = set()  # tasks, say, for Celery's workers
+    for name, (last, broker) in recent.last_dispatched(using).items():
         _place(status.destinations, name).last = last
+        if not receives(broker):
+            elsewhere.add(name)
     for declared in all_stages():
         _place(status.stages, declared.name)
         if declared.destination in status.destinations:
@@ -202,7 +206,7 @@ def read(using: str = "default") -> Status:
         {
             name: place.last
             for name, place in status.destinations.items()
-            if not place.consumers
+            if not place.consumers and name not in elsewhere
         },
         [declared.destination for declared in all_stages()],
         status.now,

@@ -1,0 +1,54 @@
+"""Two Celery apps of one project: Celery's own, and the one with a changed line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from celery import Celery as PlainCelery
+
+from django_txmsg.celery import Celery, OnceTask
+
+URL = os.environ.get("BENCH_CELERY_URL", "amqp://")
+SETTINGS: dict[str, Any] = {"broker_url": URL, "worker_hijack_root_logger": False}
+
+DJANGOS = "celery.contrib.django.task:DjangoTask"
+
+plain = PlainCelery("before", set_as_current=False, task_cls=DJANGOS)
+plain.conf.update(SETTINGS, task_default_queue="bench.before")
+ours = Celery("after", set_as_current=False)
+ours.conf.update(SETTINGS, task_default_queue="bench.after")
+
+
+def charge(order: int) -> int:
+    """Take the money for an order: a row, of which there should be one."""
+    from tests.app.models import Effect
+
+    Effect.objects.create(name="charge", message_id=str(order))
+    return order
+
+
+@plain.task(name="charge", shared=False)
+def charge_before(order: int) -> int:
+    """Charge as Celery does by default: acknowledged before it is done."""
+    return charge(order)
+
+
+@plain.task(
+    name="charge_late", shared=False, acks_late=True, reject_on_worker_lost=True
+)
+def charge_late(order: int) -> int:
+    """Charge as Celery's documentation advises: acknowledged after it is done."""
+    return charge(order)
+
+
+@ours.task(name="charge", shared=False)
+def charge_plain(order: int) -> int:
+    """Charge, called through the outbox."""
+    return charge(order)
+
+
+@ours.task(name="charge_once", shared=False, base=OnceTask)
+def charge_once(order: int) -> int:
+    """Charge, called through the outbox, once."""
+    return charge(order)
