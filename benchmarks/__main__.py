@@ -31,6 +31,7 @@ END = "<!-- the end of the table -->"
 #: The modules, with what they are asked, and with what `--quick` asks for.
 RUNS: list[tuple[str, list[str], list[str]]] = [
     ("store", [], ["--rows", "500", "--rounds", "2"]),
+    ("enqueue", [], ["--rows", "300", "--rounds", "2"]),
     ("relay", ["--peer", "--rounds", "7"], ["--messages", "1000", "--rounds", "2"]),
     ("relay", ["--broker", "rabbitmq"], []),
     ("relay_big_table", [], ["--dispatched", "20000", "--pending", "43000",

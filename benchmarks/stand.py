@@ -33,8 +33,14 @@ def postgresql(name: str = "bench") -> str:
     return services.shared(services.PostgreSQL).create_database(name)
 
 
-def django(database_url: str, txmsg: Mapping[str, Any]) -> None:
-    """Set up Django in this process on an empty database, and migrate it."""
+def django(
+    database_url: str,
+    txmsg: Mapping[str, Any],
+    apps: Sequence[str] = (),
+    **more: Any,
+) -> None:
+    """Set up Django in this process on an empty database, with further apps and
+    settings, and migrate it."""
     import environ
     from django.conf import settings
     from django.core.management import call_command
@@ -47,6 +53,7 @@ def django(database_url: str, txmsg: Mapping[str, Any]) -> None:
             "django.contrib.auth",
             "django_txmsg",
             "tests.app",
+            *apps,
         ],
         DEFAULT_AUTO_FIELD="django.db.models.BigAutoField",
         SECRET_KEY="bench",
@@ -58,6 +65,7 @@ def django(database_url: str, txmsg: Mapping[str, Any]) -> None:
             "loggers": {"django_txmsg": {"level": "CRITICAL"}},
         },
         TXMSG=dict(txmsg),
+        **more,
     )
     import django as framework
 

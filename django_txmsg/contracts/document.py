@@ -55,6 +55,8 @@ class _Builder:
             types = codecs.reader(one.body).types
             self._operate("send", f"send.{one}", str(one), types)
         for stage in all_stages():
+            if wire.is_task(stage.destination):
+                continue  # nobody else sends what the service enqueues
             reader = stage.reader
             self._operate(
                 "receive",

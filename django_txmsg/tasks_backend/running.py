@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from django.db import transaction
+from django.db import Error as AnyDatabaseError
+from django.db import connections, transaction
 from django.utils import timezone
 
 from ..envelope.message import Message
@@ -19,6 +20,7 @@ from ..errors import TxmsgError
 from ..models import TaskRun
 from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
+from ..upkeep import outage
 from .framework import (
     AnyResult,
     AnyTask,
@@ -96,7 +98,14 @@ class Handler:
         tried = attempts(message.id, stage) if len(run.workers) > 1 else []
         result = self._begin(message, run.workers, tried)
         value = call(result)
-        runs.finish(message.id, run.workers, value)
+        try:
+            runs.finish(message.id, run.workers, value)
+        except AnyDatabaseError as error:
+            if not outage.is_away(error):
+                raise
+            # It lay idle for as long as the task took, and was closed meanwhile.
+            connections[runs.db].close()
+            runs.finish(message.id, run.workers, value)
         self._finished(result, value)
 
     def _begin(self, message: Message, workers: list[str], tried: Any) -> AnyResult:

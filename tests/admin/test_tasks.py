@@ -52,6 +52,10 @@ def test_the_lists_name_it(task: Any, viewer: Client) -> None:
     assert DeadLetter.objects.exclude(pk=other.pk).count() == 1
 
 
+def test_the_page_of_stages_has_its_queue(task: Any, viewer: Client) -> None:
+    assert "tests.tasks.default.default" in page_of(viewer, LISTS + "stagestate/")
+
+
 def test_its_page_shows_the_call_masked(task: Any, somebody: Any) -> None:
     address = f"{LISTS}outboxmessage/{task.id}/"
     views = ("view_outboxmessage", "view_deadletter")

@@ -127,5 +127,17 @@ def die_once(text: str, marker: str) -> str:
     return text
 
 
+@task
+def lose_connection() -> str:
+    """Work for so long that the server closes the idle connection."""
+    import psycopg
+
+    connection = transaction.get_connection()
+    with psycopg.connect(**connection.get_connection_params()) as other:
+        pid = connection.connection.info.backend_pid
+        other.execute("SELECT pg_terminate_backend(%s)", [pid])
+    return "done"
+
+
 def no_task() -> None:
     """Stand for what must not be run."""

@@ -21,7 +21,8 @@ from django.db.models import F
 from django.test import override_settings
 from django.utils import timezone
 
-from django_txmsg import Message, Refuse, send_message
+from django_txmsg import Message, Refuse, outbox_session, send_message
+from django_txmsg.contracts.document import build
 from django_txmsg.envelope import serializers
 from django_txmsg.errors import InvalidMessage
 from django_txmsg.models import (
@@ -668,3 +669,30 @@ def test_a_subclass_is_ours() -> None:
 
 class OwnBackend(TransactionalBackend):
     """A project's own."""
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_long_task_outlives_its_idle_connection() -> None:
+    connection.ensure_connection()
+    with tasks(OPTIONS={"TRANSACTION": "none"}):
+        result = finished(jobs.lose_connection.enqueue())
+    assert (result.status, result.return_value) == (SUCCESSFUL, "done")
+    assert not DeadLetter.objects.exists()
+
+
+def test_tasks_are_no_part_of_the_contract() -> None:
+    assert QUEUE in [one.name for one in all_stages()]
+    assert QUEUE not in json.dumps(build())
+
+
+def test_a_session_finds_what_it_has_enqueued() -> None:
+    with outbox_session():
+        first, second = jobs.note.enqueue("1"), jobs.note.enqueue("2")
+        assert jobs.note.get_result(first.id).status == READY
+        assert jobs.note.get_result(second.id).args == ["2"]
+        third = jobs.note.enqueue("3")
+    drain()
+    for one in (first, second, third):
+        one.refresh()
+        assert one.status == SUCCESSFUL
