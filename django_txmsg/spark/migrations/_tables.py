@@ -11,6 +11,8 @@ from typing import Any
 from django.apps import apps as installed
 from django.db.migrations.recorder import MigrationRecorder
 
+from ...django_internals import in_block
+
 LABEL = "txmsg_spark"
 MODELS = ("ArchiveMark", "PipelineRun", "StagedMessage", "StoredRun")
 MARKED = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
@@ -113,7 +115,7 @@ def index_marks(schema_editor: Any) -> None:
     if connection.vendor != "postgresql":
         return
     create = "CREATE INDEX IF NOT EXISTS"
-    if not connection.in_atomic_block:
+    if not in_block(connection):
         create = "CREATE INDEX CONCURRENTLY IF NOT EXISTS"
     for table in MARKED:
         with connection.cursor() as cursor:
