@@ -6,13 +6,14 @@ Django that lacks one, and finds other files that use them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from django.core.handlers.base import BaseHandler
-from django.db import connections, transaction
+from django.db import Error, connections, transaction
 from django.http import HttpRequest
 
 View = Callable[..., Any]
@@ -129,6 +130,24 @@ class LateAtomic:
 def in_block(connection: Any) -> bool:
     """Return whether an atomic block is open."""
     return bool(connection.in_atomic_block)
+
+
+def depth(connection: Any) -> int:
+    """Return how many atomic blocks are open, one inside of the other."""
+    return len(connection.atomic_blocks)
+
+
+def roll_back_blocks(connection: Any, above: int) -> bool:
+    """Roll back the atomic blocks that were entered and not left, but for the outer
+    `above` ones. Returns whether there are any."""
+    if len(connection.atomic_blocks) <= above:
+        return False
+    forgotten = connection.atomic_blocks[above:]
+    error = RuntimeError("somebody entered this block and did not leave it")
+    for block in reversed(forgotten):
+        with contextlib.suppress(Error):
+            block.__exit__(RuntimeError, error, None)
+    return True
 
 
 def in_testcase(connection: Any) -> bool:

@@ -18,6 +18,7 @@ TxmsgError
 └── StageError              a stage's transaction could not be completed
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
+    ├── BlockLeftOpen           the handler entered an atomic() and did not leave it
     ├── MiddlewareMisused       a stage's middleware did not call the next one once
     ├── StageTimedOut           the handler took longer than its timeout
     └── CommitTimedOut          a tombstone forbids this late commit
@@ -135,6 +136,10 @@ class SwallowedDatabaseError(StageError):
 class DurableInStage(StageError):
     """atomic(durable=True) was entered inside a stage, whose transaction it cannot
     leave. Remove durable=True, or use transaction="broker_only" for this stage."""
+
+
+class BlockLeftOpen(StageError):
+    """A transaction.atomic() was entered inside a stage and not left."""
 
 
 class MiddlewareMisused(StageError):

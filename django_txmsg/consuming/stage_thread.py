@@ -28,7 +28,7 @@ from ..stages import Stage
 from ..upkeep import outage
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
-from ..upkeep.connections import open_caches, recycle
+from ..upkeep.connections import leave_blocks, open_caches, recycle
 from . import batch as batches
 from . import inbox, reading
 from .allowance import Allowance
@@ -227,6 +227,13 @@ class StageThread:
                 self._stopping.wait(pause)
             finally:
                 self.busy_since = None
+                for alias in leave_blocks():
+                    log.warning(
+                        "stage %r: its handler has left an atomic() open on database "
+                        "%r, which is rolled back",
+                        self.stage.name,
+                        alias,
+                    )
                 recycle()
         return None
 

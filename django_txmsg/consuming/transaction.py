@@ -14,8 +14,13 @@ from types import TracebackType
 
 from django.db import DatabaseError, connections
 
-from ..django_internals import must_roll_back, refuses_durable
-from ..errors import DurableInStage, SwallowedDatabaseError
+from ..django_internals import (
+    depth,
+    must_roll_back,
+    refuses_durable,
+    roll_back_blocks,
+)
+from ..errors import BlockLeftOpen, DurableInStage, SwallowedDatabaseError
 from ..sending.block import Block
 from ..stages import TransactionDefinition
 
@@ -28,10 +33,16 @@ def guarded(using: str) -> Iterator[None]:
 
     Raises SwallowedDatabaseError when the handler hid a database error, so that leaving
     the block without an exception would roll its work back in silence; DurableInStage
-    for an `atomic(durable=True)` inside.
+    for an `atomic(durable=True)` inside; BlockLeftOpen for an `atomic()` that it did
+    not leave, which would keep the stage's own transaction from its end.
     """
+    connection = connections[using]
+    outer, left_open = depth(connection), False
     try:
-        yield
+        try:
+            yield
+        finally:
+            left_open = roll_back_blocks(connection, outer)
     except RuntimeError as error:
         if not refuses_durable(error):
             raise
@@ -39,6 +50,11 @@ def guarded(using: str) -> Iterator[None]:
             "atomic(durable=True) cannot be entered inside a stage, whose transaction "
             "surrounds it."
         ) from error
+    if left_open:
+        raise BlockLeftOpen(
+            f"A transaction.atomic() on {using!r} was entered inside the stage and not "
+            f"left. Use it in a with statement, or as a decorator."
+        )
     if must_roll_back(connections[using]):
         raise SwallowedDatabaseError(
             f"A database error on {using!r} was caught inside the stage and its "

@@ -19,6 +19,7 @@ from ..django_internals import (
     close_at,
     in_block,
     raw,
+    roll_back_blocks,
     settings_of,
     works,
 )
@@ -48,6 +49,17 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
             connection.close()
         else:
             as_for_a_new_request(connection)
+
+
+def leave_blocks() -> list[str]:
+    """Roll back the atomic blocks that a piece of work entered and did not leave: the
+    next one would be done inside of them. Call it outside of all blocks of ours.
+    Returns the aliases of their databases."""
+    found = [alias for alias in connections if in_block(connections[alias])]
+    for alias in found:
+        roll_back_blocks(connections[alias], 0)
+        connections[alias].close()
+    return found
 
 
 def open_caches() -> None:

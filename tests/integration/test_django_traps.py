@@ -9,7 +9,7 @@ import pytest
 from django.db import IntegrityError, connection, connections, transaction
 
 from django_txmsg.envelope.message import Message
-from django_txmsg.errors import DurableInStage, SwallowedDatabaseError
+from django_txmsg.errors import BlockLeftOpen, DurableInStage, SwallowedDatabaseError
 from django_txmsg.models import Attempt, DeadLetter, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
@@ -75,6 +75,44 @@ def test_a_swallowed_error_of_an_inner_atomic(options: dict[str, Any]) -> None:
     run_twice(handler, options)
     first_attempt_fails(SwallowedDatabaseError)
     assert effects() == ["bad", "good"]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@drawn
+def test_a_block_that_is_entered_and_not_left(
+    options: dict[str, Any], raises: bool
+) -> None:
+    """Nothing would be committed any more, of this message and of those behind it."""
+
+    def handler(message: Message) -> None:
+        Effect.objects.create(name=message.body, message_id=str(message.id))
+        if message.body == "bad" and message.delivery_attempt == 1:
+            for _ in range(2):
+                transaction.atomic().__enter__()
+            Effect.objects.create(name="inner", message_id=str(message.id))
+            if raises:
+                raise LookupError
+
+    run_twice(handler, options)
+    first_attempt_fails(LookupError if raises else BlockLeftOpen)
+    assert not connection.in_atomic_block
+    assert effects() == ["bad", "good"]
+
+
+def test_a_block_left_open_elsewhere_ends_with_its_message() -> None:
+    found: list[bool] = []
+
+    def handler(message: Message) -> None:
+        found.append(connections["other"].in_atomic_block)
+        transaction.atomic("other").__enter__()
+        Effect.objects.using("other").create(name="left", message_id="")
+
+    with declared(handler) as stage, running(stage):
+        for _ in range(2):
+            send(stage.destination)
+        wait_until(lambda: len(found) == 2)
+    assert found == [False, False]
+    assert not Effect.objects.using("other").exists()
 
 
 @pytest.mark.postgresql

@@ -53,11 +53,11 @@ PUBLIC = {
     "django_txmsg.codecs": "Codec Misfit",
     "django_txmsg.conf": "get problems",
     "django_txmsg.errors": """
-        BrokerError BrokerUnavailable CommitTimedOut ConfigurationError DecodeError
-        DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage DurableInStage
-        InvalidMessage MiddlewareMisused NewerCodeNeeded Redeliver Refuse SessionError
-        StageError StageTimedOut StoreError SwallowedDatabaseError TransactionRequired
-        TxmsgError WorkerFailed
+        BlockLeftOpen BrokerError BrokerUnavailable CommitTimedOut ConfigurationError
+        DecodeError DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage
+        DurableInStage InvalidMessage MiddlewareMisused NewerCodeNeeded Redeliver
+        Refuse SessionError StageError StageTimedOut StoreError SwallowedDatabaseError
+        TransactionRequired TxmsgError WorkerFailed
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """
