@@ -132,7 +132,7 @@ def consume(
     if empty:
         clean()
     destination = f"{DESTINATION}.{uuid.uuid4().hex[:8]}"
-    with get_broker().open() as session:
+    with get_broker(stage.get("broker", "default")).open() as session:
         for start in range(0, count, 500):
             session.send(
                 [

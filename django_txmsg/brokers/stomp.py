@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl
 from .. import jms, wire
 from ..envelope.broker_url import hurry, split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
+from ..jms.dialects import MAX_PROPERTY
 from . import java
 from .base import Broker, Delivery, Outgoing, Session
 from .stomp_errors import asked, outcome
@@ -109,8 +110,14 @@ class StompSession(Session):
 
     def _message(self, outgoing: Outgoing) -> jms.Message:
         headers, body = dict(outgoing.headers), outgoing.body
-        if self._session.link.dialect.serves_jms:
+        dialect = self._session.link.dialect
+        if dialect.serves_jms:
             body = java.for_java(headers, body)
+        given = headers.get(wire.CORRELATION_ID, "")
+        if dialect.name == "rabbitmq" and len(given) * 4 > MAX_PROPERTY:
+            # It may come from outside: no reason to refuse what a service sends.
+            cut = given.encode()[:MAX_PROPERTY]
+            headers[wire.CORRELATION_ID] = cut.decode(errors="ignore")
         return jms.Message(body, headers)
 
     def _mortal(self, outgoing: Outgoing) -> jms.Message:

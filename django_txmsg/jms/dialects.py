@@ -22,6 +22,14 @@ from .errors import (
 
 #: Milliseconds in which RabbitMQ can let a message expire.
 MAX_EXPIRATION = 2**32 - 1
+#: Bytes of a header's name, and of the values that AMQP has a property for.
+MAX_PROPERTY = 255
+_AMQP_PROPERTIES = frozenset(
+    {
+        "amqp-message-id", "app-id", "content-encoding", "content-type",
+        "correlation-id", "reply-to", "type", "user-id",
+    }
+)  # fmt: skip
 _OF_A_DELAY = re.compile(r"\.delay-\d+s$")
 #: AMQP's codes for what one frame did wrong; the others are the connection's.
 _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
@@ -203,6 +211,21 @@ class RabbitMQDialect(Dialect):
     serves_jms: bool = False
     #: Patterns of queues that are there, of whatever type.
     existing: tuple[str, ...] = ()
+
+    def check_headers(self, headers: Mapping[str, str]) -> None:
+        """Refuse as well what RabbitMQ takes by STOMP and cannot hand over by AMQP: it
+        would hang up on every consumer that the message is delivered to."""
+        Dialect.check_headers(self, headers)
+        for name, value in headers.items():
+            text = f"{value}" if name in _AMQP_PROPERTIES else ""
+            if max(len(name), len(text)) * 4 <= MAX_PROPERTY:
+                continue
+            size = max(len(one.encode(errors="replace")) for one in (name, text))
+            if size > MAX_PROPERTY:
+                raise MessageFormatError(
+                    f"Header {name[:40]!r} has {size} bytes where AMQP has place for "
+                    f"{MAX_PROPERTY}."
+                )
 
     def told(self, existing: str) -> Dialect:
         """``/queue/`` declares a classic queue, which a queue of another type refuses;

@@ -102,7 +102,7 @@ def expected(mode: str, fault: str, step: str, broker: str) -> list[Outcome]:
     """Return what may be seen on that broker."""
     outcomes = EXPECTED[mode, fault][step]
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
-    return [*outcomes, also] if also and broker == "rabbitmq" else outcomes
+    return [*outcomes, also] if also and broker.startswith("rabbitmq") else outcomes
 
 
 def cell(mode: str, fault: str, step: str) -> str:

@@ -27,6 +27,7 @@ SAMPLE = {
     ("broker_only", "kill -9 of the worker", "activemq"),
     ("best_effort_1pc", "connection to the broker cut", "activemq"),
     ("best_effort_1pc", "kill -9 of the worker", "rabbitmq"),
+    ("best_effort_1pc", "broker killed", "rabbitmq_amqp"),
 }
 
 
@@ -58,7 +59,7 @@ def test_the_docs_show_what_is_expected_here() -> None:
         pytest.param(*one, marks=() if one in SAMPLE else pytest.mark.soak)
         for mode in STEPS
         for fault in failure_table.FAULTS
-        for broker in ("activemq", "rabbitmq")
+        for broker in ("activemq", "rabbitmq", "rabbitmq_amqp")
         for one in [(mode, fault, broker)]
     ],
 )

@@ -24,7 +24,12 @@ def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
+    "broker",
+    [
+        "activemq",
+        pytest.param("rabbitmq", marks=pytest.mark.soak),
+        pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
+    ],
 )
 def test_on_a_server(
     broker: str, manage: Manage, tmp_path: Path, request: pytest.FixtureRequest

@@ -39,7 +39,10 @@ def declare() -> None:
 
 
 @pytest.mark.postgresql  # one database will do: the brokers differ
-@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+@pytest.mark.parametrize(
+    "broker",
+    ["activemq", "rabbitmq", pytest.param("rabbitmq_amqp", marks=pytest.mark.soak)],
+)
 def test_both_are_there_and_one_is_dropped(
     broker: str,
     manage: Manage,
@@ -95,7 +98,10 @@ def test_both_are_there_and_one_is_dropped(
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
+@pytest.mark.parametrize(
+    "broker",
+    ["activemq", "rabbitmq", pytest.param("rabbitmq_amqp", marks=pytest.mark.soak)],
+)
 def test_copies_survive_the_broker_that_keeps_them(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:

@@ -93,7 +93,12 @@ def test_on_the_embedded_broker(manage: Manage, destination: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
+    "broker",
+    [
+        "activemq",
+        pytest.param("rabbitmq", marks=pytest.mark.soak),
+        pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
+    ],
 )
 def test_on_a_server(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest

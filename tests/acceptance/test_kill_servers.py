@@ -125,7 +125,12 @@ def through(stream: Stream, fault: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
+    "broker",
+    [
+        "activemq",
+        pytest.param("rabbitmq", marks=pytest.mark.soak),
+        pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
+    ],
 )
 def test_the_broker_is_killed(
     broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest

@@ -125,7 +125,7 @@ def carried(name: str, value: str) -> bool:
     return True
 
 
-@pytest.fixture(params=["activemq", "rabbitmq"])
+@pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> Iterator[StompServer]:
     """Each of the brokers in turn, as the default one."""
     found: StompServer = request.getfixturevalue(request.param)

@@ -27,7 +27,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from tests.raw_client import RawClient
 from tests.running import IMPATIENT, committing, declared, put, txmsg
-from tests.services import RabbitMQ
+from tests.services import ByAmqp, RabbitMQ
 from tests.services.stomp_server import PASSWORD, USER, StompServer
 
 # One database will do: what differs here is the broker.
@@ -114,15 +114,28 @@ def by_amqp(server: RabbitMQ, queue: str, draw: Draw) -> bytes | None:
     return body
 
 
-def by_stomp(server: StompServer, queue: str, draw: Draw) -> bytes | None:
+def by_stomp(
+    server: StompServer, queue: str, draw: Draw, longest: int | None = None
+) -> bytes | None:
     """Send one, and return its body if the broker has taken it."""
-    headers, body = drawn_headers(draw), draw.choice(BODIES)
+    drawn, body = drawn_headers(draw), draw.choice(BODIES)
+    headers = {
+        name: value
+        for name, value in drawn.items()
+        if longest is None or max(len(name.encode()), len(value.encode())) <= longest
+    }
     to = {"destination": f"/queue/{queue}", "persistent": "true"}
     headers["content-length"] = str(len(body))
     with RawClient(("127.0.0.1", server.port), login=USER, passcode=PASSWORD) as client:
         client.send("SEND", {**to, **headers}, body, receipt="sent")
         answer = client.next()
     return body if answer is not None and answer.command == "RECEIPT" else None
+
+
+def by_stomp_beside(server: ByAmqp, queue: str, draw: Draw) -> bytes | None:
+    """Send one to what is read by AMQP: RabbitMQ takes longer names by STOMP than it
+    can hand over, and hangs up on the consumer."""
+    return by_stomp(server.node, queue, draw, longest=255)
 
 
 def by_hand(_: None, queue: str, draw: Draw) -> bytes | None:
@@ -145,6 +158,8 @@ def by_hand(_: None, queue: str, draw: Draw) -> bytes | None:
 
 SENDERS: dict[str, tuple[str, Callable[[Any, str, Draw], bytes | None]]] = {
     "amqp": ("rabbitmq", by_amqp),
+    "amqp to amqp": ("rabbitmq_amqp", by_amqp),
+    "stomp to amqp": ("rabbitmq_amqp", by_stomp_beside),
     "stomp at rabbitmq": ("rabbitmq", by_stomp),
     "stomp at activemq": ("activemq", by_stomp),
     "by hand": ("", by_hand),

@@ -42,7 +42,7 @@ MODES = ["outbox", "best_effort_1pc"]
 ODD = "a:b\nc\\d ü"
 
 
-@pytest.fixture(autouse=True, params=["activemq", "rabbitmq"])
+@pytest.fixture(autouse=True, params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def broker(request: pytest.FixtureRequest) -> Iterator[StompServer]:
     """Make each of the brokers the default one in turn."""
     server: StompServer = request.getfixturevalue(request.param)

@@ -22,13 +22,14 @@ from django_txmsg.stages import TRANSACTION_MODES
 from tests.app.models import Effect, Order
 from tests.faults import Proxy, wait_until
 from tests.running import committing, declared, put, running, send, ship, txmsg
+from tests.services import ByAmqp
 from tests.services.stomp_server import StompServer
 
 # One database will do: what differs here is the broker.
 pytestmark = [committing, pytest.mark.postgresql]
 
 
-@pytest.fixture(params=["activemq", "rabbitmq"])
+@pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
     """Each of the brokers in turn."""
     found: StompServer = request.getfixturevalue(request.param)
@@ -131,7 +132,8 @@ def test_what_a_handler_sends_past_its_transaction_is_out_whatever_follows(
 ) -> None:
     def handler(message: Message) -> None:
         send_message(f"{destination}.joined", "with the stage")
-        with jms.ConnectionFactory(server.url()).create_connection() as connection:
+        by_stomp = server.node if isinstance(server, ByAmqp) else server
+        with jms.ConnectionFactory(by_stomp.url()).create_connection() as connection:
             session = connection.create_session()
             session.create_producer(f"{destination}.apart").send(jms.Message("apart"))
         raise Refuse

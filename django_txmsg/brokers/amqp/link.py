@@ -7,6 +7,7 @@ something, and the heart of the process while that thread is busy elsewhere.
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
 import threading
 import time
@@ -93,8 +94,10 @@ class Link:
         self.patience = options.send_timeout
         self.frame_max: int = self._connection.frame_max
         self.heartbeat = float(self._connection.heartbeat or 0)
-        version = str(self._connection.server_properties.get("version", "0"))
-        self.version = int(version.partition(".")[0] or 0)
+        told = str(self._connection.server_properties.get("version", ""))
+        numbers = re.match(r"(\d+)\.(\d+)", told)
+        #: Major and minor version of the server.
+        self.version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:

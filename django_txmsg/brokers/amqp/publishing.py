@@ -67,12 +67,12 @@ class Publisher:
         """
         sending = _Order(keys, outcomes)
         self._batch = batch
-        hung_up = False
+        hung_up, error = False, BrokerError("")
         while sending.open and not hung_up:
             self._pending = {}
             self._settled.clear()
             self._returned.clear()
-            error: BrokerError = DispatchUnknown("no confirm came in time")
+            error = DispatchUnknown("no confirm came in time")
             try:
                 self._open()
                 self._pump(sending, window, timeout)
@@ -91,7 +91,7 @@ class Publisher:
                 break
         for index in sorted(sending.open):
             outcomes[index] = DispatchUnknown(
-                "it was not sent: the broker is silent, or has hung up before",
+                f"it was not sent, after another was not: {error}",
                 written=False,
                 hung_up=hung_up,
             )

@@ -20,6 +20,12 @@ NOT_FOUND, REFUSED, LOCKED = 404, 403, 405
 TOPICS = "amq.topic"
 #: Milliseconds in which RabbitMQ can let a message expire.
 MAX_EXPIRATION = 2**32 - 1
+#: Keeps what expires until its destination has confirmed it.
+_AT_LEAST_ONCE = {
+    "x-queue-type": "quorum",
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",
+}
 
 
 class Queues:
@@ -91,7 +97,9 @@ class Queues:
         and goes there; it is made when it is missing.
 
         A queue lets only its first message expire, so there is one for each power of
-        two of seconds, as RabbitMQ's STOMP sessions have them too.
+        two of seconds. A quorum queue hands over what expires until it is taken; a
+        classic one drops it when its destination cannot take it at that moment, as
+        after a restart. Classic ones are shared with RabbitMQ's STOMP sessions.
         """
         if milliseconds > MAX_EXPIRATION:
             raise DispatchRejected(
@@ -103,14 +111,15 @@ class Queues:
         if not topic:
             self.ensure(name)
         seconds = 1 << ((milliseconds - 1) // 1000).bit_length()
+        arguments = {
+            "x-dead-letter-exchange": TOPICS if topic else "",
+            "x-dead-letter-routing-key": name,
+        }
         queue = f"{name}.delay-{seconds}s"
-        self.ensure(
-            queue,
-            {
-                "x-dead-letter-exchange": TOPICS if topic else "",
-                "x-dead-letter-routing-key": name,
-            },
-        )
+        if self._options.queue_type == "quorum" and self._link.version >= (3, 10):
+            queue = f"{name}.wait-{seconds}s"
+            arguments |= _AT_LEAST_ONCE
+        self.ensure(queue, arguments)
         return queue
 
     def _make(self, queue: str, arguments: dict[str, Any] | None) -> None:
@@ -120,7 +129,7 @@ class Queues:
             )
         if arguments is None:
             arguments = {"x-queue-type": self._options.queue_type}
-            if self._options.queue_type == "quorum" and self._link.version >= 4:
+            if self._options.queue_type == "quorum" and self._link.version >= (4, 0):
                 arguments["x-delivery-limit"] = -1
         self._on().queue_declare(
             queue, durable=True, auto_delete=False, arguments=arguments

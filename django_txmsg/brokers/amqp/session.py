@@ -34,6 +34,7 @@ from .queues import TOPICS, Queues
 #: Seconds for which acknowledgements are gathered at most.
 LONGEST_GROUP = 1.0
 _MANDATORY = b"\x01"
+_TAG = "txmsg"
 
 
 class AmqpSession(Session):
@@ -47,7 +48,7 @@ class AmqpSession(Session):
         self._destination = self._queue = ""
         #: Whether what is received here comes to nobody else, and never again.
         self._private = False
-        self._prefetch = 1
+        self._prefetch, self._subscribed = 1, False
         self._arrived: deque[Delivery] = deque()
         #: Tags that are not acknowledged, in their order -> whether they are to be.
         self._unacked: dict[int, bool] = {}
@@ -159,11 +160,15 @@ class AmqpSession(Session):
                 self._queue = subscriber
                 self._queues.subscribe(destination, subscriber)
             channel = self._opened()
+            if self._subscribed:
+                channel.basic_cancel(_TAG)
+                self._arrived.clear()
+            self._subscribed = True
             channel.basic_qos(0, self._prefetch, False)
             link = self._link
             link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
             link.methods[CONSUMING, spec.Basic.Cancel] = self._on_cancel
-            channel.basic_consume(self._queue, consumer_tag="txmsg")
+            channel.basic_consume(self._queue, consumer_tag=_TAG)
 
     def _opened(self) -> amqp.Channel:
         """Return the channel of the subscription and of transactions."""

@@ -15,7 +15,7 @@ from django_txmsg.sessions.control_message import ControlMessage
 from tests.services.stomp_server import StompServer
 
 
-@pytest.fixture(params=["activemq", "rabbitmq"])
+@pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def server(request: pytest.FixtureRequest) -> StompServer:
     """Each of the brokers in turn."""
     found: StompServer = request.getfixturevalue(request.param)
