@@ -18,7 +18,7 @@ from typing import Any
 
 from django.db import OperationalError, connections
 
-from ..django_internals import in_block, raw
+from ..django_internals import in_block, in_testcase, raw
 from ..envelope.message import Message
 from ..errors import StageTimedOut
 from ..stages import Handler, Stage
@@ -30,6 +30,9 @@ log = logging.getLogger("django_txmsg.deadline")
 AGAIN = 0.5
 #: Seconds that a server has to take a cancellation.
 PATIENCE = 2.0
+#: Seconds beyond its time after which PostgreSQL itself cancels a query, in case that
+#: nobody else is left to do it. What we store after the handler is not to meet it.
+SPARE = 5.0
 #: Seconds without a deadline after which nobody watches any more.
 IDLE = 60.0
 #: PostgreSQL's query_canceled.
@@ -110,9 +113,8 @@ class Deadline:
         connection = context["connection"]
         if connection.alias not in self._used:
             self._used[connection.alias] = connection
-            if connection.vendor == "postgresql" and in_block(connection):
-                # For the case that nobody is left to cancel.
-                limit = math.ceil(self._seconds * 1000)
+            if _is_limited(connection):
+                limit = math.ceil((self._seconds + SPARE) * 1000)
                 with connection.cursor() as cursor:
                     cursor.execute(_LIMIT, [limit, f"{limit}ms"])
         return execute(sql, params, many, context)
@@ -179,6 +181,13 @@ class Watch:
                 self._running = False
                 return None
             return []
+
+
+def _is_limited(connection: Any) -> bool:
+    """Whether there is a transaction that ends what is set for it: a TestCase's, which
+    lasts longer, is none."""
+    transaction = in_block(connection) and not in_testcase(connection)
+    return transaction and connection.vendor == "postgresql"
 
 
 def _cancel(connection: Any) -> None:

@@ -273,7 +273,7 @@ def test_the_server_knows_the_limit_for_this_transaction() -> None:
     with connection.cursor() as cursor:
         cursor.execute("RESET statement_timeout")
 
-    assert limits == ["90s", "7s", "90s", "0", "5s"]
+    assert limits == ["95s", "7s", "95s", "0", "5s"]
 
 
 def test_the_tests_of_a_project_are_limited_too() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from django.core.exceptions import MiddlewareNotUsed
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, OperationalError, connection, transaction
 from django.utils import timezone, translation
 
 from django_txmsg import Redeliver, RedeliveryPolicy, Refuse, send_message
@@ -105,6 +105,10 @@ class Coroutine:
 
 
 def nothing(call_next: CallNext) -> None: ...
+
+
+def asking(call_next: CallNext) -> None:
+    raise OperationalError("no such table")
 
 
 def around(*names: str, **more: Any) -> Any:
