@@ -3,11 +3,15 @@ print what they say, and end well."""
 
 from __future__ import annotations
 
+import re
+import signal
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, blocks
 from tests.docs.typing import Typist
 from tests.faults import wait_until
 
@@ -23,13 +27,41 @@ print("All is well." in client.get("/admin/django_txmsg/").content.decode())
 """
 
 
-def test_the_readme_prints_what_it_says(fresh_python: Path, tmp_path: Path) -> None:
+def order(typist: Typist) -> None:
+    """Open the page in the browser, press its button, and load it until the order has
+    been paid."""
+    jar = urllib.request.HTTPCookieProcessor()
+    browser = urllib.request.build_opener(jar, urllib.request.ProxyHandler({}))
+    address = f"http://127.0.0.1:{typist.port}/"
+
+    def page() -> str:
+        with browser.open(address, timeout=30) as response:
+            return str(response.read().decode())
+
+    inputs = re.findall(r'name="(\w+)" value="(\w+)"', page())
+    browser.open(address, urllib.parse.urlencode(inputs).encode(), timeout=30).close()
+    wait_until(
+        lambda: "<p>Order 1: paid" in page(),
+        deadline=60,
+        message=lambda: typist.said("python orders.py txmsg run"),
+    )
+    wait_until(typist.keeps_its_promises, deadline=60)
+
+
+def test_the_readme_ends_in_an_order_that_is_paid(
+    fresh_python: Path, tmp_path: Path
+) -> None:
     with Typist(tmp_path, fresh_python.parent) as typist:
         typist.follow(ROOT / "README.md")
 
-        assert len(typist.typed) >= 5
-        typist.run("python manage.py check --fail-level WARNING")
-        assert "No relay is running" in typist.run("python manage.py message_status")
+        order(typist)
+        assert len(typist.running) == 2
+        typist.run("python orders.py check --fail-level WARNING")
+        # Ctrl-C ends it in good order.
+        run = typist.running["python orders.py txmsg run"]
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 0
+        assert "No relay is running" in typist.run("python orders.py message_status")
 
 
 def test_the_quickstart_ends_without_an_alarm(
@@ -38,8 +70,9 @@ def test_the_quickstart_ends_without_an_alarm(
     with Typist(tmp_path, fresh_python.parent) as typist:
         typist.follow(ROOT / "docs" / "quickstart.md")
 
+        order(typist)
         assert len(typist.typed) >= 12
-        assert {one.split()[-1] for one in typist.running} == {"consume", "relay"}
+        assert "python manage.py txmsg run --reload" in typist.running
         typist.run("python manage.py check --fail-level WARNING")
         wait_until(
             lambda: "All is well." in typist.run("python manage.py message_status"),
@@ -47,3 +80,11 @@ def test_the_quickstart_ends_without_an_alarm(
             message=lambda: typist.run("python manage.py message_status"),
         )
         assert typist.run(f"python manage.py shell -v 0 -c '{LOOK}'") == "True\n"
+
+
+def test_readme_and_quickstart_show_the_same_file() -> None:
+    shown = [
+        [block.code for block in blocks(page) if "# orders.py" in block.code]
+        for page in (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
+    ]
+    assert shown[0] == shown[1] != []

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.docs.pages import Block, blocks
+from tests.faults import wait_until
+from tests.services import free_port
 
 #: Commands that run until they are stopped.
-ENDLESS = ("python manage.py relay", "python manage.py consume")
+ENDLESS = (
+    "python manage.py txmsg run --reload",
+    "python orders.py txmsg run",
+    "python orders.py runserver",
+)
 #: What a test cannot type: it is in the environment already, asks, or takes a port.
 UNTYPED = ("python -m venv", "pip install", "python manage.py createsuperuser",
            "python manage.py runserver")  # fmt: skip
@@ -28,6 +34,10 @@ class Typist:
     programs: Path
     typed: list[str] = field(default_factory=list)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    #: What a command that runs is said to print, sooner or later.
+    promised: dict[str, tuple[list[str], str]] = field(default_factory=dict)
+    #: In place of the port that `runserver` takes.
+    port: int = field(default_factory=free_port)
 
     def __enter__(self) -> Typist:
         return self
@@ -46,6 +56,8 @@ class Typist:
             elif block.language == "console":
                 for command, expected in _commands(block):
                     if command in ENDLESS:
+                        where = f"{page.name}:{block.line}: {command}"
+                        self.promised[command] = (expected, where)
                         self._start(command)
                     elif not command.startswith(UNTYPED):
                         said = self.run(command, f"{page.name}:{block.line}")
@@ -69,12 +81,38 @@ class Typist:
         with (self.folder / found[1]).open("a" if found[2] else "w") as file:
             file.write(rest)
 
+    def keeps_its_promises(self) -> bool:
+        """Return whether all that runs has printed what it is said to print."""
+        for command, (expected, where) in self.promised.items():
+            try:
+                _compare(self.said(command), expected, where)
+            except AssertionError:
+                return False
+        return True
+
+    def said(self, command: str) -> str:
+        """Return what a running command has printed."""
+        return self._output(command).read_text()
+
+    def _output(self, command: str) -> Path:
+        return self.folder / f"{command.replace(' ', '-')}.txt"
+
     def _start(self, command: str) -> None:
-        self.running[command] = subprocess.Popen(
-            [_shell(), "-c", f"exec {command}"], cwd=self.folder,
-            env=self._environment(), stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        typed = command
+        if command.endswith("runserver"):
+            typed = f"{command} 127.0.0.1:{self.port}"
+        with self._output(command).open("wb") as output:
+            self.running[command] = subprocess.Popen(
+                [_shell(), "-c", f"exec {typed}"], cwd=self.folder,
+                env=self._environment(), stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        # Somebody who types sees the first line before going on.
+        first = "Starting development server" if typed != command else "Running: "
+        wait_until(
+            lambda: first in self.said(command),
+            deadline=60,
+            message=lambda: self.said(command),
+        )
 
     def _environment(self) -> dict[str, str]:
         kept = {
@@ -82,6 +120,7 @@ class Typist:
             for name, value in os.environ.items()
             if not name.startswith(("DJANGO_", "PYTHON", "TXMSG_"))
         }
+        kept["PYTHONUNBUFFERED"] = "1"  # as on a terminal
         kept["PATH"] = f"{self.programs}{os.pathsep}{kept['PATH']}"
         return kept
 
