@@ -40,6 +40,7 @@ from .framework import (
 from .options import Options, problems
 from .results import result_of
 
+_ALIAS = re.compile(r"[A-Za-z0-9_\-]+")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 
 
@@ -114,7 +115,8 @@ class TransactionalBackend(BaseTaskBackend):
             # It may wait for its INSERT until right before the commit.
             storing.flush(alias)
             rows = OutboxMessage.objects.using(alias).filter(message_id=message_id)
-            row = rows.order_by("pk").first()
+            # An operator may have sent one again that the broker had refused.
+            row = rows.order_by("pk").last()
             if row is not None and self._is_mine(row):
                 return result_of(self.alias, row, self.stage(row.headers))
         raise TaskResultDoesNotExist(result_id)
@@ -139,12 +141,13 @@ class TransactionalBackend(BaseTaskBackend):
         for name, why in problems(self.options):
             yield f'{where}["OPTIONS"]' + (f'["{name}"]' if name else ""), why
         for name in (self.alias, *sorted(map(str, self.queues))):
+            sound = _ALIAS if name is self.alias else _NAME
             whole = len(self.destination(name))
-            if not _NAME.fullmatch(name) or whole > MAX_NAME_LENGTH:
+            if not sound.fullmatch(name) or whole > MAX_NAME_LENGTH:
                 yield (
                     where,
-                    f"has {name[:40]!r} as a name: use letters, digits, '.', '-' and "
-                    f"'_', since it becomes part of a destination",
+                    f"has {name[:40]!r} as a name: use letters, digits, '-' and '_', "
+                    f"and '.' in a queue's, since it becomes part of a destination",
                 )
 
     def _stage(self, destination: str) -> Stage:

@@ -696,3 +696,28 @@ def test_a_session_finds_what_it_has_enqueued() -> None:
     for one in (first, second, third):
         one.refresh()
         assert one.status == SUCCESSFUL
+
+
+def test_an_alias_stays_apart_from_its_queues() -> None:
+    with override_settings(TASKS={"a.b": {"BACKEND": BACKEND}}):
+        (error,) = [one for one in run_checks(tags=["txmsg"]) if one.id == "txmsg.E040"]
+    assert "has 'a.b' as a name" in error.msg
+
+
+@committing
+def test_what_has_finished_without_a_transaction_is_not_parked_work() -> None:
+    with tasks(OPTIONS={"TRANSACTION": "none"}):
+        result = finished(jobs.note.enqueue("once"))
+        row = OutboxMessage.objects.get()
+        InboxMessage.objects.create(
+            stage=QUEUE,
+            message_id=row.message_id,
+            destination=QUEUE,
+            due_at=timezone.now(),
+            headers={**row.headers, "content-type": row.content_type},
+            body=row.body,
+        )
+        assert drain().processed == 1
+        result.refresh()
+    assert (result.status, result.attempts) == (SUCCESSFUL, 1)
+    assert Effect.objects.count() == 1
