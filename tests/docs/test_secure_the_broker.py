@@ -24,12 +24,22 @@ SOON = 30.0
 
 
 @pytest.fixture(scope="module")
-def shop(rabbitmq: services.RabbitMQ) -> Broker:
-    """The broker as the service `shop` may use it, by the page's commands."""
+def permitted(rabbitmq: services.RabbitMQ) -> services.RabbitMQ:
+    """The node with the page's commands done."""
     for command in COMMANDS:
         given = "secret\n" if command[0] == "add_user" else None
         rabbitmq.control(*command, given=given)
-    url = rabbitmq.url(user="shop", password="secret", dialect="rabbitmq")
+    return rabbitmq
+
+
+@pytest.fixture(scope="module", params=["stomp", "amqp"])
+def shop(request: pytest.FixtureRequest, permitted: services.RabbitMQ) -> Broker:
+    """The broker as the service `shop` may use it."""
+    who = {"user": "shop", "password": "secret"}
+    url = permitted.url(**who, dialect="rabbitmq")
+    if request.param == "amqp":
+        # Taking what STOMP has made is what the page says of existing queues.
+        url = services.ByAmqp(permitted).url(**who, queue_type="classic")
     return make_broker("tested", url)
 
 

@@ -150,15 +150,10 @@ class AmqpSession(Session):
     ) -> None:
         self._destination, self._prefetch = destination, max(1, min(prefetch, 65535))
         with self._asked():
-            if not wire.is_topic(destination):
-                self._queue = destination
-                self._queues.ensure(destination)
-            elif subscriber is None:
-                self._queue = self._queues.private(destination)
-                self._private = True
-            else:
-                self._queue = subscriber
-                self._queues.subscribe(destination, subscriber)
+            try:
+                self._declare(destination, subscriber)
+            except DispatchRejected as error:
+                raise BrokerUnavailable(str(error)) from error
             channel = self._opened()
             if self._subscribed:
                 channel.basic_cancel(_TAG)
@@ -169,6 +164,18 @@ class AmqpSession(Session):
             link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
             link.methods[CONSUMING, spec.Basic.Cancel] = self._on_cancel
             channel.basic_consume(self._queue, consumer_tag=_TAG)
+
+    def _declare(self, destination: str, subscriber: str | None) -> None:
+        """See to it that there is a queue to receive from."""
+        if not wire.is_topic(destination):
+            self._queue = destination
+            self._queues.ensure(destination)
+        elif subscriber is None:
+            self._queue = self._queues.private(destination)
+            self._private = True
+        else:
+            self._queue = subscriber
+            self._queues.subscribe(destination, subscriber)
 
     def _opened(self) -> amqp.Channel:
         """Return the channel of the subscription and of transactions."""
