@@ -11,7 +11,7 @@ from ..brokers import get_broker
 from ..brokers.base import Session
 from ..errors import BrokerUnavailable
 from ..stages import Stage
-from ..upkeep.breaker import Breaker
+from ..upkeep.breaker import AFTER_REFUSAL, Breaker
 
 
 class Subscription:
@@ -25,6 +25,7 @@ class Subscription:
             conf.get().RELAY.BREAKER_MAX_PAUSE,
             kind="the subscription of stage",
             follows="the stage waits, and its messages with the broker",
+            first_pause=AFTER_REFUSAL,
         )
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None

@@ -24,7 +24,7 @@ from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
 from ..upkeep.activity import Activity
-from ..upkeep.breaker import Breaker
+from ..upkeep.breaker import AFTER_REFUSAL, Breaker
 from ..upkeep.connections import recycle
 from . import look_up
 from .control_message import ControlMessage
@@ -61,6 +61,7 @@ class ControlThread:
             conf.get().RELAY.BREAKER_MAX_PAUSE,
             kind="the subscription of",
             follows="requests whose process dies wait for the relay",
+            first_pause=AFTER_REFUSAL,
         )
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._later: list[_Held] = []

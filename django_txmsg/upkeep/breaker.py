@@ -13,12 +13,16 @@ import time
 
 log = logging.getLogger("django_txmsg.breaker")
 
+#: Seconds before a subscription is tried again that the broker refused. Somebody has to
+#: allow it first, and on RabbitMQ a refusal ends the connection: each try makes one.
+AFTER_REFUSAL = 1.0
+
 
 class Breaker:
     """Keeps away from a server that is down, and probes it with growing pauses.
 
     `kind` and `name` say to the reader of the log which one it is, `follows` what an
-    outage of it means.
+    outage of it means. `first_pause` and `max_pause` are seconds.
     """
 
     def __init__(
@@ -28,9 +32,10 @@ class Breaker:
         *,
         kind: str = "broker",
         follows: str = "its messages wait in the outbox and count no attempt",
+        first_pause: float = 0.2,
     ) -> None:
         self._name, self._max_pause = f"{kind} {name!r}", max_pause
-        self._follows = follows
+        self._follows, self._first_pause = follows, first_pause
         self._lock = threading.Lock()
         #: Held while connecting, by those who share this breaker: a server that has
         #: come back is not stormed.
@@ -52,7 +57,8 @@ class Breaker:
             if self.remaining:
                 return  # another thread has met the same outage
             self._failures += 1
-            pause = min(self._max_pause, 0.2 * 2 ** min(self._failures - 1, 20))
+            pause = self._first_pause * 2 ** min(self._failures - 1, 20)
+            pause = min(self._max_pause, pause)
             self._until = time.monotonic() + pause * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
             first = self._failures == 1
         if first:

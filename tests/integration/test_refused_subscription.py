@@ -4,13 +4,16 @@ not notice, by what the broker sees of them."""
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
 from django_txmsg import wire
+from django_txmsg.consuming.subscription import Subscription
 from django_txmsg.envelope.message import Message
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.sessions.control_thread import ControlThread
 from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
@@ -86,3 +89,17 @@ def test_a_stage_that_may_not_subscribe_slows_nobody(
     assert Effect.objects.count() == 201
     assert "the subscription of stage 'tests.forbidden' cannot be used" in caplog.text
     assert "broker 'default' cannot be used" not in caplog.text
+
+
+def test_a_refusal_is_not_asked_for_again_at_once() -> None:
+    """Each costs a connection. An outage of the broker is looked at sooner."""
+    with txmsg(), declared(effect) as stage:
+        subscription = Subscription(stage, Breaker("default", 30.0))
+        for breaker, least, most in (
+            (subscription.refused, 0.75, 1.25),
+            (subscription._breaker, 0.15, 0.25),
+        ):
+            before = time.monotonic()
+            breaker.failed(BrokerUnavailable("no"))
+            after = time.monotonic()
+            assert before + least <= breaker._until <= after + most
