@@ -77,7 +77,8 @@ def call(
     current = current_scope()
     alias = using or (current and current.using) or _outbox()
     if not in_block(connections[alias]):
-        if conf.get().CELERY.REQUIRE_ATOMIC and producer is None and not in_worker():
+        required = conf.get().CELERY.REQUIRE_ATOMIC
+        if required and not _has_its_own(producer) and not in_worker():
             raise TransactionRequired(
                 f"The task {name!r} was called with no transaction open on database "
                 f'{alias!r}, and TXMSG["CELERY"]["REQUIRE_ATOMIC"] is True. Wrap the '
@@ -93,6 +94,12 @@ def call(
     result = send(task_id, stand_in)
     _store(app, name, task_id, stand_in.published, alias, current, is_new, derived)
     return result
+
+
+def _has_its_own(producer: Any) -> bool:
+    """Return whether the caller brings a producer, as beat does; a group's, which is
+    of the app's pool, gives itself back."""
+    return producer is not None and "release" not in vars(producer)
 
 
 def in_worker() -> bool:

@@ -112,11 +112,18 @@ def test_outside_of_a_transaction_it_is_as_with_celery() -> None:
 
 
 def test_outside_of_a_transaction_it_is_an_error_where_settings_say_so() -> None:
+    app.conf.result_backend = None
+    forget_connections()
     with through("tests.celery_shop:app", CELERY={"REQUIRE_ATOMIC": True}):
         with pytest.raises(TransactionRequired, match=r"shop\.add"):
             add.delay(1, 2)
         with pytest.raises(TransactionRequired):
             app.send_task("elsewhere.task")
+        with pytest.raises(TransactionRequired):
+            group(add.s(1, 2), add.s(3, 4)).delay()
+        with pytest.raises(OperationalError), app.connection_for_write() as connection:
+            # As beat does.
+            add.apply_async((1, 2), producer=app.amqp.Producer(connection), retry=False)
         with transaction.atomic():
             add.delay(1, 2)
 
