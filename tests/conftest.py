@@ -30,7 +30,7 @@ DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "admin_client"}
 #: Asking for one of these, or naming it as a parameter, means using a server.
 SERVER_FIXTURES = {
     "activemq", "chromium", "pgbouncer", "postgres", "rabbitmq", "rabbitmq_amqp",
-    "redis", "spark",
+    "redis", "s3", "spark",
 }  # fmt: skip
 
 S = TypeVar("S", bound=services.Server)
@@ -116,6 +116,12 @@ def redis() -> services.Redis:
 def pgbouncer(postgres: services.PostgreSQL) -> services.PgBouncer:
     """A real PgBouncer in transaction mode, before the server of `postgres`."""
     return ask_for(services.PgBouncer)
+
+
+@pytest.fixture(scope="module")
+def s3() -> services.S3:
+    """A real S3 server."""
+    return ask_for(services.S3)
 
 
 @pytest.fixture(scope="session")

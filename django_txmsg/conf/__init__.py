@@ -17,8 +17,8 @@ from django.core.signals import setting_changed
 
 from ..envelope.broker_url import BrokerUrl
 from ..errors import ConfigurationError
+from .schema import LakeSettings, hints
 from .schema import Settings as Settings
-from .schema import hints
 from .validation import Problem as Problem
 from .validation import find
 
@@ -37,16 +37,18 @@ def problems() -> list[Problem]:
 
 
 def hide_passwords() -> None:
-    """Let the brokers' URLs in Django's settings show no password: Django hides values
-    by the names of their keys, and cannot know that a URL holds one."""
+    """Let the URLs in Django's settings show no password: Django hides values by the
+    names of their keys, and cannot know that a URL holds one."""
     given = getattr(django_settings, "TXMSG", None)
-    brokers = given.get("BROKERS") if isinstance(given, Mapping) else None
-    if not isinstance(given, Mapping) or not isinstance(brokers, Mapping):
+    if not isinstance(given, Mapping):
         return  # nothing to hide; a system check reports what is wrong
-    django_settings.TXMSG = {
-        **given,
-        "BROKERS": {alias: _hidden(entry) for alias, entry in brokers.items()},
-    }
+    hidden = dict(given)
+    if isinstance(brokers := given.get("BROKERS"), Mapping):
+        hidden["BROKERS"] = {alias: _hidden(entry) for alias, entry in brokers.items()}
+    lake = given.get("LAKE")
+    if isinstance(lake, Mapping) and isinstance(lake.get("READER"), str):
+        hidden["LAKE"] = {**lake, "READER": BrokerUrl(lake["READER"])}
+    django_settings.TXMSG = hidden
     _load.cache_clear()
 
 
@@ -83,6 +85,10 @@ def _build(kind: Any, given: Mapping[str, Any]) -> Any:
             continue
         if is_dataclass(hint):
             values[name] = _build(hint, values[name])
+        elif name == "LAKE" and values[name] is not None:
+            lake = values[name]
+            given_lake = {"URI": lake} if isinstance(lake, str) else lake
+            values[name] = _build(LakeSettings, given_lake)
         elif typing.get_origin(hint) is tuple:
             values[name] = tuple(values[name])
     return kind(**values)

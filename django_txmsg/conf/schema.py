@@ -111,6 +111,21 @@ class RetentionSettings:
 
 
 @dataclass(frozen=True)
+class LakeSettings:
+    """Where the data pipeline's lake is, and how it is filled and read."""
+
+    URI: str
+    """A directory, or a place in an object store."""
+    STORAGE_OPTIONS: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of an object store: addresses, and keys that are not in the environment."""
+    KEEP_BODIES: bool = True
+    """Whether the lake has the bodies of messages."""
+    READER: str | None = None
+    """A replica of the default database, which jobs that only read work on: its alias
+    in DATABASES or its URL."""
+
+
+@dataclass(frozen=True)
 class CelerySettings:
     """Tasks of Celery that are called through the outbox."""
 
@@ -162,7 +177,8 @@ class Settings:
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)
     HTTP: HttpSettings = field(default_factory=HttpSettings)
     CELERY: CelerySettings = field(default_factory=CelerySettings)
-    LAKE: str | None = None
+    LAKE: LakeSettings | None = None
+    """The pipeline's lake: its URI, or all about it."""
     RETENTION: RetentionSettings = field(default_factory=RetentionSettings)
 
 

@@ -14,7 +14,7 @@ from ..envelope import redelivery
 from ..envelope.cron import Cron
 from ..envelope.message import MAX_NAME_LENGTH, check_destination
 from ..errors import ConfigurationError, InvalidMessage
-from .schema import RedeliverySettings, RetentionSettings, hints
+from .schema import LakeSettings, RedeliverySettings, RetentionSettings, hints
 
 #: Two thousand million seconds, bytes or messages: what every place that takes such a
 #: number can hold.
@@ -76,6 +76,10 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield from _schedule_problems(value, where)
         elif name == "SERVICE":
             yield from _service_problems(value, where)
+        elif name == "LAKE":
+            yield from _lake_problems(value, where)
+        elif name == "STORAGE_OPTIONS":
+            yield from _option_problems(value, where)
         elif not _fits(value, known[name]):
             yield Problem(
                 where,
@@ -168,6 +172,25 @@ def _recurring_problems(entry: Mapping[Any, Any], path: str) -> Iterator[Problem
         check_destination(entry["DESTINATION"])
     except (ConfigurationError, InvalidMessage) as error:
         yield Problem(path, f"cannot be used: {error}")
+
+
+def _lake_problems(given: object, path: str) -> Iterator[Problem]:
+    if isinstance(given, Mapping):
+        yield from find(LakeSettings, given, path)
+        given = given.get("URI", "")
+    if given is not None and not (isinstance(given, str) and given):
+        yield Problem(
+            path,
+            'must be a URI such as "file:///var/lake", or a dict like '
+            '{"URI": "s3://bucket/lake"}.',
+        )
+
+
+def _option_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(one, str) for pair in given.items() for one in pair
+    ):
+        yield Problem(path, "must be a dict of strings.")
 
 
 def _did_you_mean(name: object, known: Any) -> str:

@@ -196,12 +196,18 @@ def prove(
 
 
 def rows_of(
-    files: fs.FileSystem, path: str, names: Sequence[str] | None = None
+    files: fs.FileSystem,
+    path: str,
+    names: Sequence[str] | None = None,
+    *,
+    lenient: bool = False,
 ) -> Iterator[pa.RecordBatch]:
     """Yield a file's rows, of bounded size whoever has written it, with the columns in
-    the order of `names`, or all."""
+    the order of `names`, or all. `lenient` leaves out those that the file has not."""
     with files.open_input_file(path) as stream:
         parquet = pq.ParquetFile(stream)
+        if lenient and names is not None:
+            names = [one for one in names if one in parquet.schema_arrow.names]
         for group in range(parquet.num_row_groups):
             described = parquet.metadata.row_group(group)
             rows, size = described.num_rows, max(1, described.total_byte_size)

@@ -24,6 +24,7 @@ from pyspark.sql import types as t
 from .errors import EnvironmentFault
 from .lakefile import LakeFile, directory_of
 from .lakelog import PARTITIONS, Named, added, named_by, removed
+from .lakerows import LakeRows, in_parts
 from .schemas import LAKE_VERSION, arrow_schema
 from .storage import Place, insist_on, sync
 
@@ -183,19 +184,36 @@ class LakeTable:
         services: Sequence[str] = (),
         since: dt.date | None = None,
         named: Sequence[Named] | None = None,
+        columns: Sequence[str] = (),
     ) -> DataFrame:
         """Return the committed rows, of some services and since a day. Columns that a
         file is older than are null; service and day are the log's word, not a
-        directory's. `named` are the files of a version that was looked at before."""
-        inner = t.StructType(
-            [f for f in self.struct.fields if f.name not in PARTITIONS]
-        )
+        directory's. `named` are the files of a version that was looked at before, and
+        `columns` all that is wanted of them."""
+        struct = self.struct
+        if columns:
+            struct = t.StructType([struct[name] for name in columns])
+        chosen = [
+            one
+            for one in (self.named() if named is None else named)
+            if (not services or one.service in services)
+            and (since is None or one.day >= since)
+        ]
+        if not chosen:
+            return spark.createDataFrame([], struct)
+        if self.place.local:
+            return self._read_by_spark(spark, struct, chosen)
+        cores = spark.sparkContext.defaultParallelism
+        parts = min(len(chosen), 2 * cores)
+        task = LakeRows(self.files, self.root, struct, in_parts(chosen, parts))
+        return spark.range(0, len(chosen), 1, parts).mapInArrow(task, struct)
+
+    def _read_by_spark(
+        self, spark: SparkSession, struct: t.StructType, chosen: Sequence[Named]
+    ) -> DataFrame:
+        inner = t.StructType([f for f in struct.fields if f.name not in PARTITIONS])
         parts: dict[tuple[str, dt.date], list[str]] = {}
-        for one in self.named() if named is None else named:
-            if services and one.service not in services:
-                continue
-            if since and one.day < since:
-                continue
+        for one in chosen:
             parts.setdefault((one.service, one.day), []).append(self._address(one.path))
         whole: DataFrame | None = None
         for service in sorted({service for service, _ in parts}):
@@ -213,9 +231,8 @@ class LakeTable:
                 "*", sf.lit(service).alias("service"), day.alias("day")
             )
             whole = frame if whole is None else whole.unionByName(frame)
-        if whole is None:
-            whole = spark.createDataFrame([], self.struct)
-        return whole.select(*self.struct.fieldNames())
+        assert whole is not None
+        return whole.select(*struct.fieldNames())
 
     def compact(self, service: str) -> int:
         """Join a service's small files, day by day. Returns how many were joined."""

@@ -61,6 +61,9 @@ class SourceSpec:
     password_env: str = ""
     password: str | None = field(default=None, repr=False)
     """Filled in on the driver by `resolved()`, for tasks; never written anywhere."""
+    reader_url: str = field(default="", repr=False)
+    """A replica, which jobs that only read work on."""
+    reader_password_env: str = ""
 
     @property
     def vendor(self) -> str:
@@ -85,14 +88,25 @@ class SourceSpec:
         """The address without a password, for messages and records."""
         return hidden(self.url)
 
+    def reading(self) -> SourceSpec:
+        """Return where to read: the replica, or this."""
+        if not self.reader_url:
+            return self
+        return SourceSpec(self.service, self.reader_url, self.reader_password_env)
+
     def public(self) -> SourceSpec:
         """Return this without a password: with the name of the variable that should
         hold it, where the address has one inside."""
-        shown = self.shown
-        named = self.password_env
+        shown, named = self.shown, self.password_env
         if shown != self.url and not named:
             named = password_variable(self.service)
-        return dataclasses.replace(self, url=shown, password_env=named, password=None)
+        reader, its = hidden(self.reader_url), self.reader_password_env
+        if reader != self.reader_url and not its:
+            its = password_variable(f"{self.service}_reader")
+        return dataclasses.replace(
+            self, url=shown, password_env=named, password=None, reader_url=reader,
+            reader_password_env=its,
+        )  # fmt: skip
 
     def conninfo(self) -> str:
         """Return the address as libpq takes it, with the password filled in.

@@ -16,6 +16,7 @@ from .pgbouncer import PgBouncer
 from .postgresql import PostgreSQL
 from .rabbitmq import RabbitMQ
 from .redis import Redis
+from .s3 import S3
 from .server import Server, ServerFailedError, free_port
 
 S = TypeVar("S", bound=Server)
@@ -23,6 +24,7 @@ S = TypeVar("S", bound=Server)
 _shared: dict[type[Server], Server] = {}
 
 __all__ = [
+    "S3",
     "ActiveMQ",
     "ByAmqp",
     "PgBouncer",

@@ -423,10 +423,13 @@ def test_other_writers_of_a_sqlite_file_wait_for_less_than_a_second(
     writer.start()
     try:
         options = ArchiveOptions(timedelta(days=1))
-        assert archive(spark, log, lake, options=options).rows == 40_000
+        done = archive(spark, log, lake, options=options)
+        assert done.rows == 40_000
     finally:
         over.set()
         writer.join()
 
     assert len(waited) > 10
-    assert max(waited) < 1.0
+    # All deletes in one transaction would keep a writer waiting for all of their time,
+    # which on a busy machine is longer.
+    assert max(waited) < max(1.0, done.seconds["purge"] / 2)

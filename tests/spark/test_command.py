@@ -14,11 +14,11 @@ from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.test import Client, override_settings
 
-from django_txmsg.management.commands.pipeline import job_spec
+from django_txmsg.management.commands.pipeline import job_spec, source_spec
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.models import ArchiveMark, PipelineRun
 from django_txmsg.spark.runs import recorded
-from django_txmsg.spark.spec import JobSpec
+from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
 
@@ -67,6 +67,26 @@ def test_a_missing_lake_is_told_with_its_exit_code() -> None:
     assert PipelineRun.objects.get().state == "failed"
 
 
+def test_all_about_a_lake_comes_from_the_settings(monkeypatch) -> None:
+    options = {"AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "here"}
+    lake = {"URI": "s3://b/l", "STORAGE_OPTIONS": options, "KEEP_BODIES": False}
+    reader = "postgresql://u:hidden@replica/shop"
+    with override_settings(
+        TXMSG={"SERVICE": "shop", "LAKE": lake | {"READER": reader}}
+    ):
+        spec = job_spec("default")
+        out = StringIO()
+        call_command("pipeline", "--print-submit", "archive", stdout=out)
+    with override_settings(TXMSG={"LAKE": lake | {"READER": "other"}}):
+        aliased = job_spec("default").service()
+
+    assert spec.lake == LakeSpec("s3://b/l", False, options)
+    assert spec.service().reading().url == reader
+    assert aliased.reading().url == source_spec("other", "service").url
+    assert "hidden" not in out.getvalue() + repr(spec)
+    assert "TXMSG_PASSWORD_SHOP_READER" in out.getvalue()
+
+
 def test_a_project_without_the_app_is_told() -> None:
     apps = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
     with (
@@ -97,7 +117,7 @@ def test_an_unknown_database_is_told() -> None:
 HANGING = """
 import sys
 from django_txmsg.spark.runs import recorded
-from django_txmsg.spark.spec import JobSpec
+from django_txmsg.spark.spec import JobSpec, LakeSpec
 
 with recorded(JobSpec.from_json(sys.argv[1]), "reconcile", {}):
     print("under way", flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,3 +139,19 @@ def test_rows_are_compared_only_while_they_may_be_in_two_places(
 
         assert ("Exchange" in plan) != purged
         assert sent.count() == 11
+
+
+def test_a_replica_is_read_and_the_record_is_kept_where_one_can_write(
+    spark, make_log
+) -> None:
+    log, replica = make_log("postgresql"), make_log("postgresql")
+    replica.send_many(3)
+    name = replica.spec.url.rpartition("/")[2]
+    replica.execute(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    source = replace(log.spec, reader_url=replica.spec.url)
+
+    facts = run(JobSpec((source,)), *JUDGE)
+
+    assert facts["counts"] == {"never_received": 3}
+    assert log.count("django_txmsg_pipelinerun") == 1
+    assert replica.count("django_txmsg_pipelinerun") == 0

@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from django.test import override_settings
+from django.views.debug import get_default_exception_reporter_filter
 from hypothesis import given
 
 from django_txmsg import RedeliveryPolicy, conf, wire
@@ -145,3 +146,44 @@ def test_override_settings_takes_effect_and_ends() -> None:
         assert conf.get().SERVICE == "elsewhere"
 
     assert before == conf.get().SERVICE
+
+
+def test_a_lake_is_a_uri_or_all_about_it() -> None:
+    with override_settings(TXMSG={"LAKE": "file:///var/lake"}):
+        lake = conf.get().LAKE
+    assert lake is not None
+    assert (lake.URI, lake.STORAGE_OPTIONS) == ("file:///var/lake", {})
+    assert (lake.KEEP_BODIES, lake.READER) == (True, None)
+
+    options = {"AWS_SECRET_ACCESS_KEY": "hidden"}
+    given = {
+        "URI": "s3://b/l", "STORAGE_OPTIONS": options, "KEEP_BODIES": False,
+        "READER": "postgresql://u:hidden@replica/shop",
+    }  # fmt: skip
+    with override_settings(TXMSG={"LAKE": given}):
+        lake = conf.get().LAKE
+        reporter = get_default_exception_reporter_filter()
+        shown = repr(reporter.get_safe_settings()["TXMSG"]) + repr(conf.get())
+    assert lake is not None
+    assert {name: getattr(lake, name) for name in given} == given
+    assert "hidden" not in shown
+
+
+@pytest.mark.parametrize(
+    ("lake", "path"),
+    [
+        (7, 'TXMSG["LAKE"]'),
+        ("", 'TXMSG["LAKE"]'),
+        ({"KEEP_BODIES": True}, 'TXMSG["LAKE"]'),
+        ({"URI": "/l", "STORAGE": {}}, 'TXMSG["LAKE"]["STORAGE"]'),
+        (
+            {"URI": "/l", "STORAGE_OPTIONS": {"a": 1}},
+            'TXMSG["LAKE"]["STORAGE_OPTIONS"]',
+        ),
+        ({"URI": "/l", "KEEP_BODIES": "no"}, 'TXMSG["LAKE"]["KEEP_BODIES"]'),
+        ({"URI": "/l", "READER": 1}, 'TXMSG["LAKE"]["READER"]'),
+    ],
+)
+def test_what_is_wrong_with_a_lake_is_named(lake: Any, path: str) -> None:
+    with override_settings(TXMSG={"LAKE": lake}):
+        assert [one.path for one in conf.problems()] == [path]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -81,8 +82,9 @@ class Command(BaseCommand):
         spec = spec.public()
         lines = ["cat > job.json <<'SPECIFICATION'", spec.to_json(), "SPECIFICATION"]
         for source in spec.services:
-            if source.password_env:
-                lines.append(f': "${{{source.password_env}:?holds the password}}"')
+            for name in (source.password_env, source.reader_password_env):
+                if name:
+                    lines.append(f': "${{{name}:?holds the password}}"')
         home, name = shlex.quote(str(package.parent)), package.name
         script = shlex.quote(str(package / "spark" / "__main__.py"))
         lines += [
@@ -116,10 +118,15 @@ def job_spec(alias: str) -> Any:
     from ...spark.spec import JobSpec, LakeSpec, Subscription
 
     txmsg = conf.get()
-    retention = txmsg.RETENTION
+    retention, given = txmsg.RETENTION, txmsg.LAKE
+    source, lake = source_spec(alias, txmsg.SERVICE), None
+    if given is not None:
+        lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS)
+        if given.READER and alias == DEFAULT_DB_ALIAS:
+            source = _read_by(source, str(given.READER))
     return JobSpec(
-        services=(source_spec(alias, txmsg.SERVICE),),
-        lake=LakeSpec(txmsg.LAKE) if txmsg.LAKE else None,
+        services=(source,),
+        lake=lake,
         retention={
             "outbox": retention.OUTBOX,
             "inbox": retention.INBOX,
@@ -131,6 +138,14 @@ def job_spec(alias: str) -> Any:
             for one in stages.all_stages()
         ),
     )
+
+
+def _read_by(source: Any, reader: str) -> Any:
+    """Return a service's database with the replica that is read in its place."""
+    if "://" in reader:
+        return replace(source, reader_url=reader)
+    there = source_spec(reader, f"{source.service}_reader")
+    return replace(source, reader_url=there.url, reader_password_env=there.password_env)
 
 
 def source_spec(alias: str, service: str) -> Any:

@@ -57,7 +57,8 @@ class Command(BaseCommand):
         if kind.days is None:
             return "kept for ever"
         lake = conf.get().LAKE
-        return f"left to `manage.py pipeline archive`, which keeps them in {lake}"
+        where = lake.URI if lake else "no lake"
+        return f"left to `manage.py pipeline archive`, which keeps them in {where}"
 
     def _progress(self, kind: retention.Kind, deleted: int) -> None:
         if self.stderr.isatty():

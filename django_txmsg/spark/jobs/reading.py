@@ -87,11 +87,15 @@ class WholeLog:
         self._stack.close()
 
     def _open(self) -> None:
-        for source in self.spec.services:
+        for source in (one.reading() for one in self.spec.services):
             taken = dt.datetime.now(dt.timezone.utc)
             if source.vendor == "postgresql":
                 connection = connect_plain(source)
-                taken = connection.value("SELECT now()")
+                # A replica knows what had happened when its last transaction did.
+                taken = connection.value(
+                    "SELECT CASE WHEN pg_is_in_recovery() THEN coalesce("
+                    "pg_last_xact_replay_timestamp(), 'epoch') ELSE now() END"
+                )
                 connection.close()
             self._read_marks(source)
             options = self._stack.enter_context(snapshot(source))
@@ -145,8 +149,11 @@ class WholeLog:
             for one in named
             if one.service in services
         )
-        archived = kept.read(self.spark, services=services, since=since, named=named)
-        frames = [live, archived.select(*narrow.fieldNames())]
+        archived = kept.read(
+            self.spark, services=services, since=since, named=named,
+            columns=narrow.fieldNames(),
+        )  # fmt: skip
+        frames = [live, archived]
         return whole_log(frames, struct, twice=twice)
 
     def read_live(

@@ -5,25 +5,29 @@ Options: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
 `partitions`, `snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's
 clock; of streams `follow` (stored or changed) and `maxRowsPerBatch`; of writes `run`
 and `rate`.
+
+Of a lake: `lake` (its URI), `table` (any of the lake's), and the options of an object
+store as `storage.NAME`, where the environment has them not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pyspark.sql.datasource import DataSource
+from pyspark.sql.datasource import DataSource, DataSourceReader
 from pyspark.sql.types import StructType
 
 from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table
 from ..spec import SourceSpec
 from .batch import BatchReader, PushingReader
+from .lake import LakeReader, PushingLakeReader, lake_table
 from .stream import LogStream
 from .writer import NEEDED, OutboxWriter
 
 
 class TxmsgDataSource(DataSource):
-    """The message log of one service's database."""
+    """The message log of one service's database, or a table of a lake."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self.options = dict(options)
@@ -40,11 +44,16 @@ class TxmsgDataSource(DataSource):
 
     def schema(self) -> StructType:
         """Return the schema of the table that is read."""
+        if "lake" in self.given:
+            return lake_table(self.given).struct
         return self.table.struct()
 
-    def reader(self, schema: StructType) -> BatchReader:
+    def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of the columns in `schema`, which may be fewer."""
         pushes = self.given.get("pushdown", "true").lower() != "false"
+        if "lake" in self.given:
+            of_lake = PushingLakeReader if pushes else LakeReader
+            return of_lake(lake_table(self.given), schema)
         kind = PushingReader if pushes else BatchReader
         return kind(self.spec, self.table, schema, self.given)
 
