@@ -86,6 +86,10 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         help="tasks that write side by side; default: half the cores of one machine, "
         "twice those of a cluster",
     )  # fmt: skip
+    archive.add_argument(
+        "--engine", choices=("auto", "spark", "local"), default="auto",
+        help="local: in this process, without a JVM; auto: so for few rows",
+    )  # fmt: skip
     archive.add_argument("--purges", type=int, default=1, help="deletes side by side")
     archive.add_argument("--no-vacuum", action="store_true")
     archive.add_argument(
@@ -124,7 +128,13 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     replay = jobs.add_parser(
         "replay", parents=[common], help="put messages back into the outbox"
     )
-    replay.add_argument("--where", required=True, help="a Spark SQL condition")
+    replay.add_argument("--where", default="", help="a Spark SQL condition")
+    replay.add_argument(
+        "--verdict", default="", help="only messages of which reconcile has found this"
+    )
+    replay.add_argument(
+        "--run", default="", metavar="ID", help="that run; default: the last one"
+    )
     replay.add_argument(
         "--from", dest="table", choices=("outbox", "dead_letters"), default="outbox",
         help="the outbox in database and lake, or the open dead letters",

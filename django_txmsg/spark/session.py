@@ -86,6 +86,11 @@ def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
     return spark
 
 
+def running() -> bool:
+    """Whether Spark is there already, or spark-submit has started us."""
+    return SparkSession.getActiveSession() is not None or _submitted()
+
+
 def _submitted() -> bool:
     """Whether spark-submit has started us, or its options are given otherwise."""
     arguments = os.environ.get("PYSPARK_SUBMIT_ARGS", "")

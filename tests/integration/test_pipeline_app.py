@@ -90,7 +90,22 @@ def fill(apps: Any) -> None:
     types.create(app_label="django_txmsg", model="pipelinerun")
 
 
-def content(connection: Any, *tables: str) -> dict[str, list[dict[str, Any]]]:
+Content = dict[str, list[dict[str, Any]]]
+
+
+def as_before(before: Content, now: Content) -> bool:
+    """Whether all rows are there as they were. Later migrations may add columns."""
+    return now.keys() == before.keys() and all(
+        len(now[table]) == len(rows)
+        and all(
+            old.items() <= new.items()
+            for old, new in zip(rows, now[table], strict=True)
+        )
+        for table, rows in before.items()
+    )
+
+
+def content(connection: Any, *tables: str) -> Content:
     """Return all rows, or those of some tables."""
     found = {}
     with connection.cursor() as cursor:
@@ -145,14 +160,14 @@ def test_an_installation_that_runs_the_pipeline_keeps_all_of_it(database) -> Non
     before = content(database)
 
     migrate()
-    assert content(database) == before
+    assert as_before(before, content(database))
     assert labels(database) == [APP]
     # And back, with the app where it is, and here again.
     migrate(BEFORE)
-    assert content(database) == before
+    assert as_before(before, content(database))
     assert labels(database) == ["django_txmsg"]
     migrate()
-    assert content(database) == before
+    assert as_before(before, content(database))
 
     store_and_change()
     if database.vendor == "postgresql":
@@ -183,11 +198,10 @@ def test_the_app_is_removed_with_all_that_came_with_it_and_comes_back(
     assert columns_of_pipeline(database) == with_app
     assert len(triggers(database)) == with_app / 2
     [stored] = messages.values()
-    for one in stored:
-        one.pop("created_xid", None)
-        one.pop("changed_xid", None)
     # Who came before the columns is older than every transaction from here on.
-    assert content(database, "django_txmsg_outboxmessage").popitem()[1][:2] == stored
+    now = content(database, "django_txmsg_outboxmessage").popitem()[1][:2]
+    assert all("created_xid" not in one for one in now)
+    assert [one["message_id"] for one in now] == [one["message_id"] for one in stored]
 
 
 def test_an_installation_without_the_app_pays_for_nothing_and_loses_nothing(

@@ -50,8 +50,10 @@ def main(plan: list[dict[str, Any]]) -> None:
                 requeue(source)
             on_step(step)
 
+        # Without Spark the steps are the same, and so is what is left of them.
+        engine = spark if source.vendor == "postgresql" else None
         Archiver(
-            spark, source, LakeSpec(one["lake"]), OUTBOX, SMALL, on_step=change
+            engine, source, LakeSpec(one["lake"]), OUTBOX, SMALL, on_step=change
         ).run()
         raise SystemExit(f"{one['step']} never came")
 

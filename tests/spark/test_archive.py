@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -21,7 +25,7 @@ from django_txmsg.spark.jobs.archive import ArchiveOptions, tasks_on
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles, LakeFile, prove
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
-from django_txmsg.spark.spec import LakeSpec
+from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.storage import place_of
 from tests.spark.archives import (
     SMALL,
@@ -31,6 +35,7 @@ from tests.spark.archives import (
     hashes_in,
     path_of,
 )
+from tests.spark.conftest import ROOT
 from tests.spark.log import LONG_AGO, Log
 
 NOW = datetime.now(timezone.utc)
@@ -433,3 +438,55 @@ def test_other_writers_of_a_sqlite_file_wait_for_less_than_a_second(
     # All deletes in one transaction would keep a writer waiting for all of their time,
     # which on a busy machine is longer.
     assert max(waited) < max(1.0, done.seconds["purge"] / 2)
+
+
+def test_little_is_archived_without_spark_to_the_same_files_rows(
+    log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(1050, every=60.0)
+    before = hashes_in(log)
+    log.send([{"dispatched_at": None}] * 3)
+
+    done = archive(None, log, lake, options=replace(SMALL, tasks=2))
+
+    assert (done.rows, done.batches) == (1050, 11)
+    assert_moved_once(before | hashes_in(log), log, lake, set(before))
+
+
+NO_JVM = """
+import sys
+from pyspark.core import context
+from django_txmsg.spark.cli import main
+
+def launch(*given, **more):
+    raise AssertionError("a JVM is started")
+
+context.launch_gateway = launch
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_no_jvm_starts_for_nothing_or_little_to_do_or_a_sweep(
+    make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = tmp_path / "job.json"
+    spec.write_text(JobSpec((log.spec,), lake).to_json())
+
+    def job(*words: str) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-c", NO_JVM, *words, "--spec", str(spec), "--json"],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        return done.returncode, json.loads(done.stdout)
+
+    archived = ("archive", "--older-than", "1d")
+    code, facts = job(*archived)
+    assert (code, facts["rows"], facts["engine"]) == (0, 0, "local")
+    log.send_many(10)
+    code, facts = job(*archived)
+    assert (code, facts["rows"], facts["engine"]) == (0, 10, "local")
+    assert job("sweep")[0] == 0
+    code, facts = job(*archived, "--engine", "spark")
+    assert code == 3
+    assert "Spark does not start: a JVM is started" in facts["error"]

@@ -390,3 +390,35 @@ def test_replay_killed_at_random_many_times_stores_each_message_once(
     run(spec, "replay", "--where", "true", "--name", "r")
     assert kills >= 8
     assert_stored_once(pg_log, 60_000)
+
+
+def test_what_a_reconciliation_has_found_is_replayed(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    ids = [uuid.uuid4() for _ in range(5)]
+    log.send([{"message_id": one} for one in ids])
+    log.receive([{"message_id": one} for one in ids[2:]])
+    spec = JobSpec((log.spec,), lake)
+    replay = ("replay", "--verdict", "never_received")
+    with pytest.raises(UsageError, match="reconcile first"):
+        run(spec, *replay)
+    first = run(spec, "reconcile", "--grace", "0s")["run"]
+
+    stored = run(spec, *replay)
+
+    assert stored["rows"] == 2
+    again = log.rows(
+        "SELECT message_id FROM django_txmsg_outboxmessage WHERE replay_id <> ''"
+    )
+    assert {uuid.UUID(str(row[0])) for row in again} == set(ids[:2])
+    # The next run has other findings: what leaves anew is on its way.
+    run(spec, "reconcile", "--grace", "0s", "--dry-run")
+    assert run(spec, *replay, "--run", first)["rows"] == 0
+    for words, says in (
+        (["--verdict", "lost"], "no finding"),
+        (["--verdict", "dead", "--run", "x"], "the run x"),
+        ([], "Which messages"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            run(spec, "replay", *words)

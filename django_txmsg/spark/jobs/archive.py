@@ -8,6 +8,7 @@ above the mark are settled row by row by the next run, whatever has left them th
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from ..progress import Progress
 from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
 from .agreement import Agreement
-from .batch_task import MANIFEST, BatchTask, file_of, kept_columns
+from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
 from .settling import Settled, Settling
 
 Step = Callable[[str], None]
@@ -82,12 +83,13 @@ class ArchiveResult:
 
 
 class Archiver:
-    """One run over one table of one service. `on_step` is called between the steps of
-    the protocol; the tests kill the process there."""
+    """One run over one table of one service, with Spark or, where `spark` is None, in
+    this process. `on_step` is called between the steps of the protocol; the tests kill
+    the process there."""
 
     def __init__(
         self,
-        spark: SparkSession,
+        spark: SparkSession | None,
         source: SourceSpec,
         lake: LakeSpec,
         table: Table,
@@ -167,8 +169,7 @@ class Archiver:
             self.mark = replace(self.mark, purged_through=number)
 
     def _wave(self) -> int:
-        cores = self.spark.sparkContext.defaultParallelism
-        return self.options.batches or min(MAX_WAVE, 4 * cores)
+        return self.options.batches or min(MAX_WAVE, 4 * cores_of(self.spark))
 
     def _planned(
         self, after: int, cutoff: datetime, horizon: Horizon | None
@@ -197,8 +198,11 @@ class Archiver:
         )
         # Connecting takes as long as many rows: a task does so once.
         parts = min(len(work), self.options.tasks or tasks_on(self.spark))
-        places = self.spark.range(0, len(work), 1, parts)
-        manifest = places.mapInArrow(task, MANIFEST).collect()
+        if self.spark is None:
+            manifest = run_here(task, len(work), parts)
+        else:
+            places = self.spark.range(0, len(work), 1, parts)
+            manifest = places.mapInArrow(task, MANIFEST).collect()
         self.result.spent("write", started)
         for one in {row.batch_id: row for row in manifest}.values():
             for step in ("write", "proof"):
@@ -288,12 +292,19 @@ class Archiver:
         self.on_step("purged")
 
 
-def tasks_on(spark: SparkSession) -> int:
+def cores_of(spark: SparkSession | None) -> int:
+    """Return how many tasks can work at once."""
+    if spark is None:
+        return os.cpu_count() or 1
+    return spark.sparkContext.defaultParallelism
+
+
+def tasks_on(spark: SparkSession | None) -> int:
     """Return how many tasks write side by side, or wait for a core: two for each, and
     no more than a database has connections to spare. On one machine it is half its
     cores, since the database that is read needs the others.
     """
-    cores = spark.sparkContext.defaultParallelism
-    if (spark.sparkContext.master or "").startswith("local"):
+    cores = cores_of(spark)
+    if spark is None or (spark.sparkContext.master or "").startswith("local"):
         return max(1, cores // 2)
     return min(MAX_TASKS, 2 * cores)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from pyspark.sql import SparkSession
 
 from ..errors import UsageError
 from ..ledger import Held, Ledger
 from ..progress import Progress
 from ..runs import Run
 from ..schemas import TABLES, Table
+from ..session import running
 from ..spec import JobSpec, SourceSpec
 from .archive import ArchiveOptions, Archiver
 from .outcome import Outcome, started
+
+#: Rows that one process has archived by the time that Spark would have started.
+FEW_ROWS = 200_000
 
 
 def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
@@ -35,7 +43,8 @@ def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     refused: list[str] = []
     seconds: dict[str, dict[str, float]] = {}
     start = Progress.on_terminal("archive", quiet=given.json)
-    with started(given, start) as spark:
+    with _engine(source, chosen, given, start) as spark:
+        outcome.facts["engine"] = "local" if spark is None else "spark"
         for name, age in chosen.items():
             archiver = Archiver(
                 spark,
@@ -68,6 +77,26 @@ def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     if refused:
         run.refused, run.error = True, "\n".join(refused)
     return outcome
+
+
+@contextmanager
+def _engine(
+    source: SourceSpec,
+    ages: Mapping[str, dt.timedelta],
+    given: argparse.Namespace,
+    bar: Progress,
+) -> Iterator[SparkSession | None]:
+    """Yield a Spark session or, for what is little to do on one machine, None: the
+    start of a JVM takes as long as many rows."""
+    engine = given.engine
+    if engine == "auto" and not (given.conf or running()):
+        rows = sum(waiting(source, TABLES[name], age)[0] for name, age in ages.items())
+        engine = "local" if rows <= FEW_ROWS else "spark"
+    if engine == "local":
+        yield None
+        return
+    with started(given, bar) as spark:
+        yield spark
 
 
 def _tell_held(

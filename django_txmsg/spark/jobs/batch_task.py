@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -109,6 +110,19 @@ class BatchTask:
                 [dict(zip(names, line, strict=True)) for line in lines],
                 schema=arrow_schema(MANIFEST),
             )
+
+
+def run_here(task: BatchTask, count: int, threads: int) -> list[Row]:
+    """Work so many batches in this process, without Spark; return their manifests."""
+
+    def work(numbers: Sequence[int]) -> list[Row]:
+        column = pa.array(numbers, pa.int64())
+        batches = task(iter([pa.RecordBatch.from_arrays([column], names=["id"])]))
+        return [Row(**row) for batch in batches for row in batch.to_pylist()]
+
+    shares = [range(first, count, threads) for first in range(threads)]
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return [row for rows in pool.map(work, shares) for row in rows]
 
 
 def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:

@@ -27,6 +27,8 @@ from ..spec import JobSpec, SourceSpec
 from ..staging import Brought, Merged, Staging
 from ..transforms.normalise import whole_log
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
+from ..transforms.reconcile import FINDINGS
+from .findings import found_in, judged_by
 from .reading import WholeLog
 
 _STAGED_TASK = t.StructType(
@@ -42,7 +44,7 @@ _STAGED_TASK = t.StructType(
 class ReplayOptions:
     """Which messages go out again, as what, and how fast."""
 
-    where: str
+    where: str = ""
     table: Literal["outbox", "dead_letters"] = "outbox"
     mode: Literal["same", "copy"] = "same"
     rate: float = 0
@@ -50,6 +52,10 @@ class ReplayOptions:
     name: str = ""
     replayed: bool = False
     """Whether what a replay or a redelivery has stored may be chosen as well."""
+    verdict: str = ""
+    """Only messages of which a `reconcile` has found this."""
+    found_by: str = ""
+    """That run's id; empty: the last one that has kept its results."""
     dry_run: bool = False
 
 
@@ -90,21 +96,26 @@ def run_replay(
     name, and stores nothing. A dead letter is replayed once for each of its deaths,
     under whatever name.
     """
+    if not (options.where or options.verdict):
+        raise UsageError("Which messages? Give --where, or --verdict.")
+    if options.verdict and options.verdict not in FINDINGS:
+        raise UsageError(
+            f"{options.verdict!r} is no finding; there are {', '.join(FINDINGS)}."
+        )
     source = spec.service()
-    described = (
-        source.service,
-        options.where,
-        options.table,
-        options.mode,
-        options.limit,
-        options.replayed,
-    )
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
-    itself = run.id if table is DEAD_LETTERS else _digest(described)
-    name = options.name or f"replay-{itself}"
     alone = dataclasses.replace(spec, services=(source,))
     with WholeLog(spark, alone) as log:
-        chosen = _chosen(log, table, options)
+        judged = judged_by(log, options.found_by) if options.verdict else ""
+        described: list[Any] = [
+            source.service, options.where, options.table, options.mode, options.limit,
+            options.replayed,
+        ]  # fmt: skip
+        if judged:
+            described += [options.verdict, judged]
+        itself = run.id if table is DEAD_LETTERS else _digest(described)
+        name = options.name or f"replay-{itself}"
+        chosen = _chosen(log, table, options, judged)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         return _store(
             rows, source, name, options.rate, options.dry_run, run,
@@ -145,7 +156,9 @@ def run_send(
     return _store(rows, source, name, options.rate, options.dry_run, run)
 
 
-def _chosen(log: WholeLog, table: Table, options: ReplayOptions) -> DataFrame:
+def _chosen(
+    log: WholeLog, table: Table, options: ReplayOptions, judged: str
+) -> DataFrame:
     """Choose among messages wherever they are: in the lake, or still in the database.
 
     Of the outbox those that have ended, and unless told otherwise in their first row:
@@ -171,7 +184,8 @@ def _chosen(log: WholeLog, table: Table, options: ReplayOptions) -> DataFrame:
         frames.append(kept.read(log.spark, services=services))
     try:
         frames = [
-            frame.select(*struct.fieldNames()).where(options.where) for frame in frames
+            frame.select(*struct.fieldNames()).where(options.where or "true")
+            for frame in frames
         ]
         for frame in frames:
             frame.schema  # noqa: B018 - resolves the names
@@ -183,6 +197,10 @@ def _chosen(log: WholeLog, table: Table, options: ReplayOptions) -> DataFrame:
     if table is OUTBOX and not options.replayed:
         frames = [frame.where("replay_id = ''") for frame in frames]
     chosen = whole_log(frames, struct)
+    if judged:
+        ids = found_in(log, judged, options.verdict)
+        chosen = chosen.join(sf.broadcast(ids), "message_id", "left_semi")
+        chosen = chosen.select(*struct.fieldNames())
     if options.limit:
         chosen = chosen.orderBy("created_at", "id").limit(options.limit)
     return chosen

@@ -28,6 +28,7 @@ from ..transforms.reconcile import (
     reconcile,
     summarise,
 )
+from .findings import kept_by
 from .reading import WholeLog
 
 _Subscription = tuple[str, str, dt.datetime]
@@ -101,7 +102,7 @@ def run_reconcile(
             place = found.destinations.setdefault(row.destination or "?", {})
             place[row.verdict] = row.messages
             found.counts[row.verdict] = found.counts.get(row.verdict, 0) + row.messages
-        findings = aged(verdicts, _known(log), run.started_at)
+        findings = aged(verdicts, kept_by(log, "verdicts", FINDING), run.started_at)
         findings = findings.persist(StorageLevel.DISK_ONLY)
         _show(found, findings, run.started_at)
         if options.keep and spec.lake is not None:
@@ -137,15 +138,6 @@ def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFram
     received = log.read("inbox", RECEIVED)
     earlier = received.where(~own).join(resent, "message_id", "left_semi")
     return sent, received.where(own).unionByName(earlier)
-
-
-def _known(log: WholeLog) -> DataFrame:
-    """Return what earlier runs of this service have kept."""
-    struct = result_struct(FINDING)
-    if log.lake is None:
-        return log.spark.createDataFrame([], struct)
-    own = [log.spec.service().service]
-    return log.lake.table("verdicts", struct).read(log.spark, services=own)
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:

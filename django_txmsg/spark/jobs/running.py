@@ -142,6 +142,8 @@ def _replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         limit=given.limit,
         name=given.name,
         replayed=given.replayed,
+        verdict=given.verdict,
+        found_by=given.run,
         dry_run=given.dry_run,
     )
     return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)

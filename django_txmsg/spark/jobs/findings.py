@@ -1,0 +1,44 @@
+"""What runs of `reconcile` have found, as the lake keeps it."""
+
+from __future__ import annotations
+
+import pyspark.sql.functions as sf
+from pyspark.sql import DataFrame
+from pyspark.sql import types as t
+
+from ..errors import UsageError
+from ..results import result_struct
+from ..transforms.reconcile import FINDING, SUMMARY
+from .reading import WholeLog
+
+
+def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
+    """Return what this service's runs have kept in a table of results."""
+    struct = result_struct(struct)
+    if log.lake is None:
+        return log.spark.createDataFrame([], struct)
+    own = [log.spec.service().service]
+    return log.lake.table(name, struct).read(log.spark, services=own)
+
+
+def judged_by(log: WholeLog, run: str = "") -> str:
+    """Return the id of a run of `reconcile`, or of the last one that has kept what it
+    judged. Raises UsageError when the lake knows none."""
+    runs = kept_by(log, "reconciliation", SUMMARY)
+    if run:
+        runs = runs.where(sf.col("run_id") == run)
+    last = runs.orderBy(sf.desc("recorded_at")).select("run_id").first()
+    if last is None:
+        which = f"the run {run}" if run else "any run"
+        raise UsageError(
+            f"The lake has no results of {which} of `reconcile` of this service: "
+            "reconcile first, without --dry-run."
+        )
+    return str(last[0])
+
+
+def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
+    """Return the ids of messages of which a run has found `verdict`."""
+    found = kept_by(log, "verdicts", FINDING)
+    found = found.where((sf.col("run_id") == run) & (sf.col("verdict") == verdict))
+    return found.select("message_id").distinct()
