@@ -41,6 +41,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("consume", [], ["--messages", "300", "--rounds", "2"]),
     ("consume", ["--broker", "rabbitmq", "--peer"], []),
     ("poison", [], ["--good", "300", "--poison", "30", "--rounds", "2"]),
+    ("pipeline_app", [], ["--messages", "2000", "--rounds", "2"]),
     ("typed", [], ["--messages", "300", "--rounds", "2"]),
     ("http_outbox", [], ["--seconds", "1", "--rounds", "2"]),
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),
