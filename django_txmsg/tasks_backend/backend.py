@@ -118,22 +118,18 @@ class TransactionalBackend(BaseTaskBackend):
             # An operator may have sent one again that the broker had refused.
             row = rows.order_by("pk").last()
             if row is not None and self._is_mine(row):
-                return result_of(self.alias, row, self.stage(row.headers))
+                return result_of(self.alias, row, self.stage(row.destination))
         raise TaskResultDoesNotExist(result_id)
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stage of each queue."""
         for queue in sorted(self.queues) or [DEFAULT_TASK_QUEUE_NAME]:
-            yield self._stage(self.destination(queue))
+            yield self.stage(self.destination(queue))
 
     def destination(self, queue: str) -> str:
         """Return where tasks of a queue go; all to one place where any is taken."""
         base = _base(self.alias)
         return f"{base}.{queue}" if self.queues else base
-
-    def stage(self, headers: Mapping[str, str]) -> Stage:
-        """Return the stage that a task with these headers belongs to."""
-        return self._stage(self.destination(queue_of(headers)))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield each setting of the backend that cannot be, and why."""
@@ -150,7 +146,8 @@ class TransactionalBackend(BaseTaskBackend):
                     f"and '.' in a queue's, since it becomes part of a destination",
                 )
 
-    def _stage(self, destination: str) -> Stage:
+    def stage(self, destination: str) -> Stage:
+        """Return the stage of one queue."""
         given = self._given
         outbox = given.TRANSACTION == "outbox"
         stage = Stage(
@@ -215,11 +212,6 @@ def _tell_failed(*, id: Any, destination: str, error: str, **_: object) -> None:
 
 
 signals.message_buried.connect(_tell_failed, dispatch_uid="django_txmsg.tasks_backend")
-
-
-def queue_of(headers: Mapping[str, str]) -> str:
-    """Return the queue that a task's headers name."""
-    return headers.get(wire.TASK_QUEUE, DEFAULT_TASK_QUEUE_NAME)
 
 
 def _headers(task: AnyTask) -> dict[str, str]:

@@ -36,12 +36,12 @@ NO_EXCEPTION = "django_txmsg.errors.TxmsgError"
 def result_of(alias: str, row: OutboxMessage, stage: Stage) -> AnyResult:
     """Return the result of the task that an outbox row holds.
 
-    Raises TaskResultDoesNotExist when its function is gone.
+    Raises TaskResultDoesNotExist when its function is gone, or it is no task.
     """
-    given = serializers.decode(bytes(row.body), row.content_type)
     try:
+        args, kwargs = arguments(serializers.decode(bytes(row.body), row.content_type))
         task = task_of(alias, row.headers)
-    except InvalidTask as error:
+    except (DecodeError, InvalidTask) as error:
         raise TaskResultDoesNotExist(str(error)) from error
     using, own = stage.definition.using, {"message_id": row.message_id}
     run = TaskRun.objects.using(using).filter(**own).first()
@@ -76,8 +76,8 @@ def result_of(alias: str, row: OutboxMessage, stage: Stage) -> AnyResult:
         started_at=started if begun else None,
         last_attempted_at=last_started if begun else None,
         finished_at=finished_at,
-        args=given["args"],
-        kwargs=given["kwargs"],
+        args=args,
+        kwargs=kwargs,
         backend=alias,
         errors=errors,
         worker_ids=workers,

@@ -7,7 +7,6 @@ transaction: a task that was finished is not run again, one whose worker was los
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,8 +38,8 @@ class Backend(Protocol):
 
     alias: str
 
-    def stage(self, headers: Mapping[str, str]) -> Stage:
-        """Return the stage that a task with these headers belongs to."""
+    def stage(self, destination: str) -> Stage:
+        """Return the stage of one queue."""
         ...
 
 
@@ -59,7 +58,8 @@ class Handler:
         """Run one task."""
         scope = current_scope()
         worker = "" if scope is None else scope.worker
-        stage = self.backend.stage(message.headers)
+        stage = self.backend.stage(message.destination)
+        _failed.last = None
         try:
             if self.transactional:
                 self._run(message, stage, worker)

@@ -154,9 +154,15 @@ def test_a_result_is_of_one_task_and_of_one_backend() -> None:
         with pytest.raises(TaskResultDoesNotExist):
             task_backends["b"].get_result(result.id)
         with transaction.atomic():
-            other = send_message("tests.tasks.default.default", {})
-        with pytest.raises(TaskResultDoesNotExist):
-            task_backends["default"].get_result(str(other.id))
+            others = [
+                send_message(QUEUE, {}),
+                send_message(QUEUE, {}, headers={"task": "tests.app.jobs.note"}),
+                send_message(QUEUE, b"", headers={"task": "tests.app.jobs.note"}),
+                send_message(QUEUE, SOUND, headers={"task": "tests.app.jobs.gone"}),
+            ]
+        for other in others:
+            with pytest.raises(TaskResultDoesNotExist):
+                task_backends["default"].get_result(str(other.id))
 
 
 @committing
