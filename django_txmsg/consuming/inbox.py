@@ -58,7 +58,10 @@ def process(arrival: Arrival) -> Outcome:
     message: nothing was decided then. Ask again with the same arrival.
     """
     with _lease(arrival):
-        return _process(arrival)
+        if not arrival.stage.ordered:
+            return _process(arrival)
+        with turns.in_hand(arrival):
+            return _process(arrival)
 
 
 def _process(arrival: Arrival) -> Outcome:

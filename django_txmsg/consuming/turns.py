@@ -8,7 +8,10 @@ predecessor's transaction. See docs/decisions/order-by-links.md.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Sequence
+import threading
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 from .. import conf, wire
 from ..models import InboxMessage, StageState
@@ -20,6 +23,57 @@ from . import reading
 from .outcomes import Arrival, Duplicate, Waiting
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
+
+
+#: Seconds for which a message stays in hand while another thread of this process works
+#: on the one before it: less work than to park it.
+PATIENCE = 0.1
+
+
+class _InHand:
+    """The messages that threads of this process have in hand, at ordered stages."""
+
+    def __init__(self) -> None:
+        self._messages: set[tuple[str, uuid.UUID]] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def holding(self, stage: str, message_id: uuid.UUID) -> Iterator[None]:
+        """Let others know of a message for the duration of the block."""
+        held = (stage, message_id)
+        with self._changed:
+            self._messages.add(held)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._messages.discard(held)
+                self._changed.notify_all()
+
+    def wait_for(self, stage: str, message_id: uuid.UUID) -> None:
+        """Wait until nobody has this message in hand, and not for long."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (stage, message_id) not in self._messages, PATIENCE
+            )
+
+
+_in_hand = _InHand()
+
+
+@contextmanager
+def in_hand(arrival: Arrival) -> Iterator[None]:
+    """Around the work on one message: its follower in another thread waits a moment,
+    as it does for its own predecessor."""
+    turn = of(arrival)
+    if turn is None:
+        yield
+        return
+    own = reading.identity(arrival.delivery, arrival.stage.broker)
+    with _in_hand.holding(turn.stage, own):
+        if turn.after_id is not None and turn.after_id != own:
+            _in_hand.wait_for(turn.stage, turn.after_id)
+        yield
 
 
 def of(arrival: Arrival) -> Turn | None:

@@ -20,6 +20,7 @@ from .fields import (
     began_sql,
     later_sql,
     later_value,
+    no_wait_sql,
     now_sql,
     prepared,
     skip_locked_sql,
@@ -142,14 +143,18 @@ class WaitingManager(ParkedManager):
         ended just before, when it was not to be seen, or be waiting itself."""
         connection = connections[self.db]
         now, never = now_sql(connection), _never(connection)
+        # Forgotten in a crash, it is asked again.
+        no_wait, waits_not = no_wait_sql(connection)
+        with_no_wait = no_wait and f"WITH {no_wait}"
         passed = passed_sql("c.waits_for", "c.stage", skips=turn.skips)
         with connection.cursor() as cursor:
             cursor.execute(
-                f"UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
+                f"{with_no_wait} UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
                 f" due_at = CASE WHEN {passed} THEN {now} ELSE {never} END,"
                 f" waits_for = CASE WHEN {passed} THEN NULL ELSE waits_for END"
                 f" WHERE c.id = %s AND c.due_at = %s AND {_WAITS.format('c')}"
-                f" AND ({passed} OR {self._behind}) RETURNING waits_for",
+                f" AND ({passed} OR {self._behind}) AND {waits_not}"
+                " RETURNING waits_for",
                 [pk, due],
             )
             row = cursor.fetchone()
