@@ -35,6 +35,7 @@ from tests.services.stomp_server import PASSWORD, USER
 
 pytestmark = [
     committing,
+    pytest.mark.server,  # which conftest cannot see
     pytest.mark.filterwarnings("default:Call to deprecated:DeprecationWarning"),
 ]
 
