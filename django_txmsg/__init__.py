@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .scheduling.timetable import every
     from .sending.destination import Destination
     from .sending.outbox import send_message, send_messages
+    from .sending.pending import cancel_message, reschedule_message
     from .sessions.session import outbox_session
     from .stages import stage
 
@@ -30,10 +31,12 @@ __all__ = [
     "Redeliver",
     "RedeliveryPolicy",
     "Refuse",
+    "cancel_message",
     "every",
     "message_type",
     "no_outbox",
     "outbox_session",
+    "reschedule_message",
     "send_message",
     "send_messages",
     "stage",
@@ -46,10 +49,12 @@ _HOME = {
     "Redeliver": "errors",
     "RedeliveryPolicy": "envelope.redelivery",
     "Refuse": "errors",
+    "cancel_message": "sending.pending",
     "every": "scheduling.timetable",
     "message_type": "envelope.message_type",
     "no_outbox": "middleware",
     "outbox_session": "sessions.session",
+    "reschedule_message": "sending.pending",
     "send_message": "sending.outbox",
     "send_messages": "sending.outbox",
     "stage": "stages",

@@ -6,6 +6,7 @@ all of it, its address is its id.
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 from typing import Any
 
@@ -16,10 +17,13 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 
 from .. import conf
+from ..errors import InvalidMessage
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from ..monitoring import turns
+from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
-from .addresses import led
+from .addresses import MESSAGE, led
+from .audit import audit
 from .base import ReadOnlyAdmin
 from .flow import flow
 from .received import shown_state, with_state
@@ -110,6 +114,54 @@ class MessagePages:
             },
         )
 
+    def cancel(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
+        """Keep a pending message from leaving."""
+        user: Any = request.user
+        if not user.has_perm("django_txmsg.cancel_outboxmessage"):
+            raise PermissionDenied
+        why = request.POST.get("why", "").strip()[:255]
+        by = f"by {user.get_username()}" + (f": {why}" if why else "")
+        done = cancel_message(message_id, why=by)
+        return self._done(request, message_id, "Cancelled", done, why)
+
+    def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
+        """Let a pending message leave in so many minutes from now."""
+        user: Any = request.user
+        if not user.has_perm("django_txmsg.reschedule_outboxmessage"):
+            raise PermissionDenied
+        given = request.POST.get("minutes", "")
+        try:
+            delay = dt.timedelta(minutes=float(given or 0))
+            done = reschedule_message(message_id, delay=delay)
+        except (InvalidMessage, OverflowError, ValueError):
+            messages.error(request, f"{given[:20]!r} is no number of minutes.")
+            return led(request, MESSAGE, message_id)
+        said = f"due in {given or 0} minutes"
+        return self._done(request, message_id, "Rescheduled", done, said)
+
+    def _done(
+        self,
+        request: HttpRequest,
+        message_id: uuid.UUID,
+        verb: str,
+        done: bool,
+        detail: str,
+    ) -> HttpResponse:
+        if done:
+            using = router.db_for_write(OutboxMessage)
+            rows = OutboxMessage.objects.using(using).filter(message_id=message_id)
+            said = f"{verb} message {message_id}"
+            said += f": {detail}" if detail else "."
+            audit(request, rows.order_by("-pk")[0], said)
+            messages.success(request, f"{verb} the message.")
+        else:
+            messages.warning(
+                request,
+                f"Not {verb.lower()}: the message is no longer pending, or a relay is "
+                f"sending it now.",
+            )
+        return led(request, MESSAGE, message_id)
+
     def _content(
         self, using: str, outbox: Any, inbox: Any, letters: Any, allowed: bool
     ) -> bodies.Content | None:
@@ -135,6 +187,8 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
             ("redeliver", "redeliver_deadletter"),
             ("discard", "discard_deadletter"),
             ("edit", "edit_deadletter"),
+            ("cancel", "cancel_outboxmessage"),
+            ("reschedule", "reschedule_outboxmessage"),
         )
     }
     if not (may["outbox"] or may["inbox"] or may["dead"]):

@@ -11,10 +11,12 @@ from django.urls import path
 from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.views.decorators.http import require_POST
 
 from .. import conf
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
+from ..models.outbox_pending import CANCELLED
 from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE
 from . import display, message
@@ -33,7 +35,8 @@ class OutboxStateFilter(StateFilter):
             "overdue": PENDING & Q(due_at__lt=Now() - OVERDUE),
             "in flight": PENDING & Q(lease_until__gte=Now()),
             "dispatched": Q(dispatched_at__isnull=False),
-            "dead": Q(dead_at__isnull=False),
+            "dead": Q(dead_at__isnull=False) & ~Q(last_error__startswith=CANCELLED),
+            "cancelled": Q(dead_at__isnull=False, last_error__startswith=CANCELLED),
         }
 
 
@@ -65,6 +68,16 @@ class OutboxAdmin(MessageAdmin):
                 "<uuid:message_id>/body/<str:table>/<int:pk>/",
                 wrap(pages.body),
                 name="django_txmsg_body",
+            ),
+            path(
+                "<uuid:message_id>/cancel/",
+                wrap(require_POST(pages.cancel)),
+                name="django_txmsg_cancel",
+            ),
+            path(
+                "<uuid:message_id>/reschedule/",
+                wrap(require_POST(pages.reschedule)),
+                name="django_txmsg_reschedule",
             ),
             *super().get_urls(),
         ]

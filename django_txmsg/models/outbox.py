@@ -1,7 +1,8 @@
 """Hop 2: a message stored with the business data, and its way out.
 
-States: `pending → dispatched | dead`. A pending row leaves by proof only: a receipt, a
-definite rejection, or its own expiry. Nothing deletes it before.
+States: `pending → dispatched | dead | cancelled`. A pending row leaves by proof only: a
+receipt, a definite rejection, its own expiry, or somebody's word. Nothing deletes it
+before. A cancelled row is dead by intent: its `last_error` says by whose.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
 from .outbox_claim import ClaimingManager
+from .outbox_pending import CANCELLED, PendingManager
 from .outbox_store import StoringManager
 
 PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
@@ -23,9 +25,10 @@ class OutboxState(models.TextChoices):
     PENDING = "pending", "pending"
     DISPATCHED = "dispatched", "dispatched"
     DEAD = "dead", "dead"
+    CANCELLED = "cancelled", "cancelled"
 
 
-class OutboxManager(StoringManager, ClaimingManager):
+class OutboxManager(StoringManager, ClaimingManager, PendingManager):
     """The transitions of many rows at once, each in a single statement."""
 
 
@@ -71,6 +74,10 @@ class OutboxMessage(models.Model):
 
     class Meta:
         verbose_name = "outbox message"
+        permissions = [
+            ("cancel_outboxmessage", "Can cancel pending messages"),
+            ("reschedule_outboxmessage", "Can reschedule pending messages"),
+        ]
         constraints = [
             models.UniqueConstraint(
                 fields=["message_id", "replay_id"], name="txmsg_outbox_message"
@@ -118,7 +125,10 @@ class OutboxMessage(models.Model):
 
     @property
     def state(self) -> OutboxState:
-        """Pending, dispatched or dead."""
+        """Pending, dispatched, dead or cancelled."""
         if self.dispatched_at is not None:
             return OutboxState.DISPATCHED
-        return OutboxState.PENDING if self.dead_at is None else OutboxState.DEAD
+        if self.dead_at is None:
+            return OutboxState.PENDING
+        by_intent = self.last_error.startswith(CANCELLED)
+        return OutboxState.CANCELLED if by_intent else OutboxState.DEAD

@@ -30,10 +30,12 @@ NAMES = [
     "Redeliver",
     "RedeliveryPolicy",
     "Refuse",
+    "cancel_message",
     "every",
     "message_type",
     "no_outbox",
     "outbox_session",
+    "reschedule_message",
     "send_message",
     "send_messages",
     "stage",
@@ -42,9 +44,9 @@ NAMES = [
 
 PUBLIC = {
     "django_txmsg": """
-        Destination Message Redeliver RedeliveryPolicy Refuse __version__ every
-        message_type no_outbox outbox_session send_message send_messages stage upgrade
-        conf jms metrics signals wire
+        Destination Message Redeliver RedeliveryPolicy Refuse __version__
+        cancel_message every message_type no_outbox outbox_session reschedule_message
+        send_message send_messages stage upgrade conf jms metrics signals wire
     """,
     "django_txmsg.brokers": """
         Broker Delivery Outgoing Session get_broker make_broker
@@ -129,6 +131,7 @@ LOGGERS = {
     "django_txmsg.messages",
     "django_txmsg.middleware",
     "django_txmsg.pruning",
+    "django_txmsg.pending",
     "django_txmsg.relay",
     "django_txmsg.session",
     "django_txmsg.stage_middleware",

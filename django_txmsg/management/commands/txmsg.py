@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandParser
 
 from ... import __name__ as package
 from ..contracts import Command as Contracts
+from ..pending import Cancel, Reschedule
 from ..schedule import Command as Schedule
 from ._run import Command as Run
 
@@ -24,7 +25,9 @@ class Command(BaseCommand):
             dest="verb", required=True, metavar="VERB", parser_class=CommandParser
         )
         self._verbs: dict[str, BaseCommand] = {
+            "cancel": Cancel(),
             "contracts": Contracts(),
+            "reschedule": Reschedule(),
             "run": Run(),
             "schedule": Schedule(),
         }

@@ -25,6 +25,7 @@ SENT = t.StructType(
         t.StructField("expires_at", t.TimestampType()),
         t.StructField("dispatched_at", t.TimestampType()),
         t.StructField("dead_at", t.TimestampType()),
+        t.StructField("last_error", t.StringType()),
     ]
 )
 
@@ -83,6 +84,9 @@ SUMMARY = t.StructType(
     ]
 )
 
+#: How the last error begins of an outbox row that was cancelled, and not given up on.
+CANCELLED = "cancelled: "
+
 #: Verdicts that end a run with exit code 1, and those that are worth a look.
 LOST = ("never_received", "processed_twice")
 FINDINGS = (*LOST, "dead", "late", "unknown_sender")
@@ -127,6 +131,7 @@ def reconcile(
         sf.coalesce(sf.sum("deliveries"), sf.lit(0)).cast("long").alias("deliveries"),
         sf.count("processed_at").alias("times_processed"),
         (stored > 0).alias("was_sent"),
+        (sf.count("cancelled_at") == sf.count("died_at")).alias("by_intent"),
     )
     # A message stored for a topic nobody listens to owes nothing to anybody.
     owed = judged.where(
@@ -196,6 +201,9 @@ def _owed(sent: DataFrame, expected: DataFrame) -> DataFrame:
         stored_at=sf.col("created_at"),
         dispatched_at=sf.col("dispatched_at"),
         died_at=sf.col("dead_at"),
+        cancelled_at=sf.when(
+            sf.col("last_error").startswith(CANCELLED), sf.col("dead_at")
+        ),
         expires_at=sf.col("expires_at"),
     )
 
@@ -218,8 +226,8 @@ def _receipts(received: DataFrame) -> DataFrame:
 
 _TEXTS = ("pair", "consumer", "sender")
 _INSTANTS = (
-    "stored_at", "told_at", "dispatched_at", "expires_at", "died_at", "received_at",
-    "processed_at", "buried_at",
+    "stored_at", "told_at", "dispatched_at", "expires_at", "died_at", "cancelled_at",
+    "received_at", "processed_at", "buried_at",
 )  # fmt: skip
 
 
@@ -257,6 +265,12 @@ def _verdict(
             "redelivered_deduplicated",
         )
         .when(sf.col("processed_at").isNotNull(), "ok")
+        .when(
+            sf.col("received_at").isNull()
+            & sf.col("died_at").isNotNull()
+            & sf.col("by_intent"),
+            "cancelled",
+        )
         .when(sf.col("buried_at").isNotNull() | sf.col("died_at").isNotNull(), "dead")
         .when(sf.col("received_at").isNotNull(), "in_flight")
         .when(sf.col("dispatched_at").isNull() | young, "in_flight")

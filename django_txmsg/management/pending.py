@@ -1,0 +1,92 @@
+"""`manage.py txmsg cancel` and `reschedule`: messages that have not left yet."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import getpass
+import logging
+import uuid
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from .. import wire
+from ..errors import InvalidMessage
+from ..sending.pending import cancel_message, reschedule_message
+
+log = logging.getLogger("django_txmsg.pending")
+
+
+class _PerMessage(BaseCommand):
+    """What is done to messages, one by one, each in a statement of its own."""
+
+    done = ""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("id", nargs="+", type=uuid.UUID, metavar="ID")
+        parser.add_argument("--database", metavar="ALIAS")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        left = []
+        for message_id in options["id"]:
+            if self.change(message_id, options):
+                log.info("message %s: %s by %s", message_id, self.done, _user())
+                self.stdout.write(f"{self.done.capitalize()} {message_id}.")
+            else:
+                left.append(str(message_id))
+        if left:
+            raise CommandError(
+                f"Not {self.done}, since no longer pending, just on its way or not "
+                f"here: {', '.join(left)}."
+            )
+
+    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
+        """Change one message; False when it is not pending."""
+        raise NotImplementedError
+
+
+class Cancel(_PerMessage):
+    """Keep pending messages from leaving."""
+
+    help = "Keeps pending messages from leaving. Exit code 1 when one was not pending."
+    done = "cancelled"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        parser.add_argument("--why", default="", help="Kept with the message.")
+
+    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
+        why = f"by {_user()}" + (f": {options['why']}" if options["why"] else "")
+        return cancel_message(message_id, why=why, using=options["database"])
+
+
+class Reschedule(_PerMessage):
+    """Let pending messages leave at another time."""
+
+    help = (
+        "Lets pending messages leave at another time. Exit code 1 when one was not "
+        "pending."
+    )
+    done = "rescheduled"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        super().add_arguments(parser)
+        when = parser.add_mutually_exclusive_group(required=True)
+        when.add_argument("--delay", type=float, metavar="SECONDS", help="from now")
+        when.add_argument("--at", metavar="INSTANT", help="like 2026-11-22T20:00:00Z")
+
+    def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
+        try:
+            when: dict[str, Any] = (
+                {"delay": dt.timedelta(seconds=options["delay"])}
+                if options["at"] is None
+                else {"at": wire.parse_instant(options["at"])}
+            )
+            return reschedule_message(message_id, using=options["database"], **when)
+        except (InvalidMessage, OverflowError, ValueError) as error:
+            raise CommandError(str(error)) from error
+
+
+def _user() -> str:
+    return getpass.getuser()

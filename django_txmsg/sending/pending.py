@@ -1,0 +1,72 @@
+"""Hop 2's way back: what has not left is cancelled, or leaves at another time."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+
+from django.db import connections, router, transaction
+
+from ..django_internals import in_block
+from ..envelope.message import check_duration
+from ..errors import InvalidMessage
+from ..models import OutboxMessage
+from .scope import current_scope
+from .storing import after_commit, flush
+
+
+def cancel_message(
+    message_id: uuid.UUID, *, why: str = "", using: str | None = None
+) -> bool:
+    """Keep a stored message from leaving. It ends in the state "cancelled".
+
+    Returns False, and changes nothing, when it has left, is dead, is on its way just
+    now, or is not there. Inside a transaction it is cancelled if that commits. `why` is
+    kept with it. What had to be sent again for want of a receipt may have arrived.
+
+    Raises InvalidMessage for what is no id.
+    """
+    alias = _alias(message_id, using)
+    return bool(OutboxMessage.objects.db_manager(alias).cancel(message_id, why=why))
+
+
+def reschedule_message(
+    message_id: uuid.UUID,
+    *,
+    delay: dt.timedelta | None = None,
+    at: dt.datetime | None = None,
+    using: str | None = None,
+) -> bool:
+    """Let a stored message leave in `delay` from now, by the database's clock, or at
+    the aware instant `at`; an instant that has passed means now.
+
+    Returns False, and changes nothing, when it has left, is dead, is on its way just
+    now, or is not there. Messages of its key that were stored after it leave after it.
+    When it expires stays as it was.
+
+    Raises InvalidMessage for what is no id or no time.
+    """
+    if (delay is None) == (at is None):
+        raise InvalidMessage("reschedule_message() takes either delay= or at=.")
+    if at is not None and (not isinstance(at, dt.datetime) or at.tzinfo is None):
+        raise InvalidMessage(f"at must be an aware datetime, not {at!r}.")
+    duration = check_duration("delay", delay)
+    alias = _alias(message_id, using)
+    seconds = None if duration is None else duration.total_seconds()
+    rows = OutboxMessage.objects.db_manager(alias)
+    with transaction.atomic(using=alias, savepoint=False):
+        changed = rows.make_due(message_id, delay=seconds, at=at)
+        if seconds == 0.0:
+            for pk, broker in changed:
+                after_commit(alias, broker, [pk], [])
+    return bool(changed)
+
+
+def _alias(message_id: object, using: str | None) -> str:
+    if not isinstance(message_id, uuid.UUID):
+        raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
+    current = current_scope()
+    alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
+    if current is not None and in_block(connections[alias]):
+        flush(alias)  # it may be among those that wait for their INSERT
+    return alias
