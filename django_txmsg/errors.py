@@ -6,6 +6,7 @@ TxmsgError
 │   ├── TransactionRequired     no open transaction
 │   ├── InvalidMessage          body, header, key, destination, delay or size
 │   └── DuplicateMessage        the id is already stored
+│       └── AlreadyPending          a pending message has the same unique key
 ├── DecodeError             an incoming message cannot be read
 │   └── NewerCodeNeeded         not by this version of the code; it waits
 ├── BrokerError             a conversation with a broker failed
@@ -27,6 +28,8 @@ Refuse and Redeliver are not errors but a handler's decision about its message.
 """
 
 from __future__ import annotations
+
+import uuid
 
 #: Longest time, in seconds, that anything can be put off: every database has a place
 #: for its end.
@@ -55,6 +58,14 @@ class InvalidMessage(StoreError, ValueError):
 
 class DuplicateMessage(StoreError):
     """A message with this id is already stored in the outbox."""
+
+
+class AlreadyPending(DuplicateMessage):
+    """A message with this unique key is pending: `message_id` says which."""
+
+    def __init__(self, detail: str, message_id: uuid.UUID | None = None) -> None:
+        super().__init__(detail)
+        self.message_id = message_id
 
 
 class DecodeError(TxmsgError):

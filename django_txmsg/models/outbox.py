@@ -69,6 +69,12 @@ class OutboxMessage(models.Model):
         blank=True,
         help_text="When it got its place in the order of its key, and is on its way.",
     )
+    unique_key = models.CharField(  # noqa: DJ001 - most rows have none, and no entry
+        max_length=255,
+        null=True,
+        blank=True,
+        help_text="Held by this message until it is settled.",
+    )
 
     objects = OutboxManager()
 
@@ -81,6 +87,11 @@ class OutboxMessage(models.Model):
         constraints = [
             models.UniqueConstraint(
                 fields=["message_id", "replay_id"], name="txmsg_outbox_message"
+            ),
+            models.UniqueConstraint(
+                fields=["unique_key"],
+                condition=PENDING & Q(unique_key__isnull=False),
+                name="txmsg_outbox_unique_key",
             ),
             models.CheckConstraint(
                 condition=Q(dispatched_at__isnull=True) | Q(dead_at__isnull=True),

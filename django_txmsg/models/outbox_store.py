@@ -40,6 +40,9 @@ class NewMessage:
     delay: float = 0.0
     expiry: float | None = None
     expires_at: dt.datetime | None = None
+    unique: str = ""
+    #: Whether it is left out where its unique key is taken.
+    skips: bool = False
 
 
 #: By message id, the primary key of each inserted row and its creation; and the id of
@@ -64,8 +67,9 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         the transaction's id too, which only PostgreSQL knows.
         """
         connection, table = connections[self.db], self.model._meta.db_table
+        unique = any(row.unique for row in rows)
         with connection.cursor() as cursor:
-            if len(rows) >= _WORTH_COPY and hasattr(cursor, "copy"):
+            if len(rows) >= _WORTH_COPY and not unique and hasattr(cursor, "copy"):
                 if new_ids:
                     return _copy(connection, cursor, table, rows)
                 # Where one is there already, the INSERT below leaves it out.
@@ -77,7 +81,7 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
             # Of a lone row one knows whose answer it is.
             returning += ["message_id"] * (len(rows) > 1 or not new_ids)
             conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
-            return _insert(connection, cursor, table, rows, conflict, returning)
+            return _insert(connection, cursor, table, rows, conflict, returning, unique)
 
 
 _REQUIRED = "message_id, broker, destination, content_type, body"
@@ -88,7 +92,7 @@ _TRANSACTION = "pg_current_xact_id()::text"
 _WORTH_COPY = 8
 #: Parameters of a row at most, and of a statement: SQLite takes 32,766 (since 3.32),
 #: PostgreSQL 65,535.
-_MOST, _MOST_PARAMETERS = 12, 30_000
+_MOST, _MOST_PARAMETERS = 13, 30_000
 _COPIED_TYPES = (
     *("int8", "timestamptz", "timestamptz", "timestamptz"),
     *("uuid", "text", "text", "text", "bytea"),
@@ -103,15 +107,19 @@ def _insert(
     rows: Sequence[NewMessage],
     conflict: str,
     returning: list[str],
+    unique: bool,
 ) -> Stored:
+    into = f"{_COLUMNS}, created_at, due_at, expires_at"
+    if unique:
+        into += ", unique_key"
     stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
     xid: str | None = None
     size = _MOST_PARAMETERS // _MOST
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        values, parameters = _values(connection, part)
+        values, parameters = _values(connection, part, unique)
         cursor.execute(
-            f"INSERT INTO {table} ({_COLUMNS}, created_at, due_at, expires_at)"  # noqa: S608 - constants only
+            f"INSERT INTO {table} ({into})"  # noqa: S608 - constants only
             f" VALUES {values} {conflict} RETURNING {', '.join(returning)}",
             parameters,
         )
@@ -123,7 +131,9 @@ def _insert(
     return stored, xid
 
 
-def _values(connection: Any, rows: Sequence[NewMessage]) -> tuple[str, list[Any]]:
+def _values(
+    connection: Any, rows: Sequence[NewMessage], unique: bool
+) -> tuple[str, list[Any]]:
     native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
     values: list[str] = []
@@ -155,6 +165,9 @@ def _values(connection: Any, rows: Sequence[NewMessage]) -> tuple[str, list[Any]
         places.append("NULL" if row.expiry is None else later)
         if row.expiry is not None:
             parameters.append(later_value(connection, row.expiry))
+        if unique:
+            places.append("%s")
+            parameters.append(row.unique or None)
         values.append(f"({', '.join(places)})")
     return ", ".join(values), parameters
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..envelope.message import Message
 from .outbox import send_message
@@ -41,6 +41,8 @@ class Destination(TypedName[Body]):
         expires: dt.timedelta | None = None,
         using: str | None = None,
         broker: str = "default",
+        unique: str | None = None,
+        on_conflict: Literal["error", "skip"] = "error",
     ) -> Message:
         """Store one message, as `send_message()` does, and raise what it raises; and
         InvalidMessage for a body of another type."""
@@ -54,6 +56,8 @@ class Destination(TypedName[Body]):
             expires=expires,
             using=using,
             broker=broker,
+            unique=unique,
+            on_conflict=on_conflict,
         )
 
 

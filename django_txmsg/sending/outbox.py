@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from django.db import connections, router, transaction
 from django.utils import timezone
@@ -32,6 +32,7 @@ from ..models.outbox_store import NewMessage
 from .scope import Scope, current_scope
 from .storing import MAX_GATHERED, gather, plain, store
 from .typed_name import TypedName
+from .unique import store_unique
 
 
 def send_message(
@@ -45,33 +46,34 @@ def send_message(
     expires: dt.timedelta | None = None,
     using: str | None = None,
     broker: str = "default",
+    unique: str | None = None,
+    on_conflict: Literal["error", "skip"] = "error",
 ) -> Message:
     """Store one message; it leaves if and only if the open transaction commits.
 
     `body` is anything JSON can carry (with Decimal, date, time, UUID as strings),
     bytes, or an object of a typed message's class, which is validated. Messages of one
     `key` leave in the order they were stored. `delay` and `expires` count from now, by
-    the database's clock. `using` names the database.
+    the database's clock. `using` names the database. A pending message holds its
+    `unique` key alone, until it is dispatched, dead or cancelled: with `on_conflict`
+    "skip", nothing is stored meanwhile and the message that has the key is returned.
 
     Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
-    carried, DuplicateMessage when `message_id` is stored already. Nothing is stored
-    then, and the transaction can go on.
+    carried, DuplicateMessage when `message_id` is stored already, AlreadyPending when
+    `unique` is held. Nothing is stored then, and the transaction can go on.
     """
-    return send_messages(
-        [
-            {
-                "destination": destination,
-                "body": body,
-                "headers": headers,
-                "message_id": message_id,
-                "key": key,
-                "delay": delay,
-                "expires": expires,
-            }
-        ],
-        using=using,
-        broker=broker,
-    )[0]
+    one: dict[str, Any] = {
+        "destination": destination,
+        "body": body,
+        "headers": headers,
+        "message_id": message_id,
+        "key": key,
+        "delay": delay,
+        "expires": expires,
+    }
+    if unique is not None:
+        one |= {"unique": unique, "on_conflict": on_conflict}
+    return send_messages([one], using=using, broker=broker)[0]
 
 
 def send_messages(
@@ -97,6 +99,11 @@ def send_messages(
     if current is not None and current.enlist is not None:
         now = timezone.now()
         for row in prepared:
+            if row.unique:
+                raise InvalidMessage(
+                    "unique= needs the outbox, and this stage's messages belong to the "
+                    'transaction of its broker. Use transaction="outbox".'
+                )
             if row.expiry is not None:
                 row.expires_at = now + dt.timedelta(seconds=row.expiry)
             current.enlist(row)
@@ -112,6 +119,15 @@ def send_messages(
         for row, one in zip(prepared, given, strict=True)
         if inside and not one.get("message_id")
     }
+    if any(row.unique for row in prepared):
+        with transaction.atomic(using=alias):
+            instants, there = store_unique(prepared, alias, derived=derived)
+        if current is not None:
+            current.stored[alias] = current.stored.get(alias, 0) + len(instants)
+        now = timezone.now()
+        created = [instants.get(row.message_id, now) for row in prepared]
+        found = _messages(given, prepared, created, settings.SERVICE)
+        return [there.get(one.id, one) for one in found]
     created = store_ready(
         prepared, alias, new_ids=new_ids and not derived, derived=derived
     )
@@ -225,7 +241,19 @@ def _prepare(
         body=body,
         delay=delay.total_seconds() if delay else 0.0,
         expiry=_seconds(check_duration("expires", given.get("expires"))),
+        **(_unique(given) if "unique" in given else {}),
     )
+
+
+def _unique(given: Mapping[str, Any]) -> dict[str, Any]:
+    unique, on_conflict = given["unique"], given.get("on_conflict", "error")
+    if on_conflict not in ("error", "skip"):
+        raise InvalidMessage(
+            f'on_conflict={on_conflict!r} is neither "error" nor "skip".'
+        )
+    if unique is None:
+        return {}
+    return {"unique": check_key(unique), "skips": on_conflict == "skip"}
 
 
 def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
@@ -243,7 +271,10 @@ def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
 
 _NEEDED = frozenset({"destination", "body"})
 _ARGUMENTS = frozenset(
-    {"destination", "body", "headers", "message_id", "key", "delay", "expires"}
+    {
+        *("destination", "body", "headers", "message_id", "key", "delay", "expires"),
+        *("unique", "on_conflict"),
+    }
 )
 
 

@@ -84,7 +84,7 @@ def _flush(hooks: list[AfterCommit], alias: str) -> None:
 def plain(row: NewMessage) -> bool:
     """Return whether nobody can tell when, in its transaction, a message is inserted:
     its place among others of its key says so, and so does what counts from now."""
-    return not row.key and not row.delay and row.expiry is None
+    return not (row.key or row.delay or row.unique) and row.expiry is None
 
 
 def gather(

@@ -55,6 +55,7 @@ PUBLIC = {
     "django_txmsg.codecs": "Codec Misfit",
     "django_txmsg.conf": "get problems",
     "django_txmsg.errors": """
+        AlreadyPending
         BlockLeftOpen BrokerError BrokerUnavailable CommitTimedOut ConfigurationError
         DecodeError DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage
         DurableInStage InvalidMessage MiddlewareMisused NewerCodeNeeded Redeliver

@@ -1,0 +1,147 @@
+"""Hop 1's question whether such a message is pending already: `unique="key"`.
+
+A partial unique index of the outbox holds the key from the row's INSERT until it is
+settled, so a transaction that wants a key another one has taken waits for that one's
+end, and nobody has to give a key back.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Collection, Sequence
+
+from ..envelope import serializers
+from ..envelope.message import Message
+from ..errors import AlreadyPending, DuplicateMessage
+from ..models import OutboxMessage
+from ..models.outbox import PENDING
+from ..models.outbox_store import NewMessage
+from .storing import store
+
+#: A holder that leaves between the INSERT and the look at it frees its key: so often
+#: in a row it does not.
+_TRIES = 20
+
+
+def store_unique(
+    rows: Sequence[NewMessage], alias: str, *, derived: Collection[uuid.UUID]
+) -> tuple[dict[uuid.UUID, dt.datetime], dict[uuid.UUID, Message]]:
+    """Insert rows of which some have a unique key, as `store()` does.
+
+    Returns when each was created that is stored, and for each that is skipped the
+    message that is there in its place, both by message id. Raises AlreadyPending and
+    DuplicateMessage, with nothing stored.
+    """
+    taken, inside = _first_of_each(rows)
+    there: dict[uuid.UUID, Message] = {}
+    others = set(derived) - {row.message_id for row in rows if row.unique}
+    for _ in range(_TRIES):
+        kept = [row for row in taken if row.message_id not in there]
+        try:
+            instants = store(kept, alias, derived=others) if kept else []
+        except DuplicateMessage:
+            there |= _in_their_place(kept, alias, derived)
+            continue
+        created = {row.message_id: at for row, at in zip(kept, instants, strict=True)}
+        return created, there | inside(created, there)
+    raise AlreadyPending(
+        f"The unique keys of {len(rows)} messages were freed and taken again "
+        f"{_TRIES} times while they were stored. Try again."
+    )
+
+
+def _first_of_each(rows: Sequence[NewMessage]) -> tuple[list[NewMessage], _Inside]:
+    """Return the rows without those whose key an earlier one of them takes."""
+    inside = _Inside()
+    first: dict[str, NewMessage] = {}
+    for row in rows:
+        holder = first.setdefault(row.unique, row) if row.unique else row
+        if holder is not row:
+            if not row.skips:
+                raise _conflict(row, holder.message_id)
+            inside.pairs.append((row, holder))
+    skipped = {row.message_id for row, _ in inside.pairs}
+    return [row for row in rows if row.message_id not in skipped], inside
+
+
+class _Inside:
+    """Rows of one call that share a key with an earlier one of the same call."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[NewMessage, NewMessage]] = []
+
+    def __call__(
+        self, created: dict[uuid.UUID, dt.datetime], there: dict[uuid.UUID, Message]
+    ) -> dict[uuid.UUID, Message]:
+        """Return the message in the place of each."""
+        return {
+            row.message_id: there.get(holder.message_id)
+            or _message(holder, created[holder.message_id])
+            for row, holder in self.pairs
+        }
+
+
+def _in_their_place(
+    rows: Sequence[NewMessage], alias: str, derived: Collection[uuid.UUID]
+) -> dict[uuid.UUID, Message]:
+    """Return, for each row that is to be skipped, the message that is there. Nothing,
+    when those have left meanwhile."""
+    known = OutboxMessage.objects.using(alias)
+    keys = [row.unique for row in rows if row.unique]
+    holders = {
+        one.unique_key: one for one in known.filter(PENDING, unique_key__in=keys)
+    }
+    ids = [row.message_id for row in rows]
+    stored = {
+        one.message_id: one for one in known.filter(message_id__in=ids, replay_id="")
+    }
+    found: dict[uuid.UUID, Message] = {}
+    for row in rows:
+        if row.message_id in stored:
+            if row.message_id not in derived:
+                raise DuplicateMessage(
+                    f"Message {row.message_id} is stored already, and an id is stored "
+                    f"once. If this is a retry, the first call has done the work."
+                )
+            found[row.message_id] = read(stored[row.message_id])
+        elif row.unique in holders:
+            holder = holders[row.unique]
+            if not row.skips:
+                raise _conflict(row, holder.message_id)
+            found[row.message_id] = read(holder)
+    return found
+
+
+def _conflict(row: NewMessage, holder: uuid.UUID) -> AlreadyPending:
+    return AlreadyPending(
+        f"Message {holder} has the unique key {row.unique!r} and has not left, so none "
+        f'is stored to {row.destination!r}. Use on_conflict="skip" to go on with that '
+        f"one.",
+        holder,
+    )
+
+
+def read(row: OutboxMessage) -> Message:
+    """Return a stored row as the message that it is."""
+    return Message(
+        id=row.message_id,
+        destination=row.destination,
+        body=serializers.decode(bytes(row.body), row.content_type),
+        headers=row.headers,
+        key=row.key or None,
+        created_at=row.created_at,
+        correlation_id=row.correlation_id or None,
+    )
+
+
+def _message(row: NewMessage, created_at: dt.datetime) -> Message:
+    return Message(
+        id=row.message_id,
+        destination=row.destination,
+        body=serializers.decode(row.body, row.content_type),
+        headers=row.headers,
+        key=row.key or None,
+        created_at=created_at,
+        correlation_id=row.correlation_id or None,
+    )

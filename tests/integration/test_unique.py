@@ -1,0 +1,292 @@
+"""A pending message holds its unique key alone, whoever asks for it and however."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, connection, connections, transaction
+
+from django_txmsg import Destination, cancel_message, send_message, send_messages
+from django_txmsg.errors import AlreadyPending, DuplicateMessage, InvalidMessage
+from django_txmsg.models import OutboxMessage
+from django_txmsg.testing import drain
+from tests.running import committing, declared, ship, txmsg
+
+PLACE = "tests.unique"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaves_by_itself() -> Iterator[None]:
+    with txmsg():
+        yield
+
+
+def send(body: object = 1, unique: str = "k", **options: Any) -> Any:
+    options.setdefault("on_conflict", "skip")
+    return send_message(PLACE, body, unique=unique, **options)
+
+
+def bodies() -> list[str]:
+    rows = OutboxMessage.objects.order_by("id")
+    return [bytes(row.body).decode() for row in rows]
+
+
+@pytest.mark.django_db
+def test_a_second_message_is_skipped_until_the_first_has_left() -> None:
+    first = send({"a": 1}, headers={"h": "x"})
+    again = send({"a": 2})
+
+    assert (again.id, again.body, again.headers) == (first.id, {"a": 1}, {"h": "x"})
+    assert send(unique="other").id != first.id
+    assert ship() == 2
+    assert send({"a": 3}).id != first.id
+    assert bodies() == ['{"a":1}', "1", '{"a":3}']
+
+
+@pytest.mark.django_db
+def test_or_it_is_an_error_and_the_transaction_goes_on() -> None:
+    first = send()
+    for options in ({}, {"on_conflict": "error"}):
+        with pytest.raises(AlreadyPending, match="unique key 'k'") as caught:
+            send_message(PLACE, 2, unique="k", **options)
+        assert caught.value.message_id == first.id
+    assert isinstance(caught.value, DuplicateMessage)
+    send_message(PLACE, 3)
+
+    assert bodies() == ["1", "3"]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("end", ["dispatched", "dead", "cancelled"])
+def test_what_is_settled_frees_its_key(end: str) -> None:
+    expires = dt.timedelta(0) if end == "dead" else None
+    first = send(expires=expires)
+    if end == "cancelled":
+        assert cancel_message(first.id)
+    ship()
+
+    assert OutboxMessage.objects.get().state == end
+    assert send().id != first.id
+
+
+@pytest.mark.django_db
+def test_a_delayed_message_gathers_those_that_come_meanwhile() -> None:
+    for number in range(5):
+        send(number, delay=dt.timedelta(minutes=1))
+
+    assert bodies() == ["0"]
+
+
+@pytest.mark.django_db
+def test_the_index_keeps_others_out_too() -> None:
+    send()
+    row = OutboxMessage.objects.get()
+    row.pk, row.message_id = None, uuid.uuid4()
+    with pytest.raises(IntegrityError), transaction.atomic():
+        row.save(force_insert=True)
+
+
+@committing
+def test_a_transaction_that_rolls_back_frees_its_key() -> None:
+    with suppress(KeyError), transaction.atomic():
+        send(1)
+        raise KeyError
+    with transaction.atomic():
+        with suppress(KeyError), transaction.atomic():
+            send(2)
+            raise KeyError
+        send(3)
+        send(4)
+
+    assert bodies() == ["3"]
+
+
+@committing
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.postgresql
+def test_who_wants_a_key_waits_for_the_transaction_that_has_it(commits: bool) -> None:
+    found: list[Any] = []
+    asked = threading.Event()
+
+    def other() -> None:
+        try:
+            with transaction.atomic():
+                connection.ensure_connection()
+                asked.set()
+                found.append(send(2))
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=other)
+    with suppress(KeyError), transaction.atomic():
+        first = send(1)
+        thread.start()
+        assert asked.wait(60)
+        thread.join(0.3)  # it waits for our end
+        assert found == []
+        if not commits:
+            raise KeyError
+    thread.join(60)
+
+    assert bodies() == (["1"] if commits else ["2"])
+    assert (found[0].id == first.id) is commits
+
+
+@committing
+def test_of_many_that_race_for_a_key_one_is_stored() -> None:
+    start, found, refused = threading.Barrier(6), set[uuid.UUID](), []
+
+    def race(number: int) -> None:
+        start.wait(30)
+        try:
+            for turn in range(5):
+                with suppress(KeyError), transaction.atomic():
+                    try:
+                        on_conflict = "skip" if number % 2 else "error"
+                        one = send(number, on_conflict=on_conflict)
+                    except AlreadyPending:
+                        refused.append(number)
+                    else:
+                        if (number + turn) % 3 == 0:
+                            raise KeyError  # rolled back
+                        found.add(one.id)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=race, args=[n]) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+    assert len(bodies()) == 1
+    assert found == {OutboxMessage.objects.get().message_id}
+
+
+@committing
+def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -> None:
+    """Each is stored, or there is one in its place; and a relay settles meanwhile."""
+    done = threading.Event()
+
+    def relay() -> None:
+        try:
+            while not done.is_set():
+                ship()
+        finally:
+            connections.close_all()
+
+    def sender() -> None:
+        try:
+            for _ in range(30):
+                with transaction.atomic():
+                    send()
+        finally:
+            connections.close_all()
+
+    senders = [threading.Thread(target=sender) for _ in range(3)]
+    helper = threading.Thread(target=relay)
+    for thread in [helper, *senders]:
+        thread.start()
+    for thread in senders:
+        thread.join(100)
+    done.set()
+    helper.join(60)
+    ship()
+
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    assert len(bodies()) >= 1
+
+
+@pytest.mark.django_db
+def test_in_bulk_each_has_its_own_key_and_its_own_word() -> None:
+    def of(body: int, unique: str | None = None, word: str = "skip") -> dict[str, Any]:
+        one: dict[str, Any] = {"destination": PLACE, "body": body}
+        return one | ({"unique": unique, "on_conflict": word} if unique else {})
+
+    held = send(0, "a")
+    many = [of(1), of(2, "a"), of(3, "b"), of(4, "b"), *(of(9) for _ in range(10))]
+    found = send_messages(many)
+
+    assert [one.body for one in found[:4]] == [1, 0, 3, 3]
+    assert found[1].id == held.id
+    assert found[2].id == found[3].id
+    assert bodies() == ["0", "1", "3", *["9"] * 10]
+
+    for wrong in (
+        [of(5), of(6, "b", "error")],
+        [of(5, "c"), of(6, "c", "error")],
+        [of(5, "d"), {**of(6), "message_id": held.id}],
+    ):
+        with pytest.raises(DuplicateMessage):
+            send_messages(wrong)
+    assert len(bodies()) == 13
+
+
+@pytest.mark.django_db
+def test_a_message_id_that_is_there_is_an_error_in_any_case() -> None:
+    first = send()
+    ship()
+    with pytest.raises(DuplicateMessage) as caught:
+        send(message_id=first.id)
+    assert not isinstance(caught.value, AlreadyPending)
+
+
+@pytest.mark.django_db
+def test_a_stage_that_runs_again_finds_its_own_message() -> None:
+    seen: list[uuid.UUID] = []
+
+    def handler(message: Any) -> None:
+        seen.append(send(unique="next", delay=dt.timedelta(hours=1)).id)
+        send_message("tests.other", 1)
+        if len(seen) < 2:
+            raise ValueError
+
+    with declared(handler, "tests.first"):
+        send_message("tests.first", 1)
+        drain("tests.first", ahead=dt.timedelta(minutes=30), raises=False)
+
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert OutboxMessage.objects.filter(unique_key="next").count() == 1
+
+
+@pytest.mark.django_db
+def test_without_an_outbox_there_is_no_key() -> None:
+    def handler(message: Any) -> None:
+        send()
+
+    with declared(handler, "tests.first", transaction="best_effort_1pc"):
+        send_message("tests.first", 1)
+        with pytest.raises(InvalidMessage, match="needs the outbox"):
+            drain("tests.first")
+
+
+@pytest.mark.django_db
+def test_a_destination_takes_it_too() -> None:
+    place = Destination(PLACE, dict)
+    first = place.send({}, unique="k")
+
+    assert place.send({}, unique="k", on_conflict="skip").id == first.id
+    assert send_message(PLACE, 1, unique=None).id != first.id
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"unique": ""},
+        {"unique": 5},
+        {"unique": "x" * 256},
+        {"unique": "a\0b"},
+        {"unique": "k", "on_conflict": "ignore"},
+    ],
+)
+def test_what_is_no_key_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidMessage):
+        send_message(PLACE, 1, **options)
