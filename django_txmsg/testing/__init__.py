@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .draining import Drained, drain, outbox_messages
+    from .draining import Drained, drain, embedded, outbox_messages
     from .profiles import ARTEMIS, CLASSIC, RABBITMQ, Profile
     from .record import ReceivedFrame
     from .scripted_broker import ScriptedBroker
@@ -23,6 +23,7 @@ __all__ = [
     "ReceivedFrame",
     "ScriptedBroker",
     "drain",
+    "embedded",
     "outbox_messages",
 ]
 
@@ -35,6 +36,7 @@ _HOME = {
     "ReceivedFrame": "record",
     "ScriptedBroker": "scripted_broker",
     "drain": "draining",
+    "embedded": "draining",
     "outbox_messages": "draining",
 }
 

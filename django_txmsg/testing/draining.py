@@ -100,7 +100,7 @@ def drain(
     with ExitStack() as stack:
         # What a dispatcher's thread has in its hands would be missed here.
         stop_dispatchers(timeout=60)
-        stack.enter_context(_embedded())
+        stack.enter_context(embedded())
         until = timezone.now() + ahead
         workers = [_Worker(stage, drained) for stage in find(stages)]
         aliases = {router.db_for_write(OutboxMessage)}
@@ -256,8 +256,9 @@ class _Worker:
 
 
 @contextmanager
-def _embedded() -> Iterator[None]:
-    """Let the embedded broker stand in, and let nobody else dispatch."""
+def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
+    """Let the embedded broker stand in for those of TXMSG["BROKERS"], and let nobody
+    dispatch after a commit, or as `dispatch_on_commit` says."""
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
         url = split_url(options.get("URL", ""))
@@ -265,7 +266,7 @@ def _embedded() -> Iterator[None]:
         brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}
     given = getattr(settings, "TXMSG", None) or {}
     with override_settings(
-        TXMSG={**given, "BROKERS": brokers, "DISPATCH_ON_COMMIT": "off"}
+        TXMSG={**given, "BROKERS": brokers, "DISPATCH_ON_COMMIT": dispatch_on_commit}
     ):
         yield
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.acceptance.wheel import CHECKOUT, run
+from tests.acceptance import plugged
+from tests.acceptance.wheel import CHECKOUT, LENT, environment, run
 
 STORE_ONE = """
 from django.db import transaction
@@ -63,3 +65,20 @@ def test_a_new_project_checks_migrates_and_stores_a_message(
     where, stored = output.splitlines()
     assert not Path(where).is_relative_to(CHECKOUT)
     assert stored == "stored 1"
+
+
+def test_pytest_finds_the_plugin_of_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """By its entry point, in an environment that has pytest and pytest-django too."""
+    testing = ["iniconfig", "packaging", "pluggy", "Pygments", "pytest"]
+    stomp = ["docopt-ng", "stomp.py", "websocket-client"]
+    lent = [*LENT, *testing, "pytest-django", *stomp]
+    lent += ["exceptiongroup", "tomli"] * (sys.version_info < (3, 11))
+    python = environment(tmp_path / "environment", wheel, lent)
+    project = tmp_path / "project"
+    plugged.write(
+        project, test_shop=plugged.TEST_SHOP, test_brokers=plugged.TEST_BROKERS
+    )
+
+    said = run(python, "-m", "pytest", "-p", "no:cacheprovider", cwd=project)
+
+    assert "14 passed" in said

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -49,12 +50,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a new environment that has Django and the wheel."""
-    home = tmp_path_factory.mktemp("environment")
+    return environment(tmp_path_factory.mktemp("environment"), wheel, LENT)
+
+
+def environment(home: Path, wheel: Path, lent: Sequence[str]) -> Path:
+    """Make an environment with the wheel and what is lent to it from ours; return its
+    interpreter."""
     venv.create(home, symlinks=True)
     purelib = sysconfig.get_path("purelib", vars={"base": str(home)})
-    for name in LENT:
+    for name in lent:
         files = distribution(name).files or []
-        for top in {file.parts[0] for file in files} - {".."}:
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
             (Path(purelib) / top).symlink_to(distribution(name).locate_file(top))
     interpreter = home / "bin" / "python"
     admin = home / "bin" / "django-admin"

@@ -145,7 +145,7 @@ def test_pages_are_counted_up_to_the_cap(
 @pytest.mark.parametrize(
     ("url", "queries", "make"),
     [
-        (OUTBOX, 12, factories.OutboxMessageFactory),
+        (OUTBOX, 13, factories.OutboxMessageFactory),
         (INBOX, 13, factories.InboxMessageFactory),
         (WORKERS, 7, factories.WorkerFactory),
     ],

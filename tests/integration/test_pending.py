@@ -17,15 +17,13 @@ from django.db import connections, transaction
 from django.test import Client
 from django.utils import timezone
 
-from django_txmsg import cancel_message, reschedule_message, send_message
+from django_txmsg import cancel_message, reschedule_message, send_message, signals
 from django_txmsg.errors import InvalidMessage
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.models.outbox import OutboxState
 from django_txmsg.monitoring import retention, status
-from django_txmsg.relaying.dispatcher import stop_dispatchers
 from django_txmsg.testing import drain
 from tests.admin.conftest import somebody  # noqa: F401 - a fixture
-from tests.faults import wait_until
 from tests.running import committing, declared, ship, txmsg
 
 HOUR = dt.timedelta(hours=1)
@@ -191,16 +189,22 @@ def test_either_the_relay_has_it_or_it_is_cancelled() -> None:
 
 
 @committing
-def test_what_is_to_leave_now_leaves_after_the_commit() -> None:
-    one = stored()
-    with txmsg(DISPATCH_ON_COMMIT="thread"):
+def test_what_is_to_leave_now_wakes_the_dispatcher_after_the_commit() -> None:
+    one, two, woken = stored(), stored(), list[int]()
+
+    def wake(ids: list[int], **_: object) -> None:
+        woken.extend(ids)
+
+    signals.messages_committed.connect(wake)
+    try:
         with transaction.atomic():
             assert reschedule_message(one, delay=dt.timedelta(0))
-        try:
-            left = OutboxMessage.objects.filter(dispatched_at__isnull=False)
-            wait_until(left.exists, deadline=60)
-        finally:
-            stop_dispatchers(timeout=60)
+            assert reschedule_message(two, delay=dt.timedelta(seconds=1))
+            assert woken == []
+    finally:
+        signals.messages_committed.disconnect(wake)
+
+    assert woken == [OutboxMessage.objects.get(message_id=one).pk]
 
 
 @pytest.mark.django_db

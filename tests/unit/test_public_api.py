@@ -95,7 +95,7 @@ PUBLIC = {
     "django_txmsg.tasks_backend": "TransactionalBackend",
     "django_txmsg.testing": """
         ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker drain
-        outbox_messages
+        embedded outbox_messages
     """,
     "django_txmsg.testing.broker_suite": "SOON BrokerSuite bodies take",
     "django_txmsg.tracing": "install uninstall",

@@ -1,0 +1,148 @@
+"""For the tests of projects under pytest: fixtures, and no broker unless asked for.
+
+pytest finds it by its entry point. A thin door to `django_txmsg.testing`; it imports
+nothing of Django before a test runs, and does nothing where the app is not installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .envelope.message import Message
+    from .testing import Drained, ScriptedBroker
+
+REAL, ON_COMMIT = "txmsg_real_broker", "txmsg_on_commit"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the markers known."""
+    config.addinivalue_line(
+        "markers",
+        f'{REAL}: the test may reach the brokers of TXMSG["BROKERS"]; for all others '
+        f"the embedded one stands in",
+    )
+    config.addinivalue_line(
+        "markers",
+        f'{ON_COMMIT}(mode="inline"): what TXMSG["DISPATCH_ON_COMMIT"] is for the '
+        f'test; it is "off" for all others',
+    )
+
+
+class SentMessages(list["Message"]):
+    """The messages stored so far, in their order; called with a destination, those."""
+
+    def __call__(self, destination: str) -> list[Message]:
+        """Return the messages to one destination."""
+        return [message for message in self if message.destination == destination]
+
+
+class Txmsg:
+    """What the fixture `txmsg` is."""
+
+    @property
+    def sent(self) -> SentMessages:
+        """The messages stored so far, dispatched or not: `txmsg.sent`, or those to one
+        destination: `txmsg.sent("orders.place")`."""
+        from .testing import outbox_messages
+
+        return SentMessages(outbox_messages())
+
+    def drain(self, *stages: str, **options: Any) -> Drained:
+        """Let messages make their whole way: `django_txmsg.testing.drain()`."""
+        from .testing import drain
+
+        return drain(*stages, **options)
+
+
+@pytest.fixture
+def txmsg(request: pytest.FixtureRequest) -> Txmsg:
+    """What was `sent`, and `drain()`. Gives the test the database."""
+    if not request.config.pluginmanager.hasplugin("django"):
+        raise pytest.UsageError(
+            "The fixture txmsg needs pytest-django: pip install pytest-django"
+        )
+    request.getfixturevalue("db")
+    return Txmsg()
+
+
+@pytest.fixture
+def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
+    """A STOMP broker that follows a script; TXMSG's default broker for the test.
+
+    It plays ActiveMQ Classic, or the profile that is its indirect parameter.
+    """
+    from .testing import CLASSIC, ScriptedBroker
+
+    with ScriptedBroker(getattr(request, "param", CLASSIC)) as broker:
+        if not _installed():
+            yield broker
+            return
+        from django.conf import settings
+        from django.test import override_settings
+
+        given = getattr(settings, "TXMSG", None) or {}
+        brokers = {**given.get("BROKERS", {}), "default": {"URL": broker.url}}
+        with override_settings(TXMSG={**given, "BROKERS": brokers}):
+            yield broker
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _txmsg_without_brokers() -> Iterator[Any]:
+    """The embedded broker for the whole run, set-ups of classes included; yields what
+    TXMSG is without it and with it."""
+    if not _installed() or not _sound():
+        yield None
+        return
+    from django.conf import settings
+
+    from .testing import embedded
+
+    given = getattr(settings, "TXMSG", None) or {}
+    with embedded():
+        yield given, settings.TXMSG
+
+
+@pytest.fixture(autouse=True)
+def _txmsg_without_broker(
+    request: pytest.FixtureRequest, _txmsg_without_brokers: Any
+) -> Iterator[None]:
+    """The embedded broker for a test, whatever its class overrides; or TXMSG's own."""
+    if _txmsg_without_brokers is None or not _installed():
+        yield
+        return
+    from django.conf import settings
+    from django.test import override_settings
+
+    from .testing import embedded
+
+    mark = request.node.get_closest_marker(ON_COMMIT)
+    mode = (mark.args or [mark.kwargs.get("mode", "inline")])[0] if mark else "off"
+    if request.node.get_closest_marker(REAL):
+        given, inside = _txmsg_without_brokers
+        own = dict(given if inside == settings.TXMSG else settings.TXMSG)
+        if mark:
+            own["DISPATCH_ON_COMMIT"] = mode
+        with override_settings(TXMSG=own):
+            yield
+        return
+    with embedded(dispatch_on_commit=mode) if _sound() else nullcontext():
+        yield
+
+
+def _installed() -> bool:
+    """Return whether there is a Django project, set up, that has the app."""
+    apps: Any = getattr(sys.modules.get("django.apps"), "apps", None)
+    return apps is not None and apps.ready and apps.is_installed("django_txmsg")
+
+
+def _sound() -> bool:
+    """Return whether TXMSG can be read: a class may override it with what cannot."""
+    from . import conf
+
+    return not conf.problems()
