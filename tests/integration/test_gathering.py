@@ -18,7 +18,7 @@ from django_txmsg.sending.outbox import send_message, send_messages
 from django_txmsg.sessions.session import outbox_session
 from tests.running import committing
 
-pytestmark = committing
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 def bodies() -> list[bytes]:

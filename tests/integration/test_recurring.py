@@ -29,6 +29,11 @@ NOON = dt.datetime(2026, 6, 1, 12, tzinfo=UTC)
 MINUTE = dt.timedelta(minutes=1)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_leaves_by_itself(impatient: None) -> None:
+    """A dispatcher's thread would outlive the test that wakes it."""
+
+
 class Clock:
     """A clock that a test sets; the database is real."""
 
