@@ -67,7 +67,7 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         the transaction's id too, which only PostgreSQL knows.
         """
         connection, table = connections[self.db], self.model._meta.db_table
-        unique = any(row.unique for row in rows)
+        unique = bool([row for row in rows if row.unique])
         with connection.cursor() as cursor:
             if len(rows) >= _WORTH_COPY and not unique and hasattr(cursor, "copy"):
                 if new_ids:
@@ -88,6 +88,8 @@ _REQUIRED = "message_id, broker, destination, content_type, body"
 _OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
 _COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
 _TRANSACTION = "pg_current_xact_id()::text"
+_INTO = f"{_COLUMNS}, created_at, due_at, expires_at"
+_INTO_UNIQUE = f"{_INTO}, unique_key"
 #: From how many rows on a COPY, which asks for their ids first, is cheaper.
 _WORTH_COPY = 8
 #: Parameters of a row at most, and of a statement: SQLite takes 32,766 (since 3.32),
@@ -109,9 +111,7 @@ def _insert(
     returning: list[str],
     unique: bool,
 ) -> Stored:
-    into = f"{_COLUMNS}, created_at, due_at, expires_at"
-    if unique:
-        into += ", unique_key"
+    into = _INTO_UNIQUE if unique else _INTO
     stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
     xid: str | None = None
     size = _MOST_PARAMETERS // _MOST

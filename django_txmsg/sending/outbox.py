@@ -119,7 +119,7 @@ def send_messages(
         for row, one in zip(prepared, given, strict=True)
         if inside and not one.get("message_id")
     }
-    if any(row.unique for row in prepared):
+    if [row for row in prepared if row.unique]:
         with transaction.atomic(using=alias):
             instants, there = store_unique(prepared, alias, derived=derived)
         if current is not None:
@@ -229,7 +229,7 @@ def _prepare(
         if inherited is not None:
             headers.setdefault(wire.TRACEPARENT, inherited)
     delay = check_duration("delay", given.get("delay"))
-    return NewMessage(
+    row = NewMessage(
         message_id=message_id,
         broker=broker,
         destination=destination,
@@ -241,19 +241,19 @@ def _prepare(
         body=body,
         delay=delay.total_seconds() if delay else 0.0,
         expiry=_seconds(check_duration("expires", given.get("expires"))),
-        **(_unique(given) if "unique" in given else {}),
     )
+    if "unique" in given:
+        row.unique, row.skips = _unique(given)
+    return row
 
 
-def _unique(given: Mapping[str, Any]) -> dict[str, Any]:
+def _unique(given: Mapping[str, Any]) -> tuple[str, bool]:
     unique, on_conflict = given["unique"], given.get("on_conflict", "error")
     if on_conflict not in ("error", "skip"):
         raise InvalidMessage(
             f'on_conflict={on_conflict!r} is neither "error" nor "skip".'
         )
-    if unique is None:
-        return {}
-    return {"unique": check_key(unique), "skips": on_conflict == "skip"}
+    return check_key(unique), on_conflict == "skip"
 
 
 def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
