@@ -8,6 +8,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from django.test import override_settings
 from django_txmsg import Destination, every
 from django_txmsg.errors import ConfigurationError, InvalidMessage
 from django_txmsg.models import OutboxMessage, Schedule
-from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper
+from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper, keeping_time
 from django_txmsg.scheduling.timetable import forget, recurring
 from django_txmsg.testing import drain
 from tests.faults import ManageProcess, wait_until
@@ -299,6 +300,31 @@ def test_timekeepers_that_race_for_a_tick_store_it_once() -> None:
 
     assert stored() == at(*range(1, 31))
     assert sum(one.stored for one in keepers) == 30
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_connection_that_breaks_costs_no_tick() -> None:
+    settings = txmsg(
+        SCHEDULE={"tick": {"EVERY": "* * * * * *", "DESTINATION": "tests.second"}},
+        MISSED_TICKS="all",
+    )
+    breaking = (
+        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with settings:
+        timekeeper = Timekeeper(["default"])
+        with keeping_time(timekeeper, lambda: None):
+            for number in (1, 2):
+                wait_until(lambda n=number: timekeeper.stored >= n, deadline=60)
+                with connections["default"].cursor() as cursor:
+                    cursor.execute(breaking)
+            wait_until(lambda: timekeeper.stored > 4, deadline=60)
+
+    ticks = [dt.datetime.fromisoformat(one) for one in stored()]
+    gaps = {later - earlier for earlier, later in pairwise(ticks)}
+    assert gaps == {dt.timedelta(seconds=1)}
 
 
 @committing
