@@ -25,12 +25,14 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     """The transitions of pending rows that no relay holds, by their message id."""
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """End rows without a dead letter: nobody has to look after them."""
+        """End rows without a dead letter: nobody has to look after them. Not those
+        that have a place in the order of their key: the next one waits for them."""
         now = now_sql(connections[self.db])
         assign = (
             f"dead_at = {now}, last_error = %s, lease_until = NULL, lease_token = NULL"
         )
-        return self._change(message_id, assign, [f"{CANCELLED}{why}"[:2000]])
+        note = f"{CANCELLED}{why}"[:2000]
+        return self._change(message_id, assign, [note], also="linked_at IS NULL")
 
     def make_due(
         self,
@@ -47,13 +49,15 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         value = later_value(connection, delay or 0.0)
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
-    def _change(self, message_id: uuid.UUID, assign: str, values: list[Any]) -> Changed:
+    def _change(
+        self, message_id: uuid.UUID, assign: str, values: list[Any], also: str = "TRUE"
+    ) -> Changed:
         connection, table = connections[self.db], self.model._meta.db_table
         pending, now = PENDING_OTHERWISE.format(""), now_sql(connection)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only
-                f" AND (lease_until IS NULL OR lease_until < {now})"
+                f" AND (lease_until IS NULL OR lease_until < {now}) AND {also}"
                 f" RETURNING id, broker",
                 [*values, prepared(self.model, "message_id", message_id, connection)],
             )

@@ -21,8 +21,10 @@ def cancel_message(
     """Keep a stored message from leaving. It ends in the state "cancelled".
 
     Returns False, and changes nothing, when it has left, is dead, is on its way just
-    now, or is not there. Inside a transaction it is cancelled if that commits. `why` is
-    kept with it. What had to be sent again for want of a receipt may have arrived.
+    now, or is not there; and when it has a key and a relay has had it in hand: the next
+    of its key is to come after it. Inside a transaction it is cancelled if that
+    commits. `why` is kept with it. What had to be sent again for want of a receipt may
+    have arrived.
 
     Raises InvalidMessage for what is no id.
     """

@@ -1,4 +1,4 @@
-"""The wheel works outside the checkout, with what it and Django need and nothing else beside it."""
+"""The wheel works outside the checkout, with what it and Django need beside it."""
 
 from __future__ import annotations
 

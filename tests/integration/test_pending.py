@@ -130,6 +130,15 @@ def test_a_message_of_a_key_holds_back_its_followers_until_it_is_cancelled() -> 
     assert ship() == 1
 
 
+@pytest.mark.django_db
+def test_what_has_a_place_in_the_order_of_its_key_is_only_put_off() -> None:
+    one = stored(key="k", delay=None)
+    OutboxMessage.objects.update(linked_at=timezone.now())
+
+    assert not cancel_message(one)
+    assert reschedule_message(one, delay=HOUR)
+
+
 @committing
 def test_a_transaction_that_rolls_back_cancels_nothing() -> None:
     one = stored()

@@ -5,7 +5,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("django_txmsg", "0006_recurring"),
+        ("django_txmsg", "0008_ordered"),
     ]
 
     operations = [

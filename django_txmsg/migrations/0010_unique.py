@@ -30,7 +30,7 @@ class AddUniqueConcurrently(migrations.AddConstraint):
 
 class Migration(migrations.Migration):
     atomic = False
-    dependencies = [("django_txmsg", "0007_pending")]
+    dependencies = [("django_txmsg", "0009_pending")]
     operations = [
         AddUniqueConcurrently(
             model_name="outboxmessage",
