@@ -3,7 +3,9 @@
     python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
 
 Relay and consume, turn by turn with and without `django_txmsg.spark` in the database:
-messages a second, and PostgreSQL's own processor time for each message.
+messages a second, and PostgreSQL's own processor time for each message. And the
+processor time alone of one connection that stores messages and writes each twice, as a
+relay does: a figure that other work on the machine hardly moves.
 """
 
 from __future__ import annotations
@@ -45,6 +47,13 @@ def main() -> None:
             options.messages // 4,
         ),
     }
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(options.rounds):
+        for way in WAYS if number % 2 else reversed(WAYS):
+            install(way == WAYS[0])
+            times[way].append(one_connection(options.messages))
+    unit = "µs of the server's process a message"
+    stand.table("stored and written twice by one connection", times, WAYS[0], unit)
     for name, (work, count) in works.items():
         work()  # whoever comes first is slowest
         rates: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -63,15 +72,46 @@ def main() -> None:
         print(f"without / with, round by round: median {statistics.median(pairs):.3f}")
 
 
+def one_connection(count: int) -> float:
+    """Return the processor time of storing a message, its claim and its settlement."""
+    from django.db import connection, transaction
+
+    from django_txmsg import send_messages
+
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        file = Path(f"/proc/{cursor.fetchone()[0]}/stat")
+        before = seconds_of(file, slice(11, 13))
+        with transaction.atomic():
+            send_messages([{"destination": "d", "body": relay.BODY}] * count)
+        for assigned in (
+            "attempts = 1, lease_until = now(), lease_token = gen_random_uuid()",
+            "dispatched_at = now(), lease_until = NULL, lease_token = NULL",
+        ):
+            for start in range(0, count, relay.BATCH):
+                cursor.execute(
+                    f"UPDATE django_txmsg_outboxmessage SET {assigned} WHERE id IN"
+                    " (SELECT id FROM django_txmsg_outboxmessage ORDER BY id"
+                    " LIMIT %s OFFSET %s)",
+                    [relay.BATCH, start],
+                )
+    return (seconds_of(file, slice(11, 13)) - before) / count * 1e6
+
+
+def seconds_of(file: Path, fields: slice) -> float:
+    """Return the processor time of the process whose `stat` it is."""
+    after = file.read_text().rpartition(")")[2].split()
+    return sum(map(int, after[fields])) / os.sysconf("SC_CLK_TCK")
+
+
 def postgres_seconds() -> float:
     """Return the processor time of the servers' processes so far, ended ones too."""
-    used = 0
+    used = 0.0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            before, _, after = file.read_text().rpartition(")")
-            if before.endswith("(postgres"):
-                used += sum(map(int, after.split()[11:15]))
-    return used / os.sysconf("SC_CLK_TCK")
+            if "(postgres)" in file.read_text():
+                used += seconds_of(file, slice(11, 15))
+    return used
 
 
 def install(present: bool) -> None:
