@@ -26,18 +26,22 @@ from django.db import Error as AnyDatabaseError
 from django.db.models import Value
 from django.db.models.functions import Now
 
-from .. import wire
+from .. import conf, wire
 from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, queue_name
-from ..upkeep import outage
+from ..upkeep import outage, wakeups
 from ..upkeep.leases import Lease
+from ..upkeep.notifier import notify
 from .base import Broker, Delivery, Outgoing, Session
 from .stored_headers import read_headers
 
 log = logging.getLogger("django_txmsg.brokers.database")
 
 Result = TypeVar("Result")
+
+#: Seconds between two looks whether somebody still listens, while all is quiet.
+LONGEST_WAIT = 1.0
 
 
 class DatabaseBroker(Broker):
@@ -93,7 +97,10 @@ class DatabaseSession(Session):
         self._buffer: deque[Delivery] = deque()
         self._held: set[int] = set()
         self._enlisted: list[Outgoing] = []
+        #: What others are to be told of.
+        self._told: set[str] = set()
         self._closed = threading.Event()
+        self._wakeup: wakeups.Wakeup | None = None
         self._keeping = Lease(using, lease, self._extend)
         self._handed_at = 0.0
         self._pace = 1.0
@@ -107,6 +114,7 @@ class DatabaseSession(Session):
     ) -> list[BrokerError | None]:
         try:
             self._asked(lambda: self._insert(batch))
+            self._tell()
         except DataError:
             # PostgreSQL takes no NUL in JSON, say: that message alone is refused.
             return [self._insert_alone(one) for one in batch]
@@ -127,8 +135,12 @@ class DatabaseSession(Session):
                 )
             )
 
+        self._wakeup = wakeups.Wakeup(self.using, wakeups.queue(self._queue))
+
     def receive(self, timeout: float) -> Delivery | None:
         deadline = time.monotonic() + timeout
+        wakeup = self._wakeup
+        assert wakeup is not None, "subscribe first"
         if self._handed_at:
             taken = time.monotonic() - self._handed_at
             self._pace += 0.3 * (taken - self._pace)
@@ -137,13 +149,18 @@ class DatabaseSession(Session):
             # No more than is worked off soon: the rest is for other consumers.
             soon = max(1, int(self.AHEAD / max(self._pace, 1e-4)))
             room = min(soon, self._prefetch - len(self._held))
-            if room > 0:
+            if room > 0 and wakeup.due():
                 self._buffer.extend(self._asked(partial(self._claim, room)))
+                if self._buffer:
+                    wakeup.ring()  # there may be more
             left = deadline - time.monotonic()
-            if not self._buffer and (
-                left <= 0 or self._closed.wait(min(self._poll, left))
-            ):
-                return None
+            if not self._buffer:
+                if left <= 0 or self._closed.is_set():
+                    return None
+                if room <= 0:
+                    self._closed.wait(min(self._poll, left))
+                else:
+                    wakeup.wait(min(LONGEST_WAIT if wakeup.heard else self._poll, left))
         self._handed_at = time.monotonic()
         return self._buffer.popleft()
 
@@ -165,6 +182,7 @@ class DatabaseSession(Session):
 
         try:
             self._asked(settle)
+            self._tell()
         finally:
             self._enlisted = []
 
@@ -180,6 +198,8 @@ class DatabaseSession(Session):
 
     def close(self) -> None:
         self._closed.set()
+        if self._wakeup is not None:
+            self._wakeup.ring()
         self._keeping.end()
         if not self._durable:
             with contextlib.suppress(BrokerUnavailable):
@@ -188,6 +208,8 @@ class DatabaseSession(Session):
             try:
                 held = list(self._held)
                 self._asked(lambda: self._rows.release(held, self._token))
+                self._told.add(wakeups.queue(self._queue))
+                self._tell()
             except BrokerUnavailable:
                 log.info(
                     "%d deliveries come back when their lease ends", len(self._held)
@@ -202,6 +224,7 @@ class DatabaseSession(Session):
     def _insert_alone(self, outgoing: Outgoing) -> BrokerError | None:
         try:
             self._asked(lambda: self._insert([outgoing]))
+            self._tell()
         except DataError as error:
             return DispatchRejected(f"the database cannot hold this message: {error}")
         return None
@@ -216,26 +239,32 @@ class DatabaseSession(Session):
                 .values_list("topic", "subscriber")
             ):
                 subscribers.setdefault(topic, []).append(queue_name(topic, name))
-        QueueMessage.objects.using(self.using).bulk_create(
-            [
-                QueueMessage(
-                    queue=queue,
-                    headers=dict(one.headers),
-                    body=one.body,
-                    **_priority(one),
-                    available_at=Now() + Value(dt.timedelta(seconds=one.delay))
-                    if one.delay
-                    else Now(),
-                )
-                for one in batch
-                for queue in (
-                    subscribers.get(one.destination, ())
-                    if one.destination in topics
-                    else (one.destination,)
-                )
-            ],
-            batch_size=500,
-        )
+        rows = [
+            QueueMessage(
+                queue=queue,
+                headers=dict(one.headers),
+                body=one.body,
+                **_priority(one),
+                available_at=Now() + Value(dt.timedelta(seconds=one.delay))
+                if one.delay
+                else Now(),
+            )
+            for one in batch
+            for queue in (
+                subscribers.get(one.destination, ())
+                if one.destination in topics
+                else (one.destination,)
+            )
+        ]
+        QueueMessage.objects.using(self.using).bulk_create(rows, batch_size=500)
+        self._told |= {wakeups.queue(row.queue) for row in rows}
+        self._told |= {wakeups.later(one.delay) for one in batch if one.delay}
+
+    def _tell(self) -> None:
+        """Wake who waits for what was just committed."""
+        told, self._told = self._told, set()
+        if told and conf.get().NOTIFY:
+            notify(self.using, told)
 
     def _claim(self, limit: int) -> list[Delivery]:
         rows = (

@@ -1,15 +1,26 @@
 """`manage.py check`: what is wrong with the settings, before it costs a message.
 
-Errors are what cannot work, warnings what works until a bad day. Nothing is connected.
+Errors are what cannot work, warnings what works until a bad day. Nothing is connected,
+but by what `--database` asks for.
 Each id, what it means and what to do: docs/reference/checks.md.
 """
 
 from __future__ import annotations
 
-from django.core.checks import CheckMessage, Error, register
+from collections.abc import Sequence
+
+from django.core.checks import CheckMessage, Error, Tags, register
 
 from .. import conf
-from . import celery, deployment, pools, schedule, settings, stages
+from . import (
+    celery,
+    deployment,
+    notifications,
+    pools,
+    schedule,
+    settings,
+    stages,
+)
 
 TAG = "txmsg"
 
@@ -31,3 +42,11 @@ def check(**_: object) -> list[CheckMessage]:
 def check_deployment(**_: object) -> list[CheckMessage]:
     """Return what must not go into production: `manage.py check --deploy`."""
     return [] if conf.problems() else deployment.check()
+
+
+@register(Tags.database)
+def check_databases(
+    databases: Sequence[str] | None = None, **_: object
+) -> list[CheckMessage]:
+    """Return what is wrong with the way to the databases: `check --database ALIAS`."""
+    return [] if conf.problems() else list(notifications.check(databases or ()))

@@ -13,6 +13,7 @@ from .. import brokers, conf, stages
 from ..django_internals import settings_of
 from ..models import DeadLetter, Worker
 from ..monitoring import databases
+from ..relaying.listener import alias_of
 
 #: How large a pool of psycopg is that says nothing, or that it says no maximum for.
 DEFAULT_SIZE = 4
@@ -60,14 +61,22 @@ def consumer(alias: str) -> int:
         need += len(settings.DEAD_LETTER_DESTINATIONS)
     if settings.DISPATCH_ON_COMMIT == "thread":
         need += len(settings.BROKERS)
-    return need
+    return need + _notifications(alias)
 
 
 def relay(alias: str) -> int:
     """Return the same of a relay's."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
-    return lanes + 1 + int(alias == _writes(Worker))  # leases, its heartbeat
+    own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
+    return lanes + own + _notifications(alias)
+
+
+def _notifications(alias: str) -> int:
+    """Return how many threads listen there, and tell others."""
+    if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
+        return 0
+    return 2 if alias_of(alias) == alias else 1
 
 
 def _writes(model: type[Model]) -> str:

@@ -28,7 +28,7 @@ def check() -> list[CheckMessage]:
 
 def check_values() -> list[CheckMessage]:
     """Return which of the settings name something that cannot be used."""
-    return [*_brokers(), *_paths(), *_pipeline()]
+    return [*_brokers(), *_paths(), *_aliases(), *_pipeline()]
 
 
 def _problems() -> Iterator[CheckMessage]:
@@ -72,6 +72,17 @@ def _brokers() -> Iterator[CheckMessage]:
                 hint=_HOW_A_BROKER_LOOKS,
                 id="txmsg.E003",
             )
+
+
+def _aliases() -> Iterator[CheckMessage]:
+    direct = conf.get().LISTEN_DATABASE
+    if direct is not None and direct not in django_settings.DATABASES:
+        yield Error(
+            f'TXMSG["LISTEN_DATABASE"] is {direct!r}, which is not in DATABASES.',
+            hint="Name the alias of a direct way to the outbox's database, or leave it "
+            "out.",
+            id="txmsg.E030",
+        )
 
 
 def _paths() -> Iterator[CheckMessage]:

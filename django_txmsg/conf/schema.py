@@ -144,6 +144,12 @@ class Settings:
     )
     REQUIRE_ATOMIC: bool = True
     DISPATCH_ON_COMMIT: Literal["thread", "inline", "off"] = "thread"
+    NOTIFY: bool = True
+    """Whether processes on PostgreSQL tell each other of new messages, by NOTIFY.
+    False: all wait by polling, as on other databases."""
+    LISTEN_DATABASE: str | None = None
+    """The alias by which to listen in the outbox's database, where its own leads
+    through a pooler that LISTEN does not pass."""
     MAX_MESSAGE_BYTES: int = 16 * 1024 * 1024
     """Largest body that send_message() takes."""
     TRANSACTION_DEFINITION: str | None = None

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 
 from django.db import Error as AnyDatabaseError
 from django.db import router
@@ -24,9 +25,10 @@ from ..models.fields import clock
 from ..models.period_count import PERIOD
 from ..monitoring import databases, periods
 from ..monitoring.presence import Presence
+from ..relaying.listener import listening
 from ..sessions.control_thread import ControlThread
 from ..stages import Stage
-from ..upkeep import outage
+from ..upkeep import outage, wakeups
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
@@ -42,6 +44,11 @@ log = logging.getLogger("django_txmsg.consumer")
 
 #: Seconds without work after which `--once` takes it that all is done.
 IDLE = 1.5
+#: Seconds without work after which a process that listens looks only so often for
+#: redeliveries that are due, and for what an operator asks for, of which it hears.
+CALM, SELDOM, RARELY = 60.0, 10.0, 30.0
+#: Heartbeats between two looks for another service with a stage of the same name.
+BEATS = 6
 
 
 class Consumer:
@@ -128,15 +135,24 @@ class Consumer:
         except ConfigurationError:
             self._presence.leave()
             raise
-        crew.start()
-        try:
-            self._watch(once)
-        finally:
-            self._stop.set()
+        with ExitStack() as stack:
+            if not once:
+                stack.enter_context(listening(self._heard_in()))
+            crew.start()
             try:
-                crew.join()
+                self._watch(once)
             finally:
-                self._presence.leave()
+                self._stop.set()
+                try:
+                    crew.join()
+                finally:
+                    self._presence.leave()
+
+    def _heard_in(self) -> set[str]:
+        """The databases in which something may come that concerns this process."""
+        brokers = [get_broker(alias) for alias in self._settings.BROKERS]
+        embedded = {getattr(broker, "using", None) for broker in brokers}
+        return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:
         """Note which stages run in order from now on, and which not any more."""
@@ -147,16 +163,24 @@ class Consumer:
             log.warning("cannot note which stages run in order: %s", error)
 
     def _watch(self, once: bool) -> None:
-        beat_at = 0.0
+        beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0
         pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL)
+        asked = wakeups.Wakeup(router.db_for_write(StageState), wakeups.WORK)
         while not self._stop.wait(pause):
-            self._obey()
-            wake_for_parked(self.threads)
+            calm = asked.heard and self._activity.idle > CALM
+            if asked.due() or not calm or time.monotonic() >= obey_at:
+                self._obey()
+                obey_at = time.monotonic() + RARELY
+            if not calm or time.monotonic() >= look_at:
+                wake_for_parked(self.threads)
+                look_at = time.monotonic() + SELDOM
             self._name_stuck()
             self.allowance.look()
             if time.monotonic() >= beat_at:
                 self._presence.beat(self.in_flight)
-                self._presence.refuse_rivals()
+                if beats % BEATS == 0:
+                    self._presence.refuse_rivals()
+                beats += 1
                 beat_at = time.monotonic() + self._settings.CONSUME.HEARTBEAT
             recycle()
             if once and self._all_done():
@@ -229,12 +253,19 @@ class Consumer:
             )
             for using in self._databases
         }
+        asked = {using: wakeups.Wakeup(using, wakeups.WORK) for using in failing}
+        looked = dict.fromkeys(failing, 0.0)
         while not self._stop.wait(1.0):
             counting = time.monotonic() - kept_at > PERIOD.total_seconds()
             kept_at = time.monotonic() if counting else kept_at
             for using, breaker in failing.items():
                 if breaker.remaining or not outage.usable(using):
                     continue
+                calm = asked[using].heard and self._activity.idle > CALM
+                recent = time.monotonic() - looked[using] < RARELY
+                if not asked[using].due() and calm and recent and not counting:
+                    continue
+                looked[using] = time.monotonic()
                 try:
                     if bulk.work_off(using, self._stop):
                         self._activity.note()

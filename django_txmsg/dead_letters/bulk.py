@@ -20,10 +20,13 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import F, Max
 from django.db.models.functions import Now
 
+from .. import conf
 from ..django_internals import in_block, must_roll_back
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
+from ..upkeep import wakeups
+from ..upkeep.notifier import notify
 from . import resolution, selection
 from .resolution import Tally
 
@@ -76,6 +79,8 @@ def start(
             rate=rate,
         )
     operation.refresh_from_db(using=using)
+    if conf.get().NOTIFY:
+        notify(using, {wakeups.WORK})
     log.info(
         "bulk operation %d: %s %d dead letters, asked for by %s, filter %s",
         operation.pk, kind, operation.total, by or "unknown", dict(filters),

@@ -10,6 +10,10 @@ from typing import Any
 from django.db import models
 from django.db.models.functions import Now
 
+from .. import conf
+from ..upkeep import wakeups
+from ..upkeep.notifier import notify
+
 
 class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """The transitions of a stage."""
@@ -17,19 +21,23 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
     def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
         """Make the stage's consumers take nothing new. False when it was paused."""
         self.get_or_create(stage=stage)
-        return bool(
-            self.filter(stage=stage, paused_at=None).update(
-                paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
-            )
+        paused = self.filter(stage=stage, paused_at=None).update(
+            paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
         )
+        return self._told(paused)
 
     def resume(self, stage: str) -> bool:
         """Let the stage's consumers go on. False when it was not paused."""
-        return bool(
-            self.filter(stage=stage, paused_at__isnull=False).update(
-                paused_at=None, paused_by="", paused_why=""
-            )
+        resumed = self.filter(stage=stage, paused_at__isnull=False).update(
+            paused_at=None, paused_by="", paused_why=""
         )
+        return self._told(resumed)
+
+    def _told(self, changed: int) -> bool:
+        """Wake the consumers, which look."""
+        if changed and conf.get().NOTIFY:
+            notify(self.db, {wakeups.WORK})
+        return bool(changed)
 
     def ordered(self, stage: str) -> None:
         """Remember when the stage first ran in order in this database."""

@@ -38,7 +38,7 @@ def with_tables() -> list[str]:
 def left_out() -> list[str]:
     """Return other aliases that may have our tables: with `using=` anybody can store a
     message there, and nothing tells so beforehand."""
-    asked = in_use()
+    asked = {*in_use(), conf.get().LISTEN_DATABASE}  # the latter another way to one
     return [
         alias
         for alias in connections

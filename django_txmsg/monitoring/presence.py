@@ -36,25 +36,20 @@ class Presence:
     def beat(self, in_flight: int) -> None:
         """Report that the process lives, and how many messages it is working on."""
         workers = Worker.objects.using(self._using)
-        self._quietly(
-            lambda: workers.update_or_create(
-                name=self.name,
-                defaults={
-                    "heartbeat_at": Now(),
-                    "in_flight": in_flight,
-                    "host": self.host,
-                    "pid": self.pid,
-                },
-                create_defaults={
-                    "kind": self._kind,
-                    "service": self._service,
-                    "host": self.host,
-                    "pid": self.pid,
-                    "stages": self._stages,
-                    "in_flight": in_flight,
-                },
-            )
-        )
+
+        def beat() -> None:
+            own = workers.filter(name=self.name)
+            said = {"host": self.host, "pid": self.pid, "in_flight": in_flight}
+            if not own.update(heartbeat_at=Now(), **said):
+                workers.create(
+                    name=self.name,
+                    kind=self._kind,
+                    service=self._service,
+                    stages=self._stages,
+                    **said,
+                )
+
+        self._quietly(beat)
 
     def refuse_rivals(self) -> None:
         """Look whether another service runs a stage of the same name in this database,

@@ -20,9 +20,10 @@ from django.db import connections
 from .. import conf, signals
 from ..django_internals import in_block
 from ..errors import BrokerUnavailable
-from ..upkeep import outage
+from ..upkeep import outage, wakeups
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
+from ..upkeep.notifier import notify
 from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
@@ -169,6 +170,8 @@ def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
     elif mode == "thread" and not in_block(connections[using]):
         # Inside a block, as a test's hooks run, no other connection sees the rows.
         _dispatcher(using, broker).wake(ids)
+    elif mode == "off" and conf.get().NOTIFY:
+        notify(using, {wakeups.outbox(broker)})
 
 
 def _dispatcher(using: str, broker: str) -> Dispatcher:

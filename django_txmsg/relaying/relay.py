@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 
 from django.db import Error as AnyDatabaseError
 
 from .. import conf
 from ..errors import BrokerUnavailable
-from ..upkeep import outage
+from ..upkeep import outage, wakeups
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
 from .lane import Lane
+from .listener import listening
 
 log = logging.getLogger("django_txmsg.relay")
+
+#: Seconds after which a lane that waits to be woken looks whether it is to stop.
+REST = 0.3
 
 
 class Relay:
@@ -90,8 +96,11 @@ class Relay:
         crew = Crew(self.stop)
         for number, lane in enumerate(self.lanes):
             crew.add(f"txmsg-lane-{number}", partial(work, lane))
-        crew.start()
-        crew.join()
+        with ExitStack() as stack:
+            if not once:
+                stack.enter_context(listening({lane.using for lane in self.lanes}))
+            crew.start()
+            crew.join()
         if away:
             # A database says more than a broker: it may hold what others need.
             raise min(away, key=lambda error: isinstance(error, BrokerUnavailable))
@@ -99,6 +108,7 @@ class Relay:
     def _work(self, lane: Lane, once: bool) -> None:
         breaker = self._breakers[lane.broker_alias]
         interval = conf.get().RELAY.POLL_INTERVAL
+        wakeup = wakeups.Wakeup(lane.using, wakeups.outbox(lane.broker_alias))
         while not self._stop.is_set():
             if not once and not outage.wait(lane.using, self._stop):
                 return
@@ -133,7 +143,18 @@ class Relay:
                 continue
             if once:
                 return
-            self._stop.wait(interval)
+            self._rest(wakeup, interval)
+
+    def _rest(self, wakeup: wakeups.Wakeup, interval: float) -> None:
+        """Wait until there may be something: the usual interval, or, while somebody
+        listens, until a ring."""
+        until = time.monotonic() + interval
+        while not self._stop.is_set():
+            left = REST if wakeup.heard else until - time.monotonic()
+            if left <= 0 or wakeup.wait(min(REST, left)):
+                wakeup.due()  # takes the ring
+                return
+            recycle()
 
 
 def _is_away(error: Exception) -> bool:

@@ -131,6 +131,7 @@ LOGGERS = {
     "django_txmsg.masking",
     "django_txmsg.messages",
     "django_txmsg.middleware",
+    "django_txmsg.notify",
     "django_txmsg.pruning",
     "django_txmsg.pending",
     "django_txmsg.relay",

@@ -1,0 +1,39 @@
+"""Whether a process hears what another one tells it, by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from django.core.checks import CheckMessage, Warning
+from django.db import Error as AnyDatabaseError
+from django.db import connections
+
+from .. import conf
+from ..django_internals import in_block
+from ..monitoring import databases
+from ..relaying.listener import alias_of, hears
+
+
+def check(asked: Sequence[str]) -> Iterator[CheckMessage]:
+    """Warn of databases in which a notification does not come."""
+    for using in databases.with_tables():
+        if using not in asked or connections[using].vendor != "postgresql":
+            continue
+        connection = connections[alias_of(using)]
+        if not conf.get().NOTIFY or in_block(connection):
+            continue
+        try:
+            heard = hears(using)
+        except AnyDatabaseError:
+            continue  # Django's own checks say that
+        finally:
+            connection.close()
+        if heard is False:
+            yield Warning(
+                f"A notification did not come in database {alias_of(using)!r}: relays "
+                f"and consumers learn of new messages by polling alone.",
+                hint="Behind a pooler in transaction mode, name an alias that leads "
+                'straight to the server in TXMSG["LISTEN_DATABASE"]; or set '
+                'TXMSG["NOTIFY"] = False.',
+                id="txmsg.W030",
+            )

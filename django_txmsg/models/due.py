@@ -1,0 +1,43 @@
+"""What is due in a database, for all who wait for it, in one statement (PostgreSQL)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from django.db import connections
+
+from ..upkeep import wakeups
+from .outbox import OutboxMessage
+from .queue import QueueMessage
+
+_OUTBOX, _QUEUE = OutboxMessage._meta.db_table, QueueMessage._meta.db_table
+# Each is the head of an index: the one by which the rows are claimed.
+_LOOK = f"""
+    SELECT 'queue ' || name, EXTRACT(EPOCH FROM (
+        SELECT available_at FROM {_QUEUE} WHERE queue = name
+        ORDER BY available_at, id LIMIT 1) - statement_timestamp())
+    FROM unnest(%s::text[]) name
+    UNION ALL
+    SELECT 'outbox ' || name, EXTRACT(EPOCH FROM (
+        SELECT due_at FROM {_OUTBOX}
+        WHERE dispatched_at IS NULL AND dead_at IS NULL AND broker = name
+          AND (lease_until IS NULL OR lease_until < statement_timestamp())
+        ORDER BY due_at, id LIMIT 1) - statement_timestamp())
+    FROM unnest(%s::text[]) name
+"""  # noqa: S608 - constants only
+
+
+def seconds_until_due(using: str, topics: Collection[str]) -> dict[str, float]:
+    """Return for each topic of which there are rows when the first is due, in seconds
+    from now: zero or less when one is."""
+    kinds = [
+        [one.removeprefix(kind) for one in topics if one.startswith(kind)]
+        for kind in (wakeups.queue(""), wakeups.outbox(""))
+    ]
+    with connections[using].cursor() as cursor:
+        cursor.execute(_LOOK, kinds)
+        return {
+            topic: float(seconds)
+            for topic, seconds in cursor.fetchall()
+            if seconds is not None
+        }

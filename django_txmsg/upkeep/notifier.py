@@ -1,0 +1,150 @@
+"""Tells the waiting processes, by PostgreSQL's NOTIFY, that rows were committed.
+
+After the commit and in a thread with a connection of its own: in the transaction itself
+it would have all commits of the server wait for each other. At most one every 10 ms
+from a process, for all that was committed meanwhile. A hint: what is lost is found by
+the next poll.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Collection
+from typing import Any
+
+from django.db import Error as AnyDatabaseError
+from django.db import connections
+
+from ..django_internals import in_block
+from . import outage, wakeups
+from .connections import recycle
+
+log = logging.getLogger("django_txmsg.notify")
+
+CHANNEL = "django_txmsg"
+#: Seconds between two notifications of a process, at least.
+GAP = 0.01
+#: Seconds without one after which the thread ends, with its connection.
+IDLE = 60.0
+#: Longer ones PostgreSQL refuses, at 8,000 bytes.
+MAX_BYTES = 7000
+
+
+def notify(using: str, topics: Collection[str]) -> None:
+    """Wake, in all processes, who waits for one of the topics: now, or after the commit
+    of the block that is open. Never blocks and never fails."""
+    connection: Any = connections[using]
+    if not topics or connection.vendor != "postgresql":
+        return
+    if in_block(connection):
+        connection.on_commit(lambda: _notifier(using).add(topics), robust=True)
+    else:
+        _notifier(using).add(topics)
+
+
+class _Notifier:
+    """The thread that notifies in one database. It ends when there is nothing to say
+    for a while."""
+
+    def __init__(self, using: str) -> None:
+        self._using = using
+        self._lock = threading.Lock()
+        self._topics: set[str] = set()
+        self._awake, self._said = threading.Event(), threading.Event()
+        self._said.set()
+        self._running = False
+
+    def add(self, topics: Collection[str]) -> None:
+        """Notify of these soon."""
+        with self._lock:
+            self._topics.update(topics)
+            self._said.clear()
+            if not self._running:
+                thread = threading.Thread(
+                    target=self._run, name=f"txmsg-notify-{self._using}", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    # At the end of a process: the next poll finds the rows.
+                    log.debug("nobody is notified: %s", error)
+                    return
+                self._running = True
+        self._awake.set()
+
+    def flush(self, timeout: float) -> None:
+        """Wait until all is said, for at most `timeout` seconds."""
+        if self._running:
+            self._said.wait(timeout)
+
+    def _run(self) -> None:
+        gap = threading.Event()
+        try:
+            while True:
+                woken = self._awake.wait(IDLE)
+                self._awake.clear()
+                with self._lock:
+                    topics, self._topics = self._topics, set()
+                    if not topics and not woken:
+                        self._running = False
+                        return
+                if topics:
+                    self._say(topics)
+                    recycle()
+                    with self._lock:
+                        if not self._topics:
+                            self._said.set()
+                    gap.wait(GAP)
+        finally:
+            connections.close_all()
+
+    def _say(self, topics: Collection[str]) -> None:
+        payload = "\n".join(sorted(topics))
+        if len(payload.encode()) > MAX_BYTES:
+            payload = wakeups.ALL
+        for last in (False, True):
+            try:
+                if outage.usable(self._using):
+                    with connections[self._using].cursor() as cursor:
+                        cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, payload])
+                return
+            except AnyDatabaseError as error:
+                # A server that was restarted has ended the connection, which only its
+                # next use tells.
+                if last or not outage.note(self._using, error):
+                    log.debug("nobody is notified of %s: %s", payload, error)
+                    return
+
+
+_notifiers: dict[str, _Notifier] = {}
+_lock = threading.Lock()
+
+
+def _notifier(using: str) -> _Notifier:
+    with _lock:
+        if using not in _notifiers:
+            _notifiers[using] = _Notifier(using)
+        return _notifiers[using]
+
+
+@atexit.register
+def flush(timeout: float = 1.0) -> None:
+    """Wait until all that this process has to tell is told, or the time is over."""
+    with _lock:
+        notifiers = list(_notifiers.values())
+    for one in notifiers:
+        one.flush(timeout)
+
+
+def _forget() -> None:
+    """Threads do not survive a fork: the child starts its own, under its own lock."""
+    global _lock
+    _lock = threading.Lock()
+    _notifiers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

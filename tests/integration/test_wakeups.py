@@ -1,0 +1,343 @@
+"""LISTEN and NOTIFY: who waits in another process is woken, and nothing depends on it.
+
+The processes poll once in ten minutes here: what comes soon has been told of.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connection, connections, transaction
+
+from django_txmsg import stages
+from django_txmsg.checks import check, check_databases
+from django_txmsg.consuming import consumer
+from django_txmsg.envelope.message import Message
+from django_txmsg.models import OutboxMessage, StageState
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying import dispatcher, listener
+from django_txmsg.sending.outbox import send_message
+from django_txmsg.upkeep import notifier, wakeups
+from tests import services
+from tests.app.models import Effect
+from tests.faults import ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, put, txmsg
+
+pytestmark = [committing, pytest.mark.postgresql]
+
+Manage = Callable[..., ManageProcess]
+
+#: As if nobody polled.
+PATIENT: dict[str, Any] = {
+    **IMPATIENT,
+    "BROKERS": {"default": {"URL": "database://?poll=600"}},
+    "RELAY": {"POLL_INTERVAL": 600.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """End the threads that a test has started: their connections outlive it."""
+    yield
+    dispatcher.stop_dispatchers(30)
+    notifier.flush(30)
+
+
+def hook() -> None:
+    """In the process: a stage, and as long as the test says nobody looks by himself."""
+    listener.LOOK = float(os.environ["LOOK"])
+    listener.PROVED = 600.0
+    consumer.CALM = 0.0
+
+    def effect(message: Message) -> None:
+        Effect.objects.create(name="woken", message_id=str(message.id))
+
+    stages.stage("tests.woken")(effect)
+    ready = threading.Thread(target=_say_when_it_listens, daemon=True)
+    ready.start()
+
+
+def _say_when_it_listens() -> None:
+    pause = threading.Event()
+    before = False
+    while True:
+        heard = wakeups.heard("default")
+        if heard != before:
+            print("it listens" if heard else "deaf", flush=True)  # noqa: T201 - the test waits for it
+        before = heard
+        pause.wait(0.02)
+
+
+@pytest.fixture
+def process(manage: Manage) -> Callable[..., ManageProcess]:
+    """Start a process that listens."""
+
+    def start(*command: str, look: float = 600.0, **more: Any) -> ManageProcess:
+        started = manage(
+            *command,
+            hook="tests.integration.test_wakeups.hook",
+            txmsg={**PATIENT, **more},
+            env={"LOOK": str(look)},
+        )
+        started.wait_for_line("it listens")
+        return started
+
+    return start
+
+
+def store() -> None:
+    with transaction.atomic():
+        send_message("tests.woken", None)
+
+
+def woken(process: ManageProcess, count: int) -> None:
+    wait_until(
+        lambda: Effect.objects.count() == count,
+        message=lambda: process.output,
+        deadline=60,
+    )
+
+
+def test_a_handler_begins_when_another_process_commits(
+    process: Callable[..., ManageProcess],
+) -> None:
+    run = process("txmsg", "run")
+    for mode in ("thread", "off"):  # dispatched here, or by the process's own relay
+        with txmsg(DISPATCH_ON_COMMIT=mode):
+            store()
+            woken(run, 1 if mode == "thread" else 2)
+    run.terminate()
+    run.succeed()
+
+
+def test_what_nobody_has_told_of_is_found_by_a_look(
+    process: Callable[..., ManageProcess],
+) -> None:
+    """As after a notification that was lost, and what is due later."""
+    run = process("txmsg", "run", look=0.5)
+    with txmsg(NOTIFY=False):
+        store()
+        woken(run, 1)
+        put("tests.woken")
+        woken(run, 2)
+    run.terminate()
+    run.succeed()
+
+
+def test_after_a_restart_of_the_database_it_listens_again(
+    process: Callable[..., ManageProcess], postgres: services.PostgreSQL
+) -> None:
+    run = process("txmsg", "run")
+    connections.close_all()
+    postgres.kill()
+    run.wait_for_line("deaf")
+    postgres.start()
+    wait_until(
+        lambda: run.output.count("it listens") >= 2,
+        message=lambda: run.output,
+        deadline=60,
+    )
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        store()
+        woken(run, 1)
+    run.terminate()
+    run.succeed()
+
+
+def test_an_idle_process_asks_less_than_once_a_second(
+    process: Callable[..., ManageProcess],
+) -> None:
+    run = process("txmsg", "run", look=4.0)
+
+    def asked() -> set[Any]:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pid, query_start FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+                " AND query_start > now() - interval '20 seconds'"
+            )
+            return set(cursor.fetchall())
+
+    seen: set[Any] = set()
+    pause = threading.Event()
+    began = time.monotonic()
+    # It starts, and then there is nothing to do.
+    wait_until(lambda: Effect.objects.count() == 0 and time.monotonic() > began + 3)
+    seen_at_first = asked()
+    for _ in range(100):
+        seen |= asked() - seen_at_first
+        pause.wait(0.03)
+    took = time.monotonic() - began - 3
+    assert len(seen) <= 1.5 * took + 5, f"{len(seen)} in {took:.0f} s"
+    run.terminate()
+    run.succeed()
+
+
+def test_a_paused_stage_is_heard_of(process: Callable[..., ManageProcess]) -> None:
+    run = process("txmsg", "run")
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        store()
+        woken(run, 1)
+        StageState.objects.pause("tests.woken")
+        taken = QueueMessage.objects.filter(lease_token__isnull=False)
+        # It closes its session, and takes nothing.
+        wait_until(lambda: not taken.exists())
+        StageState.objects.resume("tests.woken")
+        store()
+        woken(run, 2)
+    run.terminate()
+    run.succeed()
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The payloads of all notifications, as another client of the server gets them."""
+    settings = connection.get_connection_params()
+    names = ("host", "port", "user", "password", "dbname")
+    payloads: list[str] = []
+    with closing(
+        psycopg.connect(**{name: settings[name] for name in names}, autocommit=True)
+    ) as client:
+        client.execute(f"LISTEN {notifier.CHANNEL}")
+        stop = threading.Event()
+
+        def listen() -> None:
+            while not stop.is_set():
+                payloads.extend(one.payload for one in client.notifies(timeout=0.1))
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            yield payloads
+        finally:
+            stop.set()
+            thread.join(30)
+
+
+def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
+    with heard() as payloads:
+        began = time.monotonic()
+        for number in range(2000):
+            notifier.notify("default", {f"queue {number}"})
+        said = {f"queue {number}" for number in range(2000)}
+
+        def told() -> set[str]:
+            return {one for payload in payloads for one in payload.split("\n")}
+
+        wait_until(lambda: told() == said or wakeups.ALL in told())
+        took = time.monotonic() - began
+    assert len(payloads) <= took / notifier.GAP + 2
+
+
+def test_a_rollback_tells_nobody_and_a_commit_tells_afterwards() -> None:
+    with heard() as payloads, txmsg(DISPATCH_ON_COMMIT="off"):
+        with transaction.atomic():
+            send_message("tests.woken", None)
+            transaction.set_rollback(True)
+        with transaction.atomic():
+            notifier.notify("default", {"queue afterwards"})
+            send_message("tests.woken", None)
+            assert payloads == []
+        wait_until(lambda: len(payloads) >= 1)
+        wait_until(lambda: "outbox default" in "\n".join(payloads))
+        assert "queue afterwards" in "\n".join(payloads)
+    assert OutboxMessage.objects.count() == 1
+
+
+def test_a_quiet_notifier_gives_its_connection_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notifier, "_notifiers", {})
+    monkeypatch.setattr(notifier, "IDLE", 0.1)
+    for _ in range(2):
+        with heard() as payloads:
+            notifier.notify("default", {"queue any"})
+            wait_until(lambda: payloads)
+        (one,) = notifier._notifiers.values()
+        wait_until(lambda: not one._running)  # noqa: B023 - called at once
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_tells_by_itself() -> None:
+    with heard() as payloads:
+        notifier.notify("default", {"queue parent"})
+        wait_until(lambda: "queue parent" in payloads)
+        connection.close()
+        child = os.fork()
+        if child == 0:  # pragma: no cover - the other process
+            signal.alarm(30)
+            try:
+                notifier.notify("default", {"queue child"})
+                notifier.flush(20)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        wait_until(lambda: "queue child" in payloads)
+
+
+@pytest.fixture
+def pooled(
+    pgbouncer: services.PgBouncer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """In threads that start from now on, an alias that leads to the same database
+    through a pooler in transaction mode."""
+    given = {
+        **connections.databases["default"],
+        "PORT": pgbouncer.port,
+        "DISABLE_SERVER_SIDE_CURSORS": True,
+    }
+    monkeypatch.setitem(connections.databases, "other", given)
+    monkeypatch.setattr(listener, "PROOF", 1.0)
+    yield "other"
+    wait_until(lambda: not _listens())
+
+
+def _listens() -> bool:
+    return any(one.name.startswith("txmsg-listen") for one in threading.enumerate())
+
+
+def checked() -> list[str]:
+    """What the check of the database finds, in a thread of its own."""
+    found: list[str] = []
+
+    def ask() -> None:
+        try:
+            found.extend(str(one.id) for one in check_databases(databases=["default"]))
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join(60)
+    return found
+
+
+def test_behind_a_pooler_it_says_so_and_all_poll(
+    pooled: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with txmsg(LISTEN_DATABASE=pooled):
+        with listener.listening({"default"}):
+            wait_until(lambda: "a notification did not come" in caplog.text)
+            assert not wakeups.heard("default")
+        assert checked() == ["txmsg.W030"]
+
+
+def test_with_a_direct_way_it_listens_and_the_check_is_silent() -> None:
+    with txmsg():
+        assert checked() == []
+        with listener.listening({"default"}):
+            wait_until(lambda: wakeups.heard("default"))
+        wait_until(lambda: not wakeups.heard("default"))
+
+
+def test_an_alias_that_is_not_there_is_an_error() -> None:
+    with txmsg(LISTEN_DATABASE="nowhere"):
+        assert "txmsg.E030" in {one.id for one in check()}
