@@ -111,7 +111,7 @@ def test_copies_survive_the_broker_that_keeps_them(
         *("consume", destination),
         hook="tests.acceptance.test_kill_hand_back.declare",
         txmsg=settings,
-        env={"FAILING_STAGES": json.dumps([destination]), "FAILING_DELAY": "4"},
+        env={"FAILING_STAGES": json.dumps([destination]), "FAILING_DELAY": "3"},
     )
 
     def effects(count: int) -> None:
@@ -123,7 +123,8 @@ def test_copies_survive_the_broker_that_keeps_them(
 
     with txmsg(**settings):
         put(destination, b'"once"')
-        # RabbitMQ has its queues on disk by then: it can lose one made just now.
+        # RabbitMQ has its queues on disk by then: it can lose one made just now. All
+        # delays are of one queue: three seconds, more or less.
         effects(1)
         for round_ in range(2):
             for _ in range(20):
