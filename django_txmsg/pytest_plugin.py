@@ -7,6 +7,7 @@ nothing of Django before a test runs, and does nothing where the app is not inst
 from __future__ import annotations
 
 import sys
+from collections import UserList
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-class SentMessages(list["Message"]):
+class SentMessages(UserList["Message"]):
     """The messages stored so far, in their order; called with a destination, those."""
 
     def __call__(self, destination: str) -> list[Message]:
