@@ -258,7 +258,8 @@ def test_a_letter_that_died_again_is_replayed_again(
     spark, log: Log, lake: LakeSpec
 ) -> None:
     letter = uuid.uuid4()
-    kept = {"a": "b", "txmsg-type": "shop.Order;v=1;min=1"}
+    after = f"{uuid.uuid4()};at=2026-01-01T00:00:00+00:00"
+    kept = {"a": "b", "txmsg-type": "shop.Order;v=1;min=1", "txmsg-after": after}
     headers = {**kept, "txmsg-id": str(letter), "priority": "4"}
     log.bury([{"message_id": letter, "headers": json.dumps(headers)}])
     spec = JobSpec(services=(log.spec,), lake=lake)
@@ -266,7 +267,7 @@ def test_a_letter_that_died_again_is_replayed_again(
 
     assert [run(spec, *words)["rows"] for _ in range(2)] == [1, 0]
     ((stored,),) = log.rows("SELECT headers FROM django_txmsg_outboxmessage")
-    # What says how to read the body stays with it.
+    # What says how to read the body stays with it, and its place behind another.
     assert (stored if isinstance(stored, dict) else json.loads(stored)) == kept
     log.execute(
         "UPDATE django_txmsg_deadletter SET resolution = 'open', resolved_at = NULL,"

@@ -129,14 +129,14 @@ def parse_template(text: str) -> Any:
 
 def _own_headers() -> Column:
     """A dead letter has the headers as they came; ours and the broker's go, but for the
-    type of the body."""
+    type of the body and the place among those of its key."""
     headers = sf.from_json("headers", "map<string,string>")
     gone = wire.RESERVED_HEADERS | wire.OF_A_BROKER | {wire.CORRELATION_ID}
     begins = "|".join((wire.PREFIX, *wire.OF_A_BROKER_BEGIN))
     kept = sf.map_filter(
         headers,
         lambda name, _: (
-            (name == wire.TYPE)
+            name.isin(wire.TYPE, wire.AFTER)
             | ~sf.lower(name).isin(sorted(gone))
             & ~sf.rlike(sf.lower(name), sf.lit(f"^({begins})"))
         ),
