@@ -108,9 +108,7 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name="inboxmessage",
             index=models.Index(
-                condition=models.Q(
-                    models.Q(("key", ""), _negated=True), ("processed_at__isnull", True)
-                ),
+                condition=models.Q(("key", ""), _negated=True),
                 fields=["stage", "key", "after_at"],
                 name="txmsg_inbox_key",
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,7 +28,7 @@ LATER = 5000
 
 
 @pytest.fixture(autouse=True)
-def backlog() -> list[int]:
+def backlog(impatient: None) -> list[int]:
     """A backlog that came after the server last counted: nothing was pending then."""
     store(200)
     OutboxMessage.objects.update(dispatched_at=Now())
@@ -214,3 +215,23 @@ def test_tasks_are_found_by_priority_and_not_sorted() -> None:
 
     assert read_for(work) < 200
     assert len(claimed) == 10
+
+
+@pytest.mark.parametrize(
+    ("table", "columns"),
+    [
+        ("outboxmessage", "lease_until|lease_token"),
+        ("inboxmessage", "processed_at|started_at|attempts|lease_until|lease_token"),
+    ],
+)
+def test_what_every_message_changes_is_in_no_index(table: str, columns: str) -> None:
+    """Or else the update that claims a message, or ends it, writes to all of them."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_get_indexdef(indexrelid) FROM pg_index"
+            " WHERE indrelid = %s::regclass",
+            [f"django_txmsg_{table}"],
+        )
+        indexes = [definition for (definition,) in cursor.fetchall()]
+    assert indexes
+    assert not [one for one in indexes if re.search(rf"\b({columns})\b", one)]
