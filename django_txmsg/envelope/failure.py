@@ -19,7 +19,7 @@ MAX_TRACEBACK = 16_384
 #: What differs between two texts that say the same: ids, numbers, instants.
 _VARIABLE = re.compile(r"\b[0-9a-f]{8}[0-9a-f-]{8,}\b|\d+")
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True, slots=True)

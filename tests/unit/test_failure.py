@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from django_txmsg import stages
 from django_txmsg.envelope.failure import MAX_EXCEPTION, MAX_TRACEBACK, Failure
+from django_txmsg.errors import ConfigurationError
 
 
 def raised(error: BaseException) -> BaseException:
@@ -53,6 +55,19 @@ def test_functions_of_one_name_in_two_apps_are_two_causes() -> None:
     assert shipping != billing
     # Where it is installed is no matter.
     assert billing == fingerprint("billing.stages", "/elsewhere/billing/stages.py")
+
+
+def test_what_we_raise_has_its_cause_where_the_application_called_us() -> None:
+    def fingerprint(name: str, path: str) -> str:
+        there: dict[str, Any] = {"__name__": name}
+        code = "def handle(refuse):\n    refuse(['nobody'])\n"
+        exec(compile(code, path, "exec"), there)
+        with pytest.raises(ConfigurationError, match="nobody") as caught:
+            there["handle"](stages.find)
+        return Failure.of(caught.value).fingerprint
+
+    shipping = fingerprint("shipping.stages", "/srv/shipping/stages.py")
+    assert shipping != fingerprint("billing.stages", "/srv/billing/stages.py")
 
 
 def test_what_a_broker_refuses_for_different_reasons_is_not_one_cause() -> None:
