@@ -53,7 +53,8 @@ class Wakeup:
         """Return whether to look now: always while nobody listens, otherwise once
         after each ring."""
         rung = self._rung.is_set()
-        self._rung.clear()
+        if rung:  # or else a ring that comes just now would be forgotten
+            self._rung.clear()
         return rung or not self.heard
 
     def ring(self) -> None:
