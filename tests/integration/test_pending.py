@@ -54,7 +54,7 @@ def test_a_cancelled_message_never_leaves_and_nobody_looks_after_it() -> None:
     assert cancel_message(one, why="paid")
     assert not cancel_message(one)
     OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(
-        due_at=timezone.now()
+        due_at=timezone.now() - HOUR
     )
 
     assert ship() == 1
