@@ -719,7 +719,7 @@ def test_what_has_finished_without_a_transaction_is_not_parked_work() -> None:
             stage=QUEUE,
             message_id=row.message_id,
             destination=QUEUE,
-            due_at=timezone.now(),
+            due_at=timezone.now() - dt.timedelta(seconds=1),
             headers={**row.headers, "content-type": row.content_type},
             body=row.body,
         )
