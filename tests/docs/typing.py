@@ -107,7 +107,7 @@ class Typist:
                 env=self._environment(), stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
         # Somebody who types sees the first line before going on.
-        first = "Starting development server" if typed != command else "Running: "
+        first = "development server at " if typed != command else "Running: "
         wait_until(
             lambda: first in self.said(command),
             deadline=60,
