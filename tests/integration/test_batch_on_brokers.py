@@ -14,6 +14,7 @@ from django_txmsg.brokers import get_broker
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.sending.outbox import send_message, send_messages
+from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import Proxy, wait_until
 from tests.running import (
@@ -83,8 +84,9 @@ def test_of_many_members_each_that_fails_rolls_back_alone(
         wait_until(lambda: session._consumer.buffered == SIZE)
         if cut:
             cut_before(session, proxy)
-        working = threading.Thread(target=thread.run)
-        working.start()
+        crew = Crew(stop.set)
+        crew.add("working", thread.run)
+        crew.start()
         try:
             # The other thread takes what is parked, and its share of what comes again.
             with running(stage):
@@ -93,7 +95,7 @@ def test_of_many_members_each_that_fails_rolls_back_alone(
                 wait_until(lambda: seen.count() == SIZE - 1, deadline=60)
         finally:
             stop.set()
-            working.join(30)
+            crew.join()
         with get_broker().open() as last:
             last.subscribe(destination, prefetch=1)
             assert last.receive(0.5) is None
