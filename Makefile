@@ -25,9 +25,10 @@ demo: $(FOR_DEMO)
 
 test: lint
 	@$(PYTHON) scripts/side_by_side.py \
-		"$(PYTHON) -m pytest" \
+		"$(PYTHON) -m tests.on_postgresql -m 'database and not soak'" \
+		"$(PYTHON) -m pytest --ignore=tests/spark" \
 		"$(PYTHON) scripts/matrix.py --newest" \
-		"$(PYTHON) -m tests.on_postgresql -m 'database and not soak'"
+		"$(PYTHON) -m pytest tests/spark"
 
 test-matrix: $(FOR_TEST)
 	$(PYTHON) scripts/matrix.py
