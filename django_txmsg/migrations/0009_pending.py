@@ -25,7 +25,7 @@ class Migration(migrations.Migration):
             name="unique_key",
             field=models.CharField(
                 blank=True,
-                help_text="Held by this message until it is settled.",
+                help_text="Held by this message until a relay has it in hand.",
                 max_length=255,
                 null=True,
             ),

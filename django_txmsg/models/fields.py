@@ -123,7 +123,9 @@ def prepared(model: type[models.Model], name: str, value: Any, connection: Any) 
     return field.get_db_prep_save(value, connection)
 
 
-def ids_sql(connection: Any, column: str, ids: list[int]) -> tuple[str, list[Any]]:
+def ids_sql(
+    connection: Any, column: str, ids: list[int] | list[str]
+) -> tuple[str, list[Any]]:
     """Return a condition that `column` is one of `ids`, and its parameters."""
     if connection.vendor == "postgresql":
         return f"{column} = ANY(%s)", [ids]

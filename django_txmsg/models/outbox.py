@@ -73,7 +73,7 @@ class OutboxMessage(models.Model):
         max_length=255,
         null=True,
         blank=True,
-        help_text="Held by this message until it is settled.",
+        help_text="Held by this message until a relay has it in hand.",
     )
 
     objects = OutboxManager()

@@ -117,7 +117,10 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                       AND e.broker = c.broker AND {earlier}
                       AND (e.due_at > c.due_at OR e.lease_until >= {now})))
             """,  # noqa: S608 - constants only
-            assign=f"lease_until = {later_sql(connection)}, lease_token = %s",
+            # From now on it will not do for who wants its unique key: its receiver may
+            # have begun already.
+            assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
+            " unique_key = NULL",
             also=f"""
                 {waits_not} AND (o.key = '' OR NOT EXISTS (
                     SELECT 1 FROM {table} e

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from django.db import connections, models
 
-from .fields import later_sql, later_value, now_sql, prepared
+from .fields import ids_sql, later_sql, later_value, now_sql, prepared
 from .outbox_claim import PENDING_OTHERWISE
 
 #: How `last_error` of a row begins that was cancelled: dead, and by intent.
@@ -48,6 +49,24 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
             return self._change(message_id, "due_at = %s", [value])
         value = later_value(connection, delay or 0.0)
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
+
+    def hold(self, unique_keys: Collection[str]) -> list[int]:
+        """Keep the rows with these unique keys from leaving before the open transaction
+        ends, and return their primary keys. What has expired loses its key."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        having, keys = ids_sql(connection, "unique_key", list(unique_keys))
+        # In the words of the index.
+        pending = f"{having} AND dispatched_at IS NULL AND dead_at IS NULL"
+        # A claim skips the row then, and who else wants to hold it does not wait.
+        lock = "FOR KEY SHARE" if connection.vendor == "postgresql" else ""
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {table} SET unique_key = NULL WHERE {pending}"  # noqa: S608 - constants only
+                f" AND expires_at <= {now_sql(connection)}",
+                keys,
+            )
+            cursor.execute(f"SELECT id FROM {table} WHERE {pending} {lock}", keys)  # noqa: S608 - constants only
+            return [pk for (pk,) in cursor.fetchall()]
 
     def _change(
         self, message_id: uuid.UUID, assign: str, values: list[Any], also: str = "TRUE"

@@ -55,8 +55,9 @@ def send_message(
     bytes, or an object of a typed message's class, which is validated. Messages of one
     `key` leave in the order they were stored. `delay` and `expires` count from now, by
     the database's clock. `using` names the database. A pending message holds its
-    `unique` key alone, until it is dispatched, dead or cancelled: with `on_conflict`
-    "skip", nothing is stored meanwhile and the message that has the key is returned.
+    `unique` key alone, until a relay has it in hand or it is cancelled or expired: with
+    `on_conflict` "skip", nothing is stored meanwhile, and the message that has the key
+    is returned, which leaves after this transaction.
 
     Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
     carried, DuplicateMessage when `message_id` is stored already, AlreadyPending when

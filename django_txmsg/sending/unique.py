@@ -1,8 +1,10 @@
 """Hop 1's question whether such a message is pending already: `unique="key"`.
 
-A partial unique index of the outbox holds the key from the row's INSERT until it is
-settled, so a transaction that wants a key another one has taken waits for that one's
-end, and nobody has to give a key back.
+A partial unique index of the outbox holds the key from the row's INSERT until a relay
+takes the row in hand, or it is settled otherwise. A transaction that wants a key
+another one has taken waits for that one's end. A transaction that goes on with the
+message of another one keeps it from leaving before its own commit: its receiver is to
+see what both have changed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..errors import AlreadyPending, DuplicateMessage
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..models.outbox_store import NewMessage
-from .storing import store
+from .storing import after_commit, store
 
 #: A holder that leaves between the INSERT and the look at it frees its key: so often
 #: in a row it does not.
@@ -89,9 +91,8 @@ def _in_their_place(
     when those have left meanwhile."""
     known = OutboxMessage.objects.using(alias)
     keys = [row.unique for row in rows if row.unique]
-    holders = {
-        one.unique_key: one for one in known.filter(PENDING, unique_key__in=keys)
-    }
+    held = OutboxMessage.objects.db_manager(alias).hold(keys)
+    holders = {one.unique_key: one for one in known.filter(PENDING, pk__in=held)}
     ids = [row.message_id for row in rows]
     stored = {
         one.message_id: one for one in known.filter(message_id__in=ids, replay_id="")
@@ -110,6 +111,8 @@ def _in_their_place(
             if not row.skips:
                 raise _conflict(row, holder.message_id)
             found[row.message_id] = read(holder)
+            # A dispatcher may have passed it over, as it is held.
+            after_commit(alias, holder.broker, [holder.pk], [])
     return found
 
 

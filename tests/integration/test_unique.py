@@ -5,14 +5,20 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
 from django.db import IntegrityError, connection, connections, transaction
 
-from django_txmsg import Destination, cancel_message, send_message, send_messages
+from django_txmsg import (
+    Destination,
+    cancel_message,
+    send_message,
+    send_messages,
+    signals,
+)
 from django_txmsg.errors import AlreadyPending, DuplicateMessage, InvalidMessage
 from django_txmsg.models import OutboxMessage
 from django_txmsg.testing import drain
@@ -73,6 +79,81 @@ def test_what_is_settled_frees_its_key(end: str) -> None:
 
     assert OutboxMessage.objects.get().state == end
     assert send().id != first.id
+
+
+@committing
+@pytest.mark.postgresql
+def test_what_another_transaction_goes_on_with_leaves_after_its_commit() -> None:
+    """Or its receiver would not see what that one has changed, and nobody told it."""
+    with transaction.atomic():
+        first = send(1)
+    done: list[int] = []
+    woken: list[list[int]] = []
+
+    def elsewhere(work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                done.append(int(work() or 0))
+            finally:
+                connections.close_all()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(60)
+
+    def second() -> None:
+        with transaction.atomic():
+            assert send(3).id == first.id
+
+    def wake(ids: list[int], **_: object) -> None:
+        woken.append(ids)
+
+    signals.messages_committed.connect(wake)
+    try:
+        with transaction.atomic():
+            assert send(2).id == first.id
+            elsewhere(ship)
+            assert done == [0]
+            elsewhere(second)  # does not wait for us, nor we for it
+            assert len(done) == 2
+            elsewhere(ship)
+            assert done[2] == 0
+        assert woken == [[OutboxMessage.objects.get().pk]] * 2
+    finally:
+        signals.messages_committed.disconnect(wake)
+    assert ship() == 1
+    assert bodies() == ["1"]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("given_back", [False, True])
+def test_what_a_relay_has_had_in_hand_may_be_there_and_holds_no_key(
+    given_back: bool,
+) -> None:
+    first, token = send(1), uuid.uuid4()
+    (row,) = OutboxMessage.objects.claim(
+        broker="default", token=token, lease=60, limit=1
+    )
+    if given_back:
+        assert OutboxMessage.objects.release([row.id], token) == 1
+    second = send(2)
+
+    assert second.id != first.id
+    assert send(3).id == second.id
+    assert bodies() == ["1", "2"]
+
+
+@pytest.mark.django_db
+def test_what_has_expired_holds_no_key_even_where_no_relay_has_seen_it() -> None:
+    first = send(1, expires=dt.timedelta(0))
+    second = send(2, expires=dt.timedelta(hours=1))
+    assert second.id != first.id
+    with pytest.raises(AlreadyPending):
+        send(3, on_conflict="error")
+    ship()
+
+    states = [row.state.value for row in OutboxMessage.objects.order_by("id")]
+    assert states == ["dead", "dispatched"]
 
 
 @pytest.mark.django_db
