@@ -1,14 +1,17 @@
 """Before hops 3 and 6: hears, by PostgreSQL's LISTEN, that there are rows.
 
 One thread and one connection for each database of a process that relays or consumes.
-It has proof: nobody trusts a listener that has not just heard of itself, and that does
-not look for what is due, for all who wait, every few seconds. Behind a pooler that
+It has proof: nobody trusts a listener that has not heard of itself within the last
+minute or so, and that does not look for what is due, for all who wait, every few
+seconds. Its connection may lead to a server that is the primary no more, which answers
+it all the same. Behind a pooler that
 hands a session to another client after each transaction nothing is heard, and all poll
 as they do on SQLite; TXMSG["LISTEN_DATABASE"] names a direct way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -36,6 +39,8 @@ LOOK = 4.0
 PROVED = 3 * LOOK
 #: Seconds that a listener waits to hear of itself, and before it tries again.
 PROOF, AGAIN = 3.0, 60.0
+#: Seconds between two proofs of one that listens.
+ANEW = 60.0
 
 
 class Listener:
@@ -83,13 +88,20 @@ class Listener:
         if not heard:
             raise _Deaf
         connection, look_at = connections[self._alias], 0.0
+        proof, asked = "", time.monotonic()
         while not self._stop.is_set():
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + self._look()
+            if not proof and time.monotonic() > asked + ANEW:
+                proof, asked = _ask(self._using), time.monotonic()
             topics = _received(connection, min(0.3, look_at - time.monotonic()))
             if topics:
                 wakeups.ring(self._using, topics)
                 look_at = min([look_at, *_delays(topics)])
+            if proof in topics:
+                proof = ""
+            elif proof and time.monotonic() > asked + PROVED:
+                raise _Deaf
 
     def _look(self) -> float:
         """Ring for what is due, and return in how many seconds to look again."""
@@ -110,7 +122,9 @@ def _delays(topics: Collection[str]) -> Iterator[float]:
     """Yield when to look for messages that were told of before they are due."""
     for one in topics:
         if one.startswith("+"):
-            yield time.monotonic() + float(one[1:])
+            # Anybody in the database can notify, of anything.
+            with contextlib.suppress(ValueError):
+                yield time.monotonic() + max(0.0, float(one[1:]))
 
 
 def hears(using: str, stop: threading.Event | None = None) -> bool | None:
@@ -124,9 +138,7 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
         if not begins_early(connection):
             return None  # not psycopg 3
         cursor.execute(f"LISTEN {CHANNEL}")
-    proof = f"proof {uuid.uuid4()}"
-    # By another connection, perhaps another way: as those of others will come.
-    notify(using, {proof})
+    proof = _ask(using)
     end = time.monotonic() + PROOF
     while proof not in _received(connection, 0.2):
         if time.monotonic() > end or (stop is not None and stop.is_set()):
@@ -134,6 +146,14 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
                 cursor.execute(f"UNLISTEN {CHANNEL}")  # a pooler keeps the session
             return False
     return True
+
+
+def _ask(using: str) -> str:
+    """Have a notification sent by another connection, perhaps another way, as those of
+    others will come. Returns it."""
+    proof = f"proof {uuid.uuid4()}"
+    notify(using, {proof})
+    return proof
 
 
 def _received(connection: Any, timeout: float) -> set[str]:

@@ -330,6 +330,51 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
         assert checked() == ["txmsg.W030"]
 
 
+def test_who_listens_at_a_server_that_is_left_notices_and_polls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a switch to another server, while the old one goes on to answer."""
+    given = connections.databases["default"]
+    elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
+    monkeypatch.setattr(notifier, "_notifiers", {})
+    monkeypatch.setattr(listener, "ANEW", 0.1)
+    monkeypatch.setattr(listener, "PROVED", 2.0)
+    monkeypatch.setattr(listener, "LOOK", 0.2)
+    monkeypatch.setattr(notifier, "IDLE", 0.05)
+    with connection.cursor() as cursor:
+        cursor.execute(f'CREATE DATABASE "{elsewhere}"')
+    try:
+        with txmsg(), listener.listening({"default"}):
+            wait_until(lambda: wakeups.heard("default"))
+            with monkeypatch.context() as moved:
+                # Whoever connects from now on is led to another server.
+                moved.setitem(connections.databases, "default",
+                              {**given, "NAME": elsewhere})  # fmt: skip
+                wait_until(lambda: "a notification did not come" in caplog.text)
+                wait_until(lambda: not wakeups.heard("default"))
+        wait_until(lambda: not _listens())
+        wait_until(
+            lambda: not any(one._running for one in notifier._notifiers.values())
+        )
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(f'DROP DATABASE "{elsewhere}" WITH (FORCE)')
+
+
+def test_what_anybody_notifies_of_disturbs_nobody() -> None:
+    with txmsg(), listener.listening({"default"}):
+        wait_until(lambda: wakeups.heard("default"))
+        with connection.cursor() as cursor:
+            for payload in ("+x", "+nan", "+-1e9", "", "\n\n", "*", "queue '; --"):
+                cursor.execute("SELECT pg_notify(%s, %s)", ["django_txmsg", payload])
+        woken = wakeups.Wakeup("default", "queue rung")
+        woken.due()
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_notify('django_txmsg', 'queue rung')")
+        assert woken.wait(30)
+        assert wakeups.heard("default")
+
+
 def test_with_a_direct_way_it_listens_and_the_check_is_silent() -> None:
     with txmsg():
         assert checked() == []
