@@ -56,6 +56,10 @@ class Cron:
         margin = _A_CHANGE if len(self.expression.split()) == 5 else _SECOND
         found = self._ticks(until.replace(microsecond=0) + margin, reverse=True)
         tick = next((tick for tick in found if tick <= until), None)
+        if tick is not None:
+            # Backwards, some right behind a change of half an hour are passed over.
+            for later in self.between(tick, until):
+                tick = later
         return tick if tick is not None and tick > after else None
 
     def _ticks(

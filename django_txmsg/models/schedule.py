@@ -31,6 +31,12 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             )
         )
 
+    def go_back(self, row: Schedule, instant: dt.datetime) -> None:
+        """Move back to an instant, unless the row has changed since it was read."""
+        self.filter(pk=row.pk, moves=row.moves).update(
+            last_tick=instant, moves=row.moves + 1
+        )
+
     def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:
         """Let no tick store a message. False when it was paused already."""
         self.begin([self.model(service=service, name=name)])

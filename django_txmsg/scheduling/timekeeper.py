@@ -11,9 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 
+from django.db import DataError, IntegrityError, transaction
 from django.db import Error as AnyDatabaseError
-from django.db import transaction
 
 from .. import conf
 from ..errors import DuplicateMessage
@@ -31,6 +32,11 @@ log = logging.getLogger("django_txmsg.timekeeper")
 LONGEST_WAIT = 60.0
 #: Seconds until the next look after a message that could not be stored.
 AFTER_FAILURE = 10.0
+#: Ticks that are made up for before other messages have their turn.
+AT_ONCE = 100
+#: From a last tick that is further ahead, a clock was wrong when it was stored. What
+#: comes twice for it has the id that it had, and is dropped.
+AHEAD = dt.timedelta(minutes=1)
 
 
 class Timekeeper:
@@ -92,10 +98,11 @@ class Timekeeper:
         own = {one.name: one for one in recurring() if one.alias == using}
         if not own:
             return LONGEST_WAIT
-        now, service = self._now(using), conf.get().SERVICE
-        began = self._began.setdefault(using, now)
+        service = conf.get().SERVICE
         rows = Schedule.objects.using(using).filter(service=service, name__in=own)
         found = {row.name: row for row in rows}
+        now = self._now(using)  # after the rows: no tick of them is to come yet
+        began = self._began.setdefault(using, now)
         if missing := own.keys() - found.keys():
             Schedule.objects.db_manager(using).begin(
                 Schedule(
@@ -117,18 +124,29 @@ class Timekeeper:
         cron = one.cron
         if row.paused_at is None:
             after = row.last_tick
+            if after > now + AHEAD:
+                log.warning(
+                    "recurring message %r: its last tick, %s, is to come yet: the "
+                    "clock was set back. It goes on from now",
+                    one.name,
+                    after.isoformat(),
+                )
+                Schedule.objects.db_manager(row._state.db).go_back(row, now)
+                return 0.0
             if row.timing != str(cron):
                 # The ticks of another expression are not missed. Where old and new code
                 # run side by side, each keeps its own.
                 after = max(after, began)
-            for tick in self._due(one, after, now):
-                if self._stop.is_set():
-                    break
+            due = self._due(one, after, now)
+            for number, tick in enumerate(islice(due, AT_ONCE + 1)):
+                if self._stop.is_set() or number == AT_ONCE:
+                    return 0.0
                 try:
                     stored = self._store(one, row, tick)
-                except AnyDatabaseError:
-                    raise
-                except Exception:
+                except Exception as error:
+                    own = isinstance(error, DataError | IntegrityError)
+                    if isinstance(error, AnyDatabaseError) and not own:
+                        raise
                     log.exception(
                         "recurring message %r is not stored for %s, and tried again",
                         one.name,

@@ -123,6 +123,38 @@ def test_all_missed_ticks_are_made_up_for_where_that_is_asked(by_setting: bool) 
 
 
 @pytest.mark.django_db
+def test_many_missed_ticks_of_one_message_keep_no_other_waiting() -> None:
+    with (
+        keeping(missed="all", destination="tests.many") as (clock, _),
+        keeping(destination="tests.other"),
+    ):
+        clock.now += 1000 * MINUTE
+        timekeeper = Timekeeper(["default"], now=clock)
+        assert timekeeper._keep("default") == 0
+        other = OutboxMessage.objects.filter(destination="tests.other")
+        assert other.count() == 1
+        assert OutboxMessage.objects.count() < 500
+        timekeeper.tick()
+
+    assert OutboxMessage.objects.count() == 1001
+
+
+@pytest.mark.django_db
+def test_a_clock_that_is_set_back_stops_nothing_and_doubles_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with keeping() as (clock, timekeeper):
+        year = 60 * 24 * 365
+        for minutes in (1, 2, year, 2.5, 3, 1.5, 2, 3, 4):
+            clock.now = NOON + minutes * MINUTE
+            timekeeper.tick()
+            timekeeper.tick()
+
+    assert stored() == at(1, 2, year, 3, 4)
+    assert "the clock was set back" in caplog.text
+
+
+@pytest.mark.django_db
 def test_an_expression_that_changes_makes_up_for_nothing_and_loses_nothing() -> None:
     with keeping("0 * * * *") as (clock, old):
         clock.now += 60 * MINUTE

@@ -76,6 +76,14 @@ def test_where_one_looks_from_makes_no_difference(
         assert list(cron.between(now, night + NIGHT)) == coming
 
 
+def test_the_last_one_is_found_behind_a_change_of_half_an_hour() -> None:
+    cron = Cron("* 0 25 * SUN", "Australia/Lord_Howe")
+    begin = dt.datetime(2026, 4, 4, 13, tzinfo=UTC)
+    now = begin + dt.timedelta(hours=3)
+
+    assert cron.last(begin, now) == list(cron.between(begin, now))[-1]
+
+
 def test_the_last_of_many_ticks_is_found_at_once() -> None:
     cron = Cron("* * * * * *", "UTC")
     ten_years = dt.datetime(2036, 1, 1, microsecond=1, tzinfo=UTC)
