@@ -5,7 +5,10 @@ Its end in every state is in `test_stop.py`.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +26,7 @@ from tests.acceptance.stop_states import World
 from tests.acceptance.test_stop import everything_happens_once
 from tests.app.models import Effect
 from tests.factories import ago
-from tests.faults import ManageProcess, wait_until
+from tests.faults import ROOT, ManageProcess, wait_until
 from tests.running import IMPATIENT, committing, put, txmsg
 
 pytestmark = committing
@@ -110,6 +113,44 @@ def test_it_relays_and_consumes_and_prints_a_line_for_each_message(
     assert sum(str(bad.id) in line for line in lines) == 2
     assert sum(str(good.id) in line for line in lines) == 2
     assert DeadLetter.objects.get().message_id == bad.id
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("command", ["txmsg run", "txmsg run --reload", "relay"])
+def test_when_nobody_reads_its_lines_any_more_it_ends_in_good_order(
+    command: str, code: Path
+) -> None:
+    """As after `| head`, or with a terminal that was closed."""
+    read, write = os.pipe()
+    settings = {**IMPATIENT, "BROKERS": BROKERS}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "manage.py"), *command.split()],
+        env={
+            **os.environ,
+            "TXMSG_TEST_HOOK": "service_of_a_test.declare",
+            "TXMSG_TEST_SETTINGS": json.dumps(settings),
+            "PYTHONPATH": f"{ROOT}:{code.parent}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
+        cwd=ROOT,
+        stdout=write,
+        stderr=write,
+    )
+    os.close(write)
+    try:
+        with open(read, "rb") as lines:
+            assert any(b"Relaying" in line for line in lines)
+        with txmsg(), transaction.atomic():
+            send_message("tests.run", "good")
+        left = OutboxMessage.objects.filter(dispatched_at=None)
+        wait_until(lambda: not left.exists(), deadline=60)
+        if "run" in command:
+            wait_until(lambda: effects("first"), deadline=60)
+        process.terminate()
+        assert process.wait(60) == 0
+        assert not Worker.objects.exists()
+    finally:
+        process.kill()
 
 
 def test_it_prunes_without_cron(run: Callable[..., ManageProcess]) -> None:

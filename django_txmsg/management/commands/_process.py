@@ -70,12 +70,13 @@ def stop_on_signals(
         if seen:
             os._exit(128 + number)
         seen = True
-        stderr.write(
-            "Stopping after the messages in progress. Press Ctrl-C again to quit now."
-        )
         insisting = (ended, heard, stderr)
         threading.Thread(target=_insist, args=insisting, daemon=True).start()
         stop()
+        say(
+            stderr,
+            "Stopping after the messages in progress. Press Ctrl-C again to quit now.",
+        )
 
     before = {number: signal.signal(number, handle) for number in signals}
     # A main thread that waits for a lock of the database runs no handler until it has
@@ -106,12 +107,21 @@ def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
             since = time.monotonic()
         elif time.monotonic() - since > PATIENCE:
             waiting = sorted(one.name for one in threading.enumerate())
-            stderr.write(
+            say(
+                stderr,
                 f"Stopped without an answer after {PATIENCE:g} s. The messages in "
-                f"progress are delivered again. Waiting threads: {', '.join(waiting)}."
+                f"progress are delivered again. Waiting threads: {', '.join(waiting)}.",
             )
-            stderr.flush()
             os._exit(0)
+
+
+def say(stream: Any, text: str) -> None:
+    """Write a line, if somebody still reads it: the terminal may be gone, and the
+    messages are not."""
+    # A signal that comes as the same line is written makes a RuntimeError.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        stream.write(text)
+        stream.flush()
 
 
 def stay_light() -> None:

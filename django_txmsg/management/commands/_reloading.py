@@ -18,6 +18,8 @@ from typing import Any
 
 from django.apps import apps
 
+from ._process import say
+
 #: Says to a child, by the number of a pipe's end, that it is one.
 PIPE = "TXMSG_RELOAD_PIPE"
 #: Seconds between two looks at the files.
@@ -101,15 +103,18 @@ class Reloader:
             assert self._child is not None
             if self._child.poll() is not None and not said:
                 said = True
-                self._stderr.write(
+                self._say(
                     f"The process ended with {self._child.returncode}. The next change "
                     f"starts it again."
                 )
             now = dict(files())
             if now != seen:
                 changed = sorted(set(now.items()) ^ set(seen.items()))
-                self._stderr.write(f"{changed[0][0]} changed: starting again.")
+                self._say(f"{changed[0][0]} changed: starting again.")
                 return
+
+    def _say(self, text: str) -> None:
+        say(self._stderr, text)
 
     def _end(self) -> None:
         assert self._child is not None
@@ -117,7 +122,7 @@ class Reloader:
         try:
             self._child.wait(GRACE)
         except subprocess.TimeoutExpired:
-            self._stderr.write(f"Killed: it has not ended within {GRACE:g} s.")
+            self._say(f"Killed: it has not ended within {GRACE:g} s.")
             self._child.kill()
             self._child.wait()
 
