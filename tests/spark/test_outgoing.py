@@ -24,7 +24,7 @@ from django_txmsg.spark.staging import Brought, Staging
 from tests.faults import wait_until
 from tests.spark.archives import archive
 from tests.spark.conftest import ROOT
-from tests.spark.log import Log
+from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import run
 
 COLUMNS = ", ".join(f"{f.name} {f.dataType.simpleString()}" for f in STAGED.fields)
@@ -216,22 +216,37 @@ def test_a_replay_chooses_no_replayed_messages_unless_told(
 def test_a_message_is_replayed_from_the_database_or_from_the_lake(
     spark, log: Log, lake: LakeSpec
 ) -> None:
+    ended = {"dispatched_at": None, "dead_at": LONG_AGO}
+    dead = {**ended, "last_error": "expired: at noon"}
+    cancelled = {**ended, "last_error": "cancelled: by ada"}
     log.send_many(5)
+    log.send([cancelled, dead])
     archive(spark, log, lake)
     log.send_many(4)
-    log.send([{"dispatched_at": None}])
+    log.send([{"dispatched_at": None}, dead, cancelled])
     spec = JobSpec(services=(log.spec,), lake=lake)
     ids = [str(uuid.UUID(str(row[0]))) for row in log.rows(
         "SELECT message_id FROM django_txmsg_outboxmessage ORDER BY id")]  # fmt: skip
 
     # What is still to leave is not sent twice.
     everything = run(spec, "replay", "--where", "outcome = 'dispatched'", "--dry-run")
+    # What was cancelled is no failure, and replayed where it is asked for.
+    filters = (
+        "dead_at IS NOT NULL",
+        "outcome = 'dead'",
+        "destination <> 'cancelled'",
+        "last_error LIKE 'cancelled: %'",
+    )
+    chosen = [
+        run(spec, "replay", "--where", one, "--dry-run")["chosen"] for one in filters
+    ]
     one = run(spec, "replay", "--where", f"message_id = '{ids[0]}'")
     without_a_lake = JobSpec(services=(log.spec,))
     other = run(without_a_lake, "replay", "--where", f"message_id = '{ids[1]}'")
 
     assert (everything["chosen"], one["rows"], other["rows"]) == (9, 1, 1)
-    assert log.count() == 7
+    assert chosen == [2, 2, 11, 2]
+    assert log.count() == 9
 
 
 def test_a_name_is_one_choice_of_messages(

@@ -361,13 +361,14 @@ def test_sketches_merge_to_percentiles_and_keep_negative_times(spark) -> None:
 def test_activity_counts_by_hour(spark) -> None:
     outbox = spark.createDataFrame(
         [
-            ("a", "q", at(0), at(1), None),
-            ("a", "q", at(10), at(90), None),
-            ("a", "q", at(20), None, at(30)),
-            ("a", "r", at(130), None, None),
+            ("a", "q", at(0), at(1), None, "rejected: once"),
+            ("a", "q", at(10), at(90), None, ""),
+            ("a", "q", at(20), None, at(30), "expired: at noon"),
+            ("a", "q", at(25), None, at(30), "cancelled: by ada"),
+            ("a", "r", at(130), None, None, ""),
         ],
         "service string, destination string, created_at timestamp,"
-        " dispatched_at timestamp, dead_at timestamp",
+        " dispatched_at timestamp, dead_at timestamp, last_error string",
     )
     inbox = spark.createDataFrame(
         [
@@ -381,7 +382,7 @@ def test_activity_counts_by_hour(spark) -> None:
     assertDataFrameEqual(
         activity.throughput(outbox, inbox),
         spark.createDataFrame(
-            [(at(0), 3, 1, 2, 0), (at(60), 0, 1, 0, 1), (at(120), 1, 0, 0, 0)],
+            [(at(0), 4, 1, 2, 0), (at(60), 0, 1, 0, 1), (at(120), 1, 0, 0, 0)],
             activity.THROUGHPUT,
         ),
     )
@@ -397,7 +398,7 @@ def test_activity_counts_by_hour(spark) -> None:
     )
     assertDataFrameEqual(
         activity.senders(outbox),
-        spark.createDataFrame([("a", "q", 3, 1), ("a", "r", 1, 0)], activity.SENDERS),
+        spark.createDataFrame([("a", "q", 4, 1), ("a", "r", 1, 0)], activity.SENDERS),
     )
 
 

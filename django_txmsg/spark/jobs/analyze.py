@@ -177,7 +177,9 @@ def _by_hour(frame: DataFrame) -> dict[dt.datetime, dict[str, Any]]:
     }
 
 
-_SENT = ("service", "destination", "created_at", "dispatched_at", "dead_at")
+_SENT = (
+    "service", "destination", "created_at", "dispatched_at", "dead_at", "last_error",
+)  # fmt: skip
 _RECEIVED = (
     "service", "stage", "destination", "created_at", "first_received_at", "started_at",
     "processed_at", "dead_at", "deliveries", "attempts",

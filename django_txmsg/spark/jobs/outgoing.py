@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from ..spec import JobSpec, SourceSpec
 from ..staging import Brought, Merged, Staging
 from ..transforms.normalise import whole_log
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
-from ..transforms.reconcile import FINDINGS
+from ..transforms.reconcile import CANCELLED, FINDINGS
 from .findings import found_in, judged_by
 from .reading import WholeLog
 
@@ -162,7 +163,8 @@ def _chosen(
     """Choose among messages wherever they are: in the lake, or still in the database.
 
     Of the outbox those that have ended, and unless told otherwise in their first row:
-    a replay of everything is not to replay its own."""
+    a replay of everything is not to replay its own. What was cancelled has ended as
+    somebody wanted: it is chosen where the filter speaks of it."""
     struct = t.StructType(
         [f for f in table.lake_struct().fields if f.name != "batch_id"]
     )
@@ -182,6 +184,8 @@ def _chosen(
         kept = log.lake.table(table.name, table.lake_struct())
         services = [one.service for one in log.live]
         frames.append(kept.read(log.spark, services=services))
+    if table is OUTBOX:
+        frames = [_with_cancelled(frame, options.where) for frame in frames]
     try:
         frames = [
             frame.select(*struct.fieldNames()).where(options.where or "true")
@@ -204,6 +208,16 @@ def _chosen(
     if options.limit:
         chosen = chosen.orderBy("created_at", "id").limit(options.limit)
     return chosen
+
+
+def _with_cancelled(frame: DataFrame, where: str) -> DataFrame:
+    """Give cancelled messages an outcome of their own; leave them out if `where` does
+    not name it."""
+    by_intent = sf.col("last_error").startswith(CANCELLED)
+    outcome = sf.when(by_intent & sf.col("dead_at").isNotNull(), "cancelled")
+    frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
+    named = re.search(r"\b(outcome|last_error)\b[^']*'cancelled", where)
+    return frame if named else frame.where("outcome <> 'cancelled'")
 
 
 def _insist_on_one_row_each(rows: DataFrame, identity: str) -> None:

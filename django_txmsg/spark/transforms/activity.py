@@ -8,6 +8,8 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
+from .reconcile import CANCELLED
+
 THROUGHPUT = t.StructType(
     [
         t.StructField("hour", t.TimestampType()),
@@ -90,10 +92,11 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 
 def senders(sent: DataFrame) -> DataFrame:
-    """Return SENDERS: who sends how much to where."""
+    """Return SENDERS: who sends how much to where. What was cancelled is no failure."""
+    failed = ~sf.col("last_error").startswith(CANCELLED)
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),
-        sf.count("dead_at").alias("dead"),
+        sf.count(sf.when(failed, sf.col("dead_at"))).alias("dead"),
     )
 
 
