@@ -98,7 +98,7 @@ def _txmsg_without_brokers() -> Iterator[Any]:
     """The embedded broker for the whole run, set-ups of classes included; yields what
     TXMSG is without it and with it."""
     if not _installed() or not _sound():
-        yield None
+        yield None, None  # a project may be set up by its first test
         return
     from django.conf import settings
 
@@ -114,7 +114,7 @@ def _txmsg_without_broker(
     request: pytest.FixtureRequest, _txmsg_without_brokers: Any
 ) -> Iterator[None]:
     """The embedded broker for a test, whatever its class overrides; or TXMSG's own."""
-    if _txmsg_without_brokers is None or not _installed():
+    if not _installed():
         yield
         return
     from django.conf import settings
@@ -126,7 +126,8 @@ def _txmsg_without_broker(
     mode = (mark.args or [mark.kwargs.get("mode", "inline")])[0] if mark else "off"
     if request.node.get_closest_marker(REAL):
         given, inside = _txmsg_without_brokers
-        own = dict(given if inside == settings.TXMSG else settings.TXMSG)
+        now = getattr(settings, "TXMSG", None) or {}
+        own = dict(given if given is not None and inside == now else now)
         if mark:
             own["DISPATCH_ON_COMMIT"] = mode
         with override_settings(TXMSG=own):

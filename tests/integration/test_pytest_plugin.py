@@ -28,6 +28,45 @@ def test_a_project_tests_its_messages(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=14)
 
 
+def test_a_project_that_is_set_up_late_reaches_no_broker_either(
+    pytester: pytest.Pytester,
+) -> None:
+    plugged.write(
+        pytester.path,
+        conftest="""
+            import os
+            import django
+            import pytest
+
+            @pytest.fixture(scope="module")
+            def project():
+                os.environ["DJANGO_SETTINGS_MODULE"] = "shop.settings"
+                django.setup()
+        """,
+        test_late="""
+            import pytest
+
+            def test_sets_up(project):
+                pass
+
+            def test_reaches_nobody(project):
+                from django_txmsg import conf
+                assert conf.get().BROKERS["default"]["URL"].startswith("database://")
+
+            @pytest.mark.txmsg_real_broker
+            def test_asks(project):
+                from django_txmsg import conf
+                assert ":1?" in conf.get().BROKERS["default"]["URL"]
+        """,
+    )
+
+    result = pytester.runpytest_subprocess(
+        *PLUGIN, *QUIETLY, "-p", "no:django", "-c", "/dev/null", "--rootdir", "."
+    )
+
+    result.assert_outcomes(passed=3)
+
+
 def test_where_nobody_asks_for_messages_nothing_is_imported(
     pytester: pytest.Pytester,
 ) -> None:
