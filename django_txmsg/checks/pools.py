@@ -14,6 +14,7 @@ from ..django_internals import settings_of
 from ..models import DeadLetter, Worker
 from ..monitoring import databases
 from ..relaying.listener import alias_of
+from ..scheduling.timetable import recurring
 
 #: How large a pool of psycopg is that says nothing, or that it says no maximum for.
 DEFAULT_SIZE = 4
@@ -35,7 +36,8 @@ def check() -> Iterator[CheckMessage]:
                     f"`manage.py {command}` uses up to {need} at a time: its threads "
                     f"wait for each other.",
                     hint=f'Set OPTIONS = {{"pool": {{"max_size": {need}}}}} where it '
-                    f"runs, and more if handlers use threads of their own.",
+                    f"runs, {run(alias)} where `txmsg run` does, and more if handlers "
+                    f"use threads of their own.",
                     id="txmsg.W005",
                 )
 
@@ -69,7 +71,17 @@ def relay(alias: str) -> int:
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
     own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
-    return lanes + own + _notifications(alias)
+    return lanes + own + _timekeeper(alias) + _notifications(alias)
+
+
+def run(alias: str) -> int:
+    """Return the same of a process that does what both do, and prunes."""
+    shared = 1 + _notifications(alias)  # leases
+    return consumer(alias) + relay(alias) - shared + 1
+
+
+def _timekeeper(alias: str) -> int:
+    return int(any(one.alias == alias for one in recurring()))
 
 
 def _notifications(alias: str) -> int:

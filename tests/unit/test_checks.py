@@ -472,6 +472,8 @@ def test_a_pool_smaller_than_what_runs_is_told_with_the_size_it_needs(
         # main, bulk, leases, control, 6 threads, dispatcher; 4 lanes, leases, heart
         assert "consume` uses up to 11 at a time" in consume.msg
         assert "relay` uses up to 6 at a time" in relay.msg
+        # both, with one thread for the leases, and pruning
+        assert "17 where `txmsg run` does" in str(relay.hint)
         options["pool"] = {"max_size": 11}
         assert not [one for one in check() if one.id == "txmsg.W005"]
 
