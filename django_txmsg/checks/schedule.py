@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from django.core.checks import CheckMessage, Error
 
 from .. import conf
+from ..envelope.message import check_duration, check_headers, check_key
 from ..errors import TxmsgError
+from ..monitoring import databases
 from ..scheduling.timetable import Recurring, recurring
 from ..sending.outbox import encoded
 
@@ -21,10 +23,15 @@ def _check(one: Recurring) -> Iterator[CheckMessage]:
     known = conf.get().BROKERS
     if one.broker not in known:
         why = f"its broker {one.broker!r} is not in TXMSG['BROKERS']"
+    elif one.alias not in databases.with_tables():
+        why = f"the tables are not to be in a database {one.alias!r}"
     else:
         try:
             assert encoded(one.destination, one.body)
             assert one.cron
+            check_headers(one.headers)
+            check_key(one.key)
+            check_duration("expires", one.expires)
             return
         except TxmsgError as error:
             why = str(error)

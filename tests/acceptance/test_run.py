@@ -205,6 +205,20 @@ def test_what_does_not_end_is_killed_and_its_message_comes_again(
 
 
 @pytest.mark.sqlite
+def test_a_first_signal_while_it_starts_again_cuts_nothing_off(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    process = run("--reload")
+    put("tests.run", b'"hang"')
+    process.wait_for_line("it hangs")
+    code.write_text(STAGES.replace("VERSION", "second"))
+    process.wait_for_line("Stopping after the messages in progress")
+    process.terminate()
+    process.wait_for_line("Killed: it has not ended within 1 s")
+    process.succeed()
+
+
+@pytest.mark.sqlite
 def test_a_second_signal_ends_parent_and_child(
     run: Callable[..., ManageProcess],
 ) -> None:

@@ -137,7 +137,14 @@ def test_a_tick_that_nobody_stored_is_overdue(operator: Client) -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"broker": "nowhere"}, "its broker 'nowhere'"), ({"body": object()}, "JSON")],
+    [
+        ({"broker": "nowhere"}, "its broker 'nowhere'"),
+        ({"body": object()}, "JSON"),
+        ({"headers": {"txmsg-id": "x"}}, "set by django_txmsg"),
+        ({"key": ""}, "key must be"),
+        ({"expires": 90}, "expires must be"),
+        ({"using": "nowhere"}, "not to be in a database 'nowhere'"),
+    ],
 )
 def test_the_check_finds_what_could_not_be_stored(
     options: dict[str, Any], why: str

@@ -54,6 +54,7 @@ class Reloader:
         self._signals: list[int] = []
         self._awake = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
+        self._ending = False
         self._read, self._write = os.pipe()
 
     def run(self) -> int:
@@ -80,11 +81,13 @@ class Reloader:
 
     def _heard(self, number: int, frame: object) -> None:
         self._signals.append(number)
-        if self._child is not None:
+        # A second one would cut off what the child has in hand, which ends already.
+        if self._child is not None and (not self._ending or len(self._signals) > 1):
             self._child.send_signal(signal.SIGTERM)
         self._awake.set()
 
     def _start(self) -> None:
+        self._ending = False
         # A terminal's Ctrl-C reaches both, and the child is to hear of it once, from
         # its parent. A group of its own would keep a debugger from the keyboard.
         self._child = subprocess.Popen(  # noqa: S603 - what we were started with
@@ -118,6 +121,7 @@ class Reloader:
 
     def _end(self) -> None:
         assert self._child is not None
+        self._ending = True
         self._child.terminate()
         try:
             self._child.wait(GRACE)
