@@ -116,7 +116,9 @@ def test_it_relays_and_consumes_and_prints_a_line_for_each_message(
 
 
 @pytest.mark.sqlite
-@pytest.mark.parametrize("command", ["txmsg run", "txmsg run --reload", "relay"])
+@pytest.mark.parametrize(
+    "command", ["txmsg run", "txmsg run --reload", "relay", "consume"]
+)
 def test_when_nobody_reads_its_lines_any_more_it_ends_in_good_order(
     command: str, code: Path
 ) -> None:
@@ -139,12 +141,15 @@ def test_when_nobody_reads_its_lines_any_more_it_ends_in_good_order(
     os.close(write)
     try:
         with open(read, "rb") as lines:
-            assert any(b"Relaying" in line for line in lines)
-        with txmsg(), transaction.atomic():
-            send_message("tests.run", "good")
-        left = OutboxMessage.objects.filter(dispatched_at=None)
-        wait_until(lambda: not left.exists(), deadline=60)
-        if "run" in command:
+            assert any(b"Relaying" in line or b"Consuming" in line for line in lines)
+        if command == "relay":
+            with txmsg(), transaction.atomic():
+                send_message("tests.run", "good")
+            left = OutboxMessage.objects.filter(dispatched_at=None)
+            wait_until(lambda: not left.exists(), deadline=60)
+        else:
+            put("tests.run", b'"bad"')
+            put("tests.run", b'"good"')
             wait_until(lambda: effects("first"), deadline=60)
         process.terminate()
         assert process.wait(60) == 0

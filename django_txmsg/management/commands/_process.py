@@ -118,10 +118,16 @@ def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
 def say(stream: Any, text: str) -> None:
     """Write a line, if somebody still reads it: the terminal may be gone, and the
     messages are not."""
-    # A signal that comes as the same line is written makes a RuntimeError.
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
+    try:
         stream.write(text)
         stream.flush()
+    except BrokenPipeError:
+        # Python would try once more at its end, and end with 120.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError, RuntimeError):
+        pass  # closed; or a signal has come just as the stream was written to
 
 
 def stay_light() -> None:

@@ -26,7 +26,7 @@ from ...stages import Stage, all_stages
 from ...upkeep.crew import Crew
 from . import _reloading as reloading
 from ._lines import Lines
-from ._process import SIGNALS, heartbeat, stay_light, stop_on_signals
+from ._process import SIGNALS, heartbeat, say, stay_light, stop_on_signals
 from ._tables import require_tables
 
 
@@ -133,5 +133,4 @@ class Command(BaseCommand):
         )
 
     def _line(self, text: str) -> None:
-        self.stdout.write(text)
-        self.stdout.flush()
+        say(self.stdout, text)

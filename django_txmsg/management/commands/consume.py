@@ -13,7 +13,7 @@ from ...consuming.consumer import Consumer
 from ...errors import BrokerUnavailable, ConfigurationError, WorkerFailed
 from ...models import InboxMessage
 from ...stages import find
-from ._process import stay_light, stop_on_signals
+from ._process import say, stay_light, stop_on_signals
 from ._tables import require_tables
 
 
@@ -73,5 +73,5 @@ class Command(BaseCommand):
         if options["verbosity"] > 0:
             count = consumer.handled
             if consumer.allowance.over:
-                self.stderr.write(f"Ended: {consumer.allowance.over}.")
-            self.stdout.write(f"Handled {count} deliver{'y' if count == 1 else 'ies'}.")
+                say(self.stderr, f"Ended: {consumer.allowance.over}.")
+            say(self.stdout, f"Handled {count} deliver{'y' if count == 1 else 'ies'}.")

@@ -15,7 +15,7 @@ from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
 from ...scheduling.timekeeper import Timekeeper, keeping_time
-from ._process import heartbeat, stay_light, stop_on_signals
+from ._process import heartbeat, say, stay_light, stop_on_signals
 from ._tables import require_tables
 
 
@@ -76,7 +76,7 @@ class Command(BaseCommand):
                     f"is not dispatched stays in the outbox."
                 ) from error
         if options["verbosity"] > 0:
-            self.stdout.write(_said(relay))
+            say(self.stdout, _said(relay))
 
 
 def _said(relay: Relay) -> str:
