@@ -18,14 +18,13 @@ import amqp
 from amqp import spec
 
 from ...errors import BrokerUnavailable
+from . import frames
 from .options import Options
 from .transport import Transport
 
-_METHOD, _HEADER, _BEAT = 1, 2, 8
 #: The channels of a link: for sends with confirms, for a subscription and its
 #: transactions, and for questions, which cost their channel when they fail.
 PUBLISHING, CONSUMING, ASKING = 1, 2, 3
-_HEARTBEAT = b"\x08\x00\x00\x00\x00\x00\x00\xce"
 #: Takes the method's payload after its ids, the properties and the body.
 Content = Callable[[bytes, bytes, bytes], None]
 
@@ -150,7 +149,7 @@ class Link:
         """Handle what was read; returns whether there was more than heart-beats."""
         found = False
         for kind, channel, payload in self.transport.frames():
-            if kind != _BEAT:
+            if kind != frames.BEAT:
                 found = True
                 self._take(kind, channel, payload)
         return found
@@ -159,7 +158,7 @@ class Link:
         """Send a heart-beat when it is time for one."""
         pause = time.monotonic() - self.transport.written_at
         if self.heartbeat and pause >= self.heartbeat / 2:
-            self.transport.write(_HEARTBEAT)
+            self.transport.write(frames.HEARTBEAT)
 
     def close(self) -> None:
         """Say good-bye, and close the socket; never raises."""
@@ -174,7 +173,7 @@ class Link:
             self.transport.close()
 
     def _take(self, kind: int, channel: int, payload: bytes) -> None:
-        if kind == _METHOD:
+        if kind == frames.METHOD:
             self._take_method(channel, payload)
         elif channel in self._partial and self._partial[channel].take(kind, payload):
             one = self._partial.pop(channel)
@@ -195,7 +194,7 @@ class Link:
     def _channel_closed(self, channel: int, payload: bytes) -> None:
         code, length = struct.unpack_from(">HB", payload, 4)
         text = payload[7 : 7 + length].decode(errors="replace")
-        self.transport.write(method_frame(channel, spec.Channel.CloseOk, b""))
+        self.transport.write(frames.method(channel, spec.Channel.CloseOk, b""))
         self._partial.pop(channel, None)
         closed = (self._connection.channels or {}).get(channel)
         if closed is not None:
@@ -217,7 +216,7 @@ class _Partial:
 
     def take(self, kind: int, payload: bytes) -> bool:
         """Take a frame; returns whether it was the last one."""
-        if kind == _HEADER:
+        if kind == frames.HEADER:
             (self._missing,) = struct.unpack_from(">Q", payload, 4)
             self.properties = payload[12:]
         else:
@@ -228,13 +227,6 @@ class _Partial:
 
 def _nobody(method: bytes, properties: bytes, body: bytes) -> None:
     """Take what nobody waits for any more."""
-
-
-def method_frame(channel: int, method: tuple[int, int], arguments: bytes) -> bytes:
-    """Return the frame of a method."""
-    size = 4 + len(arguments)
-    head = struct.pack(">BHIHH", _METHOD, channel, size, *method)
-    return head + arguments + b"\xce"
 
 
 def said(error: BaseException) -> str:

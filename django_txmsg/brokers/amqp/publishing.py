@@ -10,7 +10,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import amqp
 from amqp import spec
@@ -22,20 +21,11 @@ from ...errors import (
     DispatchRejected,
     DispatchUnknown,
 )
+from .frames import Ready
 from .link import PUBLISHING, ChannelClosed, Link, said
 
 #: Bytes that are written at once.
 COALESCED = 64 * 1024
-
-
-@dataclass(slots=True)
-class Ready:
-    """A message as it is written, and how to know it when it comes back."""
-
-    frames: bytes
-    route: bytes
-    properties: bytes
-    body: bytes
 
 
 class Publisher:

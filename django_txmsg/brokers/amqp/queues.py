@@ -13,11 +13,10 @@ import amqp
 
 from ... import wire
 from ...errors import DispatchRejected
+from .frames import TOPICS
 from .link import ASKING, ChannelClosed, Link
 
 NOT_FOUND, REFUSED, LOCKED = 404, 403, 405
-#: Where RabbitMQ's STOMP plugin has its topics, too.
-TOPICS = "amq.topic"
 #: Milliseconds in which RabbitMQ can let a message expire.
 MAX_EXPIRATION = 2**32 - 1
 #: Keeps what expires until its destination has confirmed it.

@@ -7,13 +7,9 @@ on what it refuses, and the others go on.
 from __future__ import annotations
 
 import contextlib
-import struct
 import time
-import uuid
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import amqp
 from amqp import spec
@@ -26,15 +22,12 @@ from ...errors import (
     DispatchUnknown,
 )
 from ..base import Delivery, Outgoing, Session
-from . import content, heart
-from .link import CONSUMING, PUBLISHING, ChannelClosed, Link, method_frame
-from .publishing import Publisher, Ready, Unroutable
-from .queues import TOPICS, Queues
-
-#: Seconds for which acknowledgements are gathered at most.
-LONGEST_GROUP = 1.0
-_MANDATORY = b"\x01"
-_TAG = "txmsg"
+from . import frames, heart
+from .acknowledgements import Acknowledgements
+from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
+from .publishing import Publisher, Unroutable
+from .queues import Queues
+from .subscription import Subscription
 
 
 class AmqpSession(Session):
@@ -44,18 +37,10 @@ class AmqpSession(Session):
         self._link, self._transacted = link, transacted
         self._queues, self._publisher = Queues(link), Publisher(link)
         self._channel: amqp.Channel | None = None
-        self._name = uuid.uuid4().hex
-        self._destination = self._queue = ""
-        #: Whether what is received here comes to nobody else, and never again.
-        self._private = False
-        self._prefetch, self._subscribed = 1, False
-        self._arrived: deque[Delivery] = deque()
-        #: Tags that are not acknowledged, in their order -> whether they are to be.
-        self._unacked: dict[int, bool] = {}
-        self._to_ack = 0
-        self._acknowledged_at = time.monotonic()
+        self._acks = Acknowledgements(CONSUMING)
+        self._subscription = Subscription(link, self._queues, self._acks)
+        self._prefetch = 1
         self._enlisted: list[Outgoing] = []
-        self._over = ""
         heart.keep(link)
 
     # -- sending -------------------------------------------------------------------
@@ -69,7 +54,8 @@ class AmqpSession(Session):
     ) -> list[BrokerError | None]:
         with self._link.owned:
             if not self._link.transport.connected:
-                raise BrokerUnavailable(self._over or "the connection has ended")
+                reason = self._subscription.over or "the connection has ended"
+                raise BrokerUnavailable(reason)
             timeout = timeout or self._link.options.send_timeout
             return self._send(batch, isolate, timeout)
 
@@ -77,7 +63,7 @@ class AmqpSession(Session):
         self, batch: Sequence[Outgoing], isolate: bool, timeout: float
     ) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = [None] * len(batch)
-        ready: list[Ready | None] = [None] * len(batch)
+        ready: list[frames.Ready | None] = [None] * len(batch)
         with self._asked():
             for index, one in enumerate(batch):
                 try:
@@ -117,65 +103,25 @@ class AmqpSession(Session):
         )
         return [error or next(sent) for error in outcomes]
 
-    def _ready(self, outgoing: Outgoing, channel: int) -> Ready:
-        """Return the frames of a message. Raises DispatchRejected for one that cannot
-        be sent."""
-        topic = wire.is_topic(outgoing.destination)
-        name = outgoing.destination.removeprefix(wire.TOPIC_PREFIX)
-        if not topic:
-            self._queues.ensure(name)
-        route = _short(TOPICS if topic else "") + _short(name)
-        expiration = None
-        if outgoing.time_to_live is not None:
-            expiration = max(0, round(outgoing.time_to_live * 1000))
-        properties = content.encode(outgoing.headers, expiration)
-        body, size = outgoing.body, len(outgoing.body)
-        arguments = b"\0\0" + route + (b"\0" if topic else _MANDATORY)
-        pieces = [
-            method_frame(channel, spec.Basic.Publish, arguments),
-            struct.pack(">BHIHHQ", 2, channel, 12 + len(properties), 60, 0, size),
-            properties,
-            b"\xce",
-        ]
-        most = self._link.frame_max - 8
-        for at in range(0, size, most):
-            piece = body[at : at + most]
-            pieces += [struct.pack(">BHI", 3, channel, len(piece)), piece, b"\xce"]
-        return Ready(b"".join(pieces), route, properties, body)
+    def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
+        """Return the frames of a message, to a queue that is there. Raises
+        DispatchRejected for one that cannot be sent."""
+        if not wire.is_topic(outgoing.destination):
+            self._queues.ensure(outgoing.destination)
+        return frames.published(outgoing, channel, self._link.frame_max)
 
     # -- receiving -----------------------------------------------------------------
 
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
-        self._destination, self._prefetch = destination, max(1, min(prefetch, 65535))
+        self._prefetch = max(1, min(prefetch, 65535))
         with self._asked():
             try:
-                self._declare(destination, subscriber)
+                self._subscription.declare(destination, subscriber)
             except DispatchRejected as error:
                 raise BrokerUnavailable(str(error)) from error
-            channel = self._opened()
-            if self._subscribed:
-                channel.basic_cancel(_TAG)
-                self._arrived.clear()
-            self._subscribed = True
-            channel.basic_qos(0, self._prefetch, False)
-            link = self._link
-            link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
-            link.methods[CONSUMING, spec.Basic.Cancel] = self._on_cancel
-            channel.basic_consume(self._queue, consumer_tag=_TAG)
-
-    def _declare(self, destination: str, subscriber: str | None) -> None:
-        """See to it that there is a queue to receive from."""
-        if not wire.is_topic(destination):
-            self._queue = destination
-            self._queues.ensure(destination)
-        elif subscriber is None:
-            self._queue = self._queues.private(destination)
-            self._private = True
-        else:
-            self._queue = subscriber
-            self._queues.subscribe(destination, subscriber)
+            self._subscription.consume(self._opened(), self._prefetch)
 
     def _opened(self) -> amqp.Channel:
         """Return the channel of the subscription and of transactions."""
@@ -186,104 +132,40 @@ class AmqpSession(Session):
         return self._channel
 
     def receive(self, timeout: float) -> Delivery | None:
-        assert self._queue, "subscribe() first"
-        if not self._arrived:
+        assert self._subscription.queue, "subscribe() first"
+        arrived = self._subscription.arrived
+        if not arrived:
             deadline = time.monotonic() + timeout
             with self._asked():
                 self._send_acks()
-                while not self._arrived:
+                while not arrived:
                     left = deadline - time.monotonic()
                     self._link.read(max(0.0, left))
-                    if self._over:
-                        raise BrokerUnavailable(self._over)
-                    if left <= 0 and not self._arrived:
+                    if self._subscription.over:
+                        raise BrokerUnavailable(self._subscription.over)
+                    if left <= 0 and not arrived:
                         return None
-        return self._arrived.popleft()
-
-    def _on_deliver(self, method: bytes, properties: bytes, body: bytes) -> None:
-        at = 1 + method[0]
-        tag, redelivered = struct.unpack_from(">QB", method, at)
-        reader = content.Reader(properties)
-        headers = reader.headers()
-        given = headers.get("amqp-message-id")
-        self._unacked[tag] = False
-        self._arrived.append(
-            Delivery(
-                destination=self._destination,
-                headers=headers,
-                body=body,
-                redelivered=bool(redelivered) or self._came_before(reader.table),
-                broker_message_id=(
-                    f"{self._name}/{tag}"
-                    if given is None
-                    # Senders use their ids again for something else.
-                    else f"{given}/{wire.digest(headers, body)}"
-                ),
-                handle=tag,
-                problem=reader.problem,
-                id_stays=given is not None or self._private,
-            )
-        )
-
-    def _came_before(self, table: Mapping[str, Any]) -> bool:
-        """Return whether the broker has counted a delivery that went back, or has taken
-        the message out of this queue for it."""
-        count = table.get("x-delivery-count")
-        if isinstance(count, int) and count > 0:
-            return True
-        deaths = table.get("x-death")
-        return isinstance(deaths, list) and any(
-            isinstance(one, dict)
-            and one.get("queue") == self._queue
-            and one.get("reason") in ("rejected", "delivery_limit")
-            for one in deaths
-        )
-
-    def _on_cancel(self, arguments: bytes) -> None:
-        self._over = f"queue {self._queue!r} was deleted, or has moved to another node"
+        return arrived.popleft()
 
     # -- settling ------------------------------------------------------------------
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        wanted = [one for one in deliveries if self._unacked.get(one.handle) is False]
-        if not wanted:
+        tags = self._acks.unanswered(one.handle for one in deliveries)
+        if not tags:
             return
         if self._transacted:
-            self.commit(wanted)
-            return
-        # A busy consumer acknowledges in groups: what a crash costs is duplicates. A
-        # slow one at once: RabbitMQ hangs up on who keeps a delivery for too long.
-        for one in wanted:
-            self._unacked[one.handle] = True
-        self._to_ack += len(wanted)
-        slow = time.monotonic() - self._acknowledged_at > LONGEST_GROUP
-        if slow or self._to_ack * 2 >= self._prefetch:
+            self.commit(deliveries)
+        elif self._acks.gather(tags, prefetch=self._prefetch):
             with self._asked():
                 self._send_acks()
 
     def _send_acks(self) -> None:
-        """Acknowledge all that is to be: with one frame as far as nothing is open."""
-        self._acknowledged_at = time.monotonic()
-        if not self._to_ack:
-            return
-        frames, upto, whole = bytearray(), 0, True
-        for tag, wanted in list(self._unacked.items()):
-            whole = whole and wanted
-            if not wanted:
-                continue
-            del self._unacked[tag]
-            if whole:
-                upto = tag
-            else:
-                frames += _ack(tag, multiple=False)
-        if upto:
-            frames[:0] = _ack(upto, multiple=True)
-        self._to_ack = 0
-        self._link.write(frames)
+        if written := self._acks.written():
+            self._link.write(written)
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
         # To this subscriber alone, where it came from a topic.
-        copy = Outgoing(self._queue, headers, delivery.body)
+        copy = Outgoing(self._subscription.queue, headers, delivery.body)
         (error,) = self.send([copy], isolate=True)
         if isinstance(error, DispatchRejected):
             raise error
@@ -293,9 +175,9 @@ class AmqpSession(Session):
         if self._transacted:
             self.commit([delivery])
             return
-        self._unacked.pop(delivery.handle, None)
+        self._acks.settle([delivery.handle])
         with self._asked():
-            self._link.write(_ack(delivery.handle, multiple=False))
+            self._link.write(frames.acknowledged(delivery.handle, CONSUMING))
 
     # -- transactions --------------------------------------------------------------
 
@@ -308,7 +190,7 @@ class AmqpSession(Session):
 
     def commit(self, acks: Sequence[Delivery]) -> None:
         enlisted, self._enlisted = self._enlisted, []
-        tags = [one.handle for one in acks if one.handle in self._unacked]
+        tags = self._acks.unanswered(one.handle for one in acks)
         returned: list[tuple[bytes, bytes]] = []
 
         def on_return(method: bytes, properties: bytes, body: bytes) -> None:
@@ -320,17 +202,17 @@ class AmqpSession(Session):
             made = [self._ready(one, CONSUMING) for one in enlisted]
             for one in made:
                 self._link.write(one.frames)
-            self._link.write(b"".join(_ack(tag, multiple=False) for tag in tags))
+            for tag in tags:
+                self._link.write(frames.acknowledged(tag, CONSUMING))
             channel.tx_commit()
-        for tag in tags:
-            del self._unacked[tag]
+        self._acks.settle(tags)
         if returned:
             self._send_returned(enlisted, made, returned)
 
     def _send_returned(
         self,
         enlisted: Sequence[Outgoing],
-        made: Sequence[Ready],
+        made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
         """A queue was deleted between enlist() and commit(): RabbitMQ has committed the
@@ -379,18 +261,8 @@ class AmqpSession(Session):
             with self._link.asking():
                 yield
         except ChannelClosed as error:
-            self._over = error.text
+            self._subscription.over = error.text
             raise BrokerUnavailable(error.text) from error
         except BrokerUnavailable as error:
-            self._over = str(error)
+            self._subscription.over = str(error)
             raise lost(str(error)) from error
-
-
-def _short(text: str) -> bytes:
-    written = text.encode()
-    return bytes([len(written)]) + written
-
-
-def _ack(tag: int, *, multiple: bool) -> bytes:
-    arguments = struct.pack(">QB", tag, multiple)
-    return method_frame(CONSUMING, spec.Basic.Ack, arguments)

@@ -1,0 +1,79 @@
+"""Hops 4 to 6 on AMQP, in bytes: the frames that are made here, and not by py-amqp.
+
+Those of each message: the one that publishes it, with its content, and the one that
+acknowledges it. What lies inside a content's header, `content.py` says.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from amqp import spec
+
+from ... import wire
+from ..base import Outgoing
+from . import content
+
+METHOD, HEADER, BODY, BEAT = 1, 2, 3, 8
+#: Where RabbitMQ's STOMP plugin has its topics, too.
+TOPICS = "amq.topic"
+_END = b"\xce"
+HEARTBEAT = b"\x08\x00\x00\x00\x00\x00\x00" + _END
+_BASIC = spec.Basic.Publish[0]
+_MANDATORY = b"\x01"
+#: Bytes of a frame around its payload.
+_AROUND = 8
+
+
+@dataclass(slots=True)
+class Ready:
+    """A message as it is written, and how to know it when it comes back."""
+
+    frames: bytes
+    route: bytes
+    properties: bytes
+    body: bytes
+
+
+def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
+    """Return the frames of a message, none of them longer than `frame_max`. Raises
+    DispatchRejected for headers that have no place in them."""
+    topic = wire.is_topic(outgoing.destination)
+    name = outgoing.destination.removeprefix(wire.TOPIC_PREFIX)
+    route = _short(TOPICS if topic else "") + _short(name)
+    expiration = None
+    if outgoing.time_to_live is not None:
+        expiration = max(0, round(outgoing.time_to_live * 1000))
+    properties = content.encode(outgoing.headers, expiration)
+    body, size = outgoing.body, len(outgoing.body)
+    arguments = b"\0\0" + route + (b"\0" if topic else _MANDATORY)
+    length = 12 + len(properties)
+    pieces = [
+        method(channel, spec.Basic.Publish, arguments),
+        struct.pack(">BHIHHQ", HEADER, channel, length, _BASIC, 0, size),
+        properties,
+        _END,
+    ]
+    most = frame_max - _AROUND
+    for at in range(0, size, most):
+        piece = body[at : at + most]
+        pieces += [struct.pack(">BHI", BODY, channel, len(piece)), piece, _END]
+    return Ready(b"".join(pieces), route, properties, body)
+
+
+def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
+    """Return the frame that acknowledges a delivery, or, `multiple`, all up to it."""
+    return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
+
+
+def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
+    """Return the frame of a method."""
+    size = 4 + len(arguments)
+    head = struct.pack(">BHIHH", METHOD, channel, size, *called)
+    return head + arguments + _END
+
+
+def _short(text: str) -> bytes:
+    written = text.encode()
+    return bytes([len(written)]) + written

@@ -1,0 +1,107 @@
+"""Hop 6 on AMQP: the queue that a session receives from, and what has arrived of it.
+
+A topic's subscriber has a queue of its own, bound to that topic, and one that has no
+name a private one, which ends with its connection.
+"""
+
+from __future__ import annotations
+
+import struct
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import amqp
+from amqp import spec
+
+from ... import wire
+from ..base import Delivery
+from . import content
+from .acknowledgements import Acknowledgements
+from .link import CONSUMING, Link
+from .queues import Queues
+
+_TAG = "txmsg"
+
+
+class Subscription:
+    """What comes in on the channel that a session receives on."""
+
+    def __init__(self, link: Link, queues: Queues, acks: Acknowledgements) -> None:
+        self._link, self._queues, self._acks = link, queues, acks
+        self._name = uuid.uuid4().hex
+        self._destination = self.queue = ""
+        #: Whether what is received here comes to nobody else, and never again.
+        self._private = False
+        self._consuming = False
+        self.arrived: deque[Delivery] = deque()
+        #: Why nothing comes any more.
+        self.over = ""
+
+    def declare(self, destination: str, subscriber: str | None) -> None:
+        """See to it that there is a queue to receive from. Raises DispatchRejected when
+        the broker does not make it."""
+        self._destination = destination
+        if not wire.is_topic(destination):
+            self.queue = destination
+            self._queues.ensure(destination)
+        elif subscriber is None:
+            self.queue = self._queues.private(destination)
+            self._private = True
+        else:
+            self.queue = subscriber
+            self._queues.subscribe(destination, subscriber)
+
+    def consume(self, channel: amqp.Channel, prefetch: int) -> None:
+        """Have the queue's messages sent, in place of what was subscribed to before."""
+        if self._consuming:
+            channel.basic_cancel(_TAG)
+            self.arrived.clear()
+        self._consuming = True
+        channel.basic_qos(0, prefetch, False)
+        self._link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
+        self._link.methods[CONSUMING, spec.Basic.Cancel] = self._on_cancel
+        channel.basic_consume(self.queue, consumer_tag=_TAG)
+
+    def _on_deliver(self, method: bytes, properties: bytes, body: bytes) -> None:
+        at = 1 + method[0]
+        tag, redelivered = struct.unpack_from(">QB", method, at)
+        reader = content.Reader(properties)
+        headers = reader.headers()
+        given = headers.get("amqp-message-id")
+        self._acks.delivered(tag)
+        self.arrived.append(
+            Delivery(
+                destination=self._destination,
+                headers=headers,
+                body=body,
+                redelivered=bool(redelivered) or self._came_before(reader.table),
+                broker_message_id=(
+                    f"{self._name}/{tag}"
+                    if given is None
+                    # Senders use their ids again for something else.
+                    else f"{given}/{wire.digest(headers, body)}"
+                ),
+                handle=tag,
+                problem=reader.problem,
+                id_stays=given is not None or self._private,
+            )
+        )
+
+    def _came_before(self, table: Mapping[str, Any]) -> bool:
+        """Return whether the broker has counted a delivery that went back, or has taken
+        the message out of this queue for it."""
+        count = table.get("x-delivery-count")
+        if isinstance(count, int) and count > 0:
+            return True
+        deaths = table.get("x-death")
+        return isinstance(deaths, list) and any(
+            isinstance(one, dict)
+            and one.get("queue") == self.queue
+            and one.get("reason") in ("rejected", "delivery_limit")
+            for one in deaths
+        )
+
+    def _on_cancel(self, arguments: bytes) -> None:
+        self.over = f"queue {self.queue!r} was deleted, or has moved to another node"
