@@ -180,11 +180,10 @@ def play(role: str, url: str, notify: bool) -> None:
     from django.core.management import call_command
 
     from django_txmsg import Message, signals, stage
-    from django_txmsg.consuming import consumer
-    from django_txmsg.upkeep import wakeups
+    from django_txmsg.upkeep import activity, wakeups
 
     # An idle hour in less than a minute.
-    consumer.CALM = 10.0
+    activity.CALM = 10.0
 
     @stage("bench.wakeups")
     def handle(message: Message) -> None:

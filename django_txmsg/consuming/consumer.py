@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from django.db import Error as AnyDatabaseError
@@ -20,21 +20,21 @@ from .. import conf, wire
 from ..brokers import get_broker, receives
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
-from ..models import InboxMessage, StageState, Worker
-from ..models.fields import clock
-from ..models.period_count import PERIOD
-from ..monitoring import databases, periods
+from ..models import StageState, Worker
+from ..monitoring import databases
 from ..monitoring.presence import Presence
 from ..relaying.listener import listening
 from ..sessions.control_thread import ControlThread
 from ..stages import Stage
 from ..upkeep import outage, wakeups
-from ..upkeep.activity import Activity
+from ..upkeep.activity import RARELY, SELDOM, Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
 from . import turns
 from .allowance import Allowance
+from .bulk_thread import BulkThread
+from .due_messages import wake_for_parked
 from .intake import IntakeThread
 from .stage_middleware import prepared
 from .stage_thread import StageThread
@@ -44,9 +44,6 @@ log = logging.getLogger("django_txmsg.consumer")
 
 #: Seconds without work after which `--once` takes it that all is done.
 IDLE = 1.5
-#: Seconds without work after which a process that listens looks only so often for
-#: redeliveries that are due, and for what an operator asks for, of which it hears.
-CALM, SELDOM, RARELY = 60.0, 10.0, 30.0
 #: Heartbeats between two looks for another service with a stage of the same name.
 BEATS = 6
 
@@ -126,7 +123,8 @@ class Consumer:
         for destination in self._settings.DEAD_LETTER_DESTINATIONS:
             intake = IntakeThread("default", destination, self._stop, self._activity)
             crew.add(f"txmsg-intake-{destination}", intake.run)
-        crew.add("txmsg-bulk", self._bulk)
+        bulk_thread = BulkThread(self._databases, self._stop, self._activity)
+        crew.add("txmsg-bulk", bulk_thread.run)
         self._obey()
         self._begin()
         self._presence.beat(0)
@@ -167,7 +165,7 @@ class Consumer:
         pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL)
         asked = wakeups.Wakeup(router.db_for_write(StageState), wakeups.WORK)
         while not self._stop.wait(pause):
-            calm = asked.heard and self._activity.idle > CALM
+            calm = asked.heard and self._activity.calm
             if asked.due() or not calm or time.monotonic() >= obey_at:
                 self._obey()
                 obey_at = time.monotonic() + RARELY
@@ -241,45 +239,6 @@ class Consumer:
                     stack,
                 )
 
-    def _bulk(self) -> None:
-        """Work off what was asked for in any database that holds messages."""
-        kept_at = time.monotonic()
-        failing = {
-            using: Breaker(
-                using,
-                60.0,
-                kind="bulk operations in database",
-                follows="they are taken up again",
-            )
-            for using in self._databases
-        }
-        asked = {using: wakeups.Wakeup(using, wakeups.WORK) for using in failing}
-        looked = dict.fromkeys(failing, 0.0)
-        while not self._stop.wait(1.0):
-            counting = time.monotonic() - kept_at > PERIOD.total_seconds()
-            kept_at = time.monotonic() if counting else kept_at
-            for using, breaker in failing.items():
-                if breaker.remaining or not outage.usable(using):
-                    continue
-                calm = asked[using].heard and self._activity.idle > CALM
-                recent = time.monotonic() - looked[using] < RARELY
-                if not asked[using].due() and calm and recent and not counting:
-                    continue
-                looked[using] = time.monotonic()
-                try:
-                    if bulk.work_off(using, self._stop):
-                        self._activity.note()
-                    if counting:
-                        # Counted now, nobody has to wait for the chart later.
-                        periods.remember(using, clock(using))
-                    breaker.worked()
-                except Exception as error:
-                    if not outage.note(using, error):
-                        log.debug("a bulk operation failed", exc_info=True)
-                        breaker.failed(error)
-                finally:
-                    recycle()
-
     def _throttle(self) -> Throttle:
         consume = self._settings.CONSUME
         return Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
@@ -297,41 +256,6 @@ class Consumer:
             allowance=self.allowance,
             number=number,
         )
-
-
-def wake_for_parked(threads: Iterable[StageThread]) -> None:
-    """Tell the threads whose stage has parked messages that are due.
-
-    One query for each database; a database that is away is looked at again later.
-    """
-    by_alias: dict[str, dict[str, list[StageThread]]] = {}
-    for thread in threads:
-        named = by_alias.setdefault(thread.using, {})
-        named.setdefault(thread.stage.name, []).append(thread)
-    for using, named in by_alias.items():
-        if not outage.usable(using):
-            continue
-        try:
-            reads = {name: threads[0].stage.reads for name, threads in named.items()}
-            due = InboxMessage.objects.db_manager(using).due_stages(reads)
-        except AnyDatabaseError as error:
-            if not outage.note(using, error):
-                log.warning("cannot see which parked messages are due: %s", error)
-            continue
-        for name in due:
-            for thread in named[name]:
-                thread.parked_due.set()
-            stage = named[name][0].stage
-            if stage.ordered:
-                _ask(stage, using)
-
-
-def _ask(stage: Stage, using: str) -> None:
-    try:
-        turns.ask(stage)
-    except AnyDatabaseError as error:
-        if not outage.note(using, error):
-            log.warning("cannot ask whose turn it is at %r: %s", stage.name, error)
 
 
 def _threads(stage: Stage, wanted: int) -> int:

@@ -1,8 +1,13 @@
-"""When a process last did anything, so that `--once` knows when all is done."""
+"""When a process last did anything: `--once` knows by it that all is done, and one that
+hears of its work looks for it less often."""
 
 from __future__ import annotations
 
 import time
+
+#: Seconds without work after which a process that listens looks only so often for
+#: redeliveries that are due, and for what an operator asks for, of which it hears.
+CALM, SELDOM, RARELY = 60.0, 10.0, 30.0
 
 
 class Activity:
@@ -19,3 +24,8 @@ class Activity:
     def idle(self) -> float:
         """Seconds since."""
         return time.monotonic() - self._last
+
+    @property
+    def calm(self) -> bool:
+        """Whether there has been no work for long enough to look for it less often."""
+        return self.idle > CALM

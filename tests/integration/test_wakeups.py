@@ -19,13 +19,12 @@ from django.db import connection, connections, transaction
 
 from django_txmsg import stages
 from django_txmsg.checks import check, check_databases
-from django_txmsg.consuming import consumer
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
 from django_txmsg.sending.outbox import send_message
-from django_txmsg.upkeep import notifier, wakeups
+from django_txmsg.upkeep import activity, notifier, wakeups
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -55,7 +54,7 @@ def hook() -> None:
     """In the process: a stage, and as long as the test says nobody looks by himself."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
-    consumer.CALM = 0.0
+    activity.CALM = 0.0
 
     def effect(message: Message) -> None:
         Effect.objects.create(name="woken", message_id=str(message.id))

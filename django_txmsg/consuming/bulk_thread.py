@@ -1,0 +1,78 @@
+"""Beside the stages: a consumer works off the bulk operations that operators start.
+
+While it looks at a database anyway, it counts what its charts show of the time past.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection
+
+from ..dead_letters import bulk
+from ..models.fields import clock
+from ..models.period_count import PERIOD
+from ..monitoring import periods
+from ..upkeep import outage, wakeups
+from ..upkeep.activity import RARELY, Activity
+from ..upkeep.breaker import Breaker
+from ..upkeep.connections import recycle
+
+#: Not named after this module: log configurations watch the name that it has had.
+log = logging.getLogger("django_txmsg.consumer")
+
+
+class BulkThread:
+    """Works off what was asked for in any database that holds messages: `run()`."""
+
+    def __init__(
+        self, databases: Collection[str], stop: threading.Event, activity: Activity
+    ) -> None:
+        self._stopping, self._activity = stop, activity
+        self._breakers = {
+            using: Breaker(
+                using,
+                60.0,
+                kind="bulk operations in database",
+                follows="they are taken up again",
+            )
+            for using in databases
+        }
+        self._looked = dict.fromkeys(databases, 0.0)
+
+    def run(self) -> None:
+        """Work off until told to stop."""
+        asked = {
+            using: wakeups.Wakeup(using, wakeups.WORK) for using in self._breakers
+        }
+        kept_at = time.monotonic()
+        while not self._stopping.wait(1.0):
+            counting = time.monotonic() - kept_at > PERIOD.total_seconds()
+            kept_at = time.monotonic() if counting else kept_at
+            for using, wakeup in asked.items():
+                if self._is_time(using, wakeup, counting):
+                    self._work_off(using, counting)
+
+    def _is_time(self, using: str, asked: wakeups.Wakeup, counting: bool) -> bool:
+        if self._breakers[using].remaining or not outage.usable(using):
+            return False
+        calm = asked.heard and self._activity.calm
+        recent = time.monotonic() - self._looked[using] < RARELY
+        return asked.due() or not (calm and recent) or counting
+
+    def _work_off(self, using: str, counting: bool) -> None:
+        self._looked[using] = time.monotonic()
+        try:
+            if bulk.work_off(using, self._stopping):
+                self._activity.note()
+            if counting:
+                # Counted now, nobody has to wait for the chart later.
+                periods.remember(using, clock(using))
+            self._breakers[using].worked()
+        except Exception as error:
+            if not outage.note(using, error):
+                log.debug("a bulk operation failed", exc_info=True)
+                self._breakers[using].failed(error)
+        finally:
+            recycle()
