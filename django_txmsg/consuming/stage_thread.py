@@ -13,16 +13,13 @@ import sys
 import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from django.db import Error as AnyDatabaseError
 
 from .. import conf
 from ..brokers.base import Delivery, Session
 from ..errors import BrokerUnavailable
-from ..models import InboxMessage
 from ..models.inbox_parked import Parked
 from ..stages import Stage
 from ..upkeep import outage
@@ -33,21 +30,16 @@ from . import batch as batches
 from . import inbox, reading
 from .allowance import Allowance
 from .outcomes import Arrival, Interrupted, Outcome, Processed
+from .parking import NO_SESSION, Parking
 from .stage_middleware import prepared
 from .subscription import Subscription
 from .throttle import Throttle
 
 log = logging.getLogger("django_txmsg.stage_thread")
 
-#: Seconds that a parked message, once claimed, belongs to one worker.
-PARKED_LEASE = 60.0
 #: Longest pause, in seconds, before a delivery is tried again of which nothing could be
 #: decided.
 LONGEST_PAUSE = 10.0
-#: Deliveries that a busy stage takes between two parked messages.
-PARKED_SHARE = 16
-#: Messages in a row that it takes because the one before them has ended.
-FOLLOWERS = 16
 
 
 class StageThread:
@@ -70,9 +62,8 @@ class StageThread:
         self.stage, self.worker = prepared(stage), worker
         self.using = self.stage.definition.using
         self.paused = threading.Event()
-        #: Set by the consumer when parked messages of the stage are due: one query a
-        #: process finds out, and a stage that uses no database stays without one.
-        self.parked_due = threading.Event()
+        self._parking = Parking(self.stage)
+        self.parked_due = self._parking.due
         self.busy_since: float | None = None
         #: Whether it has asked the broker, and got nothing.
         self.dry = False
@@ -82,9 +73,6 @@ class StageThread:
         self._throttle, self._activity = throttle, activity
         self._allowance = allowance
         self._settings = conf.get()
-        self._since_parked = PARKED_SHARE
-        self._woken, self._followers = threading.Event(), 0
-        self._token = uuid.uuid4()
 
     def run(self) -> None:
         """Work until told to stop; what breaks outside is waited for."""
@@ -147,14 +135,11 @@ class StageThread:
         session = self._open()
         if session is None:
             return
-        # Parked messages get what is left of the time, and a share of it when nothing
-        # is left: poison must not hold up the others, nor they it for ever.
-        at_once = self._since_parked >= PARKED_SHARE or self._follows()
-        first = None if at_once else session.receive(0)
+        first = None if self._parking.comes_first() else session.receive(0)
         if first is None and self._work_parked(session):
-            self._since_parked = 0
+            self._parking.had_its_share()
             return
-        self._since_parked = min(self._since_parked, PARKED_SHARE - 1)
+        self._parking.had_its_turn()
         first = first or session.receive(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
         if first is None:
             self._subscription.worked()
@@ -173,7 +158,7 @@ class StageThread:
             self._close()
             return
         self._subscription.worked()
-        self._since_parked += len(deliveries)
+        self._parking.waited_for(len(deliveries))
         with self._throttle.turn():
             self._work(session, deliveries)
             if self._throttle.on:
@@ -239,17 +224,11 @@ class StageThread:
 
     def _work_parked(self, session: Session) -> bool:
         """Run one parked message that has become due, if there is one."""
-        if not self.parked_due.is_set():
-            return False
-        rows = InboxMessage.objects.db_manager(self.using)
-        parked = rows.claim_parked(
-            self.stage.name, self._token, PARKED_LEASE, self.stage.reads
-        )
+        parked = self._parking.claim()
         if parked is None:
-            self.parked_due.clear()
             return False
         if self._stopping.is_set():
-            rows.unpark(parked.seen.id, self._token)
+            self._parking.give_back(parked)
             return False
         delivery = reading.from_parked(
             parked.destination, parked.headers, parked.body, parked.seen.message_id
@@ -263,23 +242,12 @@ class StageThread:
             self._note(outcome)
         return True
 
-    def _follows(self) -> bool:
-        """Return whether a message has just ended for which others have waited: they
-        are next, so many in a row at most."""
-        if not self._woken.is_set():
-            self._followers = 0
-            return False
-        self._woken.clear()
-        self.parked_due.set()
-        self._followers += 1
-        return self._followers % FOLLOWERS > 0
-
     def _work_parked_without_broker(self) -> None:
         """Parked messages of stages with an inbox need no broker: an outage of it
         does not hold them up."""
         if self.stage.transaction == "outbox":
-            while not self._stopping.is_set() and self._work_parked(_NO_SESSION):
-                self._follows()
+            while not self._stopping.is_set() and self._work_parked(NO_SESSION):
+                self._parking.follows()
 
     def _arrival(
         self, session: Session, delivery: Delivery, parked: Parked | None = None
@@ -291,8 +259,8 @@ class StageThread:
             worker=self.worker,
             stop=self._stopping,
             parked=parked,
-            token=None if parked is None else self._token,
-            woken=self._woken,
+            token=None if parked is None else self._parking.token,
+            woken=self._parking.woken,
         )
 
     def _note(self, outcome: Outcome) -> None:
@@ -312,13 +280,3 @@ class StageThread:
     def _close(self) -> None:
         self.dry = False
         self._subscription.close()
-
-
-class _NoSession:
-    """Stands in for a broker session where none is used."""
-
-    def __getattr__(self, name: str) -> object:
-        raise BrokerUnavailable(f"no broker to {name} with")
-
-
-_NO_SESSION = cast(Session, _NoSession())

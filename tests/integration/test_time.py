@@ -19,7 +19,7 @@ from django.db import OperationalError, connection, connections
 from django.utils import timezone
 
 from django_txmsg import stages
-from django_txmsg.consuming import stage_thread
+from django_txmsg.consuming import parking
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
@@ -53,7 +53,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two others wait for its message, which is parked, or redelivered in place."""
-    monkeypatch.setattr(stage_thread, "PARKED_LEASE", LEASE)
+    monkeypatch.setattr(parking, "LEASE", LEASE)
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -109,7 +109,7 @@ def test_who_fails_after_another_has_processed_it_buries_nothing() -> None:
 
 def slow() -> None:
     """In the worker: a stage whose second attempt waits for a file."""
-    stage_thread.PARKED_LEASE = LEASE
+    parking.LEASE = LEASE
     go = Path(os.environ["GO"])
 
     def handler(message: Message) -> None:
