@@ -1,7 +1,8 @@
 """Around hop 8: one attempt, from the beginning of its transaction to its commit.
 
-Begin → run the stage, which stores what it sends → commit. What an exception of it
-means, `inbox.py` and `failing.py` say.
+Begin → run the stage, which stores what it sends → commit; and around all that, the
+middlewares that are outside of the transaction. What an exception of it means,
+`inbox.py` and `failing.py` say.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import uuid
 from django.db import connections
 from django.utils import timezone
 
-from .. import conf, signals, wire
+from .. import conf, signals, tracing, wire
 from ..brokers.base import Outgoing
+from ..django_internals import raw
 from ..envelope.message import Message
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, InvalidMessage
 from ..models import InboxMessage
@@ -25,10 +27,11 @@ from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from . import turns
 from .outcomes import Arrival, Processed
-from .transaction import StageTransaction, guarded
+from .transaction import StageTransaction, guarded, is_outage, lost_conflict
 
-#: Not named after this module: log configurations watch the name that it has had.
+#: Not named after this module: log configurations watch the names that they have had.
 log = logging.getLogger("django_txmsg.arrival")
+inbox_log = logging.getLogger("django_txmsg.inbox")
 
 #: Seconds in a handler from which on a row marked before it is marked again after it,
 #: so that `processed_at` is no more than this too early.
@@ -45,11 +48,50 @@ class LostRace(Exception):
 def run(
     arrival: Arrival, message: Message, seen: Seen | None, begun: bool
 ) -> Processed:
-    """Begin, run the stage, commit: the database first, then the broker. `begun` says
-    that the transaction has begun already, and has taken the message's row.
+    """Run one attempt, with the stage's middlewares around its transaction. `begun`
+    says that the transaction has begun already, and has taken the message's row.
 
-    Raises LostRace, and whatever the handler or a commit raises.
+    Raises LostRace, and whatever a middleware, the handler or a commit raises.
     """
+    outside, on = arrival.stage.outside, raw(connections[arrival.using])
+    with tracing.processing(message, arrival.stage.name):
+        if outside is None:
+            return _in_transaction(arrival, message, seen, begun)
+        ended: list[Processed | LostRace] = []
+
+        def transact(given: Message) -> None:
+            try:
+                ended.append(_in_transaction(arrival, given, seen, begun))
+            except LostRace as lost:
+                ended.append(lost)  # processed, by somebody else
+
+        def final(error: BaseException) -> bool:
+            """What is not the message's fault is no middleware's affair."""
+            faultless = isinstance(error, NOT_HANDLERS) or lost_conflict(error)
+            return faultless or is_outage(error, on)
+
+        try:
+            outside.run(message, transact, final)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as late:
+            if not ended:
+                raise
+            inbox_log.exception(
+                "a middleware around stage %r raised after the commit; the message is "
+                "processed and is not processed again: %s",
+                arrival.stage.name,
+                late,
+            )
+    if isinstance(ended[0], LostRace):
+        raise ended[0]
+    return ended[0]
+
+
+def _in_transaction(
+    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+) -> Processed:
+    """Begin, run the stage, commit: the database first, then the broker."""
     stage, session = arrival.stage, arrival.session
     began = time.monotonic()
     inbox = InboxMessage.objects.db_manager(arrival.using)

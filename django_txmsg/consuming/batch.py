@@ -24,7 +24,7 @@ from . import failing, inbox, reading, turns
 from .attempt import NOT_HANDLERS, announce_processed, stage_scope
 from .outcomes import Arrival, Duplicate, Outcome, Processed
 from .savepoints import Savepoints
-from .transaction import StageTransaction, guarded, lost_conflict
+from .transaction import StageTransaction, guarded, is_outage, lost_conflict
 
 Work = tuple[Arrival, Message, Seen]
 
@@ -108,7 +108,7 @@ def _together(
     except NOT_HANDLERS:
         raise
     except BaseException as error:
-        if failing.is_outage(error, on):
+        if is_outage(error, on):
             raise
         # The commit failed for all: run each in a transaction of its own, so that the
         # one at fault is found.

@@ -20,7 +20,6 @@ from ..envelope.redelivery import Dead, decide
 from ..errors import BrokerUnavailable, DecodeError, NewerCodeNeeded
 from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
-from ..upkeep import outage
 from ..upkeep.connections import close_broken
 from . import reading, turns
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
@@ -170,15 +169,6 @@ def bury(
             turns.aside(arrival, seen)
             turns.wake(arrival)
     return Dead(reason)
-
-
-def is_outage(error: BaseException, raw: Any) -> bool:
-    """Return whether it was the broker that failed, or the database of the stage's own
-    transaction, and not the message. `raw` is the driver's connection it ran on: what
-    the handler asks elsewhere is the handler's affair, and leaves that one open."""
-    if isinstance(error, BrokerUnavailable):
-        return True
-    return outage.is_away(error) and bool(getattr(raw, "closed", False))
 
 
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:

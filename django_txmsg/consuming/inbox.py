@@ -7,7 +7,6 @@ Whatever is killed between two of these steps, the next arrival goes on from the
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 import uuid
@@ -17,19 +16,11 @@ from dataclasses import replace
 
 from django.db import DatabaseError, connections, transaction
 
-from .. import signals, tracing
-from ..django_internals import (
-    abandon,
-    begins_early,
-    raw,
-)
+from .. import signals
+from ..django_internals import abandon, begins_early, raw
 from ..envelope.failure import Failure
 from ..envelope.message import Message
-from ..errors import (
-    DecodeError,
-    DispatchRejected,
-    NewerCodeNeeded,
-)
+from ..errors import DecodeError, DispatchRejected, NewerCodeNeeded
 from ..models import InboxMessage, OutboxMessage
 from ..models.inbox_record import Seen
 from ..models.outbox import PENDING
@@ -38,11 +29,9 @@ from ..upkeep import outage
 from ..upkeep.leases import Lease
 from . import reading, turns
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
-from .failing import bury, failed, is_outage, unreadable
+from .failing import bury, failed, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Processed
-from .transaction import lost_conflict
-
-log = logging.getLogger("django_txmsg.inbox")
+from .transaction import is_outage, lost_conflict
 
 #: What cannot be read of a message that nobody can wait for, since its id is not to be
 #: trusted or its headers are not to be kept.
@@ -94,7 +83,7 @@ def _process(arrival: Arrival) -> Outcome:
             # In a copy of this thread's context: what an attempt leaves there, the next
             # one does not find.
             given = message.attempted(attempt)
-            return copy_context().run(_attempt, arrival, given, seen, begun)
+            return copy_context().run(run, arrival, given, seen, begun)
         except LostRace:
             return turns.lost(arrival, seen)
         except NOT_HANDLERS:
@@ -138,46 +127,6 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     attempts = 0 if arrival.parked is None else 1
     waiting = turns.out_of_turn(arrival, seen, attempts=attempts)
     return waiting or unreadable(arrival, error, seen)
-
-
-def _attempt(
-    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
-) -> Processed:
-    """Run one attempt, as `attempt.run()` does, with the stage's middlewares around its
-    transaction."""
-    outside, on = arrival.stage.outside, raw(connections[arrival.using])
-    with tracing.processing(message, arrival.stage.name):
-        if outside is None:
-            return run(arrival, message, seen, begun)
-        ended: list[Processed | LostRace] = []
-
-        def transact(given: Message) -> None:
-            try:
-                ended.append(run(arrival, given, seen, begun))
-            except LostRace as lost:
-                ended.append(lost)  # processed, by somebody else
-
-        def final(error: BaseException) -> bool:
-            """What is not the message's fault is no middleware's affair."""
-            faultless = isinstance(error, NOT_HANDLERS) or lost_conflict(error)
-            return faultless or is_outage(error, on)
-
-        try:
-            outside.run(message, transact, final)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as late:
-            if not ended:
-                raise
-            log.exception(
-                "a middleware around stage %r raised after the commit; the message is "
-                "processed and is not processed again: %s",
-                arrival.stage.name,
-                late,
-            )
-    if isinstance(ended[0], LostRace):
-        raise ended[0]
-    return ended[0]
 
 
 def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:

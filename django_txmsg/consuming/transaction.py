@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 from django.db import DatabaseError, connections
 
@@ -20,9 +21,15 @@ from ..django_internals import (
     refuses_durable,
     roll_back_blocks,
 )
-from ..errors import BlockLeftOpen, DurableInStage, SwallowedDatabaseError
+from ..errors import (
+    BlockLeftOpen,
+    BrokerUnavailable,
+    DurableInStage,
+    SwallowedDatabaseError,
+)
 from ..sending.block import Block
 from ..stages import TransactionDefinition
+from ..upkeep import outage
 
 log = logging.getLogger("django_txmsg.demarcation")
 
@@ -68,6 +75,15 @@ def lost_conflict(error: BaseException) -> bool:
     which a repetition mends: a serialization failure or a deadlock."""
     state = getattr(error.__cause__, "sqlstate", None)
     return isinstance(error, DatabaseError) and state in ("40001", "40P01")
+
+
+def is_outage(error: BaseException, raw: Any) -> bool:
+    """Return whether it was the broker that failed, or the database of the stage's own
+    transaction, and not the message. `raw` is the driver's connection it ran on: what
+    the handler asks elsewhere is the handler's affair, and leaves that one open."""
+    if isinstance(error, BrokerUnavailable):
+        return True
+    return outage.is_away(error) and bool(getattr(raw, "closed", False))
 
 
 class StageTransaction:
