@@ -104,7 +104,7 @@ def _in_transaction(
         with StageTransaction(stage.definition, begun=begun) as transaction:
             if stage.transaction == "outbox" and not begun:
                 assert seen is not None
-                if not inbox.take(seen.id, arrival.token, turns.of(arrival)):
+                if not inbox.take(seen.id, arrival.token, arrival.turn):
                     raise LostRace
             # Left before the commit: its hooks are no part of the stage any more.
             with in_scope(scope):

@@ -114,8 +114,8 @@ def _process(arrival: Arrival) -> Outcome:
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     """Bury what the stage cannot read, or keep it for code that can. In an ordered
     stage even that waits for its turn, and its followers find it in the inbox."""
-    keyed = turns.of(arrival) is not None
-    if not keyed or isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS:
+    at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
+    if arrival.turn is None or at_once:
         return unreadable(arrival, error)
     seen = None if arrival.parked is None else arrival.parked.seen
     if seen is None:
@@ -189,7 +189,7 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
                 message,
                 stage.definition.isolation,
                 mark,
-                turns.of(arrival),
+                arrival.turn,
             )
         except DatabaseError as error:
             if outage.is_away(error):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import uuid
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from .. import wire
 from ..brokers.base import Delivery, Session
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models.inbox_parked import Parked
+from ..models.inbox_turn import Turn
 from ..stages import Stage
 
 
@@ -80,3 +83,14 @@ class Arrival:
     def using(self) -> str:
         """The database alias of the stage's transaction, and of its inbox."""
         return self.stage.definition.using
+
+    @cached_property
+    def turn(self) -> Turn | None:
+        """The place of the message among those of its key, where that matters: at an
+        ordered stage, for a message with a key."""
+        stage, headers = self.stage, self.delivery.headers
+        key = stage.ordered and headers.get(wire.KEY, "")[:255].replace("\x00", "")
+        if not key:
+            return None
+        after_id, after_at = wire.after(headers) or (None, None)
+        return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)

@@ -65,7 +65,7 @@ _in_hand = _InHand()
 def in_hand(arrival: Arrival) -> Iterator[None]:
     """Around the work on one message: its follower in another thread waits a moment,
     as it does for its own predecessor."""
-    turn = of(arrival)
+    turn = arrival.turn
     if turn is None:
         yield
         return
@@ -76,23 +76,12 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
         yield
 
 
-def of(arrival: Arrival) -> Turn | None:
-    """Return the place of a message among those of its key, where that matters: at an
-    ordered stage, of a message with a key."""
-    stage, headers = arrival.stage, arrival.delivery.headers
-    key = stage.ordered and headers.get(wire.KEY, "")[:255].replace("\x00", "")
-    if not key:
-        return None
-    after_id, after_at = wire.after(headers) or (None, None)
-    return Turn(stage.name, key, stage.ordered == "skip", after_id, after_at)
-
-
 def out_of_turn(
     arrival: Arrival, seen: Seen, *, attempts: int = 1
 ) -> Waiting | Duplicate | None:
     """Park a message whose turn has not come; None when it has. `attempts` were counted
     for it."""
-    turn = of(arrival)
+    turn = arrival.turn
     rows = InboxMessage.objects.db_manager(arrival.using)
     if turn is None or rows.has_come(turn):
         return None
@@ -104,7 +93,7 @@ def lost(
 ) -> Waiting | Duplicate:
     """Say what becomes of a message that could not be taken: settled by a copy, or put
     aside as its key is in other hands, or its turn has not come."""
-    turn = of(arrival)
+    turn = arrival.turn
     if turn is None or seen is None:
         return Duplicate()
     waiting = out_of_turn(arrival, seen, attempts=attempts)
@@ -113,20 +102,20 @@ def lost(
 
 def wake(arrival: Arrival) -> None:
     """Make the follower of a message due, as the last thing in its transaction."""
-    if of(arrival) is not None:
+    if arrival.turn is not None:
         _wake([arrival])
 
 
 def wake_all(arrivals: Sequence[Arrival]) -> None:
     """Make the followers of messages due that end in one transaction."""
-    keyed = [arrival for arrival in arrivals if of(arrival) is not None]
+    keyed = [arrival for arrival in arrivals if arrival.turn is not None]
     if keyed:
         _wake(keyed)
 
 
 def aside(arrival: Arrival, seen: Seen) -> None:
     """Note the key of a message that failed, which its followers wait for."""
-    turn = of(arrival)
+    turn = arrival.turn
     if turn is not None:
         InboxMessage.objects.db_manager(arrival.using).aside(seen.id, turn)
 
@@ -144,7 +133,7 @@ def in_order(arrivals: Sequence[Arrival]) -> list[int]:
     """Return the places of arrivals, those of a key in that one's order."""
 
     def place(number: int) -> dt.datetime:
-        turn = of(arrivals[number])
+        turn = arrivals[number].turn
         return turn.after_at or _FIRST if turn is not None else _FIRST
 
     return sorted(range(len(arrivals)), key=place)
@@ -156,7 +145,7 @@ class Admission:
     def __init__(self, arrivals: Sequence[Arrival]) -> None:
         self._done: set[object] = set()
         self._keys: set[str] = set()
-        turns = [turn for turn in map(of, arrivals) if turn is not None]
+        turns = [one.turn for one in arrivals if one.turn is not None]
         if not turns:
             return
         rows = InboxMessage.objects.db_manager(arrivals[0].using)
@@ -167,7 +156,7 @@ class Admission:
 
     def admits(self, arrival: Arrival) -> bool:
         """Return whether it is the message's turn."""
-        turn = of(arrival)
+        turn = arrival.turn
         if turn is None:
             return True
         come = turn.after_id is None or turn.after_id in self._done
