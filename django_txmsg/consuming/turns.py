@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from .. import conf, wire
 from ..models import InboxMessage, StageState
 from ..models.inbox_record import Seen
+from ..models.inbox_release import ASKED
 from ..models.inbox_turn import Turn
-from ..models.inbox_waiting import ASKED
 from ..stages import Stage
 from . import reading
 from .outcomes import Arrival, Duplicate, Waiting

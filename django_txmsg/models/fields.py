@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from django.db import connections, models
@@ -124,13 +125,16 @@ def prepared(model: type[models.Model], name: str, value: Any, connection: Any) 
 
 
 def ids_sql(
-    connection: Any, column: str, ids: list[int] | list[str]
+    connection: Any,
+    column: str,
+    ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
 ) -> tuple[str, list[Any]]:
     """Return a condition that `column` is one of `ids`, and its parameters."""
     if connection.vendor == "postgresql":
-        return f"{column} = ANY(%s)", [ids]
+        return f"{column} = ANY(%s)", [list(ids)]
     condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours
-    return condition, [json.dumps(ids)]
+    given = [one.hex if isinstance(one, uuid.UUID) else one for one in ids]
+    return condition, [json.dumps(given)]
 
 
 def read_instant(value: Any) -> Any:

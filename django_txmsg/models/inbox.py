@@ -14,8 +14,8 @@ from django.db.models.functions import Now
 
 from .fields import ids_sql, now_sql, prepared
 from .inbox_record import OPEN, PROCESSED
+from .inbox_release import ReleaseManager
 from .inbox_turn import Turn, turn_sql
-from .inbox_waiting import WaitingManager
 
 
 class InboxState(models.TextChoices):
@@ -26,7 +26,7 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-class InboxManager(WaitingManager):
+class InboxManager(ReleaseManager):
     """The transitions of received messages, each in a single statement."""
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
@@ -73,7 +73,7 @@ class InboxManager(WaitingManager):
         if token is not None:
             condition = "lease_token = %s"
             parameters = [pk, prepared(self.model, "lease_token", token, connection)]
-        come, values = turn_sql(connection, turn)
+        come, values = turn_sql(self.model, connection, turn)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only

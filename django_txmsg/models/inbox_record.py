@@ -117,7 +117,7 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         if isolation is None and own is not None:
             isolation = own.name.replace("_", " ")
         level = f" ISOLATION LEVEL {isolation}" if isolation else ""
-        come, values = turn_sql(connection, turn)
+        come, values = turn_sql(self.model, connection, turn)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only

@@ -12,8 +12,12 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import read_uuid
+from django.db import models
 
+from .fields import prepared
+
+#: Due when its predecessor says so.
+NEVER = "9000-01-01 00:00:00"
 _INBOX, _LETTERS = "django_txmsg_inboxmessage", "django_txmsg_deadletter"
 
 
@@ -41,12 +45,46 @@ def passed_sql(message: str, stage: str, *, skips: bool) -> str:
     its followers at a `stage` (in SQL, used once) go."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
-        f" AND p.stage = {stage} AND CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
-        f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END)"
+        f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
     )
 
 
-def turn_sql(connection: Any, turn: Turn | None) -> tuple[str, list[Any]]:
+def passes_sql(*, skips: bool) -> str:
+    """Return the condition that the row `p` of the inbox lets its followers go."""
+    return (
+        "CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
+        f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END"
+    )
+
+
+def waits_sql(row: str) -> str:
+    """Return the condition that a row waits for its turn: it names its predecessor and
+    is in nobody's hands. Once it is claimed, its transaction may have said already that
+    it ends."""
+    return (
+        f"{row}.waits_for IS NOT NULL AND {row}.lease_token IS NULL"
+        f" AND {row}.processed_at IS NULL AND {row}.dead_at IS NULL"
+    )
+
+
+def behind_sql(row: str) -> str:
+    """Return the condition that the predecessor of a row waits itself."""
+    return (
+        f"EXISTS (SELECT 1 FROM {_INBOX} w WHERE w.message_id = {row}.waits_for"  # noqa: S608 - constants only
+        f" AND w.stage = {row}.stage AND {waits_sql('w')})"
+    )
+
+
+def never_sql(connection: Any) -> str:
+    """Return SQL for when one is due whose predecessor says so."""
+    if connection.vendor == "postgresql":
+        return f"'{NEVER}+00'::timestamptz"
+    return f"'{NEVER}'"
+
+
+def turn_sql(
+    model: type[models.Model], connection: Any, turn: Turn | None
+) -> tuple[str, list[Any]]:
     """Return a further condition of taking a message, and its parameters: its turn has
     come, and no other transaction has one of its key. Nothing for one without a turn.
 
@@ -58,7 +96,8 @@ def turn_sql(connection: Any, turn: Turn | None) -> tuple[str, list[Any]]:
     parameters: list[Any] = []
     if turn.after_id is not None:
         conditions.append(passed_sql("%s", "%s", skips=turn.skips))
-        parameters += [uuid_value(connection, turn.after_id), turn.stage]
+        before = prepared(model, "message_id", turn.after_id, connection)
+        parameters += [before, turn.stage]
     if connection.vendor == "postgresql":
         # SQLite has one writer at a time: whoever has taken a message is alone.
         conditions.append("pg_try_advisory_xact_lock(%s)")
@@ -69,17 +108,6 @@ def turn_sql(connection: Any, turn: Turn | None) -> tuple[str, list[Any]]:
         return f" AND {conditions[0]}", parameters
     asked, locked = conditions
     return f" AND CASE WHEN {asked} THEN {locked} ELSE FALSE END", parameters
-
-
-def uuid_value(connection: Any, value: uuid.UUID) -> Any:
-    """Return an id as the database takes it."""
-    return value if connection.vendor == "postgresql" else value.hex
-
-
-def read_id(value: Any) -> uuid.UUID:
-    """Return an id from a raw column."""
-    found: uuid.UUID = read_uuid(value)
-    return found
 
 
 def _dead_sql(skips: bool) -> str:

@@ -54,7 +54,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """Keep the rows with these unique keys from leaving before the open transaction
         ends, and return their primary keys. What has expired loses its key."""
         connection, table = connections[self.db], self.model._meta.db_table
-        having, keys = ids_sql(connection, "unique_key", list(unique_keys))
+        having, keys = ids_sql(connection, "unique_key", unique_keys)
         # In the words of the index.
         pending = f"{having} AND dispatched_at IS NULL AND dead_at IS NULL"
         # A claim skips the row then, and who else wants to hold it does not wait.
