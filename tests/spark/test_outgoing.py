@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
-from django_txmsg.spark.jobs.archive import ArchiveOptions
+from django_txmsg.spark.jobs.archive_options import ArchiveOptions
 from django_txmsg.spark.schemas import STAGED
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.staging import Brought, Staging

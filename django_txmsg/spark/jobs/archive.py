@@ -8,12 +8,11 @@ above the mark are settled row by row by the next run, whatever has left them th
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from pyspark.sql import SparkSession
 
@@ -24,36 +23,17 @@ from ..progress import Progress
 from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
 from .agreement import Agreement
+from .archive_options import ArchiveOptions, cores_of, tasks_on
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
 from .settling import Settled, Settling
 
 Step = Callable[[str], None]
 #: Batches that are planned before the first of them is in the lake, at most.
 MAX_WAVE = 64
-#: Connections that tasks open to a database side by side, unless told otherwise.
-MAX_TASKS = 16
 
 
 def no_step(step: str) -> None:
     """Do nothing between the steps of the protocol."""
-
-
-@dataclass(frozen=True)
-class ArchiveOptions:
-    """How an archive works. What works side by side has a server process beside it,
-    and takes the processors from whoever sends a message meanwhile."""
-
-    older_than: timedelta
-    batch_rows: int = 100_000
-    batches: int = 0
-    """Batches that one Spark job writes; 0 is four for each core."""
-    tasks: int = 0
-    """Tasks that write side by side; 0 leaves it to `tasks_on()`."""
-    purges: int = 1
-    """Transactions that delete side by side, on PostgreSQL."""
-    vacuum: bool = True
-    accept_loss: bool = False
-    """Go on where the lake has lost batches that this database has deleted."""
 
 
 @dataclass(frozen=True)
@@ -290,21 +270,3 @@ class Archiver:
             self._count(settled, number)
             self._advance(number, settled.rows)
         self.on_step("purged")
-
-
-def cores_of(spark: SparkSession | None) -> int:
-    """Return how many tasks can work at once."""
-    if spark is None:
-        return os.cpu_count() or 1
-    return spark.sparkContext.defaultParallelism
-
-
-def tasks_on(spark: SparkSession | None) -> int:
-    """Return how many tasks write side by side, or wait for a core: two for each, and
-    no more than a database has connections to spare. On one machine it is half its
-    cores, since the database that is read needs the others.
-    """
-    cores = cores_of(spark)
-    if spark is None or (spark.sparkContext.master or "").startswith("local"):
-        return max(1, cores // 2)
-    return min(MAX_TASKS, 2 * cores)

@@ -16,7 +16,8 @@ from ..runs import Run
 from ..schemas import TABLES, Table
 from ..session import running
 from ..spec import JobSpec, SourceSpec
-from .archive import ArchiveOptions, Archiver
+from .archive import Archiver
+from .archive_options import ArchiveOptions
 from .outcome import Outcome, started
 
 #: Rows that one process has archived by the time that Spark would have started.
