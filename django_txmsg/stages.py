@@ -8,30 +8,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from django.utils.module_loading import import_string
 
 from . import codecs, conf, wire
-from .envelope.handler import accepted, bound
+from .envelope.handler import Body, Declaring, Handler, accepted, bound, path_of
 from .envelope.message import Message, check_destination
 from .envelope.redelivery import RedeliveryPolicy
+from .envelope.transaction_definition import (
+    TransactionDefinition as TransactionDefinition,
+)
+from .envelope.transaction_definition import TransactionMode, check_mode
 from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
 from .sending.destination import Destination
-
-TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only"]
-TRANSACTION_MODES: tuple[TransactionMode, ...] = (
-    "outbox",
-    "best_effort_1pc",
-    "broker_only",
-)
-ISOLATION_LEVELS = (
-    "read uncommitted",
-    "read committed",
-    "repeatable read",
-    "serializable",
-)
 
 #: Seconds that a handler can be given at most: PostgreSQL counts them in milliseconds,
 #: in an integer.
@@ -39,48 +30,7 @@ MAX_TIMEOUT = 7 * 86_400.0
 Order = Literal["block", "skip"]
 ORDERS: tuple[Order, ...] = ("block", "skip")
 
-Handler = Callable[[Message], Any]
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-Body = TypeVar("Body")
-Result = TypeVar("Result")
-
-
-class Declaring(Protocol[Body]):
-    """What `@stage` does with the handler of a typed destination."""
-
-    @overload
-    def __call__(
-        self, handler: Callable[[Message], Result], /
-    ) -> Callable[[Message], Result]: ...
-    @overload
-    def __call__(
-        self, handler: Callable[[Body], Result], /
-    ) -> Callable[[Body], Result]: ...
-    @overload
-    def __call__(
-        self, handler: Callable[[Body, Message], Result], /
-    ) -> Callable[[Body, Message], Result]: ...
-
-
-@dataclass(frozen=True)
-class TransactionDefinition:
-    """The database transaction of a stage: its alias and its isolation level.
-
-    `isolation` None is the connection's own level, READ COMMITTED by default.
-    """
-
-    using: str = "default"
-    isolation: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.isolation is not None:
-            level = self.isolation.lower().replace("_", " ")
-            if level not in ISOLATION_LEVELS:
-                raise ConfigurationError(
-                    f"isolation={self.isolation!r} is none of "
-                    f"{', '.join(ISOLATION_LEVELS)}."
-                )
-            object.__setattr__(self, "isolation", level)
 
 
 @dataclass(frozen=True)
@@ -282,11 +232,12 @@ def stage(
 
 def register(declared: Stage) -> None:
     """Make a stage known. Raises ConfigurationError when its name is taken."""
-    known = _stages.get(declared.name)
-    if known is not None and _origin(known) != _origin(declared):
+    known = _stages.get(declared.name, declared)
+    first, second = path_of(known.handler), path_of(declared.handler)
+    if first != second:
         raise ConfigurationError(
-            f"Two stages are named {declared.name!r}: {_origin(known)} and "
-            f"{_origin(declared)}. Give one of them another name=."
+            f"Two stages are named {declared.name!r}: {first} and {second}. Give one "
+            f"of them another name=."
         )
     _stages[declared.name] = declared
 
@@ -333,10 +284,7 @@ def _check(
     timeout: float | None,
     ordered: str | None,
 ) -> None:
-    if transaction not in TRANSACTION_MODES:
-        raise ConfigurationError(
-            f"transaction={transaction!r} is none of {', '.join(TRANSACTION_MODES)}."
-        )
+    check_mode(transaction)
     TransactionDefinition(isolation=isolation)
     if concurrency < 1 or batch < 1:
         raise ConfigurationError("concurrency and batch must be 1 or more.")
@@ -350,8 +298,3 @@ def _check(
         raise ConfigurationError(
             f"ordered={ordered!r} is none of {', '.join(ORDERS)}, or None."
         )
-
-
-def _origin(declared: Stage) -> str:
-    handler = declared.handler
-    return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"

@@ -28,11 +28,11 @@ from ..consuming.attempt import MARK_AGAIN_AFTER
 from ..consuming.transaction import StageTransaction, guarded, lost_conflict
 from ..django_internals import in_block
 from ..envelope.message import Message
+from ..envelope.transaction_definition import TransactionDefinition
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..sending import storing
 from ..sending.scope import Scope, in_scope
-from ..stages import TransactionDefinition
 from ..upkeep import outage
 from . import running
 from .calling import identity, place

@@ -19,9 +19,10 @@ from typing import Any
 from django.db import OperationalError, connections
 
 from ..django_internals import in_block, in_testcase, raw
+from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import StageTimedOut
-from ..stages import Handler, Stage
+from ..stages import Stage
 
 log = logging.getLogger("django_txmsg.deadline")
 

@@ -22,9 +22,10 @@ from django.core.exceptions import MiddlewareNotUsed
 from django.utils.module_loading import import_string
 
 from .. import conf
+from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import ConfigurationError, MiddlewareMisused
-from ..stages import CallNext, Handler, Stage
+from ..stages import CallNext, Stage
 from . import deadline
 
 log = logging.getLogger("django_txmsg.stage_middleware")

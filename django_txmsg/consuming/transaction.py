@@ -21,6 +21,7 @@ from ..django_internals import (
     refuses_durable,
     roll_back_blocks,
 )
+from ..envelope.transaction_definition import TransactionDefinition
 from ..errors import (
     BlockLeftOpen,
     BrokerUnavailable,
@@ -28,7 +29,6 @@ from ..errors import (
     SwallowedDatabaseError,
 )
 from ..sending.block import Block
-from ..stages import TransactionDefinition
 from ..upkeep import outage
 
 log = logging.getLogger("django_txmsg.demarcation")

@@ -9,13 +9,34 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar, overload
 
 from ..errors import ConfigurationError
 from .message import Message
 
+Handler = Callable[[Message], Any]
+Body = TypeVar("Body")
+Result = TypeVar("Result")
+
 #: Annotations of a first argument that is the message, as JSON gives its body.
 _THE_MESSAGE = (Message, Any, object, inspect.Parameter.empty)
+
+
+class Declaring(Protocol[Body]):
+    """What `@stage` does with the handler of a typed destination."""
+
+    @overload
+    def __call__(
+        self, handler: Callable[[Message], Result], /
+    ) -> Callable[[Message], Result]: ...
+    @overload
+    def __call__(
+        self, handler: Callable[[Body], Result], /
+    ) -> Callable[[Body], Result]: ...
+    @overload
+    def __call__(
+        self, handler: Callable[[Body, Message], Result], /
+    ) -> Callable[[Body, Message], Result]: ...
 
 
 def accepted(handler: Callable[..., Any]) -> Any:
@@ -35,7 +56,7 @@ def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
     needed = [one for one in _positional(handler) if one.default is one.empty]
     if len(needed) > 2:
         raise ConfigurationError(
-            f"{_name(handler)} takes {len(needed)} arguments: a handler takes a "
+            f"{path_of(handler)} takes {len(needed)} arguments: a handler takes a "
             f"message, a body, or a body and its message."
         )
     if len(needed) == 2:
@@ -83,11 +104,12 @@ def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
         if given.rpartition(".")[2] == Message.__name__:
             return Message
         raise ConfigurationError(
-            f"The annotation {given!r} of {_name(handler)} is unknown: {error}. "
+            f"The annotation {given!r} of {path_of(handler)} is unknown: {error}. "
             f"Import the class where the handler's module is run, and not under "
             f"TYPE_CHECKING."
         ) from None
 
 
-def _name(handler: Callable[..., Any]) -> str:
+def path_of(handler: Callable[..., Any]) -> str:
+    """Return the name of a function, with its module's."""
     return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import ConfigurationError
+from .handler import path_of
 from .message_type import MAX_VERSION, is_name
 
 Upgrader = Callable[[Any], Any]
@@ -31,10 +32,10 @@ def upgrade(name: str, *, from_version: int) -> Callable[[Decorated], Decorated]
         )
 
     def declare(upgrader: Decorated) -> Decorated:
-        known = _upgraders.get((name, from_version))
-        if known is not None and _origin(known) != _origin(upgrader):
+        known = _upgraders.get((name, from_version), upgrader)
+        if path_of(known) != path_of(upgrader):
             raise ConfigurationError(
-                f"{_origin(known)} and {_origin(upgrader)} both upgrade {name!r} from "
+                f"{path_of(known)} and {path_of(upgrader)} both upgrade {name!r} from "
                 f"version {from_version}. Keep one of them."
             )
         _upgraders[name, from_version] = upgrader
@@ -68,7 +69,3 @@ def last_break(name: str, version: int) -> int:
     """Return the oldest version that has no upgrader between it and `version`."""
     breaks = [one for (of, one) in _upgraders if of == name and one < version]
     return max(breaks, default=0) + 1
-
-
-def _origin(upgrader: Upgrader) -> str:
-    return f"{upgrader.__module__}.{getattr(upgrader, '__qualname__', upgrader)}"

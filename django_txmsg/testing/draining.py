@@ -30,6 +30,7 @@ from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
 from ..consuming.stage_middleware import Chain, prepared
 from ..envelope import serializers
 from ..envelope.broker_url import split_url
+from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import Redeliver, Refuse
@@ -39,7 +40,7 @@ from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..relaying.dispatcher import stop_dispatchers
 from ..relaying.lane import Lane
-from ..stages import Handler, Stage, find
+from ..stages import Stage, find
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.
 _LEASE = 86_400

@@ -15,10 +15,10 @@ from django.db import transaction
 from django_txmsg import Refuse, jms
 from django_txmsg.brokers import get_broker
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.transaction_definition import TRANSACTION_MODES
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.sending.outbox import send_message
-from django_txmsg.stages import TRANSACTION_MODES
 from tests.app.models import Effect, Order
 from tests.faults import Proxy, wait_until
 from tests.running import committing, declared, put, running, send, ship, txmsg

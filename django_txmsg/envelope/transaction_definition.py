@@ -1,0 +1,53 @@
+"""How a stage's transaction is drawn: its mode, its database and its isolation level.
+
+Pure: no Django, no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ConfigurationError
+
+TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only"]
+TRANSACTION_MODES: tuple[TransactionMode, ...] = (
+    "outbox",
+    "best_effort_1pc",
+    "broker_only",
+)
+ISOLATION_LEVELS = (
+    "read uncommitted",
+    "read committed",
+    "repeatable read",
+    "serializable",
+)
+
+
+def check_mode(mode: str) -> None:
+    """Raise ConfigurationError for what is no transaction mode."""
+    if mode not in TRANSACTION_MODES:
+        raise ConfigurationError(
+            f"transaction={mode!r} is none of {', '.join(TRANSACTION_MODES)}."
+        )
+
+
+@dataclass(frozen=True)
+class TransactionDefinition:
+    """The database transaction of a stage: its alias and its isolation level.
+
+    `isolation` None is the connection's own level, READ COMMITTED by default.
+    """
+
+    using: str = "default"
+    isolation: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.isolation is not None:
+            level = self.isolation.lower().replace("_", " ")
+            if level not in ISOLATION_LEVELS:
+                raise ConfigurationError(
+                    f"isolation={self.isolation!r} is none of "
+                    f"{', '.join(ISOLATION_LEVELS)}."
+                )
+            object.__setattr__(self, "isolation", level)
