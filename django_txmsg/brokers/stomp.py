@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 from .. import jms, wire
 from ..envelope.broker_url import hurry, split_url
 from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
-from ..jms.dialects import MAX_PROPERTY
+from ..jms.rabbitmq_dialect import MAX_PROPERTY
 from . import java
 from .base import Broker, Delivery, Outgoing, Session
 from .stomp_errors import asked, outcome

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta, timezone
 
 from . import frames
 from .destination import Destination
-from .dialects import Dialect
+from .dialect import Dialect
 from .errors import MessageFormatError, UnsupportedOperationError
 from .message import (
     ID_HEADER,

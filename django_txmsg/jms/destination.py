@@ -1,6 +1,6 @@
 """The place on a broker a message is sent to or received from: a queue or a topic.
 
-Only here and in ``dialects`` do the words queue and topic have a meaning; above,
+Only here and in a ``Dialect`` do the words queue and topic have a meaning; above,
 a destination is a plain name (``orders.place``) or ``topic:orders.placed``.
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from .closing import Closing
-from .dialects import Dialect
+from .dialect import Dialect
 from .errors import IllegalStateError, MessagingError
 from .link import Link
 from .options import Options
