@@ -18,7 +18,7 @@ from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
 from . import conf
-from .django_internals import View, is_non_atomic, wrap_views
+from .django_internals.views import View, is_non_atomic, wrap_views
 from .sending.scope import enter_scope
 from .sessions import idempotency
 from .sessions.session import OutboxSession

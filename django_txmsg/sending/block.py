@@ -12,13 +12,13 @@ from typing import Any
 from django.db import connections, transaction
 
 from ..django_internals import (
-    LateAtomic,
     cause_of_rollback,
     hear_rollbacks,
     in_block,
     is_broken,
     must_roll_back,
 )
+from ..django_internals.late_atomic import LateAtomic
 
 
 class Block:
