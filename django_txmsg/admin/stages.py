@@ -4,43 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.contrib import admin, messages
+from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.db import router
+from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import path
-from django.views.decorators.http import require_POST
 
 from ..models import DeadLetter, InboxMessage, StageState, Worker
 from ..models.dead_letter import Resolution
 from ..monitoring import status
 from ..stages import all_stages
-from . import contract, display
-from .addresses import led
-from .audit import audit
-from .base import ReadOnlyAdmin
+from . import contract
 from .inbox import attempts_allowed
+from .pausing import PausableAdmin
 
 
 @admin.register(StageState)
-class StageAdmin(ReadOnlyAdmin):
+class StageAdmin(PausableAdmin):
     """One page for all stages, declared here or known from what they left behind."""
 
+    kind, noun, called, field = "stage", "stage", "stage", "stage"
+    follows = " Its consumers obey within two seconds."
+
     def get_urls(self) -> list[Any]:
-        """Add the buttons' addresses."""
+        """Add the contract's address."""
         wrap = self.admin_site.admin_view
         return [
-            path(
-                "pause/",
-                wrap(require_POST(self.pause)),
-                name="django_txmsg_stage_pause",
-            ),
-            path(
-                "resume/",
-                wrap(require_POST(self.resume)),
-                name="django_txmsg_stage_resume",
-            ),
             path("contract/", wrap(self.contract), name="django_txmsg_contract"),
             *super().get_urls(),
         ]
@@ -66,7 +57,7 @@ class StageAdmin(ReadOnlyAdmin):
                 )
                 for _, place in sorted(picture.stages.items())
             ],
-            "may_pause": request.user.has_perm("django_txmsg.pause_stage"),
+            "may_pause": self.may_pause(request),
         }
         return render(request, "admin/django_txmsg/stages.html", context)
 
@@ -76,38 +67,17 @@ class StageAdmin(ReadOnlyAdmin):
             raise PermissionDenied
         return contract.show(request, self.page_context(request, "Contract"))
 
-    def pause(self, request: HttpRequest) -> HttpResponse:
-        """Hold a stage: its consumers finish what they have and take nothing new."""
-        return self._set(request, paused=True)
-
-    def resume(self, request: HttpRequest) -> HttpResponse:
-        """Let a stage go on."""
-        return self._set(request, paused=False)
-
-    def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
-        if not request.user.has_perm("django_txmsg.pause_stage"):
-            raise PermissionDenied
-        name = request.POST.get("stage", "")
-        why = request.POST.get("why", "").strip()
+    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
+        """Hold a stage, or let it go on: its consumers finish what they have and take
+        nothing new."""
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
         if paused and not is_known(name, using):
-            messages.error(request, f"There is no stage {display.cut(name)!r} here.")
-            return led(request, "admin:django_txmsg_stagestate_changelist")
-        if paused:
-            changed = states.pause(name, by=request.user.get_username(), why=why)
-        else:
-            changed = states.resume(name)
-        verb = "Paused" if paused else "Resumed"
-        if changed:
-            because = f": {why}" if why and paused else "."
-            audit(request, states.get(stage=name), f"{verb} stage {name}{because}")
-            messages.success(
-                request, f"{verb} stage {name}. Its consumers obey within two seconds."
-            )
-        else:
-            messages.warning(request, f"Stage {name} is {verb.lower()} already.")
-        return led(request, "admin:django_txmsg_stagestate_changelist")
+            raise LookupError(name)
+        changed = (
+            states.pause(name, by=by, why=why) if paused else states.resume(name)
+        )
+        return states.get(stage=name) if changed else None
 
 
 def is_known(name: str, using: str) -> bool:

@@ -1,0 +1,81 @@
+"""The buttons that pause and resume what a list shows: a stage, a recurring message."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db.models import Model
+from django.http import HttpRequest, HttpResponse
+from django.urls import path
+from django.views.decorators.http import require_POST
+
+from . import display
+from .addresses import led
+from .audit import audit
+from .base import ReadOnlyAdmin
+
+
+class PausableAdmin(ReadOnlyAdmin):
+    """A list with a form for each of its rows, which names one and says why."""
+
+    #: What is paused, in the names of addresses and of the permission.
+    kind: ClassVar[str]
+    #: The same for people; and before a name, where that alone would not do.
+    noun: ClassVar[str]
+    called: ClassVar[str] = ""
+    #: The form's field that names one.
+    field: ClassVar[str] = "name"
+    #: What follows from a pause, and from its end.
+    follows: ClassVar[str] = ""
+
+    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
+        """Pause or resume one. Returns its row, or None where it is so already. Raises
+        LookupError for a name that nothing has."""
+        raise NotImplementedError
+
+    def may_pause(self, request: HttpRequest) -> bool:
+        """Return whether the buttons are for this user."""
+        return request.user.has_perm(f"django_txmsg.pause_{self.kind}")
+
+    def get_urls(self) -> list[Any]:
+        """Add the buttons' addresses."""
+        return [
+            path(
+                f"{verb}/",
+                self.admin_site.admin_view(require_POST(view)),
+                name=f"django_txmsg_{self.kind}_{verb}",
+            )
+            for verb, view in (("pause", self.pause), ("resume", self.resume))
+        ] + super().get_urls()
+
+    def pause(self, request: HttpRequest) -> HttpResponse:
+        """Hold one: what is in hand is finished, and nothing new begun."""
+        return self._set(request, paused=True)
+
+    def resume(self, request: HttpRequest) -> HttpResponse:
+        """Let one go on."""
+        return self._set(request, paused=False)
+
+    def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
+        if not self.may_pause(request):
+            raise PermissionDenied
+        name = request.POST.get(self.field, "")
+        why = request.POST.get("why", "").strip()
+        by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
+        shown = f"{self.called} {name}".strip()
+        try:
+            row = self.change(name, paused=paused, by=by, why=why)
+        except LookupError:
+            said = f"There is no {self.noun} {display.cut(name)!r} here."
+            messages.error(request, said)
+        else:
+            if row is None:
+                said = f"{shown[:1].upper()}{shown[1:]} is {verb.lower()} already."
+                messages.warning(request, said)
+            else:
+                because = f": {why}" if why and paused else "."
+                audit(request, row, f"{verb} {self.noun} {name}{because}")
+                messages.success(request, f"{verb} {shown}.{self.follows}")
+        return led(request, f"admin:django_txmsg_{self.opts.model_name}_changelist")
