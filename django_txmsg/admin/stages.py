@@ -74,9 +74,7 @@ class StageAdmin(PausableAdmin):
         states = StageState.objects.db_manager(using)
         if paused and not is_known(name, using):
             raise LookupError(name)
-        changed = (
-            states.pause(name, by=by, why=why) if paused else states.resume(name)
-        )
+        changed = states.pause(name, by=by, why=why) if paused else states.resume(name)
         return states.get(stage=name) if changed else None
 
 

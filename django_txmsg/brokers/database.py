@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import logging
-import re
 import threading
 import time
 import uuid
@@ -34,7 +33,7 @@ from ..upkeep import outage, wakeups
 from ..upkeep.leases import Lease
 from ..upkeep.notifier import notify
 from .base import Broker, Delivery, Outgoing, Session
-from .stored_headers import read_headers
+from .stored_headers import priority, read_headers
 
 log = logging.getLogger("django_txmsg.brokers.database")
 
@@ -91,6 +90,7 @@ class DatabaseSession(Session):
         self._lease, self._poll = lease, poll
         self._token = uuid.uuid4()
         self._rows = QueueMessage.objects.db_manager(using)
+        self._subscriptions = QueueSubscription.objects.db_manager(using)
         self._queue = self._destination = ""
         self._durable = True
         self._prefetch = 1
@@ -129,12 +129,7 @@ class DatabaseSession(Session):
             self._durable = subscriber is not None
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
-            self._asked(
-                lambda: QueueSubscription.objects.using(self.using).get_or_create(
-                    topic=destination, subscriber=name
-                )
-            )
-
+            self._asked(lambda: self._subscriptions.add(destination, name))
         self._wakeup = wakeups.Wakeup(self.using, wakeups.queue(self._queue))
 
     def receive(self, timeout: float) -> Delivery | None:
@@ -203,7 +198,9 @@ class DatabaseSession(Session):
         self._keeping.end()
         if not self._durable:
             with contextlib.suppress(BrokerUnavailable):
-                self._asked(self._unsubscribe)
+                # It cannot be resumed.
+                topic, name = self._destination, str(self._token)
+                self._asked(lambda: self._subscriptions.remove(topic, name))
         elif self._held:
             try:
                 held = list(self._held)
@@ -215,12 +212,6 @@ class DatabaseSession(Session):
                     "%d deliveries come back when their lease ends", len(self._held)
                 )
 
-    def _unsubscribe(self) -> None:
-        """Delete a subscription that cannot be resumed, with its messages."""
-        subscriptions = QueueSubscription.objects.using(self.using)
-        subscriptions.filter(subscriber=str(self._token)).delete()
-        QueueMessage.objects.using(self.using).filter(queue=self._queue).delete()
-
     def _insert_alone(self, outgoing: Outgoing) -> BrokerError | None:
         try:
             self._asked(lambda: self._insert([outgoing]))
@@ -231,32 +222,25 @@ class DatabaseSession(Session):
 
     def _insert(self, batch: Sequence[Outgoing]) -> None:
         topics = {one.destination for one in batch if wire.is_topic(one.destination)}
-        subscribers: dict[str, list[str]] = {}
-        if topics:
-            for topic, name in (
-                QueueSubscription.objects.using(self.using)
-                .filter(topic__in=topics)
-                .values_list("topic", "subscriber")
-            ):
-                subscribers.setdefault(topic, []).append(queue_name(topic, name))
+        queues = self._subscriptions.queues(topics)
         rows = [
             QueueMessage(
                 queue=queue,
                 headers=dict(one.headers),
                 body=one.body,
-                **_priority(one),
+                **priority(one),
                 available_at=Now() + Value(dt.timedelta(seconds=one.delay))
                 if one.delay
                 else Now(),
             )
             for one in batch
             for queue in (
-                subscribers.get(one.destination, ())
+                queues[one.destination]
                 if one.destination in topics
                 else (one.destination,)
             )
         ]
-        QueueMessage.objects.using(self.using).bulk_create(rows, batch_size=500)
+        self._rows.bulk_create(rows, batch_size=500)
         self._told |= {wakeups.queue(row.queue) for row in rows}
         self._told |= {wakeups.later(one.delay) for one in batch if one.delay}
 
@@ -313,14 +297,3 @@ class DatabaseSession(Session):
             if outage.is_away(error):
                 outage.discard(self.using)
             raise BrokerUnavailable(f"database {self.using!r}: {error}") from error
-
-
-def _priority(outgoing: Outgoing) -> dict[str, int]:
-    """Return the column that says a task's priority, where it is not as usual."""
-    given = outgoing.headers.get(wire.TASK_PRIORITY, "")
-    if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
-        return {}
-    return {"priority": int(given)}
-
-
-_PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)

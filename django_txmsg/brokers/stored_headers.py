@@ -1,11 +1,15 @@
-"""The headers of a row of the embedded broker, whoever wrote it."""
+"""A row of the embedded broker: its headers, and the column that one of them fills."""
 
 from __future__ import annotations
 
 import json
 import re
 
+from .. import wire
+from .base import Outgoing
+
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
@@ -25,3 +29,11 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
     if _UNSTORABLE.search("".join([*given, *given.values()])):
         return given, "its headers have a NUL or half of a surrogate pair"
     return given, ""
+
+
+def priority(outgoing: Outgoing) -> dict[str, int]:
+    """Return the column that says a task's priority, where it is not as usual."""
+    given = outgoing.headers.get(wire.TASK_PRIORITY, "")
+    if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
+        return {}
+    return {"priority": int(given)}

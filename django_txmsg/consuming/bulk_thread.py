@@ -43,9 +43,7 @@ class BulkThread:
 
     def run(self) -> None:
         """Work off until told to stop."""
-        asked = {
-            using: wakeups.Wakeup(using, wakeups.WORK) for using in self._breakers
-        }
+        asked = {using: wakeups.Wakeup(using, wakeups.WORK) for using in self._breakers}
         kept_at = time.monotonic()
         while not self._stopping.wait(1.0):
             counting = time.monotonic() - kept_at > PERIOD.total_seconds()

@@ -30,7 +30,7 @@ from ..upkeep.leases import Lease
 from . import reading, turns
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
 from .failing import bury, failed, unreadable
-from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Processed
+from .outcomes import Arrival, Duplicate, Interrupted, Outcome
 from .transaction import is_outage, lost_conflict
 
 #: What cannot be read of a message that nobody can wait for, since its id is not to be

@@ -1,7 +1,7 @@
 """All that is used of Django without its documentation: Django may change any of it.
 
-Here, what a connection and its transaction are asked; `late_atomic.py` is the block that
-begins late, and `views.py` what is around every view.
+Here, what a connection and its transaction are asked; `late_atomic.py` is the block
+that begins late, and `views.py` what is around every view.
 `tests/unit/test_django_internals.py` names every attribute and method, fails on a
 Django that lacks one, and finds other files that use them.
 """

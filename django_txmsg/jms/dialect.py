@@ -1,6 +1,7 @@
-"""A broker's manner of speaking STOMP, as far as a client must know: ActiveMQ Classic's.
+"""A broker's manner of speaking STOMP, as far as a client must know it.
 
-The facts behind each field are in ``docs/explanation/broker-facts.md``.
+ActiveMQ Classic's is the usual one. The facts behind each field are in
+``docs/explanation/broker-facts.md``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from django.db import connections, models
@@ -171,7 +171,21 @@ class QueueMessage(models.Model):
 
 
 class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The end of a subscription."""
+    """The beginning and the end of a subscription, and the queues of a topic's."""
+
+    def add(self, topic: str, subscriber: str) -> None:
+        """Have a copy of each of the topic's messages put into the subscriber's
+        queue."""
+        self.get_or_create(topic=topic, subscriber=subscriber)
+
+    def queues(self, topics: Collection[str]) -> dict[str, list[str]]:
+        """Return the queues that the messages of each topic are put into."""
+        found: dict[str, list[str]] = {topic: [] for topic in topics}
+        if topics:
+            named = self.filter(topic__in=topics).values_list("topic", "subscriber")
+            for topic, subscriber in named:
+                found[topic].append(queue_name(topic, subscriber))
+        return found
 
     def remove(self, topic: str, subscriber: str) -> int:
         """End a subscription: no more copies for it, and what lies in its queue is
