@@ -12,10 +12,12 @@ TxmsgError
 ├── BrokerError             a conversation with a broker failed
 │   ├── BrokerUnavailable       nothing was handed over; try again later
 │   ├── DispatchRejected        the broker refused this message for good
+│   ├── DeliveryLost            what was received is somebody else's by now
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
 ├── SessionError            an outbox session was used before its begin, or too late
 ├── WorkerFailed            a thread of `consume` or `relay` ended before its time
+├── TaskGivenUp             a OnceTask of Celery's killed its worker too often
 └── StageError              a stage's transaction could not be completed
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
@@ -102,6 +104,11 @@ class DispatchRejected(BrokerError):
     """The broker answered that it will not take this message."""
 
 
+class DeliveryLost(BrokerError):
+    """What was received is in other hands by now, or done there: its lease has ended.
+    The broker's transaction was rolled back."""
+
+
 class DispatchHeld(BrokerError):
     """Not sent, since an earlier message of the same key is not stored yet."""
 
@@ -129,6 +136,13 @@ class SessionError(TxmsgError):
 class WorkerFailed(TxmsgError):
     """A thread of a worker process ended before its time, and the process with it: its
     supervisor starts another. What it was working on is delivered again."""
+
+
+class TaskGivenUp(TxmsgError):
+    """A OnceTask killed its worker each time it was delivered, and is not run again.
+
+    Not Celery's WorkerLostError, upon which Celery delivers the message once more.
+    """
 
 
 class StageError(TxmsgError):

@@ -27,7 +27,12 @@ from django.db.models.functions import Now
 
 from .. import conf, wire
 from ..envelope.broker_url import split_url
-from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DeliveryLost,
+    DispatchRejected,
+)
 from ..models.queue import QueueMessage, QueueSubscription, queue_name
 from ..upkeep import outage, wakeups
 from ..upkeep.leases import Lease
@@ -169,7 +174,7 @@ class DatabaseSession(Session):
         def settle() -> None:
             with transaction.atomic(using=self.using):
                 if self._delete(acks) < len(acks):
-                    raise DispatchRejected(
+                    raise DeliveryLost(
                         "the lease of a delivery ended before its transaction; "
                         "somebody else has the message. Raise the broker URL's lease"
                     )

@@ -18,7 +18,13 @@ from .. import conf, signals, tracing, wire
 from ..brokers.base import Outgoing
 from ..django_internals import raw
 from ..envelope.message import Message
-from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, InvalidMessage
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DeliveryLost,
+    DispatchRejected,
+    InvalidMessage,
+)
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..models.outbox_store import NewMessage
@@ -42,7 +48,8 @@ NOT_HANDLERS = (BrokerUnavailable, KeyboardInterrupt)
 
 
 class LostRace(Exception):
-    """Another copy of the message was processed while this one waited for the lock."""
+    """Another copy of the message was processed while this one waited for the lock, or
+    has been taken from this worker at its end."""
 
 
 def run(
@@ -193,6 +200,11 @@ def _commit_broker(arrival: Arrival, employed: bool) -> None:
     seconds = time.monotonic() - began
     if arrival.stage.transaction == "best_effort_1pc":
         _note_dangerous_window(arrival.stage, seconds, error, employed)
+    if isinstance(error, DeliveryLost):
+        log.warning(
+            "stage %r: the work is done here, and %s", arrival.stage.name, error
+        )
+        raise LostRace  # no failure: who has it by now ends it
     if isinstance(error, DispatchRejected):
         raise error  # rolled back, and the delivery is still in hand
     if error is not None:

@@ -31,6 +31,7 @@ from .framework import (
     AnyResult,
     AnyTask,
     BaseTaskBackend,
+    InvalidTask,
     TaskResult,
     TaskResultDoesNotExist,
     TaskResultStatus,
@@ -79,9 +80,15 @@ class TransactionalBackend(BaseTaskBackend):
     ) -> AnyResult:
         """Store a task in the running transaction; outside of one, in its own.
 
-        Raises InvalidMessage for arguments that are larger than a message may be.
+        Raises InvalidMessage for arguments that are larger than a message may be, and
+        InvalidTask for a task of a module that is not one of MODULES.
         """
         self.validate_task(task)
+        if not self.runs(task.module_path):
+            raise InvalidTask(
+                f"{task.module_path!r} is in none of the modules that "
+                f'TASKS["{self.alias}"]["OPTIONS"]["MODULES"] names.'
+            )
         result: AnyResult = TaskResult(
             task=task,
             id="",
@@ -118,8 +125,12 @@ class TransactionalBackend(BaseTaskBackend):
             # An operator may have sent one again that the broker had refused.
             row = rows.order_by("pk").last()
             if row is not None and self._is_mine(row):
-                return result_of(self.alias, row, self.stage(row.destination))
+                return result_of(self, row, self.stage(row.destination))
         raise TaskResultDoesNotExist(result_id)
+
+    def runs(self, path: str) -> bool:
+        """Return whether MODULES have the task of this path."""
+        return self._given.allows(path)
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stage of each queue."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +27,15 @@ class Options:
     """The alias in TXMSG["BROKERS"] that tasks travel through."""
     USING: str | None = None
     """The alias of the database that holds tasks and results; None: the outbox's."""
+    MODULES: Sequence[str] | None = None
+    """The modules and packages whose tasks alone are enqueued and run here; None: any
+    that this process has."""
+
+    def allows(self, path: str) -> bool:
+        """Return whether MODULES have the task of this path."""
+        return self.MODULES is None or any(
+            path.startswith(f"{one}.") for one in self.MODULES
+        )
 
 
 def problems(given: object) -> Iterator[tuple[str, str]]:
@@ -53,8 +62,13 @@ def _why_not(name: str, value: Any) -> str:
         if number and low <= value <= MAX_REDELIVERIES:
             return ""
         return f"an integer from {low} to {MAX_REDELIVERIES}"
-    if name == "USING" and value is None:
+    if name in ("USING", "MODULES") and value is None:
         return ""
+    if name == "MODULES":
+        listed = isinstance(value, list | tuple) and bool(value)
+        if listed and all(isinstance(one, str) and one for one in value):
+            return ""
+        return 'a list of modules, such as ["shop.tasks"]'
     return "" if isinstance(value, str) and value else "an alias"
 
 

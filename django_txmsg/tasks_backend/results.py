@@ -6,7 +6,7 @@ import re
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from django.utils.module_loading import import_string
 
@@ -33,14 +33,28 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 NO_EXCEPTION = "django_txmsg.errors.TxmsgError"
 
 
-def result_of(alias: str, row: OutboxMessage, stage: Stage) -> AnyResult:
+class Backend(Protocol):
+    """What is asked of a task's backend."""
+
+    alias: str
+
+    def runs(self, path: str) -> bool:
+        """Return whether the task of this path is for this backend."""
+        ...
+
+    def stage(self, destination: str) -> Stage:
+        """Return the stage of one queue."""
+        ...
+
+
+def result_of(backend: Backend, row: OutboxMessage, stage: Stage) -> AnyResult:
     """Return the result of the task that an outbox row holds.
 
     Raises TaskResultDoesNotExist when its function is gone, or it is no task.
     """
     try:
         args, kwargs = arguments(serializers.decode(bytes(row.body), row.content_type))
-        task = task_of(alias, row.headers)
+        task = task_of(backend, row.headers)
     except (DecodeError, InvalidTask) as error:
         raise TaskResultDoesNotExist(str(error)) from error
     using, own = stage.definition.using, {"message_id": row.message_id}
@@ -78,7 +92,7 @@ def result_of(alias: str, row: OutboxMessage, stage: Stage) -> AnyResult:
         finished_at=finished_at,
         args=args,
         kwargs=kwargs,
-        backend=alias,
+        backend=backend.alias,
         errors=errors,
         worker_ids=workers,
     )
@@ -102,9 +116,11 @@ def _status(
     return TaskResultStatus.RUNNING
 
 
-def task_of(alias: str, headers: Mapping[str, str]) -> AnyTask:
+def task_of(backend: Backend, headers: Mapping[str, str]) -> AnyTask:
     """Return the task that headers name, as it was enqueued. Raises InvalidTask."""
     path = headers.get(wire.TASK, "")
+    if not backend.runs(path):
+        raise InvalidTask(f"{path[:200]!r} is in none of the backend's MODULES.")
     # It came over a wire: no module is imported that has nothing to do with us.
     if not _PATH.fullmatch(path) or path.partition(".")[0] not in sys.modules:
         raise InvalidTask(f"{path[:200]!r} is not the path of a task.")
@@ -125,7 +141,7 @@ def task_of(alias: str, headers: Mapping[str, str]) -> AnyTask:
         "priority": priority,
         "queue_name": headers.get(wire.TASK_QUEUE, DEFAULT_TASK_QUEUE_NAME),
         "run_after": run_after,
-        "backend": alias,
+        "backend": backend.alias,
     }
     if all(getattr(found, name) == value for name, value in asked.items()):
         return found

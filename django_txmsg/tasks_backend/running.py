@@ -7,15 +7,16 @@ transaction: a task that was finished is not run again, one whose worker was los
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from django.db import Error as AnyDatabaseError
 from django.db import connections, transaction
 from django.utils import timezone
 
 from ..envelope.message import Message
-from ..errors import TxmsgError
+from ..errors import BrokerUnavailable, TxmsgError
 from ..models import TaskRun
 from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
@@ -30,17 +31,9 @@ from .framework import (
     task_finished,
     task_started,
 )
-from .results import arguments, attempts, error_of, task_of, workers_of
+from .results import Backend, arguments, attempts, error_of, task_of, workers_of
 
-
-class Backend(Protocol):
-    """What a task's run asks its backend."""
-
-    alias: str
-
-    def stage(self, destination: str) -> Stage:
-        """Return the stage of one queue."""
-        ...
+T = TypeVar("T")
 
 
 #: The message and the error of the last task that failed in this thread, for the log.
@@ -92,27 +85,21 @@ class Handler:
 
     def _run_without(self, message: Message, stage: Stage, worker: str) -> None:
         runs = TaskRun.objects.db_manager(stage.definition.using)
-        run = runs.begin(message.id, worker)
+        run = _asked(runs.db, lambda: runs.begin(message.id, worker))
         if run is None:
             return
-        tried = attempts(message.id, stage) if len(run.workers) > 1 else []
-        result = self._begin(message, run.workers, tried)
+        workers = run.workers
+        tried = attempts(message.id, stage) if len(workers) > 1 else []
+        result = self._begin(message, workers, tried)
         value = call(result)
-        try:
-            runs.finish(message.id, run.workers, value)
-        except AnyDatabaseError as error:
-            if not outage.is_away(error):
-                raise
-            # It lay idle for as long as the task took, and was closed meanwhile.
-            connections[runs.db].close()
-            runs.finish(message.id, run.workers, value)
+        _asked(runs.db, lambda: runs.finish(message.id, workers, value))
         self._finished(result, value)
 
     def _begin(self, message: Message, workers: list[str], tried: Any) -> AnyResult:
         args, kwargs = arguments(message.body)
         now = timezone.now()
         result: AnyResult = TaskResult(
-            task=task_of(self.backend.alias, message.headers),
+            task=task_of(self.backend, message.headers),
             id=str(message.id),
             status=TaskResultStatus.RUNNING,
             enqueued_at=message.created_at,
@@ -133,6 +120,22 @@ class Handler:
         object.__setattr__(result, "status", TaskResultStatus.SUCCESSFUL)
         object.__setattr__(result, "_return_value", value)
         task_finished.send_robust(type(self.backend), task_result=result)
+
+
+def _asked(using: str, question: Callable[[], T]) -> T:
+    """Ask the database before or after a task, once more where the connection was
+    closed while it lay idle. Raises BrokerUnavailable without an answer, which fails no
+    task: its message comes again."""
+    for tries in (1, 2):
+        try:
+            return question()
+        except AnyDatabaseError as error:
+            if not outage.is_away(error):
+                raise
+            connections[using].close()
+            if tries == 2:
+                raise BrokerUnavailable(f"database {using!r}: {error}") from error
+    raise AssertionError
 
 
 def call(result: AnyResult) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import uuid
 from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import transaction
 
 from django_txmsg import Redeliver, Refuse, send_message
+from django_txmsg.models import QueueMessage
 
 from .models import Effect
 
@@ -33,6 +35,13 @@ async def nothing_async(*args: Any, **kwargs: Any) -> None:
 def meaning_of_life() -> int:
     """Return what it is."""
     return 42
+
+
+@task
+def lose_delivery() -> str:
+    """Be done when somebody else has the message already, as after a long sleep."""
+    QueueMessage.objects.update(lease_token=uuid.uuid4())
+    return "done"
 
 
 @task

@@ -10,13 +10,14 @@ import logging
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
 from django.core.checks import run_checks
 from django.core.management import call_command
-from django.db import connection, transaction
+from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 from django.test import override_settings
 from django.utils import timezone
@@ -33,7 +34,7 @@ from django_txmsg.models import (
     TaskRun,
 )
 from django_txmsg.monitoring import retention
-from django_txmsg.stages import all_stages
+from django_txmsg.stages import all_stages, find
 from django_txmsg.tasks_backend import TransactionalBackend
 from django_txmsg.tasks_backend.framework import (
     InvalidTask,
@@ -561,6 +562,29 @@ def test_what_names_no_task_of_ours_is_dead(mode: str) -> None:
     assert "antigravity" not in sys.modules
 
 
+def test_a_queue_runs_tasks_of_its_modules_alone(mode: str) -> None:
+    def limited(*modules: str) -> override_settings:
+        return tasks(OPTIONS={"TRANSACTION": mode, "MODULES": modules})
+
+    with limited("tests.app.jobs"):
+        assert finished(jobs.note.enqueue("ours")).status == SUCCESSFUL
+    result = jobs.note.enqueue("stored before")
+    with limited("tests.app.job", "tests.other"):
+        with pytest.raises(InvalidTask, match="MODULES"):
+            jobs.note.enqueue("not ours")
+        with transaction.atomic():
+            send_message(QUEUE, SOUND, headers={"task": "tests.docs.this.fail"})
+        drain(raises=False)
+        assert {one.reason for one in DeadLetter.objects.all()} == {
+            "attempts_exhausted"
+        }
+        assert DeadLetter.objects.count() == 2
+    result.refresh()
+    assert result.status == FAILED
+    assert "tests.docs.this" not in sys.modules
+    assert [one.name for one in Effect.objects.all()] == ["ours"]
+
+
 def test_a_body_that_holds_no_arguments_is_dead(mode: str) -> None:
     bodies = [None, [], "x", 7, {}, {"args": 1, "kwargs": {}}, b"{}"]
     with transaction.atomic():
@@ -646,6 +670,9 @@ def test_the_same_again_by_force_keeps_the_last_result() -> None:
         ({"OPTIONS": {"MAX_REDELIVERIES": True}}, ["must be an integer from 0"]),
         ({"OPTIONS": {"CONCURRENCY": 0}}, ["must be an integer from 1"]),
         ({"OPTIONS": {"USING": 7}}, ["must be an alias, not 7"]),
+        ({"OPTIONS": {"MODULES": ["shop.tasks"]}}, []),
+        ({"OPTIONS": {"MODULES": "shop.tasks"}}, ["must be a list of modules"]),
+        ({"OPTIONS": {"MODULES": [1]}}, ["must be a list of modules"]),
         ({"OPTIONS": ["x"]}, ["must be a dict, not list"]),
         ({"QUEUES": ["a", "b/c"]}, ["has 'b/c' as a name"]),
         ({"OPTIONS": {"BROKER": "gone"}}, ["which is not in TXMSG"]),
@@ -685,6 +712,29 @@ def test_a_long_task_outlives_its_idle_connection() -> None:
         result = finished(jobs.lose_connection.enqueue())
     assert (result.status, result.return_value) == (SUCCESSFUL, "done")
     assert not DeadLetter.objects.exists()
+
+
+@committing
+def test_a_task_that_outlasts_its_lease_has_not_failed() -> None:
+    with tasks(OPTIONS={"TRANSACTION": "none"}):
+        result = finished(jobs.lose_delivery.enqueue())
+    assert (result.status, result.return_value) == (SUCCESSFUL, "done")
+    assert not DeadLetter.objects.exists()
+    assert QueueMessage.objects.count() == 1, "who has it by now ends it"
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_connection_closed_while_idle_fails_no_task() -> None:
+    with tasks(OPTIONS={"TRANSACTION": "none"}):
+        result = jobs.meaning_of_life.enqueue()
+        (message,) = outbox_messages(QUEUE)
+        with suppress(DatabaseError), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        # As a consumer does whose broker is not this database.
+        find([QUEUE])[0].handler(message)
+        result.refresh()
+    assert (result.status, result.return_value) == (SUCCESSFUL, 42)
 
 
 def test_tasks_are_no_part_of_the_contract() -> None:

@@ -57,10 +57,11 @@ PUBLIC = {
     "django_txmsg.errors": """
         AlreadyPending
         BlockLeftOpen BrokerError BrokerUnavailable CommitTimedOut ConfigurationError
-        DecodeError DispatchHeld DispatchRejected DispatchUnknown DuplicateMessage
-        DurableInStage InvalidMessage MiddlewareMisused NewerCodeNeeded Redeliver
-        Refuse SessionError StageError StageTimedOut StoreError SwallowedDatabaseError
-        TransactionRequired TxmsgError WorkerFailed
+        DecodeError DeliveryLost DispatchHeld DispatchRejected DispatchUnknown
+        DuplicateMessage DurableInStage InvalidMessage MiddlewareMisused
+        NewerCodeNeeded Redeliver Refuse SessionError StageError StageTimedOut
+        StoreError SwallowedDatabaseError
+        TaskGivenUp TransactionRequired TxmsgError WorkerFailed
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """
