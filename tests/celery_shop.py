@@ -34,20 +34,15 @@ app.conf.update(
 )
 
 
-class Mortal(OnceTask):
-    """Dies once after its commit, where the file says so: before anything that Celery
-    does then."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().__call__(*args, **kwargs)
-        note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
-        if note.exists():
-            whole_worker = note.read_text() == "worker"
-            note.unlink()
-            if whole_worker:
-                os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
+def die_once() -> None:
+    """Kill this process, or the whole worker, once, where the file says so."""
+    note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
+    if note.exists():
+        whole_worker = note.read_text() == "worker"
+        note.unlink()
+        if whole_worker:
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @app.task
@@ -70,9 +65,11 @@ def step(self: Any, *given: Any, **named: Any) -> list[Any]:
     return list(given)
 
 
-@app.task(bind=True, base=Mortal)
+@app.task(bind=True, base=OnceTask)
 def charge(self: Any, *given: Any) -> list[Any]:
-    """Leave a trace once, and call another task."""
+    """Leave a trace once, and call another task. May die after its commit, before
+    anything else that is done then."""
+    transaction.on_commit(die_once)
     effect(self, f"charge {json.dumps(given)}")
     step.delay("called by", *given)
     return list(given)

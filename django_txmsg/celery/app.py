@@ -7,7 +7,7 @@ from typing import Any
 
 import celery
 
-from .calling import call
+from .calling import call, stands_in
 
 
 class Celery(celery.Celery):  # type: ignore[misc]  # published without type hints
@@ -31,6 +31,7 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
         eta: Any = None,
         task_id: str | None = None,
         producer: Any = None,
+        connection: Any = None,
         *rest: Any,
         **options: Any,
     ) -> Any:
@@ -41,14 +42,16 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
         """
         usual = super().send_task
 
-        def send(task_id: str | None, producer: Any) -> Any:
-            return usual(
-                name, args, kwargs, countdown, eta, task_id, producer, *rest, **options
-            )
+        def send(task_id: str | None, producer: Any, **more: Any) -> Any:
+            own = None if stands_in(producer) else connection
+            given = {**options, **more}
+            known = (name, args, kwargs, countdown, eta, task_id, producer, own)
+            return usual(*known, *rest, **given)
 
         return call(
             self,
             name,
+            (args, kwargs),
             send,
             task_id=task_id,
             producer=producer,

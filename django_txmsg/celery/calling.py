@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ..models.outbox_store import NewMessage
     from ..sending.scope import Scope
 
-Send = Callable[[str | None, Any], Any]
+#: Takes the task's id and the producer, and further options by name.
+Send = Callable[..., Any]
 
 
 class StoringProducer:
@@ -55,9 +56,16 @@ class StoringProducer:
         return nullcontext()
 
 
+def stands_in(producer: Any) -> bool:
+    """Return whether what is published is kept, and no connection of the caller's is to
+    be used."""
+    return isinstance(producer, StoringProducer)
+
+
 def call(
     app: Any,
     name: str,
+    arguments: tuple[Any, Any],
     send: Send,
     *,
     task_id: str | None,
@@ -67,33 +75,52 @@ def call(
 ) -> Any:
     """Call `send(task_id, producer)`, and store what it publishes if a transaction is
     open. Returns its result."""
-    if isinstance(producer, StoringProducer) or not apps.models_ready:
+    if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
+    hidden = masks.hidden(place(name), arguments)
     if _continues(task_id, nesting):
-        return _send_later(send, app, task_id, producer)
+        return _send_later(send, app, task_id, producer, hidden)
     # Not above: an app is made before Django's models can be imported.
     from ..sending.scope import current_scope
 
-    current = current_scope()
-    alias = using or (current and current.using) or _outbox()
+    current, alias = current_scope(), _alias(using)
     if not in_block(connections[alias]):
-        required = conf.get().CELERY.REQUIRE_ATOMIC
-        if required and not _has_its_own(producer) and not in_worker():
+        if requires(app) and not _has_its_own(producer):
             raise TransactionRequired(
                 f"The task {name!r} was called with no transaction open on database "
                 f'{alias!r}, and TXMSG["CELERY"]["REQUIRE_ATOMIC"] is True. Wrap the '
                 f"call and your own queries in transaction.atomic(using={alias!r})."
             )
-        return send(task_id, producer)
+        return send(task_id, producer, **hidden)
     is_new, derived = task_id is None, False
     if task_id is None:
         derived = current is not None and current.cause is not None
         task_id = str(_derived(current) if derived and current else new_id())
     stand_in = StoringProducer()
     without_asking(app)
-    result = send(task_id, stand_in)
+    result = send(task_id, stand_in, **hidden)
     _store(app, name, task_id, stand_in.published, alias, current, is_new, derived)
     return result
+
+
+def stores(using: str | None) -> bool:
+    """Return whether a task that is called now is stored."""
+    return in_block(connections[_alias(using)])
+
+
+def requires(app: Any) -> bool:
+    """Return whether it is an error to call a task that cannot be stored."""
+    return conf.get().CELERY.REQUIRE_ATOMIC and not in_worker(app)
+
+
+def _alias(using: str | None) -> str:
+    """Return the database whose transaction a call belongs to."""
+    from ..models import OutboxMessage
+    from ..sending.scope import current_scope
+
+    current = current_scope()
+    inherited = None if current is None else current.using
+    return using or inherited or str(router.db_for_write(OutboxMessage))
 
 
 def _has_its_own(producer: Any) -> bool:
@@ -102,20 +129,19 @@ def _has_its_own(producer: Any) -> bool:
     return producer is not None and "release" not in vars(producer)
 
 
-def in_worker() -> bool:
-    """Return whether a task is being worked on in this thread."""
-    return get_current_worker_task() is not None
-
-
-def _outbox() -> str:
-    from ..models import OutboxMessage
-
-    return str(router.db_for_write(OutboxMessage))
+def in_worker(app: Any) -> bool:
+    """Return whether a task is being worked on in this thread, or this is a worker's
+    process, whose main one calls what is linked to a task that ran out of time."""
+    worker = getattr(app.loader, "worker_initialized", False)
+    return bool(worker) or get_current_worker_task() is not None
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether this is the retry or the replacement of the task that runs: one
-    has its id, the other is nested deeper."""
+    """Return whether this is the retry or the replacement of the task that runs, or
+    follows upon its end: the first has its id, the second is nested deeper."""
+    run = current_run()
+    if run is not None and run.ended:
+        return True
     task = get_current_worker_task()
     if task is None:
         return False
@@ -124,14 +150,16 @@ def _continues(task_id: str | None, nesting: int) -> bool:
     return (task_id is not None and task_id == request.id) or nesting > nested
 
 
-def _send_later(send: Send, app: Any, task_id: str | None, producer: Any) -> Any:
+def _send_later(
+    send: Send, app: Any, task_id: str | None, producer: Any, hidden: dict[str, str]
+) -> Any:
     """Send at once; in a OnceTask, once its transaction has ended."""
     run = current_run()
     if run is None:
-        return send(task_id, producer)
+        return send(task_id, producer, **hidden)
     stand_in = StoringProducer()
     without_asking(app)
-    result = send(task_id, stand_in)
+    result = send(task_id, stand_in, **hidden)
     run.later += stand_in.published
     return result
 
@@ -178,7 +206,6 @@ def _row(
     root = str(task.headers.get("root_id") or task_id)
     if current is not None and current.cause is not None:
         root = current.cause.correlation_id or str(current.cause.id)
-    masks.apply(destination, task)
     headers: dict[str, str] = {}
     tracing.stored(message_id, destination, headers)
     headers[HEADER] = task.text()

@@ -1,36 +1,40 @@
 """What Celery writes of a task's arguments for people to read respects TXMSG["MASK"].
 
-`argsrepr` and `kwargsrepr` travel in the headers, into the logs of workers and into
-monitors; the arguments themselves are the body, which is masked where it is shown.
+`argsrepr` and `kwargsrepr` travel in headers and events, into the logs of workers and
+into monitors; the arguments themselves are the body, which is masked where it is shown.
 """
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 from celery.utils.saferepr import saferepr
+from kombu.utils import json
 
-from .. import conf
-from ..brokers.celery.publication import Publication
+from .. import conf, wire
 from ..dead_letters import masking
 
 HIDDEN = "(masked)"
 #: As long as Celery's own.
 _LONGEST = 1024
+#: The third part of a body, where nothing follows the task.
+_NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 
 
-def apply(destination: str, task: Publication) -> None:
-    """Replace the arguments' text in the headers of a task, and of its events, by what
-    the mask leaves of them."""
+def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
+    """Return Celery's options that say what the mask leaves of a call's arguments; none
+    without a mask."""
     if conf.get().MASK is None:
-        return
-    _, shown = masking.shown(destination, {}, task.body, task.content_type)
+        return {}
+    args, kwargs = arguments
+    shown: Any = None
+    try:
+        body = json.dumps([args or [], kwargs or {}, _NOTHING]).encode()
+    except Exception:
+        body = None  # it is for another serializer, and not to be shown
+    if body is not None:
+        _, shown = masking.shown(destination, {}, body, wire.JSON)
+    texts = (HIDDEN, HIDDEN)
     if isinstance(shown, list | tuple) and len(shown) == 3:
-        args, kwargs = (saferepr(one, _LONGEST) for one in shown[:2])
-    else:
-        args = kwargs = HIDDEN
-    task.headers["argsrepr"], task.headers["kwargsrepr"] = args, kwargs
-    for event in task.then:
-        event.body = json.dumps(
-            {**json.loads(event.body), "args": args, "kwargs": kwargs}
-        ).encode()
+        texts = (saferepr(shown[0], _LONGEST), saferepr(shown[1], _LONGEST))
+    return dict(zip(("argsrepr", "kwargsrepr"), texts, strict=True))

@@ -1,9 +1,9 @@
 """Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
 
 record (done already? then its result) → begin → run the task, which calls and sends →
-keep its result → commit → send its retry or its replacement. Celery settles the
-delivery, and sends what comes next in its chain, by what is returned or raised.
-Whatever is killed between two of these steps, the next delivery goes on from there.
+keep its result → commit → send its retry or its replacement, or its links and the rest
+of its chain. Celery settles the delivery by what is returned or raised. Whatever is
+killed between two of these steps, the next delivery goes on from there.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import logging
 import random
 import threading
 import time
+import uuid
 from typing import Any
 
-from celery.exceptions import Ignore, Reject, Retry, WorkerLostError
-from django.db import DatabaseError, InterfaceError, connections, router
+from celery import signature
+from celery.exceptions import (
+    Ignore,
+    ImproperlyConfigured,
+    MaxRetriesExceededError,
+    Reject,
+    Retry,
+)
+from django.db import DatabaseError, InterfaceError, connections, router, transaction
+from django.db.models import F
 from django.db.models.functions import Now
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads
@@ -26,9 +35,11 @@ from .. import conf, signals, wire
 from ..brokers.celery.publication import Publication
 from ..consuming.attempt import MARK_AGAIN_AFTER
 from ..consuming.transaction import StageTransaction, guarded, lost_conflict
-from ..django_internals import in_block
+from ..django_internals import abandon, begins_early, in_block
+from ..envelope.failure import Failure
 from ..envelope.message import Message
 from ..envelope.transaction_definition import TransactionDefinition
+from ..errors import TaskGivenUp
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..sending import storing
@@ -41,8 +52,11 @@ log = logging.getLogger("django_txmsg.celery")
 
 #: Times that a task runs again at once after its transaction lost against another.
 MAX_CONFLICTS = 10
-#: Seconds before a delivery goes back to the broker while the database is away.
+#: Seconds before a delivery goes back to the broker while the database is away, or what
+#: the task's chain needs.
 PAUSE = 2.0
+#: What is wrong with the call of what follows, and will be wrong the next time.
+HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupError)
 #: Of the note of what was done: whether the task was replaced, what it sends later.
 _NOTE = "celery"
 
@@ -56,11 +70,15 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     """
     once = _Once(task, args, kwargs)
     try:
-        return once.process()
+        result = once.process()
+        if not task.request.is_eager:
+            once.go_on(result)
+        return result
     except (DatabaseError, InterfaceError) as error:
         if task.request.is_eager or not outage.is_away(error):
             raise
         connections[once.using].close()
+        once.take_back()
         log.warning(
             "task %s[%s] goes back to its queue, since the database is away: %s",
             task.name, task.request.id, error,
@@ -84,46 +102,125 @@ class _Once:
             service=conf.get().SERVICE,
         )
         self.inbox = InboxMessage.objects.db_manager(self.using)
+        self._seen: Seen | None = None
 
     def process(self) -> Any:
         """Take the delivery from its record to its result."""
-        seen = self.inbox.record(self.message.destination, [self.message])[
-            self.message.id
-        ]
+        seen, begun = self._record()
+        self._seen = seen
         if seen.processed:
             return self._again(seen)
         if seen.dead:
             # It failed, as Celery has told, and somebody has sent it once more.
             self.inbox.filter(pk=seen.id).update(dead_at=None, attempts=1)
-        elif seen.attempt - self.task.request.retries > _most():
-            self._fail(seen, lost := _worker_lost())
-            raise lost
+        elif self._too_often(seen):
+            given_up = _given_up()
+            if self._fail(seen, given_up):
+                raise given_up
+            return self._again(seen)
         conflicts = 0
         while True:
             try:
-                return self._attempt(seen)
+                return self._attempt(seen, begun)
             except _LostRace:
                 return self._again(seen)
             except (Retry, Reject, Ignore):
                 raise
             except Exception as error:
+                if begun:
+                    abandon(connections[self.using])
+                begun = False
                 if conflicts < MAX_CONFLICTS and lost_conflict(error):
                     conflicts += 1
                     wait = random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311
                     threading.Event().wait(wait)
                     continue
-                if not outage.is_away(error):
-                    self._fail(seen, error)
+                if not outage.is_away(error) and not self._fail(seen, error):
+                    # A soft time limit, say, that came after the commit.
+                    return self._again(seen)
                 raise
 
-    def _attempt(self, seen: Seen) -> Any:
+    def go_on(self, result: Any) -> None:
+        """Call the task's links and the rest of its chain.
+
+        Celery would do so upon its return, and while its broker is away, or the backend
+        that a chord needs, take the task for failed and acknowledge it: its work would
+        be done and its chain lost. Raises Reject instead.
+        """
+        request, app = self.task.request, self.task.app
+        links, chain = request.callbacks or [], request.chain or []
+        request.callbacks = request.chain = None
+        given: dict[str, Any] = {
+            "parent_id": request.id,
+            "root_id": request.root_id or request.id,
+            "priority": None,
+        }
+        if app.conf.task_inherit_parent_priority:
+            given["priority"] = (request.delivery_info or {}).get("priority")
+        run, outer = running.Run(ended=True), running.current_run()
+        running.enter(run)
+        try:
+            for link in links:
+                signature(link, app=app).apply_async((result,), **given)
+            if chain:
+                following = signature(chain[-1], app=app)
+                following.apply_async((result,), chain=chain[:-1], **given)
+        except HOPELESS:
+            raise
+        except Exception as error:
+            # What says that a backend is away, differs from one to the other.
+            raise self._not_yet(error) from error
+        finally:
+            running.enter(outer)
+        self._send(run.later)
+
+    def take_back(self) -> None:
+        """Count the attempt no more, which was nobody's fault."""
+        if self._seen is None:
+            return
+        row = self.inbox.filter(pk=self._seen.id, processed_at=None, attempts__gt=0)
+        with contextlib.suppress(DatabaseError, InterfaceError):
+            row.update(attempts=F("attempts") - 1)
+
+    def _record(self) -> tuple[Seen, bool]:
+        """Count the delivery durably. Returns what is known of the message, and whether
+        its transaction has begun, which takes no further question on PostgreSQL."""
+        stage = self.message.destination
+        transaction.get_autocommit(using=self.using)  # which connects
+        connection = connections[self.using]
+        if begins_early(connection):
+            mark = str(uuid.uuid4())
+            try:
+                seen, taken = self.inbox.record_and_begin(
+                    stage, self.message, None, mark
+                )
+            except DatabaseError as error:
+                if outage.is_away(error):
+                    raise
+                # A lock's time-out, perhaps: once more, step by step.
+                abandon(connection)
+                already = self.inbox.recorded(stage, self.message, mark)
+                if already is not None:
+                    return already, False
+            else:
+                if taken and not self._too_often(seen):
+                    return seen, True
+                abandon(connection)
+                return seen, False
+        return self.inbox.record(stage, [self.message])[self.message.id], False
+
+    def _too_often(self, seen: Seen) -> bool:
+        return seen.attempt - int(self.task.request.retries or 0) > _most()
+
+    def _attempt(self, seen: Seen, begun: bool) -> Any:
         run, outer = running.Run(), running.current_run()
         running.enter(run)
         ignored: Ignore | None = None
         try:
             began = time.monotonic()
-            with StageTransaction(TransactionDefinition(using=self.using)):
-                if not self.inbox.take(seen.id):
+            definition = TransactionDefinition(using=self.using)
+            with StageTransaction(definition, begun=begun):
+                if not begun and not self.inbox.take(seen.id):
                     raise _LostRace
                 with in_scope(self._scope()):
                     result = None
@@ -237,14 +334,34 @@ class _Once:
                         retry_policy=policy,
                     )
         except Exception as error:
-            raise Reject(error, requeue=True) from error
+            raise self._not_yet(error) from error
 
-    def _fail(self, seen: Seen, error: BaseException) -> None:
-        """Note a failure, which Celery reports by its own means."""
+    def _not_yet(self, error: Exception) -> Reject:
+        log.warning(
+            "task %s[%s] has ended, and what follows cannot be called yet; it goes "
+            "back to its queue: %s", self.task.name, self.task.request.id, error,
+        )  # fmt: skip
+        threading.Event().wait(PAUSE)
+        return Reject(error, requeue=True)
+
+    def _fail(self, seen: Seen, error: BaseException) -> bool:
+        """Note a failure, which Celery reports by its own means. Returns False when the
+        work is done all the same: by a copy, or by this attempt, which has committed.
+        """
         if in_block(connections[self.using]):
-            return
+            return True
+        said = Failure.of(error).exception
+        if isinstance(error, MaxRetriesExceededError):
+            # Its own text has the arguments.
+            said = (
+                f"MaxRetriesExceededError: tried {self.task.request.retries + 1} times"
+            )
         with contextlib.suppress(DatabaseError, InterfaceError):
-            self.inbox.mark_dead(seen.id, f"{type(error).__name__}: {error}"[:2000])
+            if not self.inbox.mark_dead(seen.id, said):
+                return not self.inbox.filter(
+                    pk=seen.id, processed_at__isnull=False
+                ).exists()
+        return True
 
 
 class _LostRace(Exception):
@@ -255,8 +372,8 @@ def _most() -> int:
     return conf.get().REDELIVERY.MAX_REDELIVERIES + 1
 
 
-def _worker_lost() -> WorkerLostError:
-    return WorkerLostError(
+def _given_up() -> TaskGivenUp:
+    return TaskGivenUp(
         f"{_most()} deliveries of this task began and never ended: each time its "
         f"worker died with it. Look for memory, signals and native crashes."
     )

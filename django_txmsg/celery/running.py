@@ -10,9 +10,11 @@ from ..brokers.celery.publication import Publication
 
 @dataclass
 class Run:
-    """One execution: `later` goes to the broker when its transaction has ended."""
+    """One execution: `later` goes to the broker when its transaction has ended. Once it
+    has `ended`, so does whatever is called."""
 
     later: list[Publication] = field(default_factory=list)
+    ended: bool = False
 
 
 _run: ContextVar[Run | None] = ContextVar("django_txmsg_celery_run", default=None)

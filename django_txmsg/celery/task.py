@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from celery.contrib.django.task import DjangoTask
 
-from .calling import call
+from .calling import call, requires, stands_in, stores
+
+log = logging.getLogger("django_txmsg.celery")
 
 
 class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without type hints
@@ -25,6 +28,7 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         producer: Any = None,
         *rest: Any,
         using: str | None = None,
+        connection: Any = None,
         **options: Any,
     ) -> Any:
         """Do as Celery's does, with a row of the outbox where a transaction is open.
@@ -34,8 +38,11 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         """
         usual = super().apply_async
 
-        def send(task_id: str | None, producer: Any) -> Any:
-            return usual(args, kwargs, task_id, producer, *rest, **options)
+        def send(task_id: str | None, producer: Any, **more: Any) -> Any:
+            given = {**options, **more}
+            if connection is not None and not stands_in(producer):
+                given["connection"] = connection
+            return usual(args, kwargs, task_id, producer, *rest, **given)
 
         app = self._get_app()
         if app.conf.task_always_eager:
@@ -43,6 +50,7 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         return call(
             app,
             self.name,
+            (args, kwargs),
             send,
             task_id=task_id,
             producer=producer,
@@ -52,11 +60,16 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
         """Call the task: its row leaves on the commit, and a crash loses none."""
-        self.apply_async(args, kwargs)
+        self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """The same with `apply_async()`'s arguments."""
-        self.apply_async(*args, **kwargs)
+        """The same with `apply_async()`'s arguments. Where no row can be stored, as in
+        another database's transaction, or eagerly, do as Celery's does."""
+        eager = self._get_app().conf.task_always_eager
+        if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
+            super().apply_async_on_commit(*args, **kwargs)
+        else:
+            self.apply_async(*args, **kwargs)
 
 
 class OnceTask(TransactionalTask):
@@ -73,9 +86,39 @@ class OnceTask(TransactionalTask):
     reject_on_worker_lost = True
     using: str | None = None
 
+    @classmethod
+    def careless(cls) -> list[str]:
+        """Return what is wrong with the task's options, and loses it."""
+        return [
+            f"the OnceTask {cls.name!r} has {option}=False: a worker that dies takes "
+            f"it along."
+            for option in ("acks_late", "reject_on_worker_lost")
+            if not getattr(cls, option)
+        ]
+
+    @classmethod
+    def on_bound(cls, app: Any) -> None:
+        """Say so when the task is registered."""
+        super().on_bound(app)
+        for careless in cls.careless():
+            log.error("%s", careless)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.request.called_directly:
             return super().__call__(*args, **kwargs)
         from .once import run_once
 
         return run_once(self, args, kwargs)
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Any = None,
+        throw: bool = True,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        """Do as Celery's does, but raise Retry whatever `throw` says: what is to be
+        done again is rolled back."""
+        return super().retry(args, kwargs, exc, True, *rest, **options)

@@ -47,7 +47,7 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
             "Leave task_protocol at 2.",
         )
     transport = str(settings.broker_url or "").partition("://")[0]
-    if transport in _NOWHERE:
+    if transport in _NOWHERE and not settings.task_always_eager:
         yield (
             f"the transport {transport}:// keeps tasks in the memory of one process.",
             "Set broker_url to a broker that the workers share.",
@@ -63,21 +63,29 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
 def _once(app: Any) -> Iterator[tuple[str, str]]:
     from ..celery import OnceTask
 
-    for name, task in sorted(app.tasks.items()):
-        if not isinstance(task, OnceTask):
-            continue
-        for option in ("acks_late", "reject_on_worker_lost"):
-            if not getattr(task, option):
-                yield (
-                    f"the OnceTask {name!r} has {option}=False: a worker that dies "
-                    f"takes it along.",
-                    f"Leave {option} to OnceTask.",
-                )
+    # Those that are discovered tell by themselves, in the log of the worker.
+    for _, task in sorted(app.tasks.items()):
+        if isinstance(task, OnceTask):
+            for careless in task.careless():
+                yield careless, "Leave it to OnceTask."
 
 
 def _plain(where: str, app: Any) -> Iterator[CheckMessage]:
     from ..celery import Celery, TransactionalTask
 
+    lossy = [
+        name
+        for name, task in sorted(app.tasks.items())
+        if hasattr(task, "delay_on_commit") and not isinstance(task, TransactionalTask)
+    ]
+    if isinstance(app, Celery) and lossy:
+        yield Warning(
+            f"{where}: delay_on_commit() of {', '.join(lossy[:5])} is Celery's own, "
+            f"and loses the task when the process ends after its commit.",
+            hint="Give the task, or its class, django_txmsg.celery.TransactionalTask "
+            "for a base.",
+            id="txmsg.W020",
+        )
     if not isinstance(app, Celery) and not issubclass(app.Task, TransactionalTask):
         yield Warning(
             f"{where}: the app is Celery's own, and its tasks are too: what is called "

@@ -130,6 +130,47 @@ def test_outside_of_a_transaction_it_is_an_error_where_settings_say_so() -> None
     assert len(stored()) == 1
 
 
+def test_what_a_worker_calls_by_itself_needs_no_transaction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as the error links of a task whose time is up, in its main process."""
+    app.conf.result_backend = None
+    forget_connections()
+    monkeypatch.setattr(app.loader, "worker_initialized", True)
+    with (
+        through("tests.celery_shop:app", CELERY={"REQUIRE_ATOMIC": True}),
+        pytest.raises(OperationalError),
+    ):
+        add.apply_async((1, 2), retry=False)
+
+
+def test_a_connection_of_the_caller_s_does_not_lead_around_the_outbox() -> None:
+    app.conf.broker_url = "memory://"
+    forget_connections()
+    with transaction.atomic(), app.connection_for_write() as connection:
+        queue = app.amqp.default_queue(connection.default_channel)
+        queue.declare()
+        queue.purge()
+        add.apply_async((1, 2), connection=connection)
+        app.send_task("elsewhere.task", (3,), connection=connection)
+        add.apply_async((4, 5), publisher=app.amqp.Producer(connection))
+        assert queue.get() is None
+
+    assert [args for _, args, _ in stored()] == [[1, 2], [3], [4, 5]]
+
+
+def test_how_it_is_published_is_not_the_caller_s_to_say() -> None:
+    app.conf.broker_url = "memory://"
+    forget_connections()
+    with transaction.atomic():
+        add.apply_async((1, 2), retry=True, argsrepr="(secret)")
+
+    ship(broker="celery")
+
+    row = OutboxMessage.objects.get()
+    assert (row.last_error, row.state) == ("", "dispatched")
+
+
 def test_countdown_eta_expires_priority_and_queue_are_in_the_message() -> None:
     eta = dt.datetime(2040, 1, 1, tzinfo=dt.timezone.utc)
     with transaction.atomic():
@@ -204,6 +245,39 @@ def test_delay_on_commit_is_a_row_too() -> None:
         add.apply_async_on_commit((3, 4), countdown=5)
 
     assert [args for _, args, _ in stored()] == [[1, 2], [3, 4]]
+
+
+def test_delay_on_commit_waits_for_a_commit_where_no_row_can() -> None:
+    app.conf.update(broker_url="memory://", result_backend=None)
+    forget_connections()
+    with app.connection_for_read() as connection:
+        queue = app.amqp.default_queue(connection.default_channel)
+        queue.declare()
+        queue.purge()
+        with transaction.atomic():
+            # The outbox is in another database than this transaction.
+            add.apply_async_on_commit((1, 2), using="other")
+            assert queue.get() is None
+        assert queue.get() is not None
+    with (
+        through("tests.celery_shop:app", CELERY={"REQUIRE_ATOMIC": True}),
+        transaction.atomic(),
+        pytest.raises(TransactionRequired, match="'other'"),
+    ):
+        add.apply_async_on_commit((1, 2), using="other")
+
+    assert stored() == []
+
+
+def test_eagerly_delay_on_commit_waits_for_the_commit_too() -> None:
+    app.conf.task_always_eager = True
+    try:
+        with transaction.atomic():
+            charge.delay_on_commit("eager")
+            assert not Effect.objects.exists()
+    finally:
+        app.conf.task_always_eager = False
+    assert Effect.objects.filter(name='charge ["eager"]').count() == 1
 
 
 def test_a_chord_needs_its_backend() -> None:
@@ -357,6 +431,28 @@ def test_what_is_written_of_arguments_respects_the_mask(mask: str) -> None:
         assert "card" in message.headers["kwargsrepr"]
     (event,) = message.then
     assert b"secret" not in event.body
+
+
+def test_what_is_sent_at_once_respects_the_mask_too() -> None:
+    app.conf.update(broker_url="memory://", result_backend=None)
+    forget_connections()
+    with (
+        through("tests.celery_shop:app", MASK=f"{__name__}.hidden"),
+        app.connection_for_read() as connection,
+    ):
+        queue = app.amqp.default_queue(connection.default_channel)
+        queue.declare()
+        queue.purge()
+        step.apply_async(("secret",), {"card": "secret"})
+        app.send_task("elsewhere.task", ("secret",))
+        app.send_task("elsewhere.task", (object(),), serializer="pickle")
+        first, second, third = iter(queue.get, None)
+
+    for message in (first, second, third):
+        shown = message.headers["argsrepr"], message.headers["kwargsrepr"]
+        assert "secret" not in str(shown)
+    assert "***" in first.headers["argsrepr"]
+    assert "(masked)" in third.headers["argsrepr"]
 
 
 def test_a_broker_that_is_down_costs_no_attempt() -> None:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from celery import chord
 from celery.app.trace import build_tracer
-from celery.exceptions import Ignore, Reject
-from django.db import DatabaseError, connection, transaction
+from celery.exceptions import (
+    Ignore,
+    Reject,
+    Retry,
+    SoftTimeLimitExceeded,
+    WorkerLostError,
+)
+from django.db import DatabaseError, OperationalError, connection, transaction
+from django.test.utils import CaptureQueriesContext
 
-from django_txmsg import send_message
+from django_txmsg import Message, send_message
 from django_txmsg.celery import OnceTask, once
-from django_txmsg.errors import SwallowedDatabaseError
+from django_txmsg.celery.calling import identity
+from django_txmsg.consuming.transaction import StageTransaction
+from django_txmsg.errors import SwallowedDatabaseError, TaskGivenUp
 from django_txmsg.models import InboxMessage, OutboxMessage
 from tests.app.models import Effect
 from tests.celery_shop import app, step
@@ -53,6 +64,34 @@ def deliver(task: Any, *args: Any, task_id: str = "one", **request: Any) -> Any:
 
 def effect(name: str) -> None:
     Effect.objects.create(name=name, message_id="1")
+
+
+@contextmanager
+def away() -> Iterator[None]:
+    """Nobody answers where the app sends, nor where its results are."""
+    before = app.conf.result_backend
+    app.conf.update(
+        broker_url="amqp://127.0.0.1:1//",
+        result_backend="redis://127.0.0.1:1/0",
+        task_publish_retry=False,
+        result_backend_transport_options={"retry_policy": {"max_retries": 0}},
+    )
+    forget_connections()
+    try:
+        yield
+    finally:
+        app.conf.update(
+            broker_url="memory://", result_backend=before, task_publish_retry=True
+        )
+        forget_connections()
+
+
+def sent() -> list[Any]:
+    """Take what lies in the app's queue."""
+    with app.connection_for_read() as connection:
+        queue = app.amqp.default_queue(connection.default_channel)
+        queue.declare()
+        return list(iter(queue.get, None))
 
 
 def effects() -> list[str]:
@@ -160,6 +199,132 @@ def test_eager_it_is_the_same() -> None:
     task = once_task(lambda: step.delay("called").id)
 
     assert task.apply().get() == str(OutboxMessage.objects.get().message_id)
+
+
+@pytest.mark.parametrize("follows", ["link", "chain", "chord"])
+def test_while_what_follows_cannot_be_called_the_message_goes_back(
+    follows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> int:
+        effect("worked")
+        return 1
+
+    monkeypatch.setattr(once, "PAUSE", 0.0)
+    task, following = once_task(work), step.s("next")
+    if follows == "chord":
+        following = chord([step.s("one"), step.s("two")], step.s("body"))
+    following.freeze()
+    given: dict[str, Any] = (
+        {"callbacks": [following]} if follows == "link" else {"chain": [following]}
+    )
+
+    with away():
+        rejected = deliver(task, **given)
+    assert isinstance(rejected, Reject)
+    assert rejected.requeue
+
+    if follows == "chord":
+        app.conf.result_backend = "cache+memory://"
+        forget_connections()
+    sent()
+    assert deliver(task, **given) == 1
+    assert effects() == ["worked"]
+    assert len(sent()) == (2 if follows == "chord" else 1)
+
+
+def test_a_retry_is_raised_whatever_it_is_told() -> None:
+    def work(self: Any) -> str:
+        effect(f"try {self.request.retries}")
+        if not self.request.retries:
+            self.retry(throw=False, countdown=0)
+        return "done"
+
+    task = once_task(work, bind=True)
+    assert isinstance(deliver(task), Retry)
+    assert effects() == []
+    assert deliver(task, retries=1) == "done"
+    assert effects() == ["try 1"]
+
+
+def test_retries_that_are_used_up_tell_no_arguments() -> None:
+    def work(self: Any, card: str) -> None:
+        self.retry(countdown=0)
+
+    task = once_task(work, bind=True, max_retries=0)
+    assert "4111" in str(deliver(task, "4111"))
+    error = InboxMessage.objects.get().last_error
+    assert error == "MaxRetriesExceededError: tried 1 times"
+    assert "4111" not in error
+
+
+def test_an_error_that_no_database_holds_is_noted_all_the_same() -> None:
+    def work() -> None:
+        raise ValueError("NUL \x00 and \ud800")
+
+    error = deliver(once_task(work))
+    assert isinstance(error, ValueError)
+    assert "NUL \x00" in str(error)
+    row = InboxMessage.objects.get()
+    assert (row.state, row.last_error) == ("dead", "ValueError: NUL \\x00 and \\ud800")
+
+
+def test_what_kills_each_worker_is_given_up_and_acknowledged() -> None:
+    task = once_task(lambda: effect("worked"))
+    InboxMessage.objects.db_manager("default").record(
+        task.name, [Message(id=identity("one"), destination=task.name, body=None)]
+    )
+    InboxMessage.objects.update(attempts=99)
+
+    error = deliver(task)
+
+    assert isinstance(error, TaskGivenUp)
+    # Celery sends a task back whose error is this one.
+    assert not isinstance(error, WorkerLostError)
+    assert InboxMessage.objects.get().state == "dead"
+
+
+def test_an_error_after_the_commit_is_no_failure() -> None:
+    def work() -> str:
+        effect("worked")
+        transaction.on_commit(too_late)
+        return "done"
+
+    def too_late() -> None:
+        raise SoftTimeLimitExceeded
+
+    class Impatient(StageTransaction):
+        def __exit__(self, *raised: Any) -> None:
+            super().__exit__(*raised)
+            raise SoftTimeLimitExceeded
+
+    task = once_task(work)
+    assert deliver(task) == "done"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(once, "StageTransaction", Impatient)
+        assert deliver(task, task_id="two") == "done"
+    assert effects() == ["worked", "worked"]
+    assert {row.state for row in InboxMessage.objects.all()} == {"processed"}
+
+
+def test_an_outage_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work() -> None:
+        # As of a database that is not the inbox's.
+        raise OperationalError("no connection") from ConnectionRefusedError()
+
+    monkeypatch.setattr(once, "PAUSE", 0.0)
+    task = once_task(work)
+    for _ in range(20):
+        assert isinstance(deliver(task), Reject)
+    assert InboxMessage.objects.get().attempts == 0
+
+
+@pytest.mark.postgresql
+def test_a_delivery_costs_two_round_trips_beside_its_work() -> None:
+    task = once_task(lambda: None)
+    with CaptureQueriesContext(connection) as asked:
+        deliver(task)
+    # Recorded and begun in one, as in a stage; and COMMIT.
+    assert len([one for one in asked if one["sql"] != "COMMIT"]) == 1
 
 
 @pytest.mark.postgresql

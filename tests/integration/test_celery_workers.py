@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from celery import chain, chord, group
 from django.db import transaction
+from kombu import Exchange, Queue
 
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import InboxMessage, OutboxMessage
@@ -273,6 +274,34 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
     assert {row.attempts for row in rows} == {0, 1}
 
 
+def test_a_queue_that_was_deleted_loses_no_task(
+    worker: Start, rabbitmq: RabbitMQ
+) -> None:
+    """Also where an exchange stands between, which would drop it in silence."""
+    exchange = Exchange("tests.celery.topic", type="topic")
+    queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
+    lane = Lane("default", "celery")
+
+    def call_and_ship() -> OutboxMessage:
+        with transaction.atomic():
+            result = step.apply_async(("of a topic",), queue=queue, mandatory=True)
+        lane.dispatch()
+        return OutboxMessage.objects.get(message_id=result.id)
+
+    try:
+        with app.connection_for_write() as connection:
+            assert call_and_ship().dispatched_at is not None
+            queue(connection.default_channel).delete()
+            lost = call_and_ship()
+            assert lost.dispatched_at is None
+            assert "takes 'eu.#' any more" in lost.last_error
+            # Declared anew with the next one.
+            assert call_and_ship().dispatched_at is not None
+            queue(connection.default_channel).delete()
+    finally:
+        lane.close()
+
+
 @pytest.mark.soak  # each death takes Celery a second
 def test_a_once_task_that_kills_its_worker_every_time_ends(
     worker: Start, url: str
@@ -285,5 +314,10 @@ def test_a_once_task_that_kills_its_worker_every_time_ends(
     dead = InboxMessage.objects.filter(dead_at__isnull=False)
     wait_until(dead.exists, deadline=90, message=one.said)
     row = InboxMessage.objects.get()
-    assert row.last_error.startswith("WorkerLostError")
-    assert row.attempts == 8
+    assert row.last_error.startswith("django_txmsg.errors.TaskGivenUp: ")
+    assert (row.attempts, row.deliveries) == (8, 8)
+    # It does not come again.
+    step.delay("next")
+    worked(one, 'step ["next"]')
+    row.refresh_from_db()
+    assert (row.state, row.deliveries) == ("dead", 8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from celery import Celery as PlainCelery
+from celery.contrib.django.task import DjangoTask
 from django.core.checks import CheckMessage
 from django.test import override_settings
 from kombu import Exchange, Queue
@@ -29,6 +30,10 @@ def lost() -> None:
     """Be acknowledged before it is done."""
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 def through(path: str, alias: str = "celery") -> override_settings:
     brokers = {
         "default": {"URL": "database://"},
@@ -45,7 +50,7 @@ def found() -> list[tuple[str, str]]:
 @pytest.fixture
 def usual() -> Iterator[None]:
     """Put the app's settings back after the test."""
-    names = ("broker_url", "result_backend", "task_protocol")
+    names = ("broker_url", "result_backend", "task_protocol", "task_always_eager")
     before = {name: app.conf[name] for name in (*names, "task_default_delivery_mode")}
     yield
     app.conf.update(before)
@@ -77,11 +82,43 @@ def test_a_setting_that_loses_tasks_is_an_error(
     assert said in message
 
 
+@pytest.mark.usefixtures("usual")
+def test_a_project_s_tests_that_run_tasks_eagerly_need_no_broker() -> None:
+    app.conf.update(broker_url="memory://", task_always_eager=True)
+    with through("tests.celery_shop:app"):
+        assert found() == []
+
+
 def test_a_once_task_that_is_acknowledged_early_is_an_error() -> None:
     with through(f"{__name__}:careless"):
         ((code, message),) = found()
 
     assert (code, "acks_late=False" in message) == ("txmsg.E020", True)
+
+
+def test_what_is_registered_later_tells_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    late = Celery("late", set_as_current=False, broker="amqp://")
+    late.task(base=OnceTask, acks_late=False, name="lost", shared=False)(nothing)
+    late.task(base=OnceTask, name="kept", shared=False)(nothing)
+
+    late.finalize()
+
+    (said,) = {(record.levelname, record.getMessage()) for record in caplog.records}
+    assert said[0] == "ERROR"
+    assert "'lost' has acks_late=False" in said[1]
+
+
+def test_a_class_that_forgets_the_outbox_upon_commit_is_a_warning() -> None:
+    global other
+    other = Celery("other", set_as_current=False, broker="amqp://")
+    other.task(base=DjangoTask, name="lossy", shared=False)(nothing)
+    other.task(name="sound", shared=False)(nothing)
+    with through(f"{__name__}:other"):
+        ((code, message),) = found()
+
+    assert (code, "of lossy is" in message) == ("txmsg.W020", True)
 
 
 def test_an_app_whose_tasks_go_around_the_outbox_is_a_warning() -> None:

@@ -20,9 +20,13 @@ from kombu.utils import json
 
 #: The row's header that holds a publication without its body.
 HEADER = "celery"
-#: What `publish()` is told and no message has: how to send, not what.
+#: What `publish()` is told and no message has: how to send, not what, and what the
+#: headers have already.
 _HOW = frozenset(
-    {"retry", "retry_policy", "timeout", "confirm_timeout", "serializer", "compression"}
+    {
+        *("retry", "retry_policy", "timeout", "confirm_timeout", "mandatory"),
+        *("serializer", "compression", "argsrepr", "kwargsrepr"),
+    }
 )
 _KINDS: dict[str, Any] = {"exchange": Exchange, "queue": Queue, "binding": binding}
 
@@ -111,6 +115,14 @@ class Publication:
     def entities(self) -> list[Any]:
         """Return the queues and exchanges to be declared before it."""
         return [_read(text) for text in self.declare]
+
+    @property
+    def has_a_queue(self) -> bool:
+        """Whether it is for a queue, and lost without one; what goes to an exchange
+        is for whoever listens."""
+        return not self.exchange or any(
+            isinstance(one, Queue) for one in self.entities()
+        )
 
     def publish(self, producer: Any, **how: Any) -> None:
         """Hand it to a kombu producer. Raises what that raises."""

@@ -145,7 +145,7 @@ class CelerySession(Session):
                 # Mandatory: a queue that was deleted loses no message in silence.
                 publication.publish(
                     self._producer,
-                    mandatory=publication.exchange == "",
+                    mandatory=publication.has_a_queue,
                     timeout=timeout,
                 )
             except self._ends:
@@ -192,7 +192,8 @@ class CelerySession(Session):
         if number is not None:
             self._connection.declared_entities.clear()
             self._outcomes[number] = DispatchRejected(
-                f"there is no queue {routing_key!r} any more: {error}"
+                f"no queue of exchange {exchange!r} takes {routing_key!r} any more: "
+                f"{error}"
             )
 
     def subscribe(
