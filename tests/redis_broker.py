@@ -1,36 +1,29 @@
 """A broker of somebody else's, as they would write it: Redis Streams, with redis-py.
 
-A queue is a stream with one group of consumers. Who holds a message has it pending;
-when that was not touched for a `lease`, another consumer claims it. It imports nothing
-of the package but the contract.
+A destination is a stream. Those who share its work are a group of consumers: one group
+of a queue, one for each subscriber of a topic. Who receives a message has it pending;
+when it was not touched for a `lease`, another one of the group claims it.
+
+What a topic's stream has to keep is up to its owner, who trims it (`XTRIM`).
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import redis
 
 from django_txmsg.brokers import Broker, Delivery, Outgoing, Session
 from django_txmsg.errors import BrokerError, BrokerUnavailable, DispatchUnknown
 
-GROUP = "workers"
-#: Moves what is due from a queue's delayed messages into its stream.
-MOVE = """
-for _, packed in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], 0, ARGV[1])) do
-    local head = struct.unpack('>I4', packed)
-    redis.call('XADD', KEYS[2], '*', 'headers', string.sub(packed, 21, 20 + head),
-               'body', string.sub(packed, 21 + head))
-    redis.call('ZREM', KEYS[1], packed)
-end
-"""
+WORKERS = "workers"
 
 
 class RedisBroker(Broker):
@@ -39,41 +32,35 @@ class RedisBroker(Broker):
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> RedisSession:
-        url = urlsplit(self._url)
-        lease = float(parse_qs(url.query).get("lease", ["30"])[0])
-        client = redis.Redis(
-            url.hostname or "localhost", url.port or 6379, url.path.strip("/") or 0
-        )
+        address, _, lease = self._url.partition("?lease=")
         with asked():
+            client = redis.Redis.from_url(address)
             client.ping()
-        return RedisSession(client, lease)
+            return RedisSession(client, int(float(lease or 30) * 1000))
 
     def shares_topics(self) -> bool:
         return True
 
     def unsubscribe(self, topic: str, subscriber: str) -> None:
-        session = self.open()
-        with session, asked():
-            session.client.srem(f"subscribers:{topic}", subscriber)
-            session.client.delete(f"{topic}/{subscriber}")
+        with self.open() as session, asked(), suppress(redis.ResponseError):
+            session.client.xgroup_destroy(stream_of(topic), subscriber)
 
     def check(self) -> list[str]:
-        sound = urlsplit(self._url).scheme == "redis"
+        sound = self._url.startswith("redis://")
         return [] if sound else ["it does not begin with redis://"]
 
 
 class RedisSession(Session):
-    """One consumer of a stream, or one sender."""
+    """One consumer of a group, or one sender."""
 
-    def __init__(self, client: redis.Redis, lease: float) -> None:
-        self.client, self._lease = client, int(lease * 1000)
-        self._consumer = uuid.uuid4().hex
-        self._destination = self._stream = ""
+    def __init__(self, client: redis.Redis, lease: int) -> None:
+        self.client, self._lease = client, lease
+        self._me = uuid.uuid4().hex
+        self._destination = self._stream = self._group = ""
         self._prefetch = 1
         self._held: set[bytes] = set()
         self._arrived: deque[Delivery] = deque()
         self._enlisted: list[Outgoing] = []
-        self._private = False
 
     def send(
         self,
@@ -82,42 +69,25 @@ class RedisSession(Session):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        pipeline = self.client.pipeline()
+        # All of it is stored or nothing is: there is no bad one to isolate, and none
+        # that overtakes another one of its key.
         try:
-            for one in batch:
-                self._add(pipeline, one)
-            pipeline.execute()
-        except (redis.RedisError, OSError) as error:
-            return [DispatchUnknown(str(error), hung_up=True)] * len(batch)
-        return [None] * len(batch)
-
-    def _add(self, pipeline: Any, one: Outgoing) -> None:
-        headers = json.dumps(dict(one.headers)).encode()
-        streams = [one.destination]
-        if one.destination.startswith("topic:"):
-            names = self.client.smembers(f"subscribers:{one.destination}")
-            streams = [f"{one.destination}/{name.decode()}" for name in names]
-        for stream in streams:
-            if one.delay:
-                size = len(headers).to_bytes(4, "big")
-                packed = size + uuid.uuid4().bytes + headers + one.body
-                pipeline.zadd(f"delayed:{stream}", {packed: time.time() + one.delay})
-            else:
-                pipeline.xadd(stream, {"headers": headers, "body": one.body})
+            self._transact(batch, [])
+        except BrokerUnavailable as error:
+            return [DispatchUnknown(str(error)) for _ in batch]
+        return [None for _ in batch]
 
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
-        self._destination = self._stream = destination
+        self._destination, self._stream = destination, stream_of(destination)
         self._prefetch = prefetch
+        begin, self._group = "0", WORKERS
+        if destination.startswith("topic:"):
+            begin, self._group = "$", subscriber or self._me
         with asked():
-            if destination.startswith("topic:"):
-                self._private = subscriber is None
-                name = subscriber or self._consumer
-                self._stream = f"{destination}/{name}"
-                self.client.sadd(f"subscribers:{destination}", name)
             try:
-                self.client.xgroup_create(self._stream, GROUP, id="0", mkstream=True)
+                self.client.xgroup_create(self._stream, self._group, begin, True)
             except redis.ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
@@ -127,60 +97,58 @@ class RedisSession(Session):
         while not self._arrived:
             left = deadline - time.monotonic()
             with asked():
-                self._fetch(max(1, int(min(left, 0.1) * 1000)))
+                self._fetch(max(0.001, min(left, 0.1)))
             if left <= 0 and not self._arrived:
                 return None
         return self._arrived.popleft()
 
-    def _fetch(self, wait: int) -> None:
-        keys = [f"delayed:{self._stream}", self._stream]
-        self.client.eval(MOVE, 2, *keys, time.time())
-        room = self._prefetch - len(self._held)
+    def _fetch(self, wait: float) -> None:
+        who, room = (self._group, self._me), self._prefetch - len(self._held)
         if room <= 0:
+            threading.Event().wait(wait)
             return
-        who = (self._stream, GROUP, self._consumer)
-        claimed = self.client.xautoclaim(*who, self._lease, count=room)[1]
-        self._take([one for one in claimed if one[0] not in self._held], True)
+        late = self.client.xautoclaim(self._stream, *who, self._lease, count=room)[1]
+        self._take([one for one in late if one[0] not in self._held], redelivered=True)
         if not self._arrived:
-            found = self.client.xreadgroup(
-                GROUP, self._consumer, {self._stream: ">"}, count=room, block=wait
-            )
-            for _, entries in found:
-                self._take(entries, False)
+            block = int(wait * 1000)
+            new = self.client.xreadgroup(*who, {self._stream: ">"}, room, block)
+            for _, entries in new:
+                self._take(entries, redelivered=False)
 
-    def _take(self, entries: list[Any], redelivered: bool) -> None:
+    def _take(self, entries: list[Any], *, redelivered: bool) -> None:
         for entry, fields in entries:
             self._held.add(entry)
-            headers = json.loads(fields[b"headers"])
-            name, body = entry.decode(), fields[b"body"]
+            headers, body = json.loads(fields[b"headers"]), fields[b"body"]
+            named = (entry.decode(), entry)
             self._arrived.append(
-                Delivery(self._destination, headers, body, redelivered, name, entry)
+                Delivery(self._destination, headers, body, redelivered, *named)
             )
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        self._commit([], deliveries)
+        self._transact([], deliveries)
 
     def enlist(self, outgoing: Outgoing) -> None:
         self._enlisted.append(outgoing)
 
     def commit(self, acks: Sequence[Delivery]) -> None:
         enlisted, self._enlisted = self._enlisted, []
-        self._commit(enlisted, acks)
-
-    def _commit(self, sends: Sequence[Outgoing], acks: Sequence[Delivery]) -> None:
-        entries = [one.handle for one in acks]
-        with asked():
-            pipeline = self.client.pipeline(transaction=True)
-            for one in sends:
-                self._add(pipeline, one)
-            if entries:
-                pipeline.xack(self._stream, GROUP, *entries)
-                pipeline.xdel(self._stream, *entries)
-            pipeline.execute()
-        self._held.difference_update(entries)
+        self._transact(enlisted, acks)
 
     def rollback(self) -> None:
         self._enlisted = []
+
+    def _transact(self, sends: Sequence[Outgoing], acks: Sequence[Delivery]) -> None:
+        entries = [one.handle for one in acks]
+        with asked(), self.client.pipeline(transaction=True) as pipeline:
+            for one in sends:
+                fields = {"headers": json.dumps(dict(one.headers)), "body": one.body}
+                pipeline.xadd(stream_of(one.destination), fields)
+            if entries:
+                pipeline.xack(self._stream, self._group, *entries)
+                if self._group == WORKERS:  # nobody else's
+                    pipeline.xdel(self._stream, *entries)
+            pipeline.execute()
+        self._held.difference_update(entries)
 
     def ping(self) -> None:
         with asked():
@@ -188,18 +156,20 @@ class RedisSession(Session):
 
     def close(self) -> None:
         held, self._held = list(self._held), set()
-        try:
-            if self._private:
-                name = self._stream.removeprefix(f"{self._destination}/")
-                self.client.srem(f"subscribers:{self._destination}", name)
-                self.client.delete(self._stream)
+        # Without an answer they come again when their lease has ended.
+        with suppress(redis.RedisError, OSError):
+            if self._group == self._me:
+                self.client.xgroup_destroy(self._stream, self._group)
             elif held:
                 # As if nobody had touched them for long: the next one claims them.
-                who = (self._stream, GROUP, self._consumer)
+                who = (self._stream, self._group, self._me)
                 self.client.xclaim(*who, 0, held, idle=self._lease, justid=True)
-        except (redis.RedisError, OSError):
-            pass  # then they come again when their lease has ended
         self.client.close()
+
+
+def stream_of(destination: str) -> str:
+    """Return the stream of a queue or a topic, apart from keys of others."""
+    return f"messages:{destination}"
 
 
 @contextmanager

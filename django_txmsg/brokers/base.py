@@ -91,7 +91,8 @@ class Session(abc.ABC):
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         """Acknowledge, without waiting for proof: a lost ack costs a duplicate.
 
-        In a transacted session, acknowledges in a transaction of its own.
+        In a transacted session, where nothing is enlisted then, in a transaction of
+        its own.
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:

@@ -133,18 +133,21 @@ def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
     """Leave out, and mark as held back, what follows a failed message of its key."""
-    spoilt = {
-        key
-        for key, outcome in zip(keys, outcomes, strict=True)
-        if key and outcome is not None
-    }
-    for index, _ in items:
-        if keys[index] in spoilt:
+    failed: dict[str, int] = {}
+    for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+        if key and outcome is not None:
+            failed.setdefault(key, index)
+    sound = []
+    for item in items:
+        index = item[0]
+        if index > failed.get(keys[index], index):
             outcomes[index] = SendHeldBackError(
                 f"The message was not sent: an earlier one of its key {keys[index]!r} "
                 f"is not stored."
             )
-    return [item for item in items if keys[item[0]] not in spoilt]
+        else:
+            sound.append(item)
+    return sound
 
 
 def _parts(

@@ -16,6 +16,8 @@ from tests.services import Redis, free_port
 
 
 class TestRedisStreams(BrokerSuite):
+    holds_back = False
+
     @pytest.fixture(autouse=True)
     def _server(self, redis: Redis) -> None:
         self.url = f"{redis.url(1)}?lease=1"

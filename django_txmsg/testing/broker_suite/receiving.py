@@ -20,6 +20,7 @@ class Receiving(Talk):
             deliveries = take(session, 10)
             session.ack(deliveries[:4])
             session.ack(deliveries[4:])
+            assert session.receive(0.2) is None
 
         assert bodies(deliveries) == numbers(10)
         assert [one.redelivered for one in deliveries] == [False] * 10
@@ -47,6 +48,12 @@ class Receiving(Talk):
             session.ack(again)
         assert sorted(bodies(again)) == [b"0", b"2", b"3"]
         assert [one.redelivered for one in again] == [True] * 3
+        before = {one.body: one for one in deliveries}
+        for one in again:
+            first = before[one.body]
+            assert one.id_stays == first.id_stays
+            if one.id_stays:
+                assert one.broker_message_id == first.broker_message_id
         assert self.rest(destination) == []
 
     def test_what_a_killed_consumer_had_comes_again(self, destination: str) -> None:
@@ -78,6 +85,20 @@ class Receiving(Talk):
         found = sorted(int(one.body) for one in [*others, *rest])
         assert found == list(range(20))
         assert first.body in bodies(rest)
+
+    def test_a_message_sent_back_comes_again_as_it_was_changed(
+        self, destination: str
+    ) -> None:
+        self.send(Outgoing(destination, {"colour": "red"}, b"x"))
+        with self.consumer(destination) as session:
+            [delivery] = take(session, 1)
+            changed = {"colour": "blue", "txmsg-id": str(uuid.uuid4())}
+            session.send_back(delivery, changed)
+            [again] = take(session, 1)
+            assert again.headers.items() >= changed.items()
+            assert again.body == b"x"
+            session.ack([again])
+        assert self.rest(destination) == []
 
     def test_a_prefetch_of_one_goes_on_after_each_acknowledgement(
         self, destination: str

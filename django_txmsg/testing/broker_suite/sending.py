@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ... import wire
 from ...brokers.base import Outgoing
-from ...errors import DispatchRejected
+from ...errors import DispatchHeld, DispatchRejected, DispatchUnknown
 from .talk import Talk, numbered, numbers, take
 
 
@@ -20,6 +21,16 @@ class Sending(Talk):
             assert session.send(numbered(destination, count)) == [None] * count
 
         assert self.rest(destination) == numbers(count)
+
+    def test_what_is_proven_is_there_while_its_sender_goes_on(
+        self, destination: str
+    ) -> None:
+        """A proof is of what is stored, and not of what will be when all ends well."""
+        with self.open() as session:
+            assert session.send(numbered(destination, 3)) == [None] * 3
+            assert self.rest(destination) == numbers(3)
+            assert session.send(numbered(destination, 2)) == [None] * 2
+            assert self.rest(destination) == numbers(2)
 
     def test_an_isolated_batch_is_stored_as_well(self, destination: str) -> None:
         with self.open() as session:
@@ -60,3 +71,50 @@ class Sending(Talk):
         assert len(found) == count - (odd is not None)
         if odd is None:
             assert found[b"odd"].headers.items() >= bad.items()
+
+    def test_what_follows_a_refused_message_of_its_key_is_held_back(
+        self, destination: str
+    ) -> None:
+        batch = [
+            Outgoing(destination, {wire.KEY: "ab"[n % 2]}, b"%d" % n) for n in range(6)
+        ]
+        batch[2] = Outgoing(destination, {wire.KEY: "a", "name": "NUL \0"}, b"2")
+        with self.open() as session:
+            outcomes = session.send(batch)
+        _, _, odd, _, follower, _ = outcomes
+        if odd is None:
+            assert outcomes == [None] * 6
+            assert self.rest(destination) == numbers(6)
+            return
+        assert isinstance(odd, DispatchRejected)
+        assert isinstance(follower, DispatchHeld)
+        assert [outcomes[n] for n in (0, 1, 3, 5)] == [None] * 4
+        assert self.rest(destination) == [b"0", b"1", b"3", b"5"]
+
+    def refused(self, destination: str) -> Outgoing | None:
+        """Return a message to `destination` that the broker refuses, or hangs up on,
+        if yours does so; it is asked for in the next test."""
+        return None
+
+    def test_isolated_messages_show_on_which_one_a_broker_hangs_up(
+        self, destination: str
+    ) -> None:
+        refused = self.refused(destination)
+        if refused is None:
+            return
+        batch = numbered(destination, 5)
+        batch[2] = refused
+        with self.open() as session:
+            *stored, bad, third, last = session.send(batch, isolate=True)
+        assert stored == [None, None]
+        if isinstance(bad, DispatchUnknown):
+            assert bad.written
+            assert bad.hung_up
+        else:
+            assert isinstance(bad, DispatchRejected)
+        for later in (third, last):
+            if later is not None:
+                assert isinstance(later, DispatchUnknown)
+                assert not later.written
+        proven = [b for b, said in ((b"3", third), (b"4", last)) if said is None]
+        assert self.rest(destination) == [b"0", b"1", *proven]

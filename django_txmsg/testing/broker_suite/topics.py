@@ -12,6 +12,9 @@ from .talk import Talk, bodies, numbered, numbers, take
 class Topics(Talk):
     """A copy for each subscriber, and delays."""
 
+    #: Whether the broker holds messages back for their `delay`, which none has to.
+    holds_back = True
+
     def test_every_subscriber_of_a_topic_gets_a_copy_also_while_it_is_away(
         self, destination: str
     ) -> None:
@@ -29,6 +32,24 @@ class Topics(Talk):
                 assert {one.destination for one in deliveries} == {topic}
             with self.consumer(topic, subscriber=name) as session:
                 assert session.receive(0.3) is None
+
+    def test_sessions_of_one_subscriber_share_its_messages(
+        self, destination: str
+    ) -> None:
+        if self.broker().shares_topics() is not True:
+            return
+        topic, name = f"topic:{destination}", f"audit-{uuid.uuid4().hex}"
+        sessions = [self.consumer(topic, prefetch=5, subscriber=name) for _ in range(2)]
+        self.send(*numbered(topic, 10))
+        found = []
+        for session in sessions:
+            deliveries = take(session, 5)
+            session.ack(deliveries)
+            found += bodies(deliveries)
+            session.close()
+        assert sorted(found) == numbers(10)
+        with self.consumer(topic, subscriber=name) as session:
+            assert session.receive(0.3) is None
 
     def test_a_subscription_that_was_ended_gets_nothing_more(
         self, destination: str
@@ -73,6 +94,9 @@ class Topics(Talk):
                 for delay in (3.0, 0.5, 1.5)
             ]
             assert session.send_delayed(delayed) == [None] * 3
+            if not self.holds_back:
+                assert len(self.rest(destination)) == 3
+                return
         with self.consumer(destination) as session:
             for delay in (0.5, 1.5, 3.0):
                 [delivery] = take(session, 1)

@@ -55,6 +55,16 @@ class Transactions(Talk):
         assert self.rest(f"{destination}.next") == []
         assert self.rest(destination) == []
 
+    def test_what_was_rolled_back_and_left_comes_again(self, destination: str) -> None:
+        self.send(*numbered(destination, 1))
+        with self.consumer(destination, transacted=True) as session:
+            take(session, 1)
+            session.enlist(Outgoing(f"{destination}.next", {}, b"taken back"))
+            session.rollback()
+
+        assert self.rest(destination) == numbers(1)
+        assert self.rest(f"{destination}.next") == []
+
     def test_a_transaction_its_session_did_not_commit_never_happened(
         self, destination: str
     ) -> None:

@@ -1,0 +1,335 @@
+"""The suite is red for a broker that breaks a promise: one wrong broker for each, and
+the test that finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from django_txmsg.brokers import Broker, Delivery, Outgoing, Session
+from django_txmsg.errors import BrokerError, DispatchRejected, DispatchUnknown
+from django_txmsg.testing.broker_suite import BrokerSuite, talk
+from tests.redis_broker import WORKERS, RedisBroker, RedisSession
+from tests.services import Redis
+
+# One database will do: none is used.
+pytestmark = pytest.mark.postgresql
+
+Answers = list[BrokerError | None]
+
+
+class Wrong(RedisSession):
+    """A sound session, until a subclass breaks one of its promises."""
+
+    transacted = False
+
+
+class WrongBroker(RedisBroker):
+    """Its sessions are of the kind that the URL's fragment names: a process that knows
+    only alias and URL can make it."""
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> RedisSession:
+        url, _, kind = self._url.partition("#")
+        sound = RedisBroker(self.alias, url).open()
+        session = globals()[kind](sound.client, sound._lease)
+        session.transacted = transacted
+        assert isinstance(session, RedisSession)
+        return session
+
+
+class SaysStoredAndIsNot(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        return [None for _ in batch]
+
+
+class StoresWhenItEnds(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        self._enlisted += batch
+        return [None for _ in batch]
+
+    def close(self) -> None:
+        if not self.transacted:
+            self.commit([])
+        super().close()
+
+
+class Reorders(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        return super().send([*reversed(batch)])
+
+
+class SendsTwice(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        super().send(batch[-1:])
+        return super().send(batch)
+
+
+class ForgetsOneOfMany(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        super().send(batch[:500])
+        return [None for _ in batch]
+
+
+class SendsEverythingToTheFirstDestination(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        return super().send(
+            [replace(one, destination=batch[0].destination) for one in batch]
+        )
+
+
+class RefusesAndOvertakes(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        bad = ["\0" in "".join(one.headers.values()) for one in batch]
+        super().send([one for one, b in zip(batch, bad, strict=True) if not b])
+        return [DispatchRejected("a NUL") if one else None for one in bad]
+
+
+class IgnoresIsolate(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        if not any(one.body == b"refused" for one in batch):
+            return super().send(batch)
+        return [DispatchUnknown("hung up", hung_up=True) for _ in batch]
+
+
+class AcknowledgesEarly(Wrong):
+    def receive(self, timeout: float) -> Delivery | None:
+        delivery = super().receive(timeout)
+        if delivery is not None:
+            super().ack([delivery])
+        return delivery
+
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        """All is over already."""
+
+
+class LosesWhatItHolds(Wrong):
+    def close(self) -> None:
+        if self._held:
+            self._transact([], [held(one) for one in self._held])
+        super().close()
+
+
+class AcknowledgesAllBefore(Wrong):
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        last = max(one.handle for one in deliveries)
+        super().ack([held(one) for one in self._held if one <= last])
+
+
+class NeverAcknowledges(Wrong):
+    def ack(self, deliveries: Sequence[Delivery]) -> None:
+        """A duplicate for each message, for ever."""
+
+
+class DeliversTwice(Wrong):
+    def _take(self, entries: list[Any], *, redelivered: bool) -> None:
+        super()._take([*entries, *entries[-1:]], redelivered=redelivered)
+
+
+class SaysNotOfRedelivery(Wrong):
+    def _take(self, entries: list[Any], *, redelivered: bool) -> None:
+        super()._take(entries, redelivered=False)
+
+
+class SaysAlwaysRedelivered(Wrong):
+    def _take(self, entries: list[Any], *, redelivered: bool) -> None:
+        super()._take(entries, redelivered=True)
+
+
+class NamesAnew(Wrong):
+    def receive(self, timeout: float) -> Delivery | None:
+        delivery = super().receive(timeout)
+        if delivery is None:
+            return None
+        return replace(
+            delivery, broker_message_id=f"{self._me}/{delivery.broker_message_id}"
+        )
+
+
+class TakesAll(Wrong):
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        super().subscribe(destination, prefetch=1000, subscriber=subscriber)
+
+
+class ComesBackAtOnce(Wrong):
+    def receive(self, timeout: float) -> Delivery | None:
+        return super().receive(0)
+
+
+class TrimsHeaders(Wrong):
+    def _transact(self, sends: Sequence[Outgoing], acks: Sequence[Delivery]) -> None:
+        trimmed = [
+            replace(one, headers={n: v.strip() for n, v in one.headers.items()})
+            for one in sends
+        ]
+        super()._transact(trimmed, acks)
+
+
+class CutsBodies(Wrong):
+    def _transact(self, sends: Sequence[Outgoing], acks: Sequence[Delivery]) -> None:
+        cut = [replace(one, body=one.body[: 1 << 20]) for one in sends]
+        super()._transact(cut, acks)
+
+
+class SendsBackAndKeeps(Wrong):
+    def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
+        self.send([Outgoing(delivery.destination, headers, delivery.body)])
+
+
+class SendsBeforeItCommits(Wrong):
+    def enlist(self, outgoing: Outgoing) -> None:
+        self.send([outgoing])
+
+
+class CommitsWithoutTheAcknowledgement(Wrong):
+    def commit(self, acks: Sequence[Delivery]) -> None:
+        super().commit([])
+
+
+class AcknowledgesWhatItRollsBack(Wrong):
+    def rollback(self) -> None:
+        super().rollback()
+        self.ack([held(one) for one in self._held])
+
+
+class CommitsAtTheEnd(Wrong):
+    def close(self) -> None:
+        if self.transacted:
+            self.commit([])
+        super().close()
+
+
+class CountsAllAsOneSubscriber(Wrong):
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        one = subscriber and "everybody"
+        super().subscribe(destination, prefetch=prefetch, subscriber=one)
+
+
+class ForgetsWhoIsAway(Wrong):
+    def close(self) -> None:
+        if self._group != WORKERS and self._group:
+            self.client.xgroup_destroy(self._stream, self._group)
+        super().close()
+
+
+class WaitsForWhoNeverNamedItself(Wrong):
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        name = subscriber or "nobody"
+        super().subscribe(destination, prefetch=prefetch, subscriber=name)
+
+
+class SharesNothing(Wrong):
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        if destination.startswith("topic:"):
+            subscriber = self._me
+        super().subscribe(destination, prefetch=prefetch, subscriber=subscriber)
+
+
+class Suite(BrokerSuite):
+    """The suite for a kind of session, one test at a time."""
+
+    holds_back = False
+
+    def __init__(self, url: str, kind: type[Session], stack: ExitStack) -> None:
+        self.url, self.stack = f"{url}#{kind.__name__}", stack
+
+    def broker(self) -> Broker:
+        return WrongBroker("tested", self.url)
+
+    def refused(self, destination: str) -> Outgoing | None:
+        return Outgoing(destination, {}, b"refused")
+
+
+def held(entry: bytes) -> Delivery:
+    """Return something to acknowledge."""
+    return Delivery("", {}, b"", False, "", entry)
+
+
+STORED = "a_batch_is_stored_in_order_and_every_outcome_is_a_receipt"
+AGAIN = "what_is_not_acknowledged_comes_again_when_its_session_ends"
+OVER = "what_is_acknowledged_never_comes_again"
+HEADERS = "any_text_is_a_header"
+TOGETHER = "a_transaction_sends_and_acknowledges_together"
+EACH = "every_subscriber_of_a_topic_gets_a_copy_also_while_it_is_away"
+BIG = b"\xff" * 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "test", "arguments"),
+    [
+        (SaysStoredAndIsNot, STORED, [1]),
+        (StoresWhenItEnds, "what_is_proven_is_there_while_its_sender_goes_on", []),
+        (Reorders, STORED, [3]),
+        (SendsTwice, STORED, [3]),
+        (ForgetsOneOfMany, STORED, [600]),
+        (
+            SendsEverythingToTheFirstDestination,
+            "a_batch_may_go_to_many_destinations",
+            [],
+        ),
+        (
+            RefusesAndOvertakes,
+            "what_follows_a_refused_message_of_its_key_is_held_back",
+            [],
+        ),
+        (
+            IgnoresIsolate,
+            "isolated_messages_show_on_which_one_a_broker_hangs_up",
+            [],
+        ),
+        (AcknowledgesEarly, AGAIN, []),
+        (AcknowledgesEarly, "what_a_killed_consumer_had_comes_again", []),
+        (LosesWhatItHolds, AGAIN, []),
+        (AcknowledgesAllBefore, AGAIN, []),
+        (NeverAcknowledges, OVER, []),
+        (DeliversTwice, OVER, []),
+        (SaysNotOfRedelivery, AGAIN, []),
+        (SaysAlwaysRedelivered, OVER, []),
+        (NamesAnew, AGAIN, []),
+        (TakesAll, "prefetch_bounds_what_a_consumer_keeps_from_others", []),
+        (ComesBackAtOnce, "nothing_comes_from_an_empty_destination", []),
+        (TrimsHeaders, HEADERS, []),
+        (CutsBodies, "any_bytes_are_a_body", [BIG]),
+        (SendsBackAndKeeps, "a_message_sent_back_comes_again_as_it_was_changed", []),
+        (SendsBeforeItCommits, "a_transaction_its_session_did_not_commit_never_"
+         "happened", []),
+        (SendsBeforeItCommits, "a_transaction_rolled_back_sends_nothing_and_its_"
+         "message_stays_in_hand", []),
+        (CommitsWithoutTheAcknowledgement, TOGETHER, []),
+        (AcknowledgesWhatItRollsBack, "what_was_rolled_back_and_left_comes_again",
+         []),
+        (CommitsAtTheEnd, "a_transaction_its_session_did_not_commit_never_happened",
+         []),
+        (CountsAllAsOneSubscriber, EACH, []),
+        (ForgetsWhoIsAway, EACH, []),
+        (WaitsForWhoNeverNamedItself, "a_topic_does_not_wait_for_who_named_no_"
+         "subscription", []),
+        (SharesNothing, "sessions_of_one_subscriber_share_its_messages", []),
+    ],
+)  # fmt: skip
+def test_a_broken_promise_is_found(
+    redis: Redis,
+    destination: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Session],
+    test: str,
+    arguments: list[Any],
+) -> None:
+    monkeypatch.setattr(talk, "SOON", 0.5)
+    with ExitStack() as stack:
+        suite = Suite(f"{redis.url(2)}?lease=0.1", kind, stack)
+        with pytest.raises(AssertionError):
+            getattr(suite, f"test_{test}")(destination, *arguments)
