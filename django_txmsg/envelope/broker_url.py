@@ -48,6 +48,27 @@ def split_url(url: str) -> SplitResult:
     return parts._replace(netloc=hosts)
 
 
+def read_query(parts: SplitResult) -> dict[str, str]:
+    """Return the options of a URL's query. Raises ValueError, which shows nothing of a
+    password that was written with a "/", "?", "#" or "&" as it is."""
+    behind = parts.path + parts.fragment
+    if "@" not in parts.netloc:
+        behind += parts.query
+    if "@" in behind:
+        raise ValueError(
+            'it has an "@" behind its hosts: percent-encode what means something '
+            "in a URL, as in a password"
+        )
+    try:
+        return dict(
+            parse_qsl(
+                parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)
+            )
+        )
+    except ValueError:
+        raise ValueError("its query is no NAME=VALUE&NAME=VALUE") from None
+
+
 def hurry(url: str, timeout: float) -> str:
     """Return the URL with limits that it does not say itself: each of several hosts in
     its share of the `timeout`, so that one that is silent does not hide the next."""

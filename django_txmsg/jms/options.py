@@ -12,10 +12,11 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from ..envelope.broker_url import (
     read_address,
+    read_query,
     split_url,
     tls_context,
     without_password,
@@ -97,6 +98,7 @@ def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, 
     shown = without_password(url)
     try:
         parts = split_url(url)
+        query = read_query(parts)
     except ValueError as error:
         raise ValueError(f"{shown} is no broker URL: {error}") from None
     if parts.scheme not in DEFAULT_PORTS:
@@ -110,10 +112,7 @@ def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, 
     user, colon, password = credentials.partition(":")
     read: dict[str, Any] = {"user": unquote(user) if credentials else None}
     read["password"] = unquote(password) if colon else None
-    read |= dict(
-        parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    )
-    options = _read_options({**read, **given})
+    options = _read_options({**read, **query, **given})
     if parts.scheme == "stomp+ssl" and options.tls is None:
         options = replace(
             options,

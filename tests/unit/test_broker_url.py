@@ -14,7 +14,9 @@ from django.test import RequestFactory
 from django.views.debug import ExceptionReporter, get_default_exception_reporter_filter
 
 from django_txmsg import conf
+from django_txmsg.brokers import make_broker
 from django_txmsg.envelope.broker_url import BrokerUrl, split_url
+from django_txmsg.errors import BrokerUnavailable
 from tests.faults import ManageProcess
 
 
@@ -66,6 +68,32 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert repr(secret) == repr(shown)
     assert secret == url
     assert f"{secret}" == str(secret) == url
+
+
+@pytest.mark.parametrize("scheme", ["amqp", "stomp"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "shop:Top/Secret1@mq", "shop:Top?Secret1@mq", "shop:Top#Secret1@mq",
+        "shop:123/Secret1@mq", "shop:Top@x/Secret1@mq",
+    ],
+)  # fmt: skip
+def test_a_password_that_was_not_encoded_is_in_no_error(scheme: str, url: str) -> None:
+    """Nor is it taken for a host, a port or a virtual host."""
+    broker = make_broker("tested", f"{scheme}://{url}")
+    (wrong,) = broker.check()
+    assert not any(part in wrong for part in ("Top", "123", "Secret1"))
+    with pytest.raises(BrokerUnavailable) as raised:
+        broker.open()
+    assert not any(part in str(raised.value) for part in ("Top", "123", "Secret1"))
+
+
+@pytest.mark.parametrize(
+    "option", ["connect_timeout=inf", "send_timeout=1e12", "heartbeat=65536"]
+)
+def test_more_than_there_is_room_for_is_no_number(option: str) -> None:
+    (wrong,) = make_broker("tested", f"amqp://mq?{option}").check()
+    assert "too large" in wrong
 
 
 def test_the_debug_page_and_its_likes_show_no_password(settings: Any) -> None:

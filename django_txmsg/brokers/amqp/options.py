@@ -10,17 +10,21 @@ import difflib
 import ssl
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import unquote
 
 from ...envelope.broker_url import (
     read_address,
+    read_query,
     split_url,
     tls_context,
     without_password,
 )
+from ...errors import MAX_SECONDS
 
 DEFAULT_PORTS = {"amqp": 5672, "amqps": 5671}
 QUEUE_TYPES = ("quorum", "classic")
+#: Of options that are no seconds, or have less room for them.
+MOST = {"heartbeat": 65535, "max_in_flight": 2**31, "max_in_flight_bytes": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,9 @@ def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
     shown = without_password(url)
     try:
         parts = split_url(url)
+        query = read_query(parts)
+        if parts.fragment:
+            raise ValueError('percent-encode a "#"')
     except ValueError as error:
         raise ValueError(f"{shown} is no broker URL: {error}") from None
     credentials, at, hosts = parts.netloc.rpartition("@")
@@ -78,10 +85,7 @@ def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
         given["password"] = unquote(password)
     if len(parts.path) > 1:
         given["vhost"] = unquote(parts.path[1:])
-    given |= parse_qsl(
-        parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)
-    )
-    options = _read(given)
+    options = _read(given | query)
     if parts.scheme == "amqps":
         context = tls_context(
             options.ca, options.cert, options.key, options.key_password
@@ -108,9 +112,12 @@ def _read(given: dict[str, str]) -> Options:
             raise ValueError(f"Broker option {name}{shown} is wrong: {error}") from None
     options = Options(**read)
     for name, kind in known.items():
-        least = 0 if name == "heartbeat" else 1e-9
-        if kind in ("int", "float") and not getattr(options, name) >= least:
+        if kind not in ("int", "float"):
+            continue
+        if not (0 if name == "heartbeat" else 1e-9) <= getattr(options, name):
             raise ValueError(f"Broker option {name} must be more than 0.")
+        if getattr(options, name) > MOST.get(name, MAX_SECONDS):
+            raise ValueError(f"Broker option {name} is too large.")
     if options.queue_type not in QUEUE_TYPES:
         raise ValueError(
             f"Broker option queue_type={options.queue_type!r} is wrong: "
