@@ -144,6 +144,15 @@ def test_a_server_with_another_authority_is_not_trusted(
         broker.open()
 
 
+def test_a_server_of_another_name_is_not_trusted(served: Party) -> None:
+    """Its authority is; the certificate is for localhost and 127.0.0.1."""
+    server = server_of(served)
+    with Proxy(server.tls_port, host="127.0.0.2") as proxy:
+        url = server.url(tls=True, port=proxy.port).replace("@127.0.0.1", "@127.0.0.2")
+        with pytest.raises(BrokerUnavailable, match=r"(?i)certificate|mismatch"):
+            make_broker("tested", url).open()
+
+
 def test_a_server_that_ends_a_tls_connection_is_missed(
     served: Party, opened: Open
 ) -> None:

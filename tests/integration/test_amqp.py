@@ -8,6 +8,7 @@ import struct
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 
 from django_txmsg import wire
 from django_txmsg.brokers import make_broker
+from django_txmsg.brokers.amqp import frames
+from django_txmsg.brokers.amqp.link import CONSUMING
+from django_txmsg.brokers.amqp.session import AmqpSession
 from django_txmsg.brokers.base import Delivery, Outgoing, Session
 from django_txmsg.errors import (
     BrokerError,
@@ -25,7 +29,7 @@ from django_txmsg.errors import (
     DispatchUnknown,
 )
 from django_txmsg.testing.broker_suite import bodies, take
-from tests.faults import Proxy
+from tests.faults import ANSWERS, REQUESTS, Proxy, wait_until
 from tests.services import ByAmqp, RabbitMQ
 from tests.services.stomp_server import LIMITED_USER, PASSWORD, USER
 
@@ -103,6 +107,25 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
     assert bodies(received(session, destination, 1)) == [b"x"]
 
 
+def test_whoever_makes_a_queue_first_says_what_it_is(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """Between the look for it and the making another one makes it, as something else:
+    it is taken as it is."""
+    with Proxy(rabbitmq_amqp.port) as proxy, ThreadPoolExecutor(1) as pool:
+        quick = opened(rabbitmq_amqp.url(queue_type="classic"))
+        slow = opened(rabbitmq_amqp.url(port=proxy.port))
+        slow.ping()
+        asked = proxy.forwarded[REQUESTS]
+        proxy.hang(ANSWERS)
+        sending = pool.submit(slow.send, [Outgoing(destination, {}, b"x")])
+        wait_until(lambda: proxy.forwarded[REQUESTS] > asked)
+        quick.ping()  # RabbitMQ has said by now that there is none
+        assert quick.send([Outgoing(destination, {}, b"y")]) == [None]
+        proxy.resume()
+        assert sending.result(60) == [None]
+
+
 def test_what_no_queue_takes_is_refused_with_the_reason_and_a_topic_is_not(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
@@ -153,6 +176,24 @@ def test_what_comes_back_is_refused_alone_and_its_queue_is_made_again(
     assert session.send(again) == [None] * 10
     assert len(received(opened(rabbitmq_amqp.url()), gone, 10)) == 10
     assert len(received(opened(rabbitmq_amqp.url()), stays, 21)) == 21
+
+
+def test_what_amqp_has_no_room_for_is_refused_alone(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    many = {f"h{n}": "x" * 8000 for n in range(20)}
+    *refused, first, last = (
+        Outgoing(destination, many, b""),
+        Outgoing(f"topic:{'é' * 200}", {}, b""),
+        Outgoing("topic:half a \ud83d", {}, b""),
+        Outgoing("half a \ud83d", {}, b""),
+        Outgoing("x" * 256, {}, b""),
+        Outgoing(destination, {}, b"1"),
+        Outgoing(destination, {}, b"2"),
+    )
+    outcomes = opened(rabbitmq_amqp.url()).send([first, *refused, last])
+    assert [type(one) for one in outcomes[1:-1]] == [DispatchRejected] * 5
+    assert (outcomes[0], outcomes[-1]) == (None, None)
 
 
 def test_a_full_queue_that_refuses_is_a_refusal_and_holds_its_key_back(
@@ -262,6 +303,44 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
         session.receive(30)
 
 
+def test_a_subscription_whose_channel_ends_while_its_session_sends_is_over(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    """As after RabbitMQ's consumer_timeout; nobody waits for what can never come."""
+    session = opened(rabbitmq_amqp.url())
+    elsewhere = Outgoing(f"{destination}.other", {}, b"y")
+    assert session.send([elsewhere]) == [None]
+    session.subscribe(destination, prefetch=1)
+    # What nobody has received is acknowledged: RabbitMQ closes the channel for it.
+    assert isinstance(session, AmqpSession)
+    session._link.write(frames.acknowledged(999, CONSUMING))
+
+    def over() -> bool:
+        try:
+            session.send([elsewhere])
+        except BrokerUnavailable:
+            return True
+        return False
+
+    wait_until(over)
+    with pytest.raises(BrokerUnavailable):
+        session.receive(0.1)
+
+
+def test_what_waits_in_a_session_goes_back_when_it_subscribes_elsewhere(
+    rabbitmq_amqp: ByAmqp, opened: Open, destination: str
+) -> None:
+    session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
+    session.send([Outgoing(destination, {}, b"%d" % n) for n in range(3)])
+    session.subscribe(destination, prefetch=3)
+    (first,) = take(session, 1)
+    session.subscribe(f"{destination}.other", prefetch=3)
+    assert sorted(bodies(received(other, destination, 2))) == [b"1", b"2"]
+    session.ack([first])
+    session.ping()
+    assert other.receive(0.2) is None
+
+
 def test_a_subscription_in_use_is_not_deleted(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
@@ -314,6 +393,23 @@ def test_a_queue_deleted_before_the_commit_is_made_again_for_what_came_back(
     bare.queue_delete(target)
     session.commit([])
     assert bodies(received(opened(rabbitmq_amqp.url()), target, 1)) == [b"x"]
+
+
+def test_only_what_came_back_is_sent_again_after_the_commit(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    """One body to three places, one of which is gone."""
+    gone, stays = f"{destination}.gone", f"{destination}.stays"
+    session = opened(rabbitmq_amqp.url(), transacted=True)
+    session.subscribe(destination, prefetch=1)
+    for name in (gone, stays, f"topic:{destination}"):
+        session.enlist(Outgoing(name, {}, b"x"))
+    bare.queue_delete(gone)
+    session.commit([])
+    for name in (gone, stays):
+        reader = opened(rabbitmq_amqp.url())
+        assert bodies(received(reader, name, 1)) == [b"x"]
+        assert reader.receive(0.2) is None
 
 
 # -- STOMP and AMQP on one RabbitMQ ------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from amqp import spec
 
 from ... import wire
+from ...errors import DispatchRejected
 from ..base import Outgoing
 from . import content
 
@@ -38,24 +39,26 @@ class Ready:
 
 def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
     """Return the frames of a message, none of them longer than `frame_max`. Raises
-    DispatchRejected for headers that have no place in them."""
+    DispatchRejected for a name and headers that have no place in them."""
     topic = wire.is_topic(outgoing.destination)
     name = outgoing.destination.removeprefix(wire.TOPIC_PREFIX)
-    route = _short(TOPICS if topic else "") + _short(name)
+    route = short(TOPICS if topic else "") + short(name)
     expiration = None
     if outgoing.time_to_live is not None:
         expiration = max(0, round(outgoing.time_to_live * 1000))
     properties = content.encode(outgoing.headers, expiration)
     body, size = outgoing.body, len(outgoing.body)
     arguments = b"\0\0" + route + (b"\0" if topic else _MANDATORY)
-    length = 12 + len(properties)
+    length, most = 12 + len(properties), frame_max - _AROUND
+    if length > most:
+        # RabbitMQ would hang up: a body is cut into frames, and headers are not.
+        raise DispatchRejected(f"{length} bytes of headers; AMQP has room for {most}")
     pieces = [
         method(channel, spec.Basic.Publish, arguments),
         struct.pack(">BHIHHQ", HEADER, channel, length, _BASIC, 0, size),
         properties,
         _END,
     ]
-    most = frame_max - _AROUND
     for at in range(0, size, most):
         piece = body[at : at + most]
         pieces += [struct.pack(">BHI", BODY, channel, len(piece)), piece, _END]
@@ -67,6 +70,11 @@ def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
     return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
 
 
+def refused(tag: int, channel: int) -> bytes:
+    """Return the frame that gives a delivery back."""
+    return method(channel, spec.Basic.Nack, struct.pack(">QB", tag, 0b10))
+
+
 def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
     """Return the frame of a method."""
     size = 4 + len(arguments)
@@ -74,6 +82,12 @@ def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
     return head + arguments + _END
 
 
-def _short(text: str) -> bytes:
-    written = text.encode()
-    return bytes([len(written)]) + written
+def short(text: str) -> bytes:
+    """Return a name as AMQP writes it. Raises DispatchRejected for one it cannot."""
+    try:
+        written = text.encode()
+        return bytes([len(written)]) + written
+    except ValueError:
+        raise DispatchRejected(
+            f"a queue or a topic is named by text of 255 bytes at most: {text!r}"
+        ) from None

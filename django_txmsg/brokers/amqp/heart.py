@@ -57,9 +57,9 @@ def _beat() -> float | None:
 
 def _forked() -> None:
     # The sockets are the parent's, and so is the thread.
-    global _lock, _thread
+    global _changed, _links, _lock, _thread
+    _changed, _links = threading.Event(), weakref.WeakSet()
     _lock, _thread = threading.Lock(), None
-    _links.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -69,7 +69,10 @@ class Publisher:
             except ChannelClosed as closed:
                 # On one of the messages, and it does not say on which.
                 error = DispatchUnknown(closed.text, hung_up=True)
-                if closed.channel == PUBLISHING and len(self._pending) == 1:
+                if closed.channel != PUBLISHING:
+                    # The subscription's: its session must not wait on without it.
+                    self._link.transport.close()
+                elif len(self._pending) == 1:
                     error = DispatchRejected(closed.text)
                 hung_up = not isinstance(error, DispatchRejected)
             except (BrokerUnavailable, amqp.AMQPError, OSError, struct.error) as lost:
@@ -217,6 +220,6 @@ class _Order:
 
 
 _NACK = (
-    "the broker could not store it: its queue is full and refuses more, or has lost "
-    "the majority of its replicas"
+    "the broker could not store it: its queue is full and refuses more, is only being "
+    "made, or has lost the majority of its replicas"
 )

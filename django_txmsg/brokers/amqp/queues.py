@@ -13,10 +13,10 @@ import amqp
 
 from ... import wire
 from ...errors import DispatchRejected
-from .frames import TOPICS
+from .frames import TOPICS, short
 from .link import ASKING, ChannelClosed, Link
 
-NOT_FOUND, REFUSED, LOCKED = 404, 403, 405
+NOT_FOUND, REFUSED, LOCKED, DIFFERS = 404, 403, 405, 406
 #: Milliseconds in which RabbitMQ can let a message expire.
 MAX_EXPIRATION = 2**32 - 1
 #: Keeps what expires until its destination has confirmed it.
@@ -46,15 +46,16 @@ class Queues:
         """
         if queue in self._known:
             return
-        if len(queue.encode(errors="replace")) > 255:
-            raise DispatchRejected(f"a queue's name has 255 bytes at most: {queue!r}")
+        short(queue)  # or it cannot be called so
         try:
             if not self.waiting(queue):
                 self._make(queue, arguments)
         except ChannelClosed as error:
             if error.channel != ASKING:
                 raise
-            raise DispatchRejected(f"queue {queue!r}: {error.text}") from error
+            # Somebody else may have made it just now, in another way.
+            if error.code != DIFFERS or not self.waiting(queue):
+                raise DispatchRejected(f"queue {queue!r}: {error.text}") from error
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:

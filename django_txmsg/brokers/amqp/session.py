@@ -194,7 +194,7 @@ class AmqpSession(Session):
         returned: list[tuple[bytes, bytes]] = []
 
         def on_return(method: bytes, properties: bytes, body: bytes) -> None:
-            returned.append((properties, body))
+            returned.append((method[3 + method[2] :], body))
 
         with self._asked(DispatchUnknown):
             channel = self._opened()
@@ -217,11 +217,10 @@ class AmqpSession(Session):
     ) -> None:
         """A queue was deleted between enlist() and commit(): RabbitMQ has committed the
         rest. What came back is sent once more, to a new queue."""
-        bodies = {body for _, body in returned}
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)
-            if one.body in bodies and not wire.is_topic(outgoing.destination)
+            if (one.route, one.body) in returned
         ]
         for one in again:
             self._queues.forget(one.destination)

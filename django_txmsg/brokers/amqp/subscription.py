@@ -17,7 +17,7 @@ from amqp import spec
 
 from ... import wire
 from ..base import Delivery
-from . import content
+from . import content, frames
 from .acknowledgements import Acknowledgements
 from .link import CONSUMING, Link
 from .queues import Queues
@@ -43,12 +43,12 @@ class Subscription:
         """See to it that there is a queue to receive from. Raises DispatchRejected when
         the broker does not make it."""
         self._destination = destination
+        self._private = wire.is_topic(destination) and subscriber is None
         if not wire.is_topic(destination):
             self.queue = destination
             self._queues.ensure(destination)
         elif subscriber is None:
             self.queue = self._queues.private(destination)
-            self._private = True
         else:
             self.queue = subscriber
             self._queues.subscribe(destination, subscriber)
@@ -57,7 +57,11 @@ class Subscription:
         """Have the queue's messages sent, in place of what was subscribed to before."""
         if self._consuming:
             channel.basic_cancel(_TAG)
+            tags = [one.handle for one in self.arrived]
             self.arrived.clear()
+            self._acks.settle(tags)
+            for tag in tags:
+                self._link.write(frames.refused(tag, CONSUMING))
         self._consuming = True
         channel.basic_qos(0, prefetch, False)
         self._link.contents[CONSUMING, spec.Basic.Deliver] = self._on_deliver
