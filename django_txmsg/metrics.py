@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
+from django.apps import apps
 from django.db import DatabaseError, InterfaceError, router
 from django.http import HttpRequest, HttpResponse
 
@@ -133,7 +134,23 @@ class Collector:
         for worker in picture.attendance.workers:
             age = (now - worker.heartbeat_at).total_seconds()
             gauges.set("worker_heartbeat_age_seconds", "worker", worker.name, age)
+        self._pipeline(gauges, now)
         yield from gauges.families.values()
+
+    def _pipeline(self, gauges: _Gauges, now: Any) -> None:
+        """What `pipeline follow` has measured, where its app is there."""
+        if not apps.is_installed("django_txmsg.spark"):
+            return
+        alerts = apps.get_model("txmsg_spark", "PipelineAlert")
+        found = alerts._default_manager.using(
+            self._using or router.db_for_read(OutboxMessage)
+        )
+        for one in found.order_by("name"):
+            gauges.set("pipeline_alert", "alert", one.name, int(one.firing))
+            gauges.set("pipeline_value", "alert", one.name, one.value)
+            gauges.set("pipeline_limit", "alert", one.name, one.bound)
+            age = (now - one.checked_at).total_seconds()
+            gauges.set("pipeline_checked_age_seconds", "alert", one.name, age)
 
 
 class _Gauges:
@@ -175,6 +192,10 @@ _TEXTS = {
     "queue_overdue": "Such messages available for more than two minutes.",
     "queue_oldest_due_age_seconds": "How long the oldest has been available.",
     "worker_heartbeat_age_seconds": "Since a worker's last heartbeat.",
+    "pipeline_alert": "1 while an alert of `pipeline follow` fires.",
+    "pipeline_value": "What it has measured.",
+    "pipeline_limit": "Above what it fires.",
+    "pipeline_checked_age_seconds": "Since it has measured.",
 }
 
 

@@ -11,7 +11,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..spark.models import ArchiveMark, PipelineRun
+from ..spark.models import ArchiveMark, PipelineAlert, PipelineRun
 from . import display
 from .base import ReadOnlyAdmin
 
@@ -93,3 +93,29 @@ class ArchiveMarkAdmin(RecordAdmin):
     def changed(self, mark: ArchiveMark) -> SafeString:
         """When it was moved last."""
         return format_html("{} ago", display.age(mark.changed_at))
+
+
+@admin.register(PipelineAlert)
+class PipelineAlertAdmin(RecordAdmin):
+    """What `pipeline follow` has measured last."""
+
+    list_display = ("name", "service", "firing", "summary", "began", "measured")
+    list_filter = ("firing",)
+    ordering = ("-firing", "service", "name")
+    fields = (
+        "name", "service", "firing", "value", "bound", "summary", "began", "measured",
+        "told",
+    )  # fmt: skip
+    readonly_fields = fields
+
+    @admin.display(description="began to fire")
+    def began(self, alert: PipelineAlert) -> SafeString | str:
+        """When it began to fire, the last time."""
+        if alert.since is None:
+            return "-"
+        return format_html("{} ago", display.age(alert.since))
+
+    @admin.display(description="measured")
+    def measured(self, alert: PipelineAlert) -> SafeString:
+        """When it was measured last."""
+        return format_html("{} ago", display.age(alert.checked_at))

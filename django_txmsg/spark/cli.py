@@ -101,6 +101,12 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         help="go on with a lake that has lost batches for good",
     )  # fmt: skip
 
+    follow = jobs.add_parser(
+        "follow", parents=[common],
+        help="archive batch by batch and raise alerts, until stopped",
+    )  # fmt: skip
+    _add_follow(follow)
+
     reconcile = jobs.add_parser(
         "reconcile", parents=[common], help="compare what was sent and received"
     )
@@ -184,6 +190,45 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )
     sweep.add_argument("--keep", type=duration, help="drop days older than this; none")
     sweep.add_argument("--no-compact", action="store_true")
+
+
+def _add_follow(follow: argparse.ArgumentParser) -> None:
+    minutes, hours = dt.timedelta(minutes=1), dt.timedelta(hours=1)
+    follow.add_argument(
+        "--table",
+        action="append",
+        choices=("outbox", "inbox", "attempts", "dead_letters"),
+    )
+    follow.add_argument("--older-than", type=duration, help="default: the retention")
+    follow.add_argument("--batch-rows", type=int, default=100_000)
+    follow.add_argument(
+        "--every", type=duration, default=5 * minutes, help="from round to round"
+    )
+    follow.add_argument(
+        "--once", action="store_true", help="one round; 1 if an alert fires"
+    )
+    for name, default, text in (
+        ("lag", 15 * minutes, "a message that has been due for longer is an alert"),
+        ("window", hours, "in which --dead-letters are counted"),
+        ("away", 5 * minutes, "a database or a lake that is away for longer is one"),
+        ("stuck-after", 6 * hours, "an open transaction that holds rows for longer"),
+        ("reconcile-every", hours, "0s: never"),
+        ("since", 24 * hours, "how far back `reconcile` judges"),
+        ("grace", hours, "of `reconcile`"),
+        ("sweep-every", 24 * hours, "0s: never"),
+    ):
+        follow.add_argument(f"--{name}", type=duration, default=default, help=text)
+    follow.add_argument(
+        "--dead-letters", type=int, default=10, help="more of them are an alert"
+    )
+    follow.add_argument(
+        "--external", action="append", default=[], metavar="DESTINATION",
+        help="of `reconcile`",
+    )  # fmt: skip
+    follow.add_argument(
+        "--webhook-env", default="TXMSG_WEBHOOK_URL", metavar="NAME",
+        help="the environment variable that holds the webhook's address",
+    )  # fmt: skip
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:

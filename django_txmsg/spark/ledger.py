@@ -22,6 +22,7 @@ from .marks import Marks
 from .rowhash import postgres_sql, row_hashes
 from .schemas import Column, Table
 from .spec import SourceSpec
+from .standstill import Held, held
 
 #: A batch has no more bytes of bodies than this, and one row more.
 BATCH_BYTES = 1 << 30
@@ -52,15 +53,6 @@ class Horizon:
 
     oldest: int
     next: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """Settled rows that wait for a transaction, and whose it is."""
-
-    rows: int
-    since: dt.datetime | None = None
-    holder: str = ""
 
 
 class Ledger:
@@ -115,18 +107,7 @@ class Ledger:
             f" {self._settled(cutoff, None)} AND t.changed_xid >="
             f" '{horizon.oldest}'::xid8 AND t.changed_xid < '{horizon.next}'::xid8"
         )
-        if not rows:
-            return Held(0)
-        found = self.connection.rows(
-            "SELECT xact_start, format('process %%s (%%s, database %%s, user %%s)',"
-            " pid, state, datname, usename), age(backend_xid) FROM pg_stat_activity"
-            " WHERE backend_xid IS NOT NULL UNION ALL"
-            " SELECT prepared, format('prepared transaction %%s (database %%s)', gid,"
-            " database), age(transaction) FROM pg_prepared_xacts"
-            " ORDER BY 3 DESC LIMIT 1"
-        )
-        since, holder = found[0][:2] if found else (None, "")
-        return Held(rows, since, holder)
+        return held(self.connection, rows)
 
     def plan(
         self,

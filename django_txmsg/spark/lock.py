@@ -24,15 +24,39 @@ def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[
         "transaction-pooling proxy breaks this lock: give the pipeline a direct "
         "connection.)"
     )
+    with _alone(connection, spec, f"{table}-archive", f"archive/{table}", refused):
+        yield
+
+
+@contextmanager
+def following(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+    """Be the only one that follows a database. Raises Taken at once when another one
+    does."""
+    with _alone(connection, spec, "follow", "follow", Taken()):
+        yield
+
+
+class Taken(EnvironmentFault):
+    """Somebody else is at it."""
+
+
+@contextmanager
+def _alone(
+    connection: Connection,
+    spec: SourceSpec,
+    file: str,
+    key: str,
+    refused: EnvironmentFault,
+) -> Iterator[None]:
     if spec.vendor == "sqlite":
-        with Path(f"{spec.path}.{table}-archive.lock").open("w") as lock:
+        with Path(f"{spec.path}.{file}.lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise refused from None
             yield
         return
-    key = f"django_txmsg/archive/{table}"
+    key = f"django_txmsg/{key}"
     if not connection.value(
         "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", key
     ):

@@ -148,17 +148,28 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
         connection.close()
 
 
+def progressed(source: SourceSpec, run: Run) -> None:
+    """Note how far a run has come that goes on."""
+    _note(source, run, "running", None)
+
+
 def _finish(source: SourceSpec, run: Run) -> None:
+    _note(source, run, run.state, dt.datetime.now(dt.timezone.utc))
+
+
+def _note(
+    source: SourceSpec, run: Run, state: str, finished_at: dt.datetime | None
+) -> None:
     connection = connect_plain(source)
     try:
         connection.execute(
             f"UPDATE {_RUNS} SET state = %s, rows = %s, counts = %s, error = %s,"
             " finished_at = %s WHERE id = %s",
-            run.state,
+            state,
             run.rows,
             json.dumps(run.counts, default=str),
             run.error,
-            _instant(source, dt.datetime.now(dt.timezone.utc)),
+            None if finished_at is None else _instant(source, finished_at),
             _id(source, run),
         )
     finally:

@@ -40,7 +40,7 @@ def offered() -> dict[str, set[str]]:
 
 def _label(name: str) -> str:
     kinds = {"outbox": "destination", "queue": "destination"}
-    kinds |= {"worker": "worker", "workers": "kind"}
+    kinds |= {"worker": "worker", "workers": "kind", "pipeline": "alert"}
     return kinds.get(name.partition("_")[0], "stage")
 
 

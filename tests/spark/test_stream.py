@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 from pyspark.errors import StreamingQueryException
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.types import LongType, StructField, StructType
 
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.source import stream as stream_module
+from django_txmsg.spark.source.stream import LogStream
 from django_txmsg.spark.spec import SourceSpec
 from tests.spark.log import Log
 
@@ -191,3 +197,62 @@ def test_rows_that_are_older_than_the_pipelines_columns_come_first(
     with pg_log.connected() as connection:
         add(connection)
     assert follow(spark, pg_log, tmp_path) == [1, 2, 3]
+
+
+def stream_of(log: Log, **options: str) -> LogStream:
+    schema = StructType([StructField("id", LongType())])
+    return LogStream(log.spec, OUTBOX, schema, options)
+
+
+def test_a_standstill_is_told_and_then_ends_the_stream(
+    pg_log: Log, monkeypatch, capfd
+) -> None:
+    monkeypatch.setattr(stream_module, "LOOK", 0.0)
+    patient, strict = stream_of(pg_log, stuckafter="0"), stream_of(pg_log)
+    with pg_log.connected() as forgotten:
+        forgotten.raw.autocommit = False
+        add(forgotten)
+        start = patient.latestOffset(patient.initialOffset(), ReadAllAvailable())
+        assert patient.latestOffset(start, ReadAllAvailable()) == start
+        pg_log.send_many(3)
+        # Open for no time at all: that is how a busy database looks.
+        assert patient.latestOffset(start, ReadAllAvailable()) == start
+        assert capfd.readouterr().err == ""
+
+        monkeypatch.setattr(stream_module, "TELL_AFTER", 0.0)
+        assert patient.latestOffset(start, ReadAllAvailable()) == start
+        said = capfd.readouterr().err
+        strict.stuck_after = 0.001
+        with pytest.raises(EnvironmentFault, match=r"3 rows wait for process .* open"):
+            strict.latestOffset(start, ReadAllAvailable())
+        forgotten.raw.rollback()
+
+    assert said.startswith("The stream of outbox stands still: 3 rows wait for process")
+    assert int(strict.latestOffset(start, ReadAllAvailable())["position"]) > int(
+        start["position"]
+    )
+
+
+@pytest.mark.parametrize("follow_by", ["stored", "changed"])
+def test_rows_of_a_dump_are_refused_until_they_are_said_to_be_old(
+    pg_log: Log, follow_by: str
+) -> None:
+    pg_log.send_many(3)
+    column = "created_xid" if follow_by == "stored" else "changed_xid"
+    pg_log.execute("ALTER TABLE django_txmsg_outboxmessage DISABLE TRIGGER USER")
+    pg_log.execute(
+        f"UPDATE django_txmsg_outboxmessage SET {column} = '999999999' WHERE id < 3"
+    )
+    pg_log.execute("ALTER TABLE django_txmsg_outboxmessage ENABLE TRIGGER USER")
+    pg_log.send_many(2)
+    stream = stream_of(pg_log, follow=follow_by)
+
+    with pytest.raises(EnvironmentFault, match="2 rows of outbox carry") as refused:
+        stream.initialOffset()
+    pg_log.execute(str(refused.value).partition("start again: ")[2])
+    first = stream.initialOffset()
+    last = stream.latestOffset(first, ReadAllAvailable())
+    [part] = stream.partitions(first, last)
+    ids = [row for batch in stream.read(part) for row in batch.column(0).to_pylist()]
+
+    assert sorted(ids) == [1, 2, 3, 4, 5]

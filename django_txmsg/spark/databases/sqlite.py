@@ -88,6 +88,14 @@ def instant_text(value: dt.datetime, *, upper: bool) -> str:
     return text if upper else text.rstrip("0").rstrip(".")
 
 
+def read_instant(value: Any) -> dt.datetime | None:
+    """Return an instant out of either database: as text, or as it is."""
+    if isinstance(value, str):
+        return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
+    found: dt.datetime | None = value
+    return found
+
+
 def read_rows(
     connection: sqlite3.Connection, table: Table, columns: Sequence[Column], where: str
 ) -> Iterator[pa.RecordBatch]:

@@ -18,10 +18,11 @@ from pyspark.sql import SparkSession
 
 from ..connection import Connection
 from ..lakefile import LakeFile
-from ..ledger import Batch, Different, Held, Horizon, Ledger
+from ..ledger import Batch, Different, Horizon, Ledger
 from ..progress import Progress
 from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
+from ..standstill import Held
 from .agreement import Agreement
 from .archive_options import ArchiveOptions, cores_of, tasks_on
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here

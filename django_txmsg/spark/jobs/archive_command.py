@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from pyspark.sql import SparkSession
 
 from ..errors import UsageError
-from ..ledger import Held, Ledger
+from ..ledger import Ledger
 from ..progress import Progress
 from ..runs import Run
 from ..schemas import TABLES, Table
 from ..session import running
 from ..spec import JobSpec, SourceSpec
+from ..standstill import Held
 from .archive import Archiver
 from .archive_options import ArchiveOptions
 from .outcome import Outcome, started
@@ -27,12 +28,7 @@ FEW_ROWS = 200_000
 def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     """Archive the tables asked for, or count what would move."""
     source, lake = spec.service(), spec.lake_spec()
-    ages = {name: _age(name, spec, given) for name in given.table or TABLES}
-    chosen = {name: age for name, age in ages.items() if age is not None}
-    if not chosen:
-        raise UsageError(
-            "Nothing says how old a row must be: give --older-than, or a retention."
-        )
+    chosen = ages(spec, given)
     outcome = Outcome()
     if given.dry_run:
         for name, age in chosen.items():
@@ -83,7 +79,7 @@ def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 @contextmanager
 def _engine(
     source: SourceSpec,
-    ages: Mapping[str, dt.timedelta],
+    chosen: Mapping[str, dt.timedelta],
     given: argparse.Namespace,
     bar: Progress,
 ) -> Iterator[SparkSession | None]:
@@ -91,7 +87,9 @@ def _engine(
     start of a JVM takes as long as many rows."""
     engine = given.engine
     if engine == "auto" and not (given.conf or running()):
-        rows = sum(waiting(source, TABLES[name], age)[0] for name, age in ages.items())
+        rows = sum(
+            waiting(source, TABLES[name], age)[0] for name, age in chosen.items()
+        )
         engine = "local" if rows <= FEW_ROWS else "spark"
     if engine == "local":
         yield None
@@ -107,15 +105,12 @@ def _tell_held(
     finding: the archive stands still, and so does vacuum."""
     if not held.rows:
         return
-    whose = held.holder or "a transaction that this role may not see"
-    since = f", open since {held.since:%Y-%m-%d %H:%M:%S} UTC" if held.since else ""
     outcome.lines.append(
-        f"{name}: {held.rows:,} settled rows wait for {whose}{since}: they changed "
-        "after it had begun."
+        f"{name}: {held.rows:,} settled rows wait for {held.whom}: they changed after "
+        "it had begun."
     )
     outcome.facts.setdefault("held", {})[name] = held.rows
-    now = dt.datetime.now(dt.timezone.utc)
-    if held.since is None or now - held.since > stuck_after:
+    if held.seconds > stuck_after.total_seconds():
         run.findings = True
 
 
@@ -130,6 +125,18 @@ def waiting(
         return ledger.waiting(cutoff, horizon), ledger.held(cutoff, horizon)
     finally:
         ledger.close()
+
+
+def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
+    """Return how old a settled row must be of each table that is to be archived.
+    Raises UsageError when nothing says so of any."""
+    found = {name: _age(name, spec, given) for name in given.table or TABLES}
+    chosen = {name: age for name, age in found.items() if age is not None}
+    if not chosen:
+        raise UsageError(
+            "Nothing says how old a row must be: give --older-than, or a retention."
+        )
+    return chosen
 
 
 def _age(name: str, spec: JobSpec, given: argparse.Namespace) -> dt.timedelta | None:

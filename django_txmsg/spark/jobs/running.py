@@ -42,6 +42,10 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         for name in ("key", "correlation_id"):
             if name in options:
                 options[name] = ", ".join(map(digest, getattr(given, name)))
+    if given.job == "follow":
+        from .follow_command import run_follow
+
+        return run_follow(spec, given, options)
     with recorded(spec, given.job, options) as run:
         try:
             outcome = _JOBS[given.job](spec, given, run)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .archive_mark import ArchiveMark
+from .pipeline_alert import PipelineAlert
 from .pipeline_run import PipelineRun
 from .staged_message import StagedMessage
 from .stored_run import StoredRun
 
-__all__ = ["ArchiveMark", "PipelineRun", "StagedMessage", "StoredRun"]
+__all__ = ["ArchiveMark", "PipelineAlert", "PipelineRun", "StagedMessage", "StoredRun"]

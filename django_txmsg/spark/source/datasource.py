@@ -3,7 +3,8 @@
 Options: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
 `passwordEnv` (the *name* of the environment variable that holds the password),
 `partitions`, `snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's
-clock; of streams `follow` (stored or changed) and `maxRowsPerBatch`; of writes `run`
+clock; of streams `follow` (stored or changed), `maxRowsPerBatch` and
+`stuckAfter` (seconds for which it may stand still); of writes `run`
 and `rate`.
 
 Of a lake: `lake` (its URI), `table` (any of the lake's), and the options of an object

@@ -4,10 +4,15 @@ An id is drawn before its transaction commits, so that a reader of ids loses row
 PostgreSQL the offset is a transaction id below which every transaction has ended
 (`pg_snapshot_xmin`), together with the identity of the cluster that counts them. On
 SQLite writers take turns, and ids are in the order of commits.
+
+Nothing passes a transaction that is open. Rows that wait for it are counted and told on
+the error stream; after `stuckAfter` seconds the stream fails, rather than stand still.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +32,14 @@ from ..databases import open_database
 from ..errors import EnvironmentFault, UsageError
 from ..schemas import Table
 from ..spec import SourceSpec
+from ..standstill import held
 from .batch import Selection
+
+#: Seconds from one look for rows that wait to the next, while nothing else comes.
+LOOK = 10.0
+
+#: Seconds that a transaction has been open before it is told of.
+TELL_AFTER = 60.0
 
 
 @dataclass
@@ -66,9 +78,14 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.database = open_database(spec)
         self.most = int(options.get("maxrowsperbatch", 0))
         self.target: dict[str, Any] | None = None
+        self.stuck_after = float(options.get("stuckafter", 6 * 3600))
+        self._looked = float("-inf")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Begin at the beginning."""
+        """Begin at the beginning. Raises EnvironmentFault where rows are there that the
+        stream would not see."""
+        if self.postgres:
+            self._insist_on_own_rows()
         return {"position": "0", "cluster": self._cluster()}
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
@@ -91,6 +108,8 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 "survive a dump and restore. Start with a new checkpoint."
             )
         first, last = int(start["position"]), int(end["position"])
+        if self.postgres and first >= last:
+            self._tell_standstill(last)
         if isinstance(limit, ReadMaxRows):
             last = min(last, self._after(first, last, limit.max_rows))
         return {"position": str(max(first, last)), "cluster": end["cluster"]}
@@ -130,6 +149,56 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return {"position": position, "cluster": self._cluster(connection)}
         finally:
             connection.close()
+
+    def _tell_standstill(self, position: int) -> None:
+        """Look, now and then, whether rows wait for a transaction that is open. Raises
+        EnvironmentFault when it is open for too long."""
+        if time.monotonic() - self._looked < LOOK:
+            return
+        self._looked = time.monotonic()
+        connection = connect_plain(self.spec)
+        try:
+            following = connection.value(
+                "SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+            )
+            rows = connection.value(
+                f"SELECT count(*) FROM {self.table.relation} t"
+                f" WHERE {self._between(position, following)}"
+            )
+            waiting = held(connection, rows)
+        finally:
+            connection.close()
+        if not waiting.rows:
+            return
+        what = (
+            f"The stream of {self.table.name} stands still: {rows:,} rows wait for "
+            f"{waiting.whom}."
+        )
+        if self.stuck_after and waiting.seconds > self.stuck_after:
+            raise EnvironmentFault(f"{what} End that transaction; the stream goes on.")
+        if waiting.seconds > TELL_AFTER:
+            sys.stderr.write(f"{what}\n")
+            sys.stderr.flush()
+
+    def _insist_on_own_rows(self) -> None:
+        """A dump brings ids of its own cluster's transactions, and the counter here
+        comes to them in months."""
+        name = f"({self.position}::text::bigint)"
+        foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
+        connection = connect_plain(self.spec)
+        try:
+            rows = connection.value(
+                f"SELECT count(*) FROM {self.table.relation} WHERE {foreign}"
+            )
+        finally:
+            connection.close()
+        if rows:
+            raise EnvironmentFault(
+                f"{rows:,} rows of {self.table.name} carry ids of transactions that "
+                "this PostgreSQL cluster has not given yet: they come from another "
+                "one, by a dump. Say that they are old, and start again: UPDATE "
+                f"{self.table.relation} SET {self.position} = NULL WHERE {foreign};"
+            )
 
     def _cluster(self, connection: Connection | None = None) -> str:
         if not self.postgres:

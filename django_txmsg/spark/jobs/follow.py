@@ -1,0 +1,319 @@
+"""`follow`: the lake kept fresh batch by batch, and alerts raised, until stopped.
+
+Each round archives what has become old enough, through the archive's own ledger: what
+a killed round has left, the next one settles. Then it measures. A database or a lake
+that is away is waited for.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .. import measures
+from ..alerts import Alert, Alerts
+from ..connection import Connection, connect_plain
+from ..errors import UsageError
+from ..lock import Taken, following
+from ..runs import Run, progressed, recorded
+from ..schemas import TABLES
+from ..spec import JobSpec
+from ..webhook import Webhook
+from .archive import Archiver
+from .archive_options import ArchiveOptions, no_step
+from .outage import Outage
+from .reconciling import Reconciling
+from .sweep import SweepOptions, run_sweep
+
+UTC = dt.timezone.utc
+
+
+@dataclass(frozen=True)
+class FollowOptions:
+    """How often, how old, and above what an alert fires."""
+
+    ages: Mapping[str, dt.timedelta]
+    """How old a settled row of a table is when it leaves."""
+    every: dt.timedelta = dt.timedelta(minutes=5)
+    batch_rows: int = 100_000
+    lag: dt.timedelta = dt.timedelta(minutes=15)
+    dead_letters: int = 10
+    """In `window`."""
+    window: dt.timedelta = dt.timedelta(hours=1)
+    away: dt.timedelta = dt.timedelta(minutes=5)
+    stuck_after: dt.timedelta = dt.timedelta(hours=6)
+    reconcile_every: dt.timedelta = dt.timedelta(hours=1)
+    reconcile: tuple[str, ...] = ()
+    """The words of its command line."""
+    sweep_every: dt.timedelta = dt.timedelta(days=1)
+    once: bool = False
+
+
+class Stopped(Exception):
+    """The round ends where nothing is half done."""
+
+
+@dataclass
+class Round:
+    """What a round has found while it archived."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    held: str = ""
+    held_seconds: float = 0.0
+
+
+class Follower:
+    """Follows one service's database. `on_step` is called between the steps of the
+    archive, as in `Archiver`, and `say` with a line for a person."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        options: FollowOptions,
+        webhook: Webhook | None,
+        stop: threading.Event,
+        *,
+        recorded_options: Mapping[str, Any] | None = None,
+        on_step: Callable[[str], None] = no_step,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.spec, self.options, self.webhook = spec, options, webhook
+        self.source, self.lake = spec.service(), spec.lake_spec()
+        self.stop, self.on_step, self.say = stop, on_step, say or _say
+        self.recorded_options = dict(recorded_options or {})
+        self.database = Outage("The database", self.say)
+        self.store = Outage("The lake", self.say)
+        self.reconciling = Reconciling(spec, options.reconcile)
+        self.away: Alert | None = None
+        """Of the database: it cannot keep that itself."""
+        self.run: Run | None = None
+        self.firing: list[Alert] = []
+        self._said: dict[str, bool] = {}
+        self._failures = 0
+        self._waiting = False
+
+    def work(self) -> None:
+        """Follow until stopped, or for one round. Raises UsageError; with `once` also
+        what a round fails with."""
+        try:
+            while not self.stop.is_set():
+                try:
+                    self._spell()
+                    return
+                except UsageError:
+                    raise
+                except Taken:
+                    if self.options.once:
+                        raise
+                    if not self._waiting:
+                        self.say("Another process follows this database: standing by.")
+                    self._waiting = True
+                    self.stop.wait(min(30.0, self.options.every.total_seconds()))
+                except Exception as error:
+                    if self.options.once:
+                        raise
+                    if self.stop.is_set():
+                        return
+                    self._database_away(error)
+        finally:
+            self.reconciling.stop()
+
+    def _spell(self) -> None:
+        """Follow for as long as the database answers: one run on record."""
+        connection = connect_plain(self.source)
+        try:
+            with (
+                following(connection, self.source),
+                recorded(self.spec, "follow", self.recorded_options) as run,
+            ):
+                self.run, self._waiting = run, False
+                self.database.over()
+                if self.away is not None:
+                    self.away = replace(self.away, firing=False)
+                while True:
+                    self._round(connection, run)
+                    pause = self.options.every.total_seconds()
+                    if self.store.tries:
+                        pause = min(pause, self.store.pause)
+                    if self.options.once or self.stop.wait(pause):
+                        return
+                    connection.value("SELECT 1")  # holds our lock
+        finally:
+            connection.close()
+
+    def _database_away(self, error: Exception) -> None:
+        self.database.failed(error)
+        bound = self.options.away.total_seconds()
+        if self.database.seconds > bound and self.away is None:
+            self.away = Alert(
+                self.source.service, "database", self.database.seconds, bound, True,
+                dt.datetime.now(UTC), self.database.error,
+            )  # fmt: skip
+        self._tell_away()
+        self.stop.wait(self.database.pause)
+
+    def _round(self, connection: Connection, run: Run) -> None:
+        found = Round()
+        try:
+            self._archive(found)
+            self._sweep(connection)
+        except Stopped:
+            pass
+        except UsageError:
+            raise
+        except Exception as error:
+            connection.value("SELECT 1")  # is it the database that is away?
+            if self.options.once:
+                raise
+            self.store.failed(error)
+        else:
+            self.store.over()
+        run.rows += sum(found.rows.values())
+        counts = run.counts
+        counts["rounds"] = counts.get("rounds", 0) + 1
+        for name, rows in found.rows.items():
+            counts[name] = counts.get(name, 0) + rows
+        counts["refused"] = counts.get("refused", 0) + len(found.refused)
+        counts["outages"] = {"database": self.database.count, "lake": self.store.count}
+        for line in found.refused:
+            self.say(line)
+        self._weigh(connection, found)
+        self._tell(connection, run)
+        progressed(self.source, run)
+
+    def _archive(self, found: Round) -> None:
+        for name, age in self.options.ages.items():
+            archiver = Archiver(
+                None,
+                self.source,
+                self.lake,
+                TABLES[name],
+                ArchiveOptions(
+                    age, batch_rows=self.options.batch_rows, batches=1, vacuum=False
+                ),
+                on_step=self._step,
+            )
+            done = archiver.result
+            try:
+                archiver.run()
+            finally:
+                found.rows[name] = done.rows
+                found.refused += done.refused
+            for note in done.notes:
+                self.say(note)
+            held = done.held
+            if held.rows and held.seconds >= found.held_seconds:
+                found.held_seconds = held.seconds
+                found.held = f"{held.rows:,} rows of {name} wait for {held.whom}"
+
+    def _step(self, step: str) -> None:
+        if step == "planned" and self.stop.is_set():
+            raise Stopped  # nothing is written yet
+        self.on_step(step)
+
+    def _sweep(self, connection: Connection) -> None:
+        if not self._due(connection, "sweep", self.options.sweep_every):
+            return
+        with recorded(self.spec, "sweep", {"by": "follow"}) as run:
+            run_sweep(self.spec, SweepOptions(), run)
+
+    def _due(self, connection: Connection, job: str, every: dt.timedelta) -> bool:
+        if not every or self.stop.is_set():
+            return False
+        last = measures.last_run(connection, self.source, job)
+        return last is None or connection.clock() - last >= every
+
+    def _weigh(self, connection: Connection, found: Round) -> None:
+        options, weigh = self.options, Alerts(connection, self.source.service).weigh
+        weigh("database", 0, options.away.total_seconds(), "It answers.")
+        weigh(
+            "lake", self.store.seconds, options.away.total_seconds(),
+            self.store.error or "The archive goes on.",
+        )  # fmt: skip
+        if not self.store.tries:
+            weigh(
+                "standstill", found.held_seconds, options.stuck_after.total_seconds(),
+                found.held or "No row waits for a forgotten transaction.",
+            )  # fmt: skip
+            weigh(
+                "refused", len(found.refused), 0,
+                " ".join(found.refused) or "No row differed from its copy.",
+            )  # fmt: skip
+        lag = measures.lag(connection, self.source)
+        weigh(
+            "lag", lag, options.lag.total_seconds(),
+            f"The oldest message has been due for {lag:,.0f} s.",
+        )  # fmt: skip
+        dead = measures.dead_letters(connection, self.source, options.window)
+        weigh(
+            "dead_letters", dead, options.dead_letters,
+            f"{dead:,} messages died in the last {options.window}.",
+        )  # fmt: skip
+        self._reconcile(connection, weigh)
+
+    def _reconcile(self, connection: Connection, weigh: Callable[..., None]) -> None:
+        facts = self.reconciling.poll()
+        if facts is not None and "error" in facts:
+            self._failures += 1
+            self.say(f"reconcile has failed: {facts['error']}")
+            weigh("reconcile", self._failures, 1, str(facts["error"]))
+        elif facts is not None:
+            self._failures = 0
+            weigh("reconcile", 0, 1, "It was judged what is lost.")
+            new: dict[str, int] = facts["new"]
+            listed = ", ".join(f"{count:,} {name}" for name, count in new.items())
+            weigh(
+                "lost", sum(new.values()), 0,
+                f"Found by run {facts['run']}, new: {listed or 'nothing'}.",
+            )  # fmt: skip
+        if self.options.once or self.reconciling.under_way:
+            return
+        if self._due(connection, "reconcile", self.options.reconcile_every):
+            self.reconciling.start()
+
+    def _tell(self, connection: Connection, run: Run) -> None:
+        """Tell the webhook what it does not know yet, and whoever reads our lines."""
+        alerts = Alerts(connection, self.source.service)
+        found = alerts.read()
+        self.firing = [one for one in found if one.firing]
+        for alert in found:
+            if self._said.get(alert.name, False) != alert.firing:
+                self._said[alert.name] = alert.firing
+                self.say(f"{alert.status}: {alert.name}: {alert.summary}")
+            if self.webhook is None or not alert.news:
+                continue
+            if self._post(alert):
+                alerts.told(alert)
+        self._tell_away()
+        if self.webhook is not None:
+            run.counts["webhook"] = {
+                "told": self.webhook.taken, "failed": self.webhook.failed
+            }  # fmt: skip
+
+    def _tell_away(self) -> None:
+        """Tell of the database itself, whose alert is in our memory alone."""
+        if self.webhook is None or self.away is None or not self.away.news:
+            if self.away is not None and not self.away.firing:
+                self.away = None
+            return
+        if self._post(self.away):
+            told = replace(self.away, told=self.away.status)
+            self.away = told if told.firing else None
+
+    def _post(self, alert: Alert) -> bool:
+        assert self.webhook is not None
+        if self.webhook.post(alert.message(), self.stop):
+            return True
+        if self.webhook.error:
+            self.say(f"The webhook was not told of {alert.name}: {self.webhook.error}.")
+        return False
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"follow: {line}\n")
+    sys.stderr.flush()

@@ -1,0 +1,52 @@
+"""What alerts go by: how late a service's messages are, and how many die."""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from .connection import Connection
+from .databases import open_database
+from .databases.sqlite import read_instant
+from .spec import SourceSpec
+
+
+def lag(connection: Connection, source: SourceSpec) -> float:
+    """Return for how many seconds the oldest message has been due: to leave the outbox,
+    or for another attempt."""
+    now = connection.clock()
+    literal = open_database(source).instant(now, upper=True)
+    oldest = [
+        read_instant(found)
+        for (found,) in connection.rows(
+            "SELECT min(due_at) FROM django_txmsg_outboxmessage WHERE dispatched_at IS"
+            f" NULL AND dead_at IS NULL AND due_at <= {literal} UNION ALL"
+            " SELECT min(due_at) FROM django_txmsg_inboxmessage WHERE due_at IS NOT"
+            " NULL AND waits_for IS NULL AND needs_version IS NULL"
+            f" AND due_at <= {literal}"
+        )
+    ]
+    return max([(now - one).total_seconds() for one in oldest if one], default=0.0)
+
+
+def dead_letters(
+    connection: Connection, source: SourceSpec, window: dt.timedelta
+) -> int:
+    """Return how many messages have died within the last `window`."""
+    since = open_database(source).instant(connection.clock() - window, upper=False)
+    found = connection.value(
+        f"SELECT count(*) FROM django_txmsg_deadletter WHERE created_at >= {since}"
+    )
+    return int(found)
+
+
+def last_run(
+    connection: Connection, source: SourceSpec, job: str
+) -> dt.datetime | None:
+    """Return when a job was last begun here."""
+    return read_instant(
+        connection.value(
+            "SELECT max(started_at) FROM django_txmsg_pipelinerun WHERE job = %s"
+            " AND service = %s",
+            job, source.service,
+        )
+    )  # fmt: skip

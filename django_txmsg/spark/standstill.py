@@ -1,0 +1,50 @@
+"""Rows that wait for a transaction that is still open, and whose it is."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+
+from .connection import Connection
+
+
+@dataclass(frozen=True)
+class Held:
+    """How many rows wait, since when, and for whom."""
+
+    rows: int
+    since: dt.datetime | None = None
+    holder: str = ""
+
+    @property
+    def whom(self) -> str:
+        """Who keeps them waiting, in words."""
+        whose = self.holder or "a transaction that this role may not see"
+        since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
+        return f"{whose}{since}"
+
+    @property
+    def seconds(self) -> float:
+        """For how long already; infinitely long, where nobody can say."""
+        if not self.rows:
+            return 0.0
+        if self.since is None:
+            return float("inf")
+        return (dt.datetime.now(dt.timezone.utc) - self.since).total_seconds()
+
+
+def held(connection: Connection, rows: int) -> Held:
+    """Return so many rows with the oldest transaction of the PostgreSQL cluster that
+    has written anything: the one that they wait for."""
+    if not rows:
+        return Held(0)
+    found = connection.rows(
+        "SELECT xact_start, format('process %%s (%%s, database %%s, user %%s)',"
+        " pid, state, datname, usename), age(backend_xid) FROM pg_stat_activity"
+        " WHERE backend_xid IS NOT NULL UNION ALL"
+        " SELECT prepared, format('prepared transaction %%s (database %%s)', gid,"
+        " database), age(transaction) FROM pg_prepared_xacts"
+        " ORDER BY 3 DESC LIMIT 1"
+    )
+    since, holder = found[0][:2] if found else (None, "")
+    return Held(rows, since, holder)

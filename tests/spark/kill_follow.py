@@ -1,0 +1,75 @@
+"""A program that follows several logs, each in a child, and dies at a step in each.
+
+Its only argument is a JSON list of `{url, service, lake, step, nth, webhook}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+from django_txmsg.spark.jobs.follow import Follower, FollowOptions
+from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
+from django_txmsg.spark.webhook import Webhook
+from tests.spark.kill_archive import DIFFERING, requeue
+
+#: Of tests: nothing but the outbox, in small batches, without a JVM.
+OPTIONS = FollowOptions(
+    {"outbox": timedelta(days=1)},
+    every=timedelta(seconds=0.1),
+    batch_rows=100,
+    reconcile_every=timedelta(0),
+    sweep_every=timedelta(0),
+)
+
+
+class Telling(Webhook):
+    """One that dies when its message is taken, and before that is noted."""
+
+    def post(self, message: Any, stop: threading.Event) -> bool:
+        assert super().post(message, stop)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+
+def follow(one: dict[str, Any]) -> None:
+    """Follow until the step comes for the nth time."""
+    source = SourceSpec(one["service"], one["url"])
+    left = one.get("nth", 1)
+
+    def on_step(step: str) -> None:
+        nonlocal left
+        if one["step"] in DIFFERING and step == "committed":
+            requeue(source)
+        if step == one["step"]:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    webhook = Telling(one["webhook"]) if one.get("webhook") else None
+    spec = JobSpec((source,), LakeSpec(one["lake"]))
+    Follower(spec, OPTIONS, webhook, threading.Event(), on_step=on_step).work()
+
+
+def main(plan: list[dict[str, Any]]) -> None:
+    """Let every child die; end with 0 if all have been killed."""
+    children = []
+    for one in plan:
+        child = os.fork()
+        if not child:
+            signal.alarm(120)
+            follow(one)
+            os._exit(1)
+        children.append(child)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    killed = [os.WIFSIGNALED(one) and os.WTERMSIG(one) == 9 for one in ends]
+    sys.exit(None if all(killed) else f"not killed: {ends}")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,520 @@
+"""`pipeline follow`: killed, stopped, cut off, and nothing lost, doubled or unsaid."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from prometheus_client import CollectorRegistry, generate_latest
+
+from django_txmsg import metrics
+from django_txmsg.spark import webhook as webhooks
+from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.jobs.follow import Follower, FollowOptions
+from django_txmsg.spark.models import PipelineAlert
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.webhook import Webhook
+from tests.faults import Proxy, wait_until
+from tests.services.certificates import Certificates
+from tests.spark.archives import assert_moved_once, hashes_in
+from tests.spark.conftest import ROOT
+from tests.spark.kill_archive import DIFFERING
+from tests.spark.kill_follow import OPTIONS
+from tests.spark.log import Log
+from tests.spark.running import outcome
+from tests.spark.test_archive_kill import SLICED, STEPS
+
+SECRET = "T0ken-that-nobody-sees"
+NOW = replace(OPTIONS, once=True)
+
+
+class Receiver(ThreadingHTTPServer):
+    """Takes what a webhook is sent. `answers` come first; then all is well."""
+
+    def __init__(self, *answers: int, context: ssl.SSLContext | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), Taking)
+        self.answers, self.taken = list(answers), []
+        self.tries = 0
+        if context is not None:
+            self.socket = context.wrap_socket(self.socket, server_side=True)
+        scheme = "https" if context else "http"
+        self.url = (
+            f"{scheme}://localhost:{self.server_port}/hooks/{SECRET}?key={SECRET}"
+        )
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that does not trust us is no error of ours."""
+
+
+class Taking(BaseHTTPRequestHandler):
+    server: Receiver
+    taken: list[dict[str, Any]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        assert self.headers["Content-Type"] == "application/json"
+        self.server.tries += 1
+        answer = self.server.answers.pop(0) if self.server.answers else 204
+        if answer == 204:
+            self.server.taken.append(json.loads(body))
+        self.send_response(answer)
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def receiver(*answers: int, **more: Any) -> Iterator[Receiver]:
+    with Receiver(*answers, **more) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhooks, "PAUSES", (0.01, 0.01))
+
+
+def round_of(
+    log: Log,
+    lake: LakeSpec,
+    url: str = "",
+    options: FollowOptions = NOW,
+    **more: Any,
+) -> tuple[Follower, list[str]]:
+    """Follow for one round; return the follower, and what it said."""
+    said: list[str] = []
+    webhook = Webhook(url) if url else None
+    spec = JobSpec((log.spec,), lake)
+    follower = Follower(
+        spec, options, webhook, threading.Event(), say=said.append, **more
+    )
+    follower.work()
+    return follower, said
+
+
+@contextmanager
+def following(
+    spec: JobSpec, directory: Path, *words: str, **environment: str
+) -> Iterator[subprocess.Popen[str]]:
+    """Follow in a process, which is killed in the end if it is still there."""
+    path = directory / f"{uuid.uuid4().hex}.json"
+    path.write_text(spec.to_json())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "django_txmsg.spark", "follow", "--spec", str(path),
+         "--table", "outbox", "--older-than", "1d", "--every", "0.1s", "--batch-rows",
+         "100", "--reconcile-every", "0s", "--sweep-every", "0s", *words],
+        cwd=ROOT, env=os.environ | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    return process.returncode, out, errors
+
+
+def test_what_settles_is_in_the_lake_until_the_process_is_stopped(
+    log: Log, lake: LakeSpec, tmp_path: Path, monkeypatch
+) -> None:
+    log.send_many(250, every=900.0)
+    before = hashes_in(log)
+    spec = JobSpec((log.spec,), lake)
+    monkeypatch.setenv("TXMSG_PASSWORD_SHOP", "txmsg-secret")
+    with following(spec, tmp_path) as process:
+        wait_until(lambda: log.count() == 0, deadline=60)
+        log.send_many(30, every=900.0)
+        before |= hashes_in(log)
+        wait_until(lambda: log.count() == 0, deadline=60)
+        code, out, errors = ended(process)
+
+    assert (code, errors) == (0, "")
+    assert "280 rows" in out
+    assert_moved_once(before, log, lake, set(range(1, 281)))
+    [[state, rows, counts]] = log.rows(
+        "SELECT state, rows, counts FROM django_txmsg_pipelinerun WHERE job = 'follow'"
+    )
+    counts = json.loads(counts) if isinstance(counts, str) else counts
+    assert (state, rows, counts["outbox"]) == ("clean", 280, 280)
+
+
+def test_killed_at_every_step_it_goes_on_and_each_row_is_in_the_lake_once(
+    make_log: Callable[..., Log], tmp_path: Path
+) -> None:
+    plan, logs = [], []
+    for vendor, steps in (("postgresql", STEPS), ("sqlite", SLICED)):
+        for step in steps:
+            log = make_log(vendor, f"{vendor}-{step}")
+            log.send_many(250, every=900.0)
+            log.send([{"dispatched_at": None}] * 3)
+            lake = LakeSpec(f"file://{tmp_path}/{vendor}-{step}")
+            logs.append((step, log, lake, hashes_in(log)))
+            nth = 2 if step in ("written", "committed", "purging") else 1
+            plan.append({"service": log.spec.service, "url": log.spec.url,
+                         "lake": lake.uri, "step": step, "nth": nth})  # fmt: skip
+
+    program = [sys.executable, "-m", "tests.spark.kill_follow", json.dumps(plan)]
+    subprocess.run(program, cwd=ROOT, check=True, timeout=240)
+
+    for step, log, lake, before in logs:
+        expected = set(range(1, 251))
+        if step in DIFFERING and 7 in hashes_in(log):
+            expected.remove(7)
+            before[7] = hashes_in(log)[7]
+        round_of(log, lake)
+        assert_moved_once(before, log, lake, expected)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_killed_at_random_while_messages_settle_nothing_is_lost_or_doubled(
+    log: Log, lake: LakeSpec, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TXMSG_PASSWORD_SHOP", "txmsg-secret")
+    spec = JobSpec((log.spec,), lake)
+    dice = random.Random(20261122)
+    before: dict[int, int] = {}
+    for kill in range(25):
+        log.send_many(dice.randrange(50, 1500), every=60.0)
+        before |= hashes_in(log)
+        with following(spec, tmp_path) as process:
+            rows = log.count()
+            wait_until(lambda r=rows: log.count() < r, deadline=60)
+            try:
+                process.wait(dice.uniform(0, 0.5))
+            except subprocess.TimeoutExpired:
+                process.kill()
+            assert process.wait() == -signal.SIGKILL, kill
+    round_of(log, lake)
+
+    assert_moved_once(before, log, lake, set(before))
+
+
+def test_an_alert_is_told_when_it_begins_and_when_it_ends(
+    log: Log, lake: LakeSpec
+) -> None:
+    now = datetime.now(timezone.utc)
+    late = [{"created_at": now - timedelta(hours=1), "dispatched_at": None}]
+    log.send(late * 2)
+    log.bury([{"message_id": uuid.uuid4(), "created_at": now} for _ in range(4)])
+    options = replace(NOW, dead_letters=3)
+    with receiver(503, 429) as taking:
+        first, said = round_of(log, lake, taking.url, options)
+        second, _ = round_of(log, lake, taking.url, options)
+        told = {one["alert"]: one for one in taking.taken}
+        log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = due_at")
+        log.execute("DELETE FROM django_txmsg_deadletter")
+        third, over = round_of(log, lake, taking.url, options)
+
+    assert sorted(one.name for one in first.firing) == ["dead_letters", "lag"]
+    assert [one.name for one in second.firing] == ["dead_letters", "lag"]
+    assert third.firing == []
+    assert [(one["alert"], one["status"]) for one in taking.taken] == [
+        ("dead_letters", "firing"), ("lag", "firing"),
+        ("dead_letters", "resolved"), ("lag", "resolved"),
+    ]  # fmt: skip
+    assert taking.tries == 6
+    lag = told["lag"]
+    assert 3600 <= lag["value"] < 3900
+    assert (lag["version"], lag["limit"], lag["service"]) == (1, 900.0, "shop")
+    assert lag["id"] == taking.taken[3]["id"] != told["dead_letters"]["id"]
+    assert lag["text"] == f"[firing] shop/lag: {lag['summary']}"
+    assert datetime.fromisoformat(lag["since"]) >= now
+    assert any(line.startswith("firing: lag: The oldest") for line in said)
+    assert any(line.startswith("resolved: lag: ") for line in over) is False
+    assert SECRET not in "".join(said + over)
+
+
+def test_killed_when_the_webhook_was_told_it_is_told_again_under_the_same_id(
+    pg_log: Log, lake: LakeSpec
+) -> None:
+    late = datetime.now(timezone.utc) - timedelta(hours=1)
+    pg_log.send([{"created_at": late, "dispatched_at": None}])
+    with receiver() as taking:
+        plan = [{"service": "shop", "url": pg_log.spec.url, "lake": lake.uri,
+                 "step": "-", "webhook": taking.url}]  # fmt: skip
+        program = [sys.executable, "-m", "tests.spark.kill_follow", json.dumps(plan)]
+        subprocess.run(program, cwd=ROOT, check=True, timeout=120)
+        round_of(pg_log, lake, taking.url)
+        round_of(pg_log, lake, taking.url)
+
+    first, second = taking.taken
+    assert first["id"] == second["id"]
+    assert first["status"] == second["status"] == "firing"
+
+
+def test_a_webhook_that_refuses_is_asked_again_in_the_next_round(
+    pg_log: Log, lake: LakeSpec
+) -> None:
+    late = datetime.now(timezone.utc) - timedelta(hours=1)
+    pg_log.send([{"created_at": late, "dispatched_at": None}])
+    with receiver(500, 502, 503, 404, 302) as taking:
+        said = [round_of(pg_log, lake, taking.url)[1] for _ in range(4)]
+    with receiver() as gone:
+        pass
+    pg_log.execute("UPDATE django_txmsg_outboxmessage SET dispatched_at = due_at")
+    _, unreached = round_of(pg_log, lake, gone.url)
+
+    shown = f"http://localhost:{taking.server_port}"
+    assert said[0][-1] == f"The webhook was not told of lag: {shown} answered 503."
+    assert said[1][-1].endswith("answered 404.")
+    assert said[2][-1].endswith("answered 302.")
+    assert not said[3][-1].startswith("The webhook")
+    assert (len(taking.taken), taking.tries) == (1, 6)
+    assert "cannot be reached: Connection refused" in unreached[-1]
+    assert SECRET not in str(said) + str(unreached)
+
+
+def test_the_certificate_of_a_webhook_is_verified(tmp_path: Path, monkeypatch) -> None:
+    certificates = Certificates(tmp_path / "certificates")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates.certificate, certificates.key)
+    with receiver(context=context) as taking:
+        strange = Webhook(taking.url)
+        assert not strange.post({}, threading.Event())
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificates.authority))
+        known = Webhook(taking.url)
+        assert known.post({"a": 1}, threading.Event())
+
+    assert "its certificate is refused" in strange.error
+    assert SECRET not in strange.error
+    assert taking.taken == [{"a": 1}]
+
+
+def test_a_webhook_that_never_answers_is_given_up() -> None:
+    with receiver() as taking:
+        taking.shutdown()  # listens, and nobody is there
+        silent = Webhook(taking.url, timeout=0.2)
+        assert not silent.post({}, threading.Event())
+        threading.Thread(target=taking.serve_forever, args=(0.01,)).start()
+
+    assert silent.error.endswith("cannot be reached: timed out")
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host/x", "https:///secret", "https://u:p@host", "one"]
+)
+def test_an_address_that_is_none_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UsageError, match="is not understood") as refused:
+        Webhook(url)
+
+    assert url not in str(refused.value)
+
+
+def test_a_database_that_is_away_is_waited_for_and_told(
+    pg_log: Log, lake: LakeSpec, tmp_path: Path, postgres
+) -> None:
+    pg_log.send_many(20)
+    before = hashes_in(pg_log)
+    with receiver() as taking, Proxy(postgres.port) as proxy:
+        url = pg_log.spec.url.replace(f":{postgres.port}/", f":{proxy.port}/")
+        spec = JobSpec((replace(pg_log.spec, url=url),), lake)
+        environment = {"TXMSG_WEBHOOK_URL": taking.url}
+        words = ("--away", "0.5s")
+        password = {"TXMSG_PASSWORD_SHOP": "txmsg-secret"}
+        with following(spec, tmp_path, *words, **environment, **password) as process:
+            wait_until(lambda: pg_log.count() == 0, deadline=60)
+            proxy.refuse()
+            proxy.cut()
+            wait_until(lambda: taking.taken, deadline=60)
+            pg_log.send_many(30)
+            before |= hashes_in(pg_log)
+            proxy.accept()
+            wait_until(lambda: pg_log.count() == 0, deadline=120)
+            wait_until(lambda: len(taking.taken) == 2, deadline=60)
+            code, _, errors = ended(process)
+
+    assert code == 0
+    told = [(one["alert"], one["status"]) for one in taking.taken]
+    assert told == [("database", "firing"), ("database", "resolved")]
+    assert taking.taken[0]["id"] == taking.taken[1]["id"]
+    assert errors.count("The database cannot be used, and is waited for: ") == 1
+    assert "The database is back after " in errors
+    assert SECRET not in errors
+    assert "txmsg-secret" not in errors
+    assert_moved_once(before, pg_log, lake, set(range(1, 51)))
+    counts = pg_log.rows(
+        "SELECT counts FROM django_txmsg_pipelinerun ORDER BY started_at DESC LIMIT 1"
+    )[0][0]
+    assert counts["outages"] == {"database": 1, "lake": 0}
+
+
+def test_a_lake_that_is_away_is_waited_for_and_told(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(20)
+    before = hashes_in(log)
+    place, elsewhere = tmp_path / "lake", tmp_path / "unmounted"
+    with receiver() as taking:
+        environment = {"TXMSG_WEBHOOK_URL": taking.url}
+        spec = JobSpec((log.spec,), lake)
+        with following(spec, tmp_path, "--away", "0.5s", **environment) as process:
+            wait_until(lambda: log.count() == 0, deadline=60)
+            place.rename(elsewhere)
+            log.send_many(30)
+            before |= hashes_in(log)
+            wait_until(lambda: taking.taken, deadline=60)
+            assert log.count() == 30
+            # What a mount point gets when the lake leaves in the middle of a round.
+            shutil.rmtree(place, ignore_errors=True)
+            elsewhere.rename(place)
+            wait_until(lambda: log.count() == 0, deadline=120)
+            wait_until(lambda: len(taking.taken) == 2, deadline=60)
+            code, _, errors = ended(process)
+
+    assert code == 0
+    told = [(one["alert"], one["status"]) for one in taking.taken]
+    assert told == [("lake", "firing"), ("lake", "resolved")]
+    assert re.search("lost batches|is not a lake", taking.taken[0]["summary"])
+    assert errors.count("The lake cannot be used, and is waited for: ") == 1
+    assert "The lake is back after " in errors
+    assert_moved_once(before, log, lake, set(range(1, 51)))
+
+
+def test_a_second_one_stands_by_and_takes_over(
+    log: Log, lake: LakeSpec, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("TXMSG_PASSWORD_SHOP", "txmsg-secret")
+    spec = JobSpec((log.spec,), lake)
+    log.send_many(5)
+    before = hashes_in(log)
+    with following(spec, tmp_path) as first:
+        wait_until(lambda: log.count() == 0, deadline=60)
+        with following(spec, tmp_path) as second:
+            assert second.stderr is not None
+            assert "standing by" in second.stderr.readline()
+            first.kill()
+            log.send_many(5)
+            before |= hashes_in(log)
+            wait_until(lambda: log.count() == 0, deadline=60)
+            assert ended(second)[0] == 0
+
+    assert_moved_once(before, log, lake, set(range(1, 11)))
+
+
+def test_a_forgotten_transaction_is_an_alert_and_an_exit_code(
+    pg_log: Log, lake: LakeSpec
+) -> None:
+    spec = JobSpec((pg_log.spec,), lake)
+    words = ["follow", "--once", "--older-than", "1d", "--table", "outbox",
+             "--stuck-after", "0s", "--sweep-every", "0s"]  # fmt: skip
+    with pg_log.connected() as forgotten:
+        forgotten.raw.autocommit = False
+        forgotten.execute("CREATE TABLE forgotten ()")
+        pg_log.send_many(5)
+        stuck = outcome(spec, *words)
+        forgotten.raw.rollback()
+    clean = outcome(spec, *words)
+
+    assert (stuck.exit_code, stuck.facts["firing"]) == (1, ["standstill"])
+    assert "5 rows of outbox wait for process " in stuck.lines[0]
+    assert (clean.exit_code, clean.facts["rows"]) == (0, 5)
+
+
+def test_a_dry_run_and_a_fault_in_the_one_round_are_told(
+    log: Log, tmp_path: Path, monkeypatch
+) -> None:
+    log.send_many(5)
+    (tmp_path / "file").touch()
+    spec = JobSpec((log.spec,), LakeSpec(f"file://{tmp_path}/file"))
+    words = ["follow", "--older-than", "1d", "--once"]
+    would = outcome(spec, *words, "--dry-run")
+    assert (would.exit_code, would.facts["outbox"]) == (0, 5)
+    assert log.count("django_txmsg_pipelinealert") == 0
+    with pytest.raises(NotADirectoryError):
+        outcome(spec, *words)
+    monkeypatch.setenv("HOOK", "nonsense")
+    with pytest.raises(UsageError, match="is not understood"):
+        outcome(spec, *words, "--webhook-env", "HOOK")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_metrics_say_what_fires(tmp_path: Path, settings, capsys) -> None:
+    settings.TXMSG = {"SERVICE": "shop", "LAKE": f"file://{tmp_path}/lake"}
+    call_command("txmsg", "pipeline", "follow", "--once", "--sweep-every", "0s")
+    assert "0 alerts fire" in capsys.readouterr().out
+    PipelineAlert.objects.filter(name="lag").update(firing=True, value=901)
+    registry = CollectorRegistry()
+    registry.register(metrics.Collector())
+
+    text = generate_latest(registry).decode()
+    assert 'txmsg_pipeline_alert{alert="lag"} 1.0' in text
+    assert 'txmsg_pipeline_value{alert="lag"} 901.0' in text
+    assert 'txmsg_pipeline_alert{alert="lake"} 0.0' in text
+    assert 'txmsg_pipeline_checked_age_seconds{alert="lake"}' in text
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(120)
+def test_stopped_while_the_database_is_silent_it_ends_in_time(
+    pg_log: Log, lake: LakeSpec, tmp_path: Path, postgres
+) -> None:
+    pg_log.send_many(5)
+    with Proxy(postgres.port) as proxy:
+        url = pg_log.spec.url.replace(f":{postgres.port}/", f":{proxy.port}/")
+        spec = JobSpec((replace(pg_log.spec, url=url),), lake)
+        password = {"TXMSG_PASSWORD_SHOP": "txmsg-secret"}
+        with following(spec, tmp_path, **password) as process:
+            wait_until(lambda: pg_log.count() == 0, deadline=60)
+            proxy.hang()
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 0
+    assert "stopped without an answer after 20 s" in errors
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_lost_messages_are_found_beside_the_archive(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(5, created_at=datetime.now(timezone.utc) - timedelta(hours=2))
+    with receiver() as taking:
+        words = ("--reconcile-every", "1s", "--since", "3d")
+        environment = {"TXMSG_WEBHOOK_URL": taking.url}
+        spec = JobSpec((log.spec,), lake)
+        with following(spec, tmp_path, *words, **environment) as process:
+            wait_until(lambda: taking.taken, deadline=200)
+            # The next one finds nothing new.
+            wait_until(lambda: len(taking.taken) == 2, deadline=200)
+            assert ended(process)[0] == 0
+
+    [lost, over] = taking.taken
+    assert (lost["alert"], lost["status"], lost["value"]) == ("lost", "firing", 5)
+    assert "5 never_received" in lost["summary"]
+    assert (over["alert"], over["status"]) == ("lost", "resolved")
