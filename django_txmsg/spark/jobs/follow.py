@@ -23,8 +23,8 @@ from ..runs import Run, progressed, recorded
 from ..schemas import TABLES
 from ..spec import JobSpec
 from ..webhook import Webhook
-from .archive import Archiver
-from .archive_options import ArchiveOptions, no_step
+from .archive import Archiver, no_step
+from .archive_options import ArchiveOptions
 from .outage import Outage
 from .reconciling import Reconciling
 from .sweep import SweepOptions, run_sweep
