@@ -57,9 +57,9 @@ def main() -> None:
             "RELAY": {"BATCH_SIZE": BATCH, "LANES": LANES},
         },
     )
-    count = options.messages
+    count, activemq = options.messages, options.broker == "activemq"
     contenders = {
-        "bare producer, the same batches": lambda: bare(broker.url(), count),
+        "bare producer, the same batches": lambda: bare(broker.url(), count, activemq),
         "relay": lambda: relay(broker, count),
     }
     if options.peer:
@@ -68,7 +68,7 @@ def main() -> None:
         )
     # A broker that has just started is at its slowest for whoever comes first.
     for _ in range(2):
-        bare(broker.url(), count)
+        bare(broker.url(), count, activemq)
     figures = stand.turns(contenders, options.rounds)
     stand.table(
         f"relay to {options.broker}",
@@ -85,7 +85,7 @@ def main() -> None:
         {
             "one process": lambda: processes(broker, many, 1, database),
             "two processes": lambda: processes(broker, many, 2, database),
-            "bare, two processes": lambda: bare_processes(broker.url(), many),
+            "bare, two processes": lambda: bare_processes(broker.url(), many, activemq),
         },
         options.rounds,
     )
@@ -141,13 +141,14 @@ def processes(broker: Any, count: int, number: int, database: str) -> float:
     return count / seconds
 
 
-def bare_processes(url: str, count: int) -> float:
+def bare_processes(url: str, count: int, activemq: bool) -> float:
     """Return the rate of two bare producers side by side: what the broker takes."""
     destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
     seconds = together(
         2,
         f"from benchmarks import relay; relay.LANES = {LANES};"
-        f"work = lambda: relay.produce({url!r}, {destination!r}, {count // 2})",
+        "work = lambda: relay.produce"
+        f"({url!r}, {destination!r}, {count // 2}, {activemq})",
     )
     drain(url, destination, count)
     return count / seconds
@@ -187,25 +188,32 @@ def together(number: int, code: str) -> float:
     return max(ended) - began
 
 
-def bare(url: str, count: int) -> float:
+def bare(url: str, count: int, activemq: bool) -> float:
     """Return the rate of a producer without a database."""
     destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
     began = time.perf_counter()
-    produce(url, destination, count)
+    produce(url, destination, count, activemq)
     seconds = time.perf_counter() - began
     drain(url, destination, count)
     return count / seconds
 
 
-def produce(url: str, destination: str, count: int) -> None:
+def produce(url: str, destination: str, count: int, activemq: bool) -> None:
     """Send messages from memory over as many connections as the relay has lanes."""
-    from django_txmsg import jms
+    from django_txmsg import jms, wire
 
     headers = {
         "content-type": "application/octet-stream",
         "txmsg-service": "bench",
         "txmsg-created": "2026-01-01T00:00:00.000000+00:00",
     }
+    # What a JMS client selects by, which only ActiveMQ is sent.
+    twins = dict(wire.TWINS if activemq else {})
+    own_id = ("txmsg-id", *([twins["txmsg-id"]] if twins else ()))
+    headers |= {twin: headers[name] for name, twin in twins.items() if name in headers}
+
+    def message() -> jms.Message:
+        return jms.Message(BODY, headers | dict.fromkeys(own_id, str(uuid.uuid4())))
 
     batches = iter(range(0, count, BATCH))
 
@@ -216,15 +224,7 @@ def produce(url: str, destination: str, count: int) -> None:
         ):
             for start in batches:
                 outcomes = session.send_batch(
-                    [
-                        (
-                            destination,
-                            jms.Message(
-                                BODY, {**headers, "txmsg-id": str(uuid.uuid4())}
-                            ),
-                        )
-                        for _ in range(min(BATCH, count - start))
-                    ]
+                    [(destination, message()) for _ in range(min(BATCH, count - start))]
                 )
                 assert not any(outcomes)
 

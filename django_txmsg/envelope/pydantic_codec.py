@@ -61,14 +61,13 @@ class PydanticCodec(Codec):
         return self._validated(adapter, to_json(value) if body is None else body)
 
     def encode(self, annotation: Any, value: Any) -> bytes:
-        from pydantic_core import PydanticSerializationError
-
         adapter = self._adapter(annotation)
         wrong: list[tuple[str, str]] = []
         options: dict[str, Any] = {"by_alias": True, "round_trip": True}
         try:
-            body: bytes = adapter.dump_json(value, warnings="error", **options)
-        except PydanticSerializationError as error:
+            # The adapter's own method looks up a dozen options first.
+            body: bytes = adapter.serializer.to_json(value, warnings="error", **options)
+        except ValueError as error:  # PydanticSerializationError is one
             # It names a field, and the value too.
             named = _FIELD.findall(str(error))
             wrong = [(field, "unexpected_type") for field in named]
@@ -109,11 +108,13 @@ class PydanticCodec(Codec):
         return found
 
     def _validated(self, adapter: Any, body: bytes) -> Any:
-        from pydantic_core import ValidationError
-
         try:
-            return adapter.validate_json(body, strict=True)
-        except ValidationError as error:
+            return adapter.validator.validate_json(body, strict=True)
+        except ValueError as error:
+            from pydantic_core import ValidationError
+
+            if not isinstance(error, ValidationError):
+                raise
             found = error.errors(
                 include_url=False, include_context=False, include_input=False
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 from .. import wire
@@ -42,7 +43,7 @@ class BodyType:
         """Whether its objects are dicts when the program runs."""
         return issubclass(self.cls, dict)
 
-    @property
+    @cached_property
     def header(self) -> str:
         """What `txmsg-type` says of what is sent."""
         return str(TypeHeader(self.name, self.version, self.oldest_reader))

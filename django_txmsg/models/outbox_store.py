@@ -59,17 +59,22 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         *,
         new_ids: bool = False,
         tell_transaction: bool = False,
+        lock: int | None = None,
     ) -> Stored:
         """Insert rows, in their order, inside the open transaction.
 
         Returns those inserted: a message id that is there already is left out, and
         spoils nothing. `new_ids` says that none can be. `tell_transaction` asks for
-        the transaction's id too, which only PostgreSQL knows.
+        the transaction's id too, which only PostgreSQL knows. `lock` is an advisory
+        lock of PostgreSQL that is taken first, beside others, until the transaction
+        ends or its savepoint is rolled back; when the rows were created is read then.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         unique = bool([row for row in rows if row.unique])
         with connection.cursor() as cursor:
             if len(rows) >= _WORTH_COPY and not unique and hasattr(cursor, "copy"):
+                if lock is not None:
+                    cursor.execute(f"SELECT {_LOCKED}", [lock])
                 if new_ids:
                     return _copy(connection, cursor, table, rows)
                 # Where one is there already, the INSERT below leaves it out.
@@ -81,13 +86,20 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
             # Of a lone row one knows whose answer it is.
             returning += ["message_id"] * (len(rows) > 1 or not new_ids)
             conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
-            return _insert(connection, cursor, table, rows, conflict, returning, unique)
+            return _insert(
+                connection, cursor, table, rows, conflict, returning, unique, lock
+            )
 
 
 _REQUIRED = "message_id, broker, destination, content_type, body"
 _OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
 _COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
 _TRANSACTION = "pg_current_xact_id()::text"
+_LOCKED = "pg_advisory_xact_lock_shared(%s)"
+#: Before an INSERT, which waits for the lock where it reads the clock. It is volatile
+#: and not NULL, so that it is neither left out nor taken for each row.
+_GUARD = f"WITH guard AS MATERIALIZED (SELECT {_LOCKED}) "
+_GUARDED_NOW = "(SELECT {now} FROM guard)"
 _INTO = f"{_COLUMNS}, created_at, due_at, expires_at"
 _INTO_UNIQUE = f"{_INTO}, unique_key"
 #: From how many rows on a COPY, which asks for their ids first, is cheaper.
@@ -110,6 +122,7 @@ def _insert(
     conflict: str,
     returning: list[str],
     unique: bool,
+    lock: int | None,
 ) -> Stored:
     into = _INTO_UNIQUE if unique else _INTO
     stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
@@ -117,9 +130,9 @@ def _insert(
     size = _MOST_PARAMETERS // _MOST
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        values, parameters = _values(connection, part, unique)
+        values, parameters = _values(connection, part, unique, lock)
         cursor.execute(
-            f"INSERT INTO {table} ({into})"  # noqa: S608 - constants only
+            f"{'' if lock is None else _GUARD}INSERT INTO {table} ({into})"  # noqa: S608 - constants only
             f" VALUES {values} {conflict} RETURNING {', '.join(returning)}",
             parameters,
         )
@@ -132,12 +145,13 @@ def _insert(
 
 
 def _values(
-    connection: Any, rows: Sequence[NewMessage], unique: bool
+    connection: Any, rows: Sequence[NewMessage], unique: bool, lock: int | None
 ) -> tuple[str, list[Any]]:
     native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
+    created = now if lock is None else _GUARDED_NOW.format(now=now)
     values: list[str] = []
-    parameters: list[Any] = []
+    parameters: list[Any] = [] if lock is None else [lock]
     for row in rows:
         identity, session_id = row.message_id, row.session_id
         parameters += [
@@ -159,7 +173,7 @@ def _values(
             places.append("%s" if value else empty)
             if value:
                 parameters.append(value)
-        places += ["0, ''", now, later if row.delay else now]
+        places += ["0, ''", created, later if row.delay else now]
         if row.delay:
             parameters.append(later_value(connection, row.delay))
         places.append("NULL" if row.expiry is None else later)

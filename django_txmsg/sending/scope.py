@@ -30,9 +30,10 @@ class Scope:
     connection of somebody who promises to `flush()` it before its commit: plain
     messages wait until then, and share an INSERT. `stored` counts the messages stored,
     by database alias, and `transactions` has the ids of the transactions they are in,
-    where databases tell. `join`, when set, is called before
-    each INSERT on `using`, and says as which session's the rows are stored; `newest` is
-    when the last of them was, by the database's clock. `ended` says that it is over:
+    where databases tell. `join`, when set, is called before each INSERT on `using`, and
+    says as which session's the rows are stored and which lock the INSERT takes first;
+    `newest` is when the last of them was, by the database's clock. `ended` says that it
+    is over:
     code that outlives it, as an async view's task may, has taken it along in its
     context, and what is sent there is not of this scope.
     """
@@ -47,7 +48,7 @@ class Scope:
     stored: dict[str, int] = field(default_factory=dict)
     transactions: dict[str, str] = field(default_factory=dict)
     ordinals: Iterator[int] = field(default_factory=itertools.count)
-    join: Callable[[], uuid.UUID] | None = None
+    join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
     ended: bool = False
 

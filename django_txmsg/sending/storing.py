@@ -107,13 +107,13 @@ def _insert(
     rows: list[NewMessage], alias: str, new_ids: bool, derived: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, tuple[int, dt.datetime]]:
     """Insert rows; return the primary key and the creation of each, by message id."""
-    current = current_scope()
+    current, lock = current_scope(), None
     if current is not None and current.join is not None and current.using == alias:
-        session_id = current.join()
+        session_id, lock = current.join()
         for row in rows:
             row.session_id = session_id
     created, xid = OutboxMessage.objects.db_manager(alias).store(
-        rows, new_ids=new_ids, tell_transaction=current is not None
+        rows, new_ids=new_ids, tell_transaction=current is not None, lock=lock
     )
     missing = {row.message_id for row in rows} - created.keys()
     if not (missing <= set(derived) if missing else len(created) == len(rows)):

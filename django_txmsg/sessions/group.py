@@ -27,7 +27,7 @@ from .. import conf
 from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
-from . import announce, commit_status, group_lock
+from . import announce, commit_status
 from .channels import control_channel
 
 log = logging.getLogger("django_txmsg.control")
@@ -54,10 +54,6 @@ class Group:
         self.opened_at: dt.datetime | None = None
         #: Until when, by this process's clock, sessions join it.
         self.closes = 0.0
-
-    def share(self) -> None:
-        """Take part in the group with what is inserted next."""
-        group_lock.share(connections[self._groups.using], self.id)
 
     def vouch(self, stored_at: dt.datetime) -> None:
         """Return when a confirmed control message looks after what was stored until

@@ -1,9 +1,10 @@
 """Does anybody still store under a control group? PostgreSQL's locks and clock tell.
 
 Each INSERT under a group takes the group's lock first, shared, and reads the clock
-then; the lock is given back with the rows: at the commit, after they can be seen, or
-at the rollback of their transaction or savepoint. So who gets the lock for himself,
-at an instant after which nobody joins any more, knows that all rows are there to see.
+then (`models/outbox_store.py`, in one statement); the lock is given back with the rows:
+at the commit, after they can be seen, or at the rollback of their transaction or
+savepoint. So who gets the lock for himself, at an instant after which nobody joins any
+more, knows that all rows are there to see.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import datetime as dt
 import enum
 import hashlib
 import uuid
-from typing import Any
 
 from django.db import connections
 
@@ -39,24 +39,18 @@ class Verdict(enum.Enum):
     OVER = "over"
 
 
-def share(connection: Any, group: uuid.UUID) -> None:
-    """Hold the group's lock, beside others, until the open transaction ends, or its
-    savepoint is rolled back."""
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock_shared(%s)", [_key(group)])
-
-
 def ask(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
     """Return whether a group that can be joined until then is over. Outside of a
     transaction, in a single statement, so that the lock is free again at once: what is
     asked for its rows has to be asked later."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
-        cursor.execute(_ASK, [bound, _key(group)])
+        cursor.execute(_ASK, [bound, key(group)])
         (word,) = cursor.fetchone()
     return Verdict(word)
 
 
-def _key(group: uuid.UUID) -> int:
+def key(group: uuid.UUID) -> int:
+    """Return the number of the group's lock."""
     digest = hashlib.sha256(b"txmsg-control-group\0" + group.bytes).digest()
     return int.from_bytes(digest[:8], "big", signed=True)

@@ -24,7 +24,7 @@ from ..errors import BrokerError, SessionError, SwallowedDatabaseError
 from ..sending import storing
 from ..sending.block import Block
 from ..sending.scope import Scope, current_scope, enter_scope
-from . import group
+from . import group, group_lock
 from .announce import announce
 
 log = logging.getLogger("django_txmsg.session")
@@ -122,9 +122,9 @@ class OutboxSession:
             raise
         self._end("joined" if self._block.nested else "committed", None)
 
-    def _join(self) -> uuid.UUID:
-        """Return as which session's the next rows are stored: a group's that they are
-        guarded with, or this one's alone."""
+    def _join(self) -> tuple[uuid.UUID, int | None]:
+        """Return as which session's the next rows are stored, and the lock that their
+        INSERT takes: a group's that they are guarded with, or this one's alone."""
         # Threads may share a context, as those that an async view starts do: rows in
         # a group that nobody vouches for would be left to the relay.
         with self._joining:
@@ -132,9 +132,8 @@ class OutboxSession:
                 self._group = group.find(self.using, self.metadata)
                 self._joined = True
         if self._group is None:
-            return self.id
-        self._group.share()
-        return self._group.id
+            return self.id, None
+        return self._group.id, group_lock.key(self._group.id)
 
     def _announce(self) -> None:
         assert self._scope is not None

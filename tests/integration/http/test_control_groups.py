@@ -18,6 +18,7 @@ from django.utils import timezone
 from django_txmsg import outbox_session, send_message, signals
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import OutboxMessage
+from django_txmsg.models.outbox_store import NewMessage
 from django_txmsg.sessions import channels, control_thread, group, group_lock
 from django_txmsg.sessions.session import OutboxSession
 from django_txmsg.upkeep.activity import Activity
@@ -242,7 +243,7 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
     for thread in threads:
         thread.join(60)
     assert len(found) == 1
-    assert joined == [found[0].id] * 2
+    assert [session_id for session_id, _ in joined] == [found[0].id] * 2
 
 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
@@ -360,7 +361,11 @@ def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
     wait_until(lambda: pending() == 0)
 
 
-def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(grouped) -> None:
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
+    grouped, count
+) -> None:
+    """Who stores few rows takes it in the same statement, before the clock is read."""
     one, other = uuid.uuid4(), uuid.uuid4()
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
@@ -374,12 +379,46 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(grouped) -> N
     for inside in (True, False):
         with transaction.atomic() if inside else contextlib.nullcontext():
             if inside:
-                group_lock.share(connection, one)
+                _inserted(one, count)
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
     held, free = group_lock.Verdict.HELD, group_lock.Verdict.OVER
     assert answers == [held, free, free, free]
+
+
+def test_the_clock_is_read_when_the_lock_is_there(grouped) -> None:
+    """Else a row would seem to be stored while its group could be joined, that was not
+    to be seen yet when somebody found the group to be over."""
+    one = uuid.uuid4()
+    created: list[dt.datetime] = []
+
+    def stores() -> None:
+        with transaction.atomic():
+            created.extend(_inserted(one, 2))
+        connections.close_all()
+
+    def somebody_waits() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM pg_locks WHERE NOT granted")
+            return cursor.fetchone() is not None
+
+    thread = threading.Thread(target=stores)
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [group_lock.key(one)])
+        thread.start()
+        wait_until(somebody_waits)
+        cursor.execute("SELECT clock_timestamp()")
+        (free,) = cursor.fetchone()
+    thread.join()
+    assert len(created) == 2
+    assert min(created) > free
+
+
+def _inserted(one: uuid.UUID, count: int) -> list[dt.datetime]:
+    rows = [NewMessage(uuid.uuid4(), "q", "text/plain", b"") for _ in range(count)]
+    stored, _ = OutboxMessage.objects.store(rows, lock=group_lock.key(one))
+    return [instant for _, instant in stored.values()]
 
 
 def test_what_the_broker_has_is_one_message_a_window(grouped, destination) -> None:
@@ -402,7 +441,9 @@ def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> No
     try:
         standby.start()
         with database_at(here), transaction.atomic():
-            group_lock.share(connections["default"], one)
+            with connections["default"].cursor() as cursor:
+                lock = group_lock.key(one)
+                cursor.execute("SELECT pg_advisory_xact_lock_shared(%s)", [lock])
             for url in (here, there):
                 asked += _asked(url, one, long_ago)
             standby.promote()
