@@ -1,5 +1,6 @@
-"""What a message looks like between services: header names, ids, destinations.
+"""What a message looks like between services: its headers, and what they say.
 
+Its ids, destinations and instants have files beside this one, and their names are here.
 Pure standard library and without state, since the Spark jobs import it too.
 """
 
@@ -12,6 +13,23 @@ import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
+
+from .destinations import OF_TASKS as OF_TASKS
+from .destinations import TOPIC_PREFIX as TOPIC_PREFIX
+from .destinations import control_destination as control_destination
+from .destinations import is_control as is_control
+from .destinations import is_task as is_task
+from .destinations import is_topic as is_topic
+from .destinations import task_destination as task_destination
+from .ids import NAMESPACE as NAMESPACE
+from .ids import derived_id as derived_id
+from .ids import event_id as event_id
+from .ids import foreign_id as foreign_id
+from .ids import others_id as others_id
+from .ids import session_id as session_id
+from .ids import tick_id as tick_id
+from .instants import format_instant as format_instant
+from .instants import parse_instant as parse_instant
 
 MESSAGE_ID = "txmsg-id"
 SERVICE = "txmsg-service"
@@ -40,11 +58,6 @@ PERSISTENT = "persistent"
 
 JSON = "application/json"
 BYTES = "application/octet-stream"
-
-TOPIC_PREFIX = "topic:"
-
-#: Under which other libraries say what their message is: CAP and django-outbox-pattern.
-IDS_OF_OTHERS = ("cap-msg-id", "dop-msg-id")
 
 #: How the names of all our own headers begin, those of later versions included.
 PREFIX = "txmsg-"
@@ -128,109 +141,6 @@ OF_A_DEATH = ("x-first-death-", "x-last-death-")
 OF_A_BROKER_BEGIN = ("_amq_", "amq_", "jms", "x-dead-letter-", *OF_A_DEATH)
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
-#: Ids that are made of names live in this namespace, so that they never meet others.
-#: One formula, one namespace: who changes what an id is made of takes a new one.
-NAMESPACE = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
-
-
-def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid.UUID:
-    """Return the id of the `ordinal`-th message that `stage` sends for `cause`.
-
-    A stage that runs again sends the same ids, and every inbox catches the copies.
-    Two services that consume one topic send different ones, whatever their stages
-    are called.
-    """
-    return _named("sent", service, str(cause), stage, ordinal)
-
-
-def session_id(service: str, cause: uuid.UUID, stage: str) -> uuid.UUID:
-    """Return the id that marks all messages stored by `stage` for `cause`."""
-    return _named("session", service, str(cause), stage)
-
-
-def foreign_id(service: str, broker_message_id: str) -> uuid.UUID:
-    """Return an identity for a message that carries no `txmsg-id` of its own.
-
-    Weaker than ours: a sender that sends twice gets two broker ids.
-    """
-    return uuid.uuid5(NAMESPACE, f"foreign/{service}/{broker_message_id}")
-
-
-def event_id(source: str, event: str) -> uuid.UUID:
-    """Return the identity of a CloudEvent: its source and its id, unique together."""
-    return _named("cloudevent", source, event)
-
-
-def tick_id(service: str, name: str, tick: dt.datetime) -> uuid.UUID:
-    """Return the id of the message that recurs under `name`, for one tick of it."""
-    return _named("tick", service, name, format_instant(tick))
-
-
-def others_id(service: str, headers: Mapping[str, str]) -> uuid.UUID | None:
-    """Return the identity that another library's sender gave its message, if any."""
-    for name in IDS_OF_OTHERS:
-        if given := headers.get(name):
-            try:
-                return uuid.UUID(given)
-            except ValueError:
-                return foreign_id(service, given)
-    return None
-
-
-def _named(*parts: str | int) -> uuid.UUID:
-    # Names may hold any separator; JSON keeps one from running into the next.
-    return uuid.uuid5(NAMESPACE, json.dumps(parts, separators=(",", ":")))
-
-
-_CONTROL = ".txmsg.control"
-#: In the destinations of tasks.
-OF_TASKS = ".tasks."
-
-
-def control_destination(service: str) -> str:
-    """Return the destination of a service's control messages to itself."""
-    return f"{service}{_CONTROL}"
-
-
-def is_control(destination: str) -> bool:
-    """Return whether a service receives its control messages there."""
-    return destination.endswith(_CONTROL)
-
-
-def task_destination(service: str, backend: str) -> str:
-    """Return the destination of a backend's tasks, or what those of its queues begin
-    with."""
-    return f"{service}{OF_TASKS}{backend}"
-
-
-def is_task(destination: str) -> bool:
-    """Return whether tasks go there."""
-    return OF_TASKS in destination
-
-
-def is_topic(destination: str) -> bool:
-    """Return whether every subscriber gets what is sent there."""
-    return destination.startswith(TOPIC_PREFIX)
-
-
-def format_instant(instant: dt.datetime) -> str:
-    """Return an aware instant as RFC 3339 in UTC, with microseconds."""
-    return instant.astimezone(dt.timezone.utc).isoformat(timespec="microseconds")
-
-
-def parse_instant(text: str) -> dt.datetime:
-    """Return the aware instant of an RFC 3339 text.
-
-    Raises ValueError for anything else: a naive instant, and one at an end of the
-    calendar, which another time zone has no date for.
-    """
-    instant = dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
-    if instant.tzinfo is None:
-        raise ValueError(f"instant without a time zone: {text!r}")
-    if not dt.MINYEAR < instant.year < dt.MAXYEAR:
-        raise ValueError(f"instant at an end of the calendar: {text!r}")
-    return instant
 
 
 def created(headers: Mapping[str, str]) -> dt.datetime | None:
