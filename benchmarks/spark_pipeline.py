@@ -36,7 +36,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from benchmarks import stand
 from benchmarks.pipeline_ways import Bench, family, fill
-from django_txmsg.spark.jobs.outgoing import ReplayOptions, run_replay
+from django_txmsg.spark.jobs.outgoing import run_replay
+from django_txmsg.spark.jobs.outgoing_options import ReplayOptions
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
 from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import LakeFile, directory_of

@@ -105,12 +105,12 @@ def _in_their_place(
                     f"Message {row.message_id} is stored already, and an id is stored "
                     f"once. If this is a retry, the first call has done the work."
                 )
-            found[row.message_id] = read(stored[row.message_id])
+            found[row.message_id] = message_of(stored[row.message_id])
         elif row.unique in holders:
             holder = holders[row.unique]
             if not row.skips:
                 raise _conflict(row, holder.message_id)
-            found[row.message_id] = read(holder)
+            found[row.message_id] = message_of(holder)
             # A dispatcher may have passed it over, as it is held.
             after_commit(alias, holder.broker, [holder.pk], [])
     return found
@@ -125,7 +125,7 @@ def _conflict(row: NewMessage, holder: uuid.UUID) -> AlreadyPending:
     )
 
 
-def read(row: OutboxMessage) -> Message:
+def message_of(row: OutboxMessage) -> Message:
     """Return a stored row as the message that it is."""
     return Message(
         id=row.message_id,

@@ -28,7 +28,6 @@ from ..brokers.base import Delivery, Session
 from ..consuming import batch, reading
 from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
 from ..consuming.stage_middleware import Chain, prepared
-from ..envelope import serializers
 from ..envelope.broker_url import split_url
 from ..envelope.handler import Handler
 from ..envelope.message import Message
@@ -40,6 +39,7 @@ from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..relaying.dispatcher import stop_dispatchers
 from ..relaying.lane import Lane
+from ..sending.unique import message_of
 from ..stages import Stage, find
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.
@@ -134,18 +134,7 @@ def outbox_messages(
     rows = OutboxMessage.objects.using(using or router.db_for_read(OutboxMessage))
     if destination is not None:
         rows = rows.filter(destination=destination)
-    return [
-        Message(
-            id=row.message_id,
-            destination=row.destination,
-            body=serializers.decode(bytes(row.body), row.content_type),
-            headers=row.headers,
-            key=row.key or None,
-            created_at=row.created_at,
-            correlation_id=row.correlation_id or None,
-        )
-        for row in rows.order_by("id")
-    ]
+    return [message_of(row) for row in rows.order_by("id")]
 
 
 class _Hurry(threading.Event):

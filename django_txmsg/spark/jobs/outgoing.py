@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyspark.sql.functions as sf
@@ -30,6 +30,7 @@ from ..transforms.normalise import whole_log
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import CANCELLED, FINDINGS
 from .findings import found_in, judged_by
+from .outgoing_options import ReplayOptions, SendOptions
 from .reading import WholeLog
 
 _STAGED_TASK = t.StructType(
@@ -39,42 +40,6 @@ _STAGED_TASK = t.StructType(
         t.StructField("ids", t.StringType(), False),
     ]
 )
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Which messages go out again, as what, and how fast."""
-
-    where: str = ""
-    table: Literal["outbox", "dead_letters"] = "outbox"
-    mode: Literal["same", "copy"] = "same"
-    rate: float = 0
-    limit: int = 0
-    name: str = ""
-    replayed: bool = False
-    """Whether what a replay or a redelivery has stored may be chosen as well."""
-    verdict: str = ""
-    """Only messages of which a `reconcile` has found this."""
-    found_by: str = ""
-    """That run's id; empty: the last one that has kept its results."""
-    dry_run: bool = False
-
-
-@dataclass(frozen=True)
-class SendOptions:
-    """The dataset and what becomes of each of its rows."""
-
-    path: str
-    destination: str
-    template: str
-    name: str
-    format: str = ""
-    key: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-    identity: str = ""
-    rate: float = 0
-    broker: str = "default"
-    dry_run: bool = False
 
 
 @dataclass

@@ -136,7 +136,8 @@ def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    from .outgoing import ReplayOptions, run_replay
+    from .outgoing import run_replay
+    from .outgoing_options import ReplayOptions
 
     options = ReplayOptions(
         where=given.where,
@@ -154,7 +155,8 @@ def _replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    from .outgoing import SendOptions, run_send
+    from .outgoing import run_send
+    from .outgoing_options import SendOptions
 
     options = SendOptions(
         path=given.path,
