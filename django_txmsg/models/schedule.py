@@ -31,10 +31,10 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             )
         )
 
-    def go_back(self, row: Schedule, instant: dt.datetime) -> None:
-        """Move back to an instant, unless the row has changed since it was read."""
+    def go_on(self, row: Schedule, instant: dt.datetime, timing: str) -> None:
+        """Count from an instant on, unless the row has changed since it was read."""
         self.filter(pk=row.pk, moves=row.moves).update(
-            last_tick=instant, moves=row.moves + 1
+            last_tick=instant, timing=timing, moves=row.moves + 1
         )
 
     def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:

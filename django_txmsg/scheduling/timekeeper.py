@@ -53,6 +53,8 @@ class Timekeeper:
         self._stop = threading.Event()
         #: From when on this process has known what recurs, by database.
         self._began: dict[str, dt.datetime] = {}
+        #: Expressions that this process has found to be new, with alias and name.
+        self._known: set[tuple[str, str, str]] = set()
         #: Messages stored so far.
         self.stored = 0
 
@@ -121,9 +123,9 @@ class Timekeeper:
         self, one: Recurring, row: Schedule, began: dt.datetime, now: dt.datetime
     ) -> float:
         """Store the ticks of one message until now; return the seconds to its next."""
-        cron = one.cron
+        cron, after = one.cron, row.last_tick
+        rows = Schedule.objects.db_manager(one.alias)
         if row.paused_at is None:
-            after = row.last_tick
             if after > now + AHEAD:
                 log.warning(
                     "recurring message %r: its last tick, %s, is to come yet: the "
@@ -131,12 +133,17 @@ class Timekeeper:
                     one.name,
                     after.isoformat(),
                 )
-                Schedule.objects.db_manager(row._state.db).go_back(row, now)
+                rows.go_on(row, now, row.timing)
                 return 0.0
             if row.timing != str(cron):
                 # The ticks of another expression are not missed. Where old and new code
-                # run side by side, each keeps its own.
+                # run side by side, each keeps its own. Noted once a process: what it
+                # misses from now on is made up for by the next one.
                 after = max(after, began)
+                if (one.alias, str(cron), one.name) not in self._known:
+                    self._known.add((one.alias, str(cron), one.name))
+                    rows.go_on(row, after, str(cron))
+                    return 0.0
             due = self._due(one, after, now)
             for number, tick in enumerate(islice(due, AT_ONCE + 1)):
                 if self._stop.is_set() or number == AT_ONCE:

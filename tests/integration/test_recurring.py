@@ -161,19 +161,33 @@ def test_an_expression_that_changes_makes_up_for_nothing_and_loses_nothing() -> 
         old.tick()
         forget("tests.tick")
         clock.now += 31 * MINUTE
-        with keeping("*/5 * * * *", missed="all"):
-            new = Timekeeper(["default"], now=clock)
-            new.tick()
-            assert stored() == at(60)
-            clock.now += 5 * MINUTE
-            new.tick()
-            assert stored() == at(60, 95)
+        every("*/5 * * * *", "tests.tick", missed="all", tz="UTC")
+        new = Timekeeper(["default"], now=clock)
+        new.tick()
+        assert stored() == at(60)
+        clock.now += 5 * MINUTE
+        new.tick()
+        assert stored() == at(60, 95)
         # A process that has the old code still.
+        forget("tests.tick")
         every("0 * * * *", "tests.tick", tz="UTC")
         clock.now = NOON + 120 * MINUTE
         old.tick()
 
     assert stored() == at(60, 95, 120)
+
+
+@pytest.mark.django_db
+def test_a_tick_of_a_new_expression_is_missed_as_any_other() -> None:
+    with keeping("0 * * * *") as (clock, _):
+        forget("tests.tick")
+        clock.now += 31 * MINUTE
+        every("45 * * * *", "tests.tick", tz="UTC")
+        Timekeeper(["default"], now=clock).tick()
+        clock.now += 20 * MINUTE  # nobody is there at a quarter to
+        Timekeeper(["default"], now=clock).tick()
+
+    assert stored() == at(45)
 
 
 @pytest.mark.django_db
