@@ -78,7 +78,8 @@ def main(processes: int, ticks: int, seed: int) -> None:
 
     alive = [start() for _ in range(processes)]
     killed, pause = 0, threading.Event()
-    while clock("default") < NOON + dt.timedelta(minutes=ticks):
+    until = NOON + dt.timedelta(minutes=ticks)
+    while killed < processes or clock("default") < until:
         pause.wait(dice.expovariate(processes / 2))
         place = dice.randrange(processes)
         os.kill(alive[place], signal.SIGKILL)
