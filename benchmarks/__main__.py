@@ -42,6 +42,8 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("consume", ["--broker", "rabbitmq", "--peer"], []),
     ("poison", [], ["--good", "300", "--poison", "30", "--rounds", "2"]),
     ("pipeline_app", [], ["--messages", "2000", "--rounds", "2"]),
+    ("ordered", [], ["--messages", "100", "--rounds", "1", "--followers", "5000"]),
+    ("wakeups", [], ["--part", "commits", "--rounds", "1"]),
     ("typed", [], ["--messages", "300", "--rounds", "2"]),
     ("http_outbox", [], ["--seconds", "1", "--rounds", "2"]),
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),

@@ -1,8 +1,9 @@
 """Whether messaging moves, for load balancers and uptime checks: one cheap look.
 
-It tells ages and numbers of processes, never contents. `late` after 2 minutes,
-`degraded` after 10 or where a stage has no consumer, `stuck` after 30; only `stuck`,
-or a database that does not answer, is a 503.
+It tells ages and numbers, never contents. `late` after 2 minutes, or where a key of an
+ordered stage stands still; `degraded` after 10, or where a stage has no consumer or
+receives nothing; `stuck` after 30. Only `stuck`, or a database that does not answer, is
+a 503.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from django.http import HttpRequest, JsonResponse
 
 from .models import OutboxMessage, StageState
 from .models.fields import now_sql, read_instant
-from .monitoring import attendance
+from .monitoring import attendance, turns
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
 from .monitoring.waiting import CAP
@@ -41,12 +42,19 @@ class Health:
     oldest: dict[str, dt.timedelta]
     workers: dict[str, int]
     unattended: bool
+    ordered: dict[str, int]
+    """Of ordered stages: messages that wait for the ones before them, keys that stand
+    still, and stages that receive nothing."""
 
     @property
     def state(self) -> str:
         """The word for it: ok, late, degraded or stuck."""
-        lag = state_of(max(self.oldest.values()))
-        return max(lag, "degraded", key=STATES.index) if self.unattended else lag
+        words = [state_of(max(self.oldest.values()))]
+        if self.ordered["held_keys"]:
+            words.append("late")
+        if self.unattended or self.ordered["full_stages"]:
+            words.append("degraded")
+        return max(words, key=STATES.index)
 
 
 @probe
@@ -69,21 +77,31 @@ def health(request: HttpRequest) -> JsonResponse:
                 for name, age in found.oldest.items()
             },
             "workers": found.workers,
+            "ordered": found.ordered,
         },
         status=503 if STATES.index(found.state) >= failing else 200,
     )
 
 
 def look(using: str) -> Health:
-    """Ask the database, in three statements."""
-    paused = StageState.objects.db_manager(using).paused()
+    """Ask the database, in four statements."""
+    states = StageState.objects.db_manager(using)
+    held = states.exclude(paused_at=None, full_since=None)
+    known = list(held.values_list("stage", "paused_at", "full_since"))
+    paused = {stage for stage, since, _ in known if since is not None}
     now, oldest = _oldest(using, paused)
     present = attendance.read_living(using, now)
     kinds = Counter(one.kind for one in present.living)
+    lines = turns.lines(using).values()
     return Health(
         oldest,
         {kind: kinds[kind] for kind in ("relay", "consumer")},
         bool(present.unattended([one.name for one in all_stages()])),
+        {
+            "waiting": min(sum(line.count for line in lines), CAP),
+            "held_keys": sum(line.held for line in lines),
+            "full_stages": sum(since is not None for _, _, since in known),
+        },
     )
 
 

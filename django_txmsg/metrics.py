@@ -23,6 +23,7 @@ from .errors import ConfigurationError
 from .models import OutboxMessage
 from .monitoring import status
 from .monitoring.probe import probe
+from .stages import all_stages
 
 #: Seconds; messages are handled in milliseconds and wait for minutes.
 BUCKETS = (
@@ -115,6 +116,7 @@ class Collector:
         picture = status.read(self._using or router.db_for_read(OutboxMessage))
         gauges = _Gauges(_client("prometheus_client.core").GaugeMetricFamily)
         now = picture.now
+        ordered = {one.name for one in all_stages() if one.ordered}
         for name, place in picture.destinations.items():
             gauges.waiting("outbox", "destination", name, place.waiting, now)
             gauges.set("outbox_dead", "destination", name, place.dead)
@@ -124,6 +126,8 @@ class Collector:
             gauges.set("stage_dead", "stage", name, place.dead)
             gauges.set("stage_muted", "stage", name, place.muted)
             gauges.set("stage_paused", "stage", name, int(place.paused_at is not None))
+            if place.line.count or name in ordered:
+                gauges.line(name, place, now)
             if place.known:
                 gauges.set("stage_workers", "stage", name, place.workers)
         for name, waiting in picture.queues.items():
@@ -173,6 +177,16 @@ class _Gauges:
         self.set(f"{kind}_overdue", label, value, what.overdue)
         self.set(f"{kind}_oldest_due_age_seconds", label, value, max(age, 0.0))
 
+    def line(self, stage: str, place: Any, now: Any) -> None:
+        """Of an ordered stage: what waits there for the messages before it."""
+        line = place.line
+        age = (now - line.since).total_seconds() if line.since else 0.0
+        self.set("stage_in_line", "stage", stage, line.count)
+        self.set("stage_in_line_bytes", "stage", stage, line.size)
+        self.set("stage_in_line_oldest_age_seconds", "stage", stage, max(age, 0.0))
+        self.set("stage_held_keys", "stage", stage, line.held)
+        self.set("stage_full", "stage", stage, int(place.full_since is not None))
+
 
 _TEXTS = {
     "outbox_waiting": "Messages pending in the outbox, counted up to a cap.",
@@ -186,6 +200,11 @@ _TEXTS = {
     "stage_dead": "Open dead letters of the stage, without muted errors, capped.",
     "stage_muted": "Open dead letters of the stage, of muted errors.",
     "stage_paused": "1 while an operator holds the stage.",
+    "stage_in_line": "Messages that wait for the ones before them, capped.",
+    "stage_in_line_bytes": "Their bytes, of as many as were counted.",
+    "stage_in_line_oldest_age_seconds": "How long the first has been waiting.",
+    "stage_held_keys": "Keys whose messages wait for longer than ORDER_PATIENCE.",
+    "stage_full": "1 while an ordered stage receives nothing, as too many wait.",
     "stage_workers": "Living processes that run the stage, of those declared here.",
     "workers": "Processes with a heartbeat in the last 30 seconds.",
     "queue_waiting": "Messages in a queue of the embedded broker.",

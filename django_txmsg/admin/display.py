@@ -15,6 +15,7 @@ from django.utils.safestring import SafeString
 
 from .. import wire
 from ..monitoring.lengths import duration as duration
+from ..monitoring.turns import at_least as at_least
 from ..monitoring.waiting import capped as capped
 
 #: The colour of each state's badge; the word is always there too.
@@ -30,6 +31,7 @@ TONES = {
     "paused": "warn",
     "silent": "bad",
     "no consumer": "bad",
+    "full": "bad",
     "alive": "good",
     "dispatched": "good",
     "processed": "good",

@@ -121,7 +121,8 @@ def _in_order(places: dict[str, Place]) -> tuple[list[Place], list[Place]]:
 
 
 def _matters(place: Place) -> bool:
-    return bool(place.waiting.count or place.dead or place.muted or place.paused_at)
+    waits = place.waiting.count or place.line.count
+    return bool(waits or place.dead or place.muted or place.paused_at)
 
 
 def chart(series: str, hours: list[Hour]) -> Chart:

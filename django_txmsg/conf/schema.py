@@ -169,6 +169,11 @@ class Settings:
     ORDER_PATIENCE: float = 900.0
     """Seconds after which a message that waits in an ordered stage for the one before
     it is shown, and with ordered="skip" no longer waits for one that has not come."""
+    ORDER_MAX_WAITING: int = 2_000_000
+    """Messages that wait for the ones before them at which an ordered stage stops
+    receiving; 0: no limit."""
+    ORDER_MAX_BYTES: int = 2_000_000_000
+    """Their bytes, headers included, at which it does; 0: no limit."""
     CODECS: tuple[str, ...] = ()
     """Dotted paths of codecs that read and write typed bodies, asked in this order,
     before pydantic."""

@@ -36,6 +36,7 @@ from .allowance import Allowance
 from .bulk_thread import BulkThread
 from .due_messages import wake_for_parked
 from .intake import IntakeThread
+from .room import Room
 from .stage_middleware import prepared
 from .stage_thread import StageThread
 from .throttle import Throttle
@@ -83,9 +84,10 @@ class Consumer:
             for alias in self._settings.BROKERS
         }
         self.threads = [
-            self._stage_thread(stage, throttle, number)
+            self._stage_thread(stage, throttle, room, number)
             for stage in map(prepared, stages)
             for throttle in [self._throttle()]
+            for room in [Room(stage) if stage.ordered else None]
             for number in range(_threads(stage, concurrency or stage.concurrency))
         ]
         self._crew = Crew(self.stop)
@@ -244,7 +246,7 @@ class Consumer:
         return Throttle(consume.THROTTLE_AFTER, consume.THROTTLE_PAUSE)
 
     def _stage_thread(
-        self, stage: Stage, throttle: Throttle, number: int
+        self, stage: Stage, throttle: Throttle, room: Room | None, number: int
     ) -> StageThread:
         return StageThread(
             stage,
@@ -254,6 +256,7 @@ class Consumer:
             throttle=throttle,
             activity=self._activity,
             allowance=self.allowance,
+            room=room,
             number=number,
         )
 

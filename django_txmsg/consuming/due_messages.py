@@ -6,12 +6,11 @@ One query for each database finds out, for all the threads of a process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from django.db import Error as AnyDatabaseError
 
 from ..models import InboxMessage
-from ..stages import Stage
 from ..upkeep import outage
 from . import turns
 from .stage_thread import StageThread
@@ -39,17 +38,24 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
             if not outage.note(using, error):
                 log.warning("cannot see which parked messages are due: %s", error)
             continue
-        for name in due:
-            for thread in named[name]:
-                thread.parked_due.set()
-            stage = named[name][0].stage
-            if stage.ordered:
-                _ask(stage, using)
+        for name, threads in named.items():
+            if threads[0].stage.ordered:
+                # First: what has to wait on is not due any more then.
+                _ask(threads, using, due=name in due)
+            if name in due:
+                for thread in threads:
+                    thread.parked_due.set()
 
 
-def _ask(stage: Stage, using: str) -> None:
+def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
+    """Ask at an ordered stage whose turn has come, if something is due there, and
+    whether there is room for more that wait."""
+    stage = threads[0].stage
     try:
-        turns.ask(stage)
+        if due:
+            turns.ask(stage, all(one.has_received(turns.grace()) for one in threads))
+        for room in {thread.room for thread in threads if thread.room is not None}:
+            room.look()
     except AnyDatabaseError as error:
         if not outage.note(using, error):
             log.warning("cannot ask whose turn it is at %r: %s", stage.name, error)

@@ -31,6 +31,7 @@ from . import inbox, reading
 from .allowance import Allowance
 from .outcomes import Arrival, Interrupted, Outcome, Processed
 from .parking import NO_SESSION, Parking
+from .room import Room
 from .stage_middleware import prepared
 from .subscription import Subscription
 from .throttle import Throttle
@@ -55,6 +56,7 @@ class StageThread:
         throttle: Throttle,
         activity: Activity,
         allowance: Allowance | None = None,
+        room: Room | None = None,
         number: int = 0,
     ) -> None:
         self.name = f"txmsg-{stage.name}-{number}"
@@ -72,6 +74,8 @@ class StageThread:
         self._subscription = Subscription(self.stage, breaker)
         self._throttle, self._activity = throttle, activity
         self._allowance = allowance
+        #: Of an ordered stage: whether it may take in messages that would wait.
+        self.room = room or (Room(self.stage) if self.stage.ordered else None)
         self._settings = conf.get()
 
     def run(self) -> None:
@@ -123,6 +127,12 @@ class StageThread:
         """What the broker has against this stage alone, if it has."""
         return self._subscription.refused.error
 
+    def has_received(self, seconds: float) -> bool:
+        """Return whether what the broker had for it has come: it has nothing more, or
+        the stage has been receiving for so long."""
+        reading = self.dry or self._subscription.age >= seconds
+        return reading and not self.paused.is_set()
+
     def stuck(self, after: float) -> str | None:
         """Return the handler's stack when it has been running for `after` seconds."""
         began = self.busy_since
@@ -135,9 +145,17 @@ class StageThread:
         session = self._open()
         if session is None:
             return
-        first = None if self._parking.comes_first() else session.receive(0)
+        admitted = self.room is None or self.room.admits()
+        at_once = admitted and not self._parking.comes_first()
+        first = session.receive(0) if at_once else None
         if first is None and self._work_parked(session):
             self._parking.had_its_share()
+            return
+        if not admitted:
+            # What the broker has sent ahead stays in hand: a delivery that goes back
+            # and comes again counts against the limit that some brokers have.
+            self.dry = True
+            self._stopping.wait(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
             return
         self._parking.had_its_turn()
         first = first or session.receive(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
@@ -148,7 +166,8 @@ class StageThread:
             return
         self.dry = False
         deliveries = [first]
-        while len(deliveries) < self.stage.batch and not self._throttle.on:
+        single = self._throttle.on or (self.room is not None and self.room.full)
+        while len(deliveries) < self.stage.batch and not single:
             more = session.receive(0)
             if more is None:
                 break
@@ -178,8 +197,10 @@ class StageThread:
         ]
         if settled:
             session.ack(settled)
-        for outcome in outcomes:
+        for delivery, outcome in zip(deliveries, outcomes, strict=True):
             self._note(outcome)
+            if self.room is not None:
+                self.room.note(delivery, outcome)
 
     def _decided(
         self, process: Callable[[], list[Outcome]], *, once: bool = False

@@ -6,6 +6,8 @@ what keeps the broker from everybody, and for what it has against this stage alo
 
 from __future__ import annotations
 
+import time
+
 from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Session
@@ -29,6 +31,12 @@ class Subscription:
         )
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None
+        self._since = 0.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was opened; 0 where it is not."""
+        return time.monotonic() - self._since if self.session is not None else 0.0
 
     @property
     def pause(self) -> float:
@@ -67,7 +75,7 @@ class Subscription:
             session.close()
             raise
         self.refused.worked()
-        self.session = session
+        self.session, self._since = session, time.monotonic()
         return session
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from .. import conf, wire
 from ..models import InboxMessage, StageState
 from ..models.inbox_record import Seen
-from ..models.inbox_release import ASKED
+from ..models.inbox_release import ASKED, ON_ITS_WAY
 from ..models.inbox_turn import Turn
 from ..stages import Stage
 from . import reading
@@ -167,19 +167,27 @@ class Admission:
         self._done.add(message_id)
 
 
-def ask(stage: Stage) -> None:
+def grace() -> float:
+    """Return for how many seconds a stage has to receive before what it waits for can
+    be said not to come: while nobody ran it, that lay in its queue."""
+    return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
+
+
+def ask(stage: Stage, received: bool = True) -> None:
     """Ask the waiting messages of a stage that are due whether their turn has come, and
-    let those go that wait for what need not be waited for any longer."""
+    let those go that wait for what need not be waited for any longer, if the stage has
+    `received` what its queue held."""
     rows = InboxMessage.objects.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
-    rows.despair(
-        stage.name,
-        skips=skips,
-        patience=conf.get().ORDER_PATIENCE,
-        retention=None if keep is None else dt.timedelta(days=keep),
-        link=wire.AFTER,
-    )
-    while rows.ask(stage.name, skips=skips) == ASKED:
+    if received:
+        rows.despair(
+            stage.name,
+            skips=skips,
+            patience=conf.get().ORDER_PATIENCE,
+            retention=None if keep is None else dt.timedelta(days=keep),
+            link=wire.AFTER,
+        )
+    while rows.ask(stage.name, skips=skips, soon=not received) == ASKED:
         pass
 
 

@@ -63,3 +63,5 @@ def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
         failure=Failure.because(REASON, row.last_error),
         attempts=row.attempts,
     )
+    # Those that wait for it in an ordered stage look whether it is passed.
+    rows.wake(row.stage, [row.message_id])

@@ -26,7 +26,7 @@ OPEN = "processed_at IS NULL AND dead_at IS NULL"
 #: Ends a row well, with the clock's expression as `now`.
 PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
-    " lease_until = NULL, lease_token = NULL, key = ''"
+    " lease_until = NULL, lease_token = NULL, key = '', waits_for = NULL"
 )
 #: The session setting that proves the first half of `record_and_begin()`.
 _MARK = "txmsg.arrival"

@@ -50,22 +50,24 @@ class ReleaseManager(WaitingManager):
             )
             return int(cursor.rowcount)
 
-    def ask(self, stage: str, *, skips: bool) -> int:
+    def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
         """Ask the waiting rows of a stage that are due whether their turn has come, and
-        put those off whose turn has not. Returns how many were."""
+        put those off whose turn has not, by a second if they are to be asked `soon`.
+        Returns how many were."""
+        longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
         passed = passed_sql("c.waits_for", "c.stage", skips=skips)
         if connection.vendor == "postgresql":
             pause = (
                 f"{now} + greatest(make_interval(secs => {FIRST_PAUSE}),"
-                f" least(make_interval(secs => {LONGEST_PAUSE}), {waited}))"
+                f" least(make_interval(secs => {longest}), {waited}))"
             )
         else:
             waited = "(julianday('now') - julianday(o.waits_since)) * 86400"
             pause = (
                 "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('+%%.3f seconds',"
-                f" max({FIRST_PAUSE}, min({LONGEST_PAUSE}, {waited}))))"
+                f" max({FIRST_PAUSE}, min({longest}, {waited}))))"
             )
         # Read first, and changed where it still is as it was read: it has been woken
         # else, by one that ended after this statement began.

@@ -67,6 +67,13 @@ def waits_sql(row: str) -> str:
     )
 
 
+def size_sql(connection: Any) -> str:
+    """Return SQL for the bytes of a waiting row's body and headers."""
+    if connection.vendor == "postgresql":
+        return "octet_length(body) + pg_column_size(headers)"
+    return "LENGTH(body) + LENGTH(headers)"
+
+
 def behind_sql(row: str) -> str:
     """Return the condition that the predecessor of a row waits itself."""
     return (

@@ -30,11 +30,14 @@ from .inbox_turn import (
     never_sql,
     passed_sql,
     passes_sql,
+    size_sql,
     waits_sql,
 )
 
 #: Seconds until one that had to wait is asked again, at first and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+#: Waiting rows of which the bytes are measured.
+MEASURED = 1000
 
 
 class WaitingManager(ParkedManager):
@@ -162,6 +165,23 @@ class WaitingManager(ParkedManager):
     def wait_for_copy(self, stage: str, of: uuid.UUID, copy: uuid.UUID) -> None:
         """Let the followers of a dead message wait for its copy instead."""
         self.filter(stage=stage, waits_for=of).update(waits_for=copy)
+
+    def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
+        """Return how many messages wait at a stage, counted up to `most`, and about how
+        many bytes they have: those of some of them are measured."""
+        connection = connections[self.db]
+        size = size_sql(connection)
+        waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
+        limit = "" if most is None else " LIMIT %s"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT COUNT(*), (SELECT COALESCE(AVG(size), 0) FROM (SELECT {size}"  # noqa: S608 - constants only
+                f" AS size {waits} LIMIT {MEASURED}) AS measured)"
+                f" FROM (SELECT 1 {waits}{limit}) AS counted",
+                [stage, stage, *([] if most is None else [most])],
+            )
+            count, average = cursor.fetchone()
+        return count, int(count * average)
 
     def behind(self, stage: str, key: str, most: int) -> int:
         """Return how many messages of a key wait at a stage, `most` at most."""

@@ -45,6 +45,15 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
             self.get_or_create(stage=stage)
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
 
+    def full(self, stage: str, full: bool) -> None:
+        """Remember since when a stage has no room for more messages that wait, if it
+        has none."""
+        if full:
+            self.get_or_create(stage=stage)
+        self.filter(stage=stage, full_since__isnull=full).update(
+            full_since=Now() if full else None
+        )
+
     def paused(self) -> set[str]:
         """Return the names of all stages that are paused now."""
         rows: Any = self.filter(paused_at__isnull=False).values_list("stage", flat=True)
@@ -52,7 +61,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
 
 
 class StageState(models.Model):
-    """Whether one stage is paused, since when, by whom and why."""
+    """Whether one stage is paused, since when, by whom and why; and what is known of
+    its order."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255, unique=True)
@@ -61,6 +71,11 @@ class StageState(models.Model):
     paused_why = models.CharField(max_length=255, default="", blank=True)
     ordered_since = models.DateTimeField(
         null=True, blank=True, help_text="When it first ran in order here."
+    )
+    full_since = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="Ordered, it has received nothing since: too many messages wait.",
     )
 
     objects = StageStateManager()

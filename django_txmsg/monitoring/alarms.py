@@ -11,6 +11,7 @@ from urllib.parse import quote
 from .. import wire
 from .lengths import duration
 from .status import Place, Status, consumers_of_queues
+from .turns import at_least
 from .waiting import Waiting, capped
 
 #: The most places or processes that are named, and those that have a line of their own.
@@ -42,6 +43,7 @@ def of(status: Status) -> list[Alarm]:
         *_queues(status),
         *_redeliveries(status),
         *_left_behind(status),
+        *_full(status),
         *_held_keys(status),
         *_lost(status),
         *_dead(status),
@@ -135,6 +137,19 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
             f"need{'s' * (not many)} newer code",
             f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
             f"after a roll-back, bury these messages.",
+        )  # fmt: skip
+
+
+def _full(status: Status) -> Iterator[Alarm]:
+    for place in status.full[:LINES]:
+        since = duration(status.now - place.full_since) if place.full_since else ""
+        yield Alarm(
+            "bad", "inboxmessage", "?state=in-line",
+            f"Stage {place.name} receives nothing",
+            f" since {since}: {capped(place.line.count)} messages wait there for the "
+            f"ones before them, of {at_least(place.line)}. Attend to the keys that "
+            f'stand still, or raise TXMSG["ORDER_MAX_WAITING"] or '
+            f'["ORDER_MAX_BYTES"].',
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A length of time in words, the same on every page and on the terminal.
+"""A length of time, or bytes, in words: the same on every page and on the terminal.
 
 Pure: no Django, no I/O.
 """
@@ -33,3 +33,13 @@ def duration(seconds: float | dt.timedelta | None) -> str:
         elif parts:
             break
     return " ".join(parts)
+
+
+def amount(size: int) -> str:
+    """Return a number of bytes in its largest unit: "300 bytes", "1.5 MB"."""
+    if size < 1000:
+        return f"{size} byte{'s' * (size != 1)}"
+    for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1):
+        if size < 1000 ** (power + 1) or unit == "TB":
+            break
+    return f"{size / 1000**power:.1f} {unit}"

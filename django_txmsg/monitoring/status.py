@@ -20,7 +20,7 @@ from ..stages import all_stages
 from . import attendance, recent, subscriptions, turns
 from .attendance import Attendance
 from .subscriptions import Subscription
-from .turns import HeldKey
+from .turns import HeldKey, Line
 from .unconsumed import unconsumed
 from .waiting import (
     CAP,
@@ -52,8 +52,10 @@ class Place:
     paused_why: str = ""
     newer: NeedsNewerCode | None = None
     """What waits for code of a newer version."""
-    in_line: int = 0
-    """The messages that wait for the one before them, at an ordered stage."""
+    line: Line = field(default_factory=Line)
+    """The messages that wait for the ones before them, at an ordered stage."""
+    full_since: dt.datetime | None = None
+    """Since when the stage has been receiving nothing, as too many of them wait."""
     known: bool = True
     """Whether the stage is declared here."""
     workers: int = 0
@@ -137,6 +139,11 @@ class Status:
         return [place for place in self.stages.values() if place.paused_at]
 
     @property
+    def full(self) -> list[Place]:
+        """The ordered stages that receive nothing, as too many messages wait there."""
+        return [place for place in self.stages.values() if place.full_since]
+
+    @property
     def left_behind(self) -> list[Place]:
         """The stages with messages that have been waiting for newer code for longer
         than a deployment takes."""
@@ -178,6 +185,7 @@ class Status:
             or self.abandoned
             or self.left_behind
             or self.held_keys
+            or self.full
         )
 
     @property
@@ -188,8 +196,8 @@ class Status:
 def read(using: str = "default") -> Status:
     """Return the whole picture, in twelve queries."""
     status = Status(now=clock(using))
-    pauses = StageState.objects.using(using).filter(paused_at__isnull=False)
-    held = {state.stage: state for state in pauses}
+    states = list(StageState.objects.using(using))
+    held = {state.stage: state for state in states if state.paused_at is not None}
     for name, waiting in in_outbox(using).items():
         _place(status.destinations, name).waiting = waiting
     elsewhere = set()  # tasks, say, for Celery's workers
@@ -215,10 +223,13 @@ def read(using: str = "default") -> Status:
         _place(status.stages, name).waiting = waiting
     for name, newer in for_newer_code(using).items():
         _place(status.stages, name).newer = newer
-    for name, in_line in turns.counts(using).items():
-        _place(status.stages, name).in_line = in_line
-    if any(place.in_line for place in status.stages.values()):
+    for name, line in turns.lines(using).items():
+        _place(status.stages, name).line = line
+    if any(place.line.held for place in status.stages.values()):
         status.held_keys = turns.held(using)
+    for state in states:
+        if state.full_since is not None:
+            _place(status.stages, state.stage).full_since = state.full_since
     for name, last, processing, critical in recent.last_processed(using):
         place = _place(status.stages, name)
         place.last, place.processing, place.critical = last, processing, critical

@@ -13,17 +13,32 @@ from .. import conf, wire
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import later_sql, later_value, read_instant
+from ..models.inbox_turn import size_sql
 from ..stages import all_stages
+from .lengths import amount
 from .waiting import CAP, capped
 
 #: The most keys that are named.
 NAMED = 20
 
 _WAITING = (
-    "FROM (SELECT stage, key, waits_since FROM django_txmsg_inboxmessage"
+    "FROM (SELECT stage, key, waits_since{0} FROM django_txmsg_inboxmessage"
     " WHERE waits_for IS NOT NULL AND processed_at IS NULL AND dead_at IS NULL"
     " LIMIT %s) AS bounded"
 )
+
+
+@dataclass(frozen=True)
+class Line:
+    """The messages that wait at one ordered stage for the ones before them."""
+
+    count: int = 0
+    size: int = 0
+    """Their bytes, headers included."""
+    since: dt.datetime | None = None
+    """Since when the first of them has been waiting."""
+    held: int = 0
+    """The keys whose messages have been waiting for too long."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +56,29 @@ class HeldKey:
     """What is the matter with the message that it waits for."""
 
 
-def counts(using: str) -> dict[str, int]:
-    """Return how many messages wait for their turn, by stage, counted up to CAP."""
-    with connections[using].cursor() as cursor:
+def lines(using: str) -> dict[str, Line]:
+    """Return what waits for its turn, by stage, counted up to CAP."""
+    connection: Any = connections[using]
+    size = size_sql(connection)
+    late = f"COUNT(*) FILTER (WHERE since <= {later_sql(connection)})"
+    with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT stage, COUNT(*) {_WAITING} GROUP BY stage ORDER BY stage",
-            [CAP + 1],
+            f"SELECT stage, SUM(count), SUM(size), MIN(since), {late} FROM (SELECT"  # noqa: S608 - constants only
+            " stage, key, COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS"
+            f" since {_WAITING.format(f', {size} AS size')} GROUP BY stage, key)"
+            " AS keys GROUP BY stage ORDER BY stage",
+            [later_value(connection, -conf.get().ORDER_PATIENCE), CAP + 1],
         )
-        return dict(cursor.fetchall())
+        return {
+            stage: Line(int(count), int(size or 0), read_instant(since), held)
+            for stage, count, size, since, held in cursor.fetchall()
+        }
+
+
+def at_least(line: Line) -> str:
+    """Return the bytes of what waits in words; where not all was counted, so many and
+    more."""
+    return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
 
 def held(using: str, *, after: float | None = None) -> list[HeldKey]:
@@ -58,7 +88,7 @@ def held(using: str, *, after: float | None = None) -> list[HeldKey]:
     patience = conf.get().ORDER_PATIENCE if after is None else after
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT stage, key, COUNT(*), MIN(waits_since) {_WAITING}"
+            f"SELECT stage, key, COUNT(*), MIN(waits_since) {_WAITING.format('')}"
             f" GROUP BY stage, key HAVING MIN(waits_since) <= {later_sql(connection)}"
             " ORDER BY MIN(waits_since), stage, key LIMIT %s",
             [CAP + 1, later_value(connection, -patience), NAMED],

@@ -24,6 +24,7 @@ def _filter(name: str) -> None:
 
 
 for _name in (
+    "at_least",
     "badge",
     "capped",
     "duration",

@@ -162,11 +162,15 @@ def _instant(text: str | None) -> dt.datetime | None:
 
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
     """Return the id of the message before this one in the order of its key, and the
-    instant of that one's place, as far as both are legible."""
+    instant of that one's place, as far as both are legible. None for one that names
+    itself, as a stranger may: nothing waits for its own end."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
-        instant = parse_instant(at)
-        return uuid.UUID(before), instant.astimezone(dt.timezone.utc)
+        instant, found = parse_instant(at), uuid.UUID(before)
+        own = headers.get(MESSAGE_ID)
+        if own and uuid.UUID(own) == found:
+            return None
+        return found, instant.astimezone(dt.timezone.utc)
     except (ValueError, OverflowError):
         return None
 

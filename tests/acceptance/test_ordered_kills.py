@@ -1,34 +1,39 @@
-"""Relays and consumers killed again and again: each key is processed in its order."""
+"""Relays, consumers, brokers and the database killed, or away for a while: each key is
+processed in its order, each message once."""
 
 from __future__ import annotations
 
-import itertools
+import os
 import random
-import uuid
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from django_txmsg import stages
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
 from django_txmsg.sending.outbox import send_message
 from tests.acceptance.crash_play import Manage
+from tests.acceptance.test_database_faults import all_connections_ended, demoted
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
 from tests.running import IMPATIENT, committing, txmsg
 from tests.services.stomp_server import StompServer
 
+pytestmark = [committing, pytest.mark.postgresql, pytest.mark.timeout(300)]
+
 HOOK = f"{__name__}.declare"
-STAGE = "tests.killed.in.order"
-KEYS, EACH, KILLS = 4, 15, 6
+STAGE = "TESTS_ORDERED_STAGE"
+KEYS = 4
+COMMANDS = ("relay", "relay", "consume", "consume")
 
 
 def declare() -> None:
     """Declare the stage in a process that is going to be killed."""
-    stages.stage(STAGE, ordered="block", concurrency=2)(note)
+    stages.stage(os.environ[STAGE], ordered="block", concurrency=2)(note)
 
 
 def note(message: Message) -> None:
@@ -38,59 +43,148 @@ def note(message: Message) -> None:
         raise ValueError
 
 
-@committing
-@pytest.mark.postgresql
-@pytest.mark.timeout(240)
+class Traffic:
+    """Messages of some keys, on their way through two relays and two consumers."""
+
+    def __init__(self, manage: Manage, url: str, destination: str) -> None:
+        self._manage, self._destination = manage, destination
+        self.settings: dict[str, Any] = {
+            **IMPATIENT,
+            "BROKERS": {"default": {"URL": url}},
+            "RELAY": {
+                **{"POLL_INTERVAL": 0.05, "LEASE": 2, "BATCH_SIZE": 5, "LANES": 1},
+                "BREAKER_MAX_PAUSE": 1.0,
+            },
+            "REDELIVERY": {
+                **{"INITIAL_DELAY": 0.0, "MAX_DELAY": 0.0, "MAX_REDELIVERIES": 50}
+            },
+        }
+        self.each = 0
+        self.workers = [self._start(command) for command in COMMANDS]
+
+    def _start(self, command: str) -> ManageProcess:
+        return self._manage(
+            command, txmsg=self.settings, hook=HOOK, env={STAGE: self._destination}
+        )
+
+    def kill(self, place: int) -> None:
+        """Kill a worker, and start another like it."""
+        self.workers[place].kill()
+        self.workers[place] = self._start(COMMANDS[place])
+
+    def store(self, each: int) -> None:
+        """Store so many messages of each key."""
+        for number in range(self.each, self.each + each):
+            for key in range(KEYS):
+                with transaction.atomic():
+                    send_message(self._destination, f"{key}:{number}", key=f"key-{key}")
+        self.each += each
+
+    def reach(self, effects: int) -> None:
+        """Wait for so many effects, however often the database goes away."""
+        wait_until(
+            lambda: asked(Effect.objects.count) >= effects,
+            deadline=120,
+            message=lambda: "\n".join([str(open_rows()), *self._outputs()]),
+        )
+
+    def _outputs(self) -> list[str]:
+        return [one.output[-2000:] for one in self.workers]
+
+    def finish(self) -> None:
+        """Everything has happened, once, and in the order of its key."""
+        # A killed worker's claim has a lease, whose end nobody waits for here.
+        asked(
+            lambda: InboxMessage.objects.filter(lease_until__isnull=False).update(
+                lease_until="2000-01-01T00:00:00+00:00"
+            )
+        )
+        self.reach(KEYS * self.each)
+        found: dict[str, list[int]] = defaultdict(list)
+        for name in Effect.objects.order_by("id").values_list("name", flat=True):
+            key, _, number = name.partition(":")
+            found[key].append(int(number))
+        assert dict(found) == {str(key): list(range(self.each)) for key in range(KEYS)}
+        ids = Effect.objects.values_list("message_id", flat=True)
+        assert len(set(ids)) == KEYS * self.each
+
+
+def asked(query: Callable[[], int]) -> int:
+    """Ask the database, which may be away: 0 then."""
+    try:
+        return query()
+    except (DatabaseError, InterfaceError):
+        connections.close_all()
+        return 0
+
+
+def open_rows() -> list[dict[str, Any]]:
+    """Return what is not processed."""
+    rows = InboxMessage.objects.filter(processed_at=None)
+    names = ("message_id", "key", "waits_for", "due_at", "attempts", "lease_until")
+    return list(rows.values(*names))
+
+
 @pytest.mark.parametrize(
     "broker", ["activemq", pytest.param("rabbitmq", marks=pytest.mark.soak)]
 )
-def test_each_key_in_its_order(
-    broker: str, manage: Manage, request: pytest.FixtureRequest
+def test_workers_are_killed(
+    broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
 ) -> None:
     server: StompServer = request.getfixturevalue(broker)
-    settings: dict[str, Any] = {
-        **IMPATIENT,
-        "BROKERS": {"default": {"URL": server.url()}},
-        "RELAY": {"POLL_INTERVAL": 0.05, "LEASE": 2, "BATCH_SIZE": 5, "LANES": 1},
-        "REDELIVERY": {"INITIAL_DELAY": 0.0, "MAX_DELAY": 0.0, "MAX_REDELIVERIES": 50},
-    }
-    chance = random.Random(11)
+    chance, kills, each = random.Random(11), 6, 15
+    traffic = Traffic(manage, server.url(), destination)
+    with txmsg(**traffic.settings):
+        traffic.store(each)
+        # Spread over the way: one dies each time that some more have arrived.
+        for number in range(kills):
+            traffic.reach(number * KEYS * each // (kills + 2))
+            traffic.kill(chance.randrange(len(COMMANDS)))
+        traffic.finish()
 
-    def start(command: str) -> ManageProcess:
-        return manage(command, txmsg=settings, hook=HOOK)
 
-    with txmsg(**settings):
-        commands = ["relay", "relay", "consume", "consume"]
-        running = [start(command) for command in commands]
-        for number in range(EACH):
-            for key in range(KEYS):
-                with transaction.atomic():
-                    send_message(STAGE, f"{key}:{number}", key=f"key-{key}")
-        wanted = KEYS * EACH
-        # Spread over the way: one process dies each time that some more have arrived.
-        for done in itertools.islice(itertools.count(0, wanted // (KILLS + 2)), KILLS):
-            wait_until(lambda done=done: Effect.objects.count() >= done, deadline=60)
-            place = chance.randrange(len(running))
-            running[place].kill()
-            running[place] = start(commands[place])
-        # A killed worker's claim has a lease, whose end nobody waits for here.
-        InboxMessage.objects.filter(lease_until__isnull=False).update(
-            lease_until="2000-01-01T00:00:00+00:00"
-        )
-        wait_until(
-            lambda: Effect.objects.count() >= wanted,
-            deadline=120,
-            message=lambda: str(list(
-                InboxMessage.objects.filter(processed_at=None).values(
-                    "message_id", "key", "waits_for", "due_at", "attempts",
-                    "lease_until", "dead_at",
-                )
-            )),
-        )  # fmt: skip
-    found: dict[str, list[int]] = defaultdict(list)
-    for name in Effect.objects.order_by("id").values_list("name", flat=True):
-        key, _, number = name.partition(":")
-        found[key].append(int(number))
-    assert dict(found) == {str(key): list(range(EACH)) for key in range(KEYS)}
-    ids = Effect.objects.values_list("message_id", flat=True)
-    assert len(set(map(uuid.UUID, ids))) == wanted
+@pytest.mark.parametrize(
+    ("broker", "kills"),
+    [
+        ("activemq", 1),
+        pytest.param("activemq", 5, marks=pytest.mark.soak),
+        pytest.param("rabbitmq", 5, marks=pytest.mark.soak),
+        pytest.param("rabbitmq_amqp", 5, marks=pytest.mark.soak),
+    ],
+)
+def test_the_broker_is_killed(
+    broker: str,
+    kills: int,
+    manage: Manage,
+    destination: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    server: StompServer = request.getfixturevalue(broker)
+
+    def fault() -> None:
+        server.kill()
+        server.start()
+
+    through(Traffic(manage, server.url(), destination), fault, kills)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("fault", "times"), [(demoted, 4), (all_connections_ended, 8)])
+def test_the_database_takes_no_writes_for_a_while(
+    fault: Callable[[], None], times: int, manage: Manage, destination: str
+) -> None:
+    """As after a failover to a server that is read-only, or a proxy's."""
+    traffic = Traffic(manage, "database://?poll=0.05&lease=5", destination)
+    through(traffic, fault, times)
+
+
+def through(traffic: Traffic, fault: Callable[[], None], times: int) -> None:
+    """Let the fault strike in mid-stream, so many times."""
+    with txmsg(**traffic.settings):
+        traffic.store(3)
+        for _ in range(times):
+            before = KEYS * traffic.each
+            traffic.store(8)
+            traffic.reach(before)
+            fault()
+        traffic.finish()

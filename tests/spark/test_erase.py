@@ -12,6 +12,11 @@ from deltalake import DeltaTable
 
 from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
+from django_txmsg.spark.jobs.erased_rows import (
+    erase_rows,
+    erase_tails,
+    messages_named,
+)
 from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import archive, delta_rows, path_of
@@ -43,6 +48,38 @@ def log_of_a_person(log: Log) -> uuid.UUID:
           "fingerprint": ""}],
     )  # fmt: skip
     return ann
+
+
+@pytest.mark.parametrize("erased", ["before", "last"])
+def test_what_waits_for_an_erased_message_of_its_key_waits_no_longer(
+    erased: str, log: Log
+) -> None:
+    before, last = uuid.uuid4(), uuid.uuid4()
+    log.receive(
+        [{"message_id": last, "processed_at": None, "waits_for": before,
+          "due_at": LONG_AGO.replace(year=9000), "waits_since": LONG_AGO,
+          "after_at": LONG_AGO, "key": PERSON, "body": b"1",
+          "headers": {wire.KEY: PERSON, wire.AFTER: f"{before};at=x", "a": "b"}}]
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_keytail",
+        [{"broker": "default", "destination": "d", "key": PERSON, "last_id": last,
+          "last_at": 1}],
+    )  # fmt: skip
+    assert messages_named(log.spec, [PERSON], []) == {str(last)}
+    one = str({"before": before, "last": last}[erased])
+    erase_rows(log.spec, "inbox", [one], dry_run=False)
+    found = log.rows("SELECT waits_for, due_at, headers FROM django_txmsg_inboxmessage")
+    if erased == "last":
+        assert found == []
+    else:
+        [(waits_for, due_at, headers)] = found
+        assert (waits_for, str(due_at)[:4] < "9000") == (None, True)
+        headers = json.loads(headers) if isinstance(headers, str) else headers
+        assert headers == {wire.KEY: PERSON, "a": "b"}
+    found = [erase_tails(log.spec, [PERSON], dry_run=dry) for dry in (True, False)]
+    assert found == [1, 1]
+    assert log.count("django_txmsg_keytail") == 0
 
 
 def test_a_person_is_forgotten_everywhere_files_included(

@@ -15,6 +15,7 @@ from ...models import OutboxMessage, SessionRecord
 from ...monitoring import alarms, status
 from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
+from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
 from ._tables import require_tables
 
@@ -39,7 +40,8 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(found, indent=2))
         else:
             self._print(picture, given_up)
-        if picture.overdue or picture.left_behind or picture.held_keys:
+        late = picture.overdue or picture.left_behind
+        if late or picture.held_keys or picture.full:
             sys.exit(1)
 
     def _print(self, picture: Status, given_up: int) -> None:
@@ -62,7 +64,7 @@ class Command(BaseCommand):
             ("stage", picture.stages),
         ):
             for name, place in sorted(places.items()):
-                waits = place.waiting.count or place.in_line
+                waits = place.waiting.count or place.line.count
                 if waits or place.dead or place.paused_at:
                     line(f"  {title} {name}: {_place(place, now)}")
         for name, waiting in sorted(picture.queues.items()):
@@ -128,7 +130,10 @@ def facts(picture: Status) -> dict[str, Any]:
                 "paused": p.paused_at is not None,
                 "workers": p.workers,
                 "needs_newer_code": p.newer.count if p.newer else 0,
-                "in_line": min(p.in_line, CAP),
+                "in_line": min(p.line.count, CAP),
+                "in_line_bytes": p.line.size,
+                "in_line_age": _seconds(p.line.since, now),
+                "full": p.full_since is not None,
             }
             for n, p in picture.stages.items()
         },
@@ -170,8 +175,13 @@ def _place(place: Place, now: dt.datetime) -> str:
     parts = []
     if place.waiting.count:
         parts.append(_waiting(place.waiting, now))
-    if place.in_line:
-        parts.append(f"{capped(place.in_line)} in line behind others of their keys")
+    if place.line.count:
+        parts.append(
+            f"{capped(place.line.count)} in line behind others of their keys, of "
+            f"{at_least(place.line)}"
+        )
+    if place.full_since is not None:
+        parts.append("receives nothing, as too many wait")
     if place.newer is not None:
         parts.append(f"{capped(place.newer.count)} of them need newer code")
     if place.dead:

@@ -28,7 +28,7 @@ from ..runs import Run
 from ..schemas import TABLES, arrow_schema
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from ..storage import place_of
-from .erased_rows import erase_rows, messages_named
+from .erased_rows import erase_rows, erase_tails, messages_named
 from .rewriting import rewritten
 from .settling import checksum
 
@@ -99,6 +99,10 @@ def run_erase(
                 for table_name, count in rows.items():
                     found = done.database.get(table_name, 0)
                     done.database[table_name] = found + count
+    done.database["django_txmsg_keytail"] = sum(
+        erase_tails(source, options.keys, dry_run=options.dry_run)
+        for source in spec.services
+    )
     run.rows = sum(done.database.values()) + sum(done.lake.values())
     run.counts = dict(done.__dict__)
     return done

@@ -18,7 +18,7 @@ _RELATIONS = {
     "dead_letters": ("django_txmsg_deadletter",),
     "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
 }
-_QUEUE = "django_txmsg_queuemessage"
+_QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
 #: Messages of a statement: in SQLite all other writers wait for it.
 _SLICE = 500
 
@@ -35,6 +35,7 @@ def messages_named(
             for relation, column in (
                 ("django_txmsg_outboxmessage", '"key"'),
                 ("django_txmsg_stagedmessage", '"key"'),
+                ("django_txmsg_inboxmessage", header),
                 ("django_txmsg_deadletter", header),
             ):
                 found |= _ids(connection, relation, column, value)
@@ -63,10 +64,39 @@ def erase_rows(
                         f"SELECT count(*) FROM {relation} WHERE {where}"
                     )
                 else:
+                    if relation == _INBOX:
+                        _let_go(connection, where)
                     counts[relation] += connection.execute(
                         f"DELETE FROM {relation} WHERE {where}"
                     )
     return counts
+
+
+def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
+    """Delete what the relay remembers of keys, or count it: their orders begin anew."""
+    verb = "SELECT count(*)" if dry_run else "DELETE"
+    found = 0
+    with closing(connect_plain(source)) as connection:
+        ask = connection.value if dry_run else connection.execute
+        for key in keys:
+            found += ask(f'{verb} FROM django_txmsg_keytail WHERE "key" = %s', key)
+    return found
+
+
+def _let_go(connection: Connection, erased: str) -> None:
+    """Let the messages go that wait in an ordered stage for one that is erased."""
+    postgresql = connection.vendor == "postgresql"
+    now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+    headers = (
+        f"headers - '{wire.AFTER}'"
+        if postgresql
+        else f"json_remove(headers, '$.\"{wire.AFTER}\"')"
+    )
+    connection.execute(
+        f"UPDATE {_INBOX} SET due_at = {now}, waits_for = NULL, headers = {headers}"
+        f" WHERE {erased.replace('message_id', 'waits_for')}"
+        " AND processed_at IS NULL AND dead_at IS NULL"
+    )
 
 
 def _ids(connection: Connection, relation: str, column: str, value: str) -> set[str]:

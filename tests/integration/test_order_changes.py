@@ -1,0 +1,282 @@
+"""Order where something changes under way: a stage's name, who commits when, and who
+has a key in hand; and what strangers say of an order."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+from django.db import connections, transaction
+from django.db.models.functions import Now
+
+from django_txmsg.consuming import turns
+from django_txmsg.consuming.due_messages import wake_for_parked
+from django_txmsg.dead_letters import bulk
+from django_txmsg.dead_letters.unread import bury_unread
+from django_txmsg.envelope.message import Message
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.bulk_operation import BulkKind
+from django_txmsg.models.inbox_turn import Turn
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.sending.outbox import send_message
+from django_txmsg.stages import CallNext, Handler, Order
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.integration.test_ordered import (
+    deliver,
+    effect,
+    effects,
+    send_chain,
+    settle,
+    taken,
+    waiting,
+)
+from tests.running import committing, declared, put, running, step, thread_of, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def test_a_stage_that_is_renamed_under_traffic() -> None:
+    """The new one has never seen what the old one has processed, and does not wait for
+    that for long."""
+    destination, sent = "tests.renamed", 0
+
+    def send(count: int) -> None:
+        nonlocal sent
+        for number in range(sent, sent + count):
+            for key in "ab":
+                send_chain(destination, [f"{key}{number:02}"], key=key)
+        sent += count
+
+    with txmsg(ORDER_PATIENCE=0.2):
+        with declared(effect, destination, name="tests.old", ordered="block") as old:
+            turns.begin([old])
+            send(6)
+            step(old, times=7)
+        with declared(effect, destination, name="tests.new", ordered="block") as new:
+            turns.begin([new])
+            with running(new, concurrency=2):
+                send(4)
+                wait_until(lambda: Effect.objects.count() >= 20, deadline=60)
+    for key in "ab":
+        wanted = [f"{key}{number:02}" for number in range(10)]
+        assert [one for one in effects() if one.startswith(key)] == wanted
+    assert not InboxMessage.objects.filter(processed_at=None).exists()
+
+
+@pytest.mark.postgresql
+def test_one_that_commits_late_has_the_place_in_which_it_left() -> None:
+    """Its number is lower than those of what left before it."""
+    destination = "tests.late"
+    began, commit = threading.Event(), threading.Event()
+
+    def late() -> None:
+        try:
+            with transaction.atomic():
+                send_message(destination, "late", key="k")
+                began.set()
+                assert commit.wait(60)
+        finally:
+            connections.close_all()
+
+    with (
+        declared(effect, destination, ordered="block") as stage,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        send_chain(destination, ["first"])
+        future = pool.submit(late)
+        try:
+            assert began.wait(60)
+            send_chain(destination, ["second", "third"])
+        finally:
+            commit.set()
+        future.result()
+        send_chain(destination, ["last"])
+        numbers = OutboxMessage.objects.order_by("linked_at", "id")
+        assert list(numbers.values_list("id", flat=True)) != sorted(
+            numbers.values_list("id", flat=True)
+        )
+        deliver(destination, *reversed(taken(destination)))
+        settle(stage, 5)
+    assert effects() == ["first", "second", "third", "late", "last"]
+
+
+called: list[object] = []
+
+
+def around(call_next: CallNext) -> Handler:
+    """A middleware that notes each message which it is called with."""
+
+    def middleware(message: Message) -> None:
+        called.append(message.body)
+        call_next(message)
+
+    return middleware
+
+
+around.outside_transaction = True  # type: ignore[attr-defined]
+
+AROUND = {"STAGE_MIDDLEWARE": (f"{__name__}.around",)}
+
+
+def test_a_middleware_around_the_transaction_sees_nothing_out_of_turn() -> None:
+    called.clear()
+    with txmsg(**AROUND), declared(effect, ordered="block") as stage:
+        send_chain(stage.destination, [0, 1, 2])
+        zero, one, two = taken(stage.destination)
+        deliver(stage.destination, two, one)
+        step(stage, times=2)
+        assert (called, waiting(stage)) == ([], 2)
+        deliver(stage.destination, zero)
+        settle(stage, 3)
+    assert called == [0, 1, 2]
+    assert effects() == ["0", "1", "2"]
+    assert not InboxMessage.objects.exclude(attempts=1).exists()
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("settings", [{}, AROUND])
+def test_a_key_in_other_hands_costs_no_attempt(settings: dict[str, tuple[str]]) -> None:
+    with txmsg(**settings), declared(effect, ordered="block") as stage:
+        send_chain(stage.destination, ["only"])
+        lock = Turn(stage.name, "k", skips=False).lock
+        with (
+            closing(connections.create_connection("default")) as other,
+            other.cursor() as cursor,
+        ):
+            cursor.execute("SELECT pg_advisory_lock(%s)", [lock])
+            step(stage)
+            assert effects() == []
+            row = InboxMessage.objects.get()
+            assert (row.attempts, row.due_at is None) == (0, False)
+            cursor.execute("SELECT pg_advisory_unlock(%s)", [lock])
+        InboxMessage.objects.update(due_at=Now())
+        settle(stage, 1)
+    assert effects() == ["only"]
+    assert InboxMessage.objects.get().attempts == 1
+
+
+STRANGE = [
+    "", ";", ";at=", "x;at=2026-01-01T00:00:00Z", "{0}", "{0};at=", "{0};at=2026",
+    "{0};at=2026-01-01T00:00:00", "{0};at=2026-01-01T00:00:00Z",
+    "{0};at=2020-01-01T00:00:00Z", "{0};at=0002-01-01T00:00:00+14:00",
+    "{0};at=9998-12-31T23:59:59-14:00", "{0};at=9999-12-31T23:59:59Z",
+    "{{{0}}};at=2026-01-01T00:00:00Z", "urn:uuid:{0};at=2026-01-01T00:00:00Z;at=1",
+    "{0};at=\uff12\uff10\uff12\uff16-01-01T00:00:00Z", "{0};at=" + "7" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ordered", "batch"), [("block", 7), ("skip", 1)])
+def test_a_stranger_holds_up_no_key_and_no_stage(ordered: Order, batch: int) -> None:
+    """Links to anything, to itself and in circles, under the keys of others: what is
+    linked by its own sender goes its way, and the rest can be let go."""
+    draw = random.Random(f"{ordered} {batch}")
+    ids = [uuid.UUID(int=draw.getrandbits(128)) for _ in range(30)]
+    with declared(effect, ordered=ordered, batch=batch) as stage:
+        for key in "ab":
+            send_chain(stage.destination, [f"{key}{n}" for n in range(8)], key=key)
+        found = taken(stage.destination)
+        for own in ids:
+            after = draw.choice(STRANGE).format(draw.choice([own, *ids, uuid.uuid4()]))
+            headers = {
+                "txmsg-id": str(own),
+                "content-type": draw.choice(["application/json", "nonsense"]),
+                "txmsg-key": draw.choice(
+                    ["a", "b", "", " ", "a" * 300, "c\x7fключ 😀"]
+                ),
+                "txmsg-after": after,
+            }
+            found.insert(draw.randrange(len(found)), (b'"x"', headers))
+        deliver(stage.destination, *found)
+        with running(stage, concurrency=2):
+            wait_until(lambda: len(genuine()) == 16, deadline=60)
+            wait_until(lambda: not unseen(stage.destination), deadline=60)
+
+            def let_go() -> bool:
+                rows = InboxMessage.objects
+                open_ones = rows.filter(processed_at=None, dead_at=None)
+                keys = open_ones.values_list("key", flat=True)
+                for key in set(keys.filter(waits_for__isnull=False)):
+                    rows.let_go(stage.name, key, link="txmsg-after")
+                for letter in DeadLetter.objects.filter(resolution="open"):
+                    finish(BulkKind.DISCARD, letter)
+                return not open_ones.exists()
+
+            wait_until(let_go, deadline=60)
+    for key in "ab":
+        assert [one for one in genuine() if one[0] == key] == [
+            f"{key}{n}" for n in range(8)
+        ]
+    ids_done = Effect.objects.values_list("message_id", flat=True)
+    assert len(set(ids_done)) == len(ids_done)
+    dead = DeadLetter.objects.exclude(message_id=None).count()
+    assert len(ids_done) + dead == 16 + len(ids)
+
+
+def test_what_is_buried_unread_lets_its_followers_go_where_the_dead_are_skipped() -> (
+    None
+):
+    with declared(effect, ordered="skip") as stage:
+        sent = send_chain(stage.destination, [0, 1, 2])
+        _, one, two = taken(stage.destination)
+        deliver(stage.destination, one, two)
+        step(stage, times=2)
+        newer = InboxMessage.objects.filter(message_id=sent[1].id)
+        newer.update(needs_type="tests.type", needs_version=2)
+        assert bury_unread("default", stage.name) == 1
+        settle(stage, 1)
+    assert effects() == ["2"]
+
+
+def finish(kind: BulkKind, letter: DeadLetter) -> None:
+    bulk.finish(bulk.start(kind, {"ids": [letter.pk]}, using="default", by="test"))
+
+
+def genuine() -> list[str]:
+    return [one for one in effects() if one != "x"]
+
+
+def unseen(destination: str) -> bool:
+    return QueueMessage.objects.filter(queue=destination).exists()
+
+
+def test_what_names_itself_as_its_predecessor_waits_for_nobody() -> None:
+    with declared(effect, ordered="block") as stage:
+        own = uuid.uuid4()
+        headers = {
+            "txmsg-id": str(own),
+            "content-type": "application/json",
+            "txmsg-key": "k",
+            "txmsg-after": f"{own};at=2020-01-01T00:00:00Z",
+        }
+        put(stage.destination, b"1", headers)
+        settle(stage, 1)
+
+
+def test_what_lay_in_the_queue_while_the_stage_was_paused_comes_first() -> None:
+    """One that has been waiting for longer than the patience is not let go before the
+    stage has had a chance to receive what it waits for."""
+    with txmsg(ORDER_PATIENCE=60.0), declared(effect, ordered="skip") as stage:
+        send_chain(stage.destination, [0, 1])
+        zero, one = taken(stage.destination)
+        deliver(stage.destination, one)
+        step(stage)
+        InboxMessage.objects.update(
+            waits_since=Now() - dt.timedelta(hours=1), due_at=Now()
+        )
+        thread = thread_of(stage)
+        thread.paused.set()
+        thread.dry = True
+        wake_for_parked([thread])
+        thread.paused.clear()
+        thread.dry = False
+        wake_for_parked([thread])
+        assert waiting(stage) == 1
+        deliver(stage.destination, zero)
+        settle(stage, 2)
+    assert effects() == ["0", "1"]

@@ -1,0 +1,157 @@
+"""Where too many messages wait at an ordered stage, it stops receiving, and says so."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db.models.functions import Now
+from django.test import Client
+
+from django_txmsg import health, metrics
+from django_txmsg.consuming import room as rooms
+from django_txmsg.envelope.message import Message
+from django_txmsg.models import InboxMessage, StageState
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.monitoring import alarms, status
+from django_txmsg.stages import Stage
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import committing, declared, put, running, step, txmsg
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+def effect(message: Message) -> None:
+    Effect.objects.create(name=str(message.body)[:9], message_id=str(message.id))
+
+
+def headers(key: str, own: uuid.UUID, after: uuid.UUID | None) -> dict[str, str]:
+    found = {
+        "txmsg-id": str(own),
+        "content-type": "application/json",
+        "txmsg-key": key,
+    }
+    if after is not None:
+        found["txmsg-after"] = f"{after};at=2026-01-01T00:00:00+00:00"
+    return found
+
+
+def chain(stage: Stage, count: int, body: bytes = b"1") -> uuid.UUID:
+    """Put a chain into the stage's queue whose first one is missing; return that."""
+    first = before = uuid.uuid4()
+    for _ in range(count):
+        own = uuid.uuid4()
+        put(stage.destination, body, headers("stuck", own, before))
+        before = own
+    return first
+
+
+def waiting() -> int:
+    return InboxMessage.objects.filter(waits_for__isnull=False).count()
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as often as it is asked."""
+    monkeypatch.setattr(rooms, "LOOK", 0.0)
+    monkeypatch.setattr(rooms, "SHARE", 0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "body"),
+    [({"ORDER_MAX_WAITING": 10}, b"1"), ({"ORDER_MAX_BYTES": 20_000}, b"1" * 1_900)],
+)
+def test_it_stops_receiving_at_a_limit_and_goes_on_when_they_have_gone(
+    limit: dict[str, int], body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rooms, "FIRST_PAUSE", 600.0)
+    full = StageState.objects.filter(full_since__isnull=False)
+    with txmsg(**limit), declared(effect, ordered="block") as stage:
+        chain(stage, 20, body)
+        with running(stage, concurrency=2, room=rooms.Room(stage)) as threads:
+            wait_until(full.exists, deadline=60)
+            wait_until(lambda: all(thread.dry for thread in threads), deadline=60)
+            # Each of its threads may have had one in hand.
+            assert 8 <= waiting() <= 12
+            assert QueueMessage.objects.filter(queue=stage.destination).exists()
+            InboxMessage.objects.let_go(stage.name, "stuck", link="txmsg-after")
+            wait_until(lambda: Effect.objects.count() == 20, deadline=60)
+            wait_until(lambda: not full.exists(), deadline=60)
+
+
+def test_a_full_stage_takes_one_message_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the others wait for may lie in its queue, behind what it would not take."""
+    monkeypatch.setattr(rooms, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(rooms, "LONGEST_PAUSE", 0.01)
+    with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:
+        first = chain(stage, 12)
+        put(stage.destination, b"0", headers("stuck", first, None))
+        with running(stage, concurrency=2):
+            wait_until(lambda: Effect.objects.count() == 13, deadline=60)
+            full = StageState.objects.filter(full_since__isnull=False)
+            wait_until(lambda: not full.exists(), deadline=60)
+
+
+def test_the_pause_between_two_that_it_takes_grows() -> None:
+    with txmsg(ORDER_MAX_WAITING=1), declared(effect, ordered="block") as stage:
+        chain(stage, 1)
+        step(stage)
+        room = rooms.Room(stage)
+        assert room.admits()
+        room.look()
+        assert room.full
+        assert not room.admits()
+        assert [room.admits() for _ in range(3) if passes(room)] == [True] * 3
+        assert room._pause == 8 * rooms.FIRST_PAUSE
+
+
+def passes(room: rooms.Room) -> bool:
+    """Let the pause be over."""
+    room._next_at = 0.0
+    return True
+
+
+def test_without_a_limit_nobody_counts() -> None:
+    limits = {"ORDER_MAX_WAITING": 0, "ORDER_MAX_BYTES": 0}
+    with txmsg(**limits), declared(effect, ordered="block") as stage:
+        chain(stage, 3)
+        step(stage, times=3)
+        assert waiting() == 3
+        assert not StageState.objects.filter(full_since__isnull=False).exists()
+
+
+def test_a_full_stage_is_seen_everywhere(client: Client) -> None:
+    with txmsg(ORDER_MAX_WAITING=2), declared(effect, ordered="block") as stage:
+        chain(stage, 2, b"1" * 1_000)
+        step(stage, times=3)
+        picture = status.read()
+        place = picture.stages[stage.name]
+        assert place.line.count == 2
+        assert 2_000 <= place.line.size < 4_000
+        assert place.full_since is not None
+        assert not picture.well
+        told = [str(one) for one in alarms.of(picture)]
+        assert any(f"Stage {stage.name} receives nothing since" in one for one in told)
+        found = health.look("default")
+        assert found.ordered == {"waiting": 2, "held_keys": 0, "full_stages": 1}
+        assert found.state == "degraded"
+        InboxMessage.objects.update(waits_since=Now() - timedelta(hours=1))
+        StageState.objects.update(full_since=None)
+        found = health.look("default")
+        assert found.ordered == {"waiting": 2, "held_keys": 1, "full_stages": 0}
+        assert found.state in ("late", "degraded")  # nobody runs the stage
+        gauges: dict[str, Any] = {
+            one.name: {of.labels["stage"]: of.value for of in one.samples}
+            for one in metrics.Collector("default").collect()
+            if one.name.startswith("txmsg_stage_")
+        }
+        assert gauges["txmsg_stage_in_line"][stage.name] == 2
+        assert gauges["txmsg_stage_in_line_bytes"][stage.name] == place.line.size
+        assert gauges["txmsg_stage_held_keys"][stage.name] == 1
+        assert gauges["txmsg_stage_in_line_oldest_age_seconds"][stage.name] > 3000
+        assert gauges["txmsg_stage_full"][stage.name] == 0
