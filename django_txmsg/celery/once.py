@@ -124,7 +124,13 @@ class _Once:
                 return self._attempt(seen, begun)
             except _LostRace:
                 return self._again(seen)
-            except (Retry, Reject, Ignore):
+            except Reject as rejected:
+                if rejected.requeue:
+                    self.take_back()
+                else:
+                    self._fail(seen, rejected)
+                raise
+            except (Retry, Ignore):
                 raise
             except Exception as error:
                 if begun:

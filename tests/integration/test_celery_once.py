@@ -257,6 +257,22 @@ def test_retries_that_are_used_up_tell_no_arguments() -> None:
     assert "4111" not in error
 
 
+def test_a_task_that_rejects_its_message_is_no_lost_worker() -> None:
+    def work(requeue: bool) -> None:
+        effect("worked")
+        raise Reject("not yet", requeue=requeue)
+
+    task = once_task(work)
+    for _ in range(20):
+        assert isinstance(deliver(task, True), Reject)
+    row = InboxMessage.objects.get()
+    assert (row.state, row.attempts, row.deliveries) == ("received", 0, 20)
+    assert isinstance(deliver(task, False), Reject)
+    row.refresh_from_db()
+    assert row.state == "dead"
+    assert effects() == []
+
+
 def test_an_error_that_no_database_holds_is_noted_all_the_same() -> None:
     def work() -> None:
         raise ValueError("NUL \x00 and \ud800")
