@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -26,13 +27,23 @@ from ..stages import Stage
 
 DAY = 86_400.0
 VENDORS = ("postgresql", "sqlite")
+#: URLs of which one can tell what is behind them.
+RABBITMQ = re.compile(r"amqps?:|stomp.*[?&]dialect=rabbitmq\b")
 
 
 def check() -> list[CheckMessage]:
     """Return what is wrong with stages, databases and retention."""
     found: list[CheckMessage] = []
     for stage in stages.all_stages():
-        for look in (_definition, _broker, _isolation, _codec, _middleware, _order):
+        for look in (
+            _definition,
+            _broker,
+            _subscription,
+            _isolation,
+            _codec,
+            _middleware,
+            _order,
+        ):
             found += look(stage)
     return [*found, *_misnamed(), *_databases(), *_retention(), *_contract()]
 
@@ -93,6 +104,23 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
             "there; or say dialect=rabbitmq in the URL if that is what it is.",
             id="txmsg.W001",
         )
+
+
+def _subscription(stage: Stage) -> Iterator[CheckMessage]:
+    """RabbitMQ keeps a subscription in a queue of its name."""
+    url = conf.get().BROKERS.get(stage.broker, {}).get("URL", "")
+    if not RABBITMQ.match(url):
+        return
+    for other in stages.all_stages():
+        same = other.destination == stage.subscriber and other.broker == stage.broker
+        if same:
+            yield Error(
+                f"Stage {other.name!r} consumes the queue {other.destination!r}, in "
+                f"which RabbitMQ keeps the subscription of stage {stage.name!r}: each "
+                f"would get messages of the other.",
+                hint="Call one of the two stages, or the queue, otherwise.",
+                id="txmsg.E014",
+            )
 
 
 def _isolation(stage: Stage) -> Iterator[CheckMessage]:

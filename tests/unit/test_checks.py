@@ -236,6 +236,28 @@ def test_a_topic_in_many_threads_is_a_warning_on_activemq(
         assert [one.id for one in check()] == ids
 
 
+@pytest.mark.parametrize(
+    ("url", "ids"),
+    [
+        ("amqp://rabbit", ["txmsg.E014"]), ("amqps://rabbit", ["txmsg.E014"]),
+        (RABBITMQ, ["txmsg.E014"]), (ACTIVEMQ, []), ("database://", []),
+    ],
+)  # fmt: skip
+def test_a_queue_that_rabbitmq_keeps_a_subscription_in_is_no_stage_s(
+    url: str, ids: list[str]
+) -> None:
+    """Half of its messages would go to the stage of the topic."""
+    with (
+        stage(to="topic:tests.placed", name="audit"),
+        stage(to="topic:tests.placed", name="tests.audit"),
+        stage(to="shop.audit", name="other"),
+        override_settings(
+            TXMSG={"SERVICE": "shop", "BROKERS": {"default": {"URL": url}}}
+        ),
+    ):
+        assert [one.id for one in check()] == ids
+
+
 def test_an_isolation_level_on_sqlite_is_a_warning() -> None:
     with stage(using="other", isolation="serializable"), txmsg():
         found = only(check())
