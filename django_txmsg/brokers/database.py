@@ -27,12 +27,7 @@ from django.db.models.functions import Now
 
 from .. import conf, wire
 from ..envelope.broker_url import split_url
-from ..errors import (
-    BrokerError,
-    BrokerUnavailable,
-    DeliveryLost,
-    DispatchRejected,
-)
+from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, queue_name
 from ..upkeep import outage, wakeups
 from ..upkeep.leases import Lease

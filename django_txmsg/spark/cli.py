@@ -10,46 +10,14 @@ import argparse
 import dataclasses
 import datetime as dt
 import json
-import re
 import sys
 import traceback
 import uuid
 from collections.abc import Sequence
 
+from .arguments import duration, instant, pair
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
-
-
-def duration(text: str) -> dt.timedelta:
-    """Return the duration that a text such as 30d, 12h, 15m or 45s says."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
-    if not found:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a duration: write 30d, 12h, 15m or 45s"
-        )
-    unit = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}[found[2]]
-    return dt.timedelta(**{unit: float(found[1])})
-
-
-def instant(text: str) -> dt.datetime:
-    """Return an instant: ISO 8601, in UTC unless it says otherwise, or how long ago."""
-    if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
-        return dt.datetime.now(dt.timezone.utc) - duration(text)
-    try:
-        given = dt.datetime.fromisoformat(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither 2026-01-31T12:00 nor a duration such as 7d"
-        ) from error
-    return given if given.tzinfo else given.replace(tzinfo=dt.timezone.utc)
-
-
-def pair(text: str) -> tuple[str, str]:
-    """Return the two sides of NAME=VALUE."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,39 @@
+"""What the command line's words mean: a duration, an instant, a name with its value."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import re
+
+
+def duration(text: str) -> dt.timedelta:
+    """Return the duration that a text such as 30d, 12h, 15m or 45s says."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a duration: write 30d, 12h, 15m or 45s"
+        )
+    unit = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}[found[2]]
+    return dt.timedelta(**{unit: float(found[1])})
+
+
+def instant(text: str) -> dt.datetime:
+    """Return an instant: ISO 8601, in UTC unless it says otherwise, or how long ago."""
+    if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
+        return dt.datetime.now(dt.timezone.utc) - duration(text)
+    try:
+        given = dt.datetime.fromisoformat(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither 2026-01-31T12:00 nor a duration such as 7d"
+        ) from error
+    return given if given.tzinfo else given.replace(tzinfo=dt.timezone.utc)
+
+
+def pair(text: str) -> tuple[str, str]:
+    """Return the two sides of NAME=VALUE."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
