@@ -16,10 +16,8 @@ import time
 import uuid
 from typing import Any
 
-from celery import signature
 from celery.exceptions import (
     Ignore,
-    ImproperlyConfigured,
     MaxRetriesExceededError,
     Reject,
     Retry,
@@ -27,9 +25,6 @@ from celery.exceptions import (
 from django.db import DatabaseError, InterfaceError, connections, router, transaction
 from django.db.models import F
 from django.db.models.functions import Now
-from kombu.exceptions import EncodeError
-from kombu.serialization import dumps, loads
-from kombu.utils import json
 
 from .. import conf, signals, wire
 from ..brokers.celery.publication import Publication
@@ -45,20 +40,13 @@ from ..models.inbox_record import Seen
 from ..sending import storing
 from ..sending.scope import Scope, in_scope
 from ..upkeep import outage
-from . import running
+from . import following, memo, running
 from .calling import identity, place
 
 log = logging.getLogger("django_txmsg.celery")
 
 #: Times that a task runs again at once after its transaction lost against another.
 MAX_CONFLICTS = 10
-#: Seconds before a delivery goes back to the broker while the database is away, or what
-#: the task's chain needs.
-PAUSE = 2.0
-#: What is wrong with the call of what follows, and will be wrong the next time.
-HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupError)
-#: Of the note of what was done: whether the task was replaced, what it sends later.
-_NOTE = "celery"
 
 
 def run_once(task: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +60,7 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     try:
         result = once.process()
         if not task.request.is_eager:
-            once.go_on(result)
+            following.go_on(task, result)
         return result
     except (DatabaseError, InterfaceError) as error:
         if task.request.is_eager or not outage.is_away(error):
@@ -83,7 +71,7 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
             "task %s[%s] goes back to its queue, since the database is away: %s",
             task.name, task.request.id, error,
         )  # fmt: skip
-        threading.Event().wait(PAUSE)
+        threading.Event().wait(following.PAUSE)
         raise Reject(error, requeue=True) from error
 
 
@@ -146,40 +134,6 @@ class _Once:
                     return self._again(seen)
                 raise
 
-    def go_on(self, result: Any) -> None:
-        """Call the task's links and the rest of its chain.
-
-        Celery would do so upon its return, and while its broker is away, or the backend
-        that a chord needs, take the task for failed and acknowledge it: its work would
-        be done and its chain lost. Raises Reject instead.
-        """
-        request, app = self.task.request, self.task.app
-        links, chain = request.callbacks or [], request.chain or []
-        request.callbacks = request.chain = None
-        given: dict[str, Any] = {
-            "parent_id": request.id,
-            "root_id": request.root_id or request.id,
-            "priority": None,
-        }
-        if app.conf.task_inherit_parent_priority:
-            given["priority"] = (request.delivery_info or {}).get("priority")
-        run, outer = running.Run(ended=True), running.current_run()
-        running.enter(run)
-        try:
-            for link in links:
-                signature(link, app=app).apply_async((result,), **given)
-            if chain:
-                following = signature(chain[-1], app=app)
-                following.apply_async((result,), chain=chain[:-1], **given)
-        except HOPELESS:
-            raise
-        except Exception as error:
-            # What says that a backend is away, differs from one to the other.
-            raise self._not_yet(error) from error
-        finally:
-            running.enter(outer)
-        self._send(run.later)
-
     def take_back(self) -> None:
         """Count the attempt no more, which was nobody's fault."""
         if self._seen is None:
@@ -241,11 +195,11 @@ class _Once:
                 self._keep(seen, run.later, result, ignored, slow)
         except Retry:
             # Rolled back, and only now does the next attempt leave.
-            self._send(run.later)
+            following.send(self.task, run.later)
             raise
         finally:
             running.enter(outer)
-        self._send(run.later)
+        following.send(self.task, run.later)
         if ignored is not None:
             raise ignored
         return result
@@ -271,32 +225,9 @@ class _Once:
         """Note what a copy has to return, and to send, as the task's own message."""
         if slow:
             self.inbox.finish([seen.id])
-        if result is None and ignored is None and not later:
-            return
-        note: dict[str, Any] = {}
-        if ignored is not None:
-            note["ignored"] = str(ignored)
-        if later:
-            note["later"] = [[one.text(), one.body, one.content_type] for one in later]
-        conf_of = self.task.app.conf
-        serializer = self.task.serializer or conf_of.task_serializer
-        try:
-            content_type, encoding, data = dumps(result, serializer=serializer)
-        except EncodeError as error:
-            log.warning(
-                "the result of %s cannot be kept for copies of its message, which "
-                "will return None: %s", self.task.name, error,
-            )  # fmt: skip
-            content_type, encoding, data = dumps(None, serializer="json")
-        self.inbox.filter(pk=seen.id).update(
-            headers={
-                wire.CONTENT_TYPE: content_type,
-                "content-encoding": encoding,
-                _NOTE: json.dumps(note),
-            },
-            body=data.encode(encoding) if isinstance(data, str) else data,
-            processed_at=Now(),
-        )
+        kept = memo.written(self.task, result, later, ignored)
+        if kept:
+            self.inbox.filter(pk=seen.id).update(**kept, processed_at=Now())
 
     def _again(self, seen: Seen) -> Any:
         """Do for a copy what the first delivery did after its commit, if it was killed
@@ -310,45 +241,9 @@ class _Once:
         )
         if row is None or row["body"] is None:
             return None
-        headers = row["headers"]
-        note = json.loads(headers[_NOTE])
-        self._send([Publication.read(*one) for one in note.get("later", ())])
-        if "ignored" in note:
-            raise Ignore(note["ignored"])
-        content_type = headers[wire.CONTENT_TYPE]
-        return loads(
-            bytes(row["body"]),
-            content_type,
-            headers["content-encoding"],
-            accept={content_type},
-        )
-
-    def _send(self, later: list[Publication]) -> None:
-        """Hand what continues the task to Celery's broker. Raises Reject without it:
-        then the task's message comes again, and this with it."""
-        if not later:
-            return
-        app = self.task.app
-        policy = app.conf.task_publish_retry_policy
-        try:
-            with app.producer_or_acquire() as producer:
-                for one in [more for first in later for more in (first, *first.then)]:
-                    one.publish(
-                        producer,
-                        declare=one.entities(),
-                        retry=True,
-                        retry_policy=policy,
-                    )
-        except Exception as error:
-            raise self._not_yet(error) from error
-
-    def _not_yet(self, error: Exception) -> Reject:
-        log.warning(
-            "task %s[%s] has ended, and what follows cannot be called yet; it goes "
-            "back to its queue: %s", self.task.name, self.task.request.id, error,
-        )  # fmt: skip
-        threading.Event().wait(PAUSE)
-        return Reject(error, requeue=True)
+        done = memo.Memo(row["headers"], bytes(row["body"]))
+        following.send(self.task, done.later)
+        return done.result()
 
     def _fail(self, seen: Seen, error: BaseException) -> bool:
         """Note a failure, which Celery reports by its own means. Returns False when the

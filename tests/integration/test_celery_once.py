@@ -209,7 +209,7 @@ def test_while_what_follows_cannot_be_called_the_message_goes_back(
         effect("worked")
         return 1
 
-    monkeypatch.setattr(once, "PAUSE", 0.0)
+    monkeypatch.setattr("django_txmsg.celery.following.PAUSE", 0.0)
     task, following = once_task(work), step.s("next")
     if follows == "chord":
         following = chord([step.s("one"), step.s("two")], step.s("body"))
@@ -327,7 +327,7 @@ def test_an_outage_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
         # As of a database that is not the inbox's.
         raise OperationalError("no connection") from ConnectionRefusedError()
 
-    monkeypatch.setattr(once, "PAUSE", 0.0)
+    monkeypatch.setattr("django_txmsg.celery.following.PAUSE", 0.0)
     task = once_task(work)
     for _ in range(20):
         assert isinstance(deliver(task), Reject)
@@ -355,7 +355,7 @@ def test_while_the_database_is_away_the_message_goes_back(
             cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
     left = [False, True]
-    monkeypatch.setattr(once, "PAUSE", 0.0)
+    monkeypatch.setattr("django_txmsg.celery.following.PAUSE", 0.0)
     task = once_task(work)
 
     rejected = deliver(task)

@@ -1,0 +1,90 @@
+"""What follows a OnceTask's commit: its messages, its links, the rest of its chain.
+
+While that cannot be sent, the task's message goes back to its queue, and the copy sends
+it, without doing the work again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from celery import signature
+from celery.exceptions import ImproperlyConfigured, Reject
+from kombu.exceptions import EncodeError
+
+from ..brokers.celery.publication import Publication
+from . import running
+
+log = logging.getLogger("django_txmsg.celery")
+
+#: Seconds before a delivery goes back to the broker while the database is away, or what
+#: the task's chain needs.
+PAUSE = 2.0
+#: What is wrong with the call of what follows, and will be wrong the next time.
+HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupError)
+
+
+def go_on(task: Any, result: Any) -> None:
+    """Call the task's links and the rest of its chain.
+
+    Celery would do so upon its return, and while its broker is away, or the backend
+    that a chord needs, take the task for failed and acknowledge it: its work would
+    be done and its chain lost. Raises Reject instead.
+    """
+    request, app = task.request, task.app
+    links, chain = request.callbacks or [], request.chain or []
+    request.callbacks = request.chain = None
+    given: dict[str, Any] = {
+        "parent_id": request.id,
+        "root_id": request.root_id or request.id,
+        "priority": None,
+    }
+    if app.conf.task_inherit_parent_priority:
+        given["priority"] = (request.delivery_info or {}).get("priority")
+    run, outer = running.Run(ended=True), running.current_run()
+    running.enter(run)
+    try:
+        for link in links:
+            signature(link, app=app).apply_async((result,), **given)
+        if chain:
+            following = signature(chain[-1], app=app)
+            following.apply_async((result,), chain=chain[:-1], **given)
+    except HOPELESS:
+        raise
+    except Exception as error:
+        # What says that a backend is away, differs from one to the other.
+        raise _not_yet(task, error) from error
+    finally:
+        running.enter(outer)
+    send(task, run.later)
+
+
+def send(task: Any, later: list[Publication]) -> None:
+    """Hand what continues the task to Celery's broker. Raises Reject without it:
+    then the task's message comes again, and this with it."""
+    if not later:
+        return
+    app = task.app
+    policy = app.conf.task_publish_retry_policy
+    try:
+        with app.producer_or_acquire() as producer:
+            for one in [more for first in later for more in (first, *first.then)]:
+                one.publish(
+                    producer,
+                    declare=one.entities(),
+                    retry=True,
+                    retry_policy=policy,
+                )
+    except Exception as error:
+        raise _not_yet(task, error) from error
+
+
+def _not_yet(task: Any, error: Exception) -> Reject:
+    log.warning(
+        "task %s[%s] has ended, and what follows cannot be called yet; it goes "
+        "back to its queue: %s", task.name, task.request.id, error,
+    )  # fmt: skip
+    threading.Event().wait(PAUSE)
+    return Reject(error, requeue=True)
