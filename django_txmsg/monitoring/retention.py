@@ -214,7 +214,17 @@ def _taken(cutoff: dt.datetime) -> Q:
     return Q(last_received_at__lt=cutoff) & (
         Q(processed_at__lt=cutoff)
         | (Q(dead_at__lt=cutoff) & ~Q(_open_letter(OuterRef("stage"))))
+        | _terminated()
     )
+
+
+def _terminated() -> Q:
+    """Return which are a OnceTask's that Celery has killed by its time limit, or by
+    hand: nobody could say so here, and its message does not come again."""
+    service = conf.get().SERVICE
+    # A stage's messages say when they were stored, if they are of our own.
+    ours = Q(created_at=None, service=service)
+    return ours & Q(processed_at=None, dead_at=None, due_at=None)
 
 
 def _resolved(cutoff: dt.datetime) -> Q:

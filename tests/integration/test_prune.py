@@ -134,6 +134,21 @@ def test_a_message_whose_copies_keep_coming_is_remembered() -> None:
     assert left(InboxMessage) == {row.pk}
 
 
+def test_a_task_of_celery_s_that_was_terminated_is_forgotten() -> None:
+    begun: dict[str, Any] = {"processed_at": None, "attempts": 1, "service": "tests"}
+    instants = {"first_received_at": ago(days=30), "last_received_at": ago(days=8)}
+    task = make.InboxMessageFactory(**begun, created_at=None)
+    young = make.InboxMessageFactory(**begun, created_at=None)
+    message = make.InboxMessageFactory(**begun, created_at=ago(days=30))
+    foreign = make.InboxMessageFactory(**{**begun, "service": ""}, created_at=None)
+    for row in (task, message, foreign):
+        aged(InboxMessage, row, **instants)
+
+    prune()
+
+    assert left(InboxMessage) == {young.pk, message.pk, foreign.pk}
+
+
 def test_a_dead_inbox_row_waits_for_its_own_dead_letter() -> None:
     row = make.InboxMessageFactory(
         dead=True, first_received_at=ago(days=30), dead_at=ago(days=30)
