@@ -571,6 +571,27 @@ def test_headers_of_any_type_are_text_and_what_is_no_text_is_a_problem(
     assert bodies([whole, no_text, nul]) == [b"1", b"2", b"3"]
 
 
+def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    """Its list of queues is RabbitMQ's, which refuses a copy that has it as text."""
+    copied = f"{destination}.copied"
+    session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
+    session.subscribe(destination, prefetch=2)
+    other.subscribe(copied, prefetch=2)
+    table = {"CC": [copied], "colour": "red"}
+    bare.basic_publish(
+        amqp.Message(b"x", application_headers=table), routing_key=destination
+    )
+    for one in (session, other):
+        (delivery,) = take(one, 1)
+        one.send_back(delivery, delivery.headers)
+        (again,) = take(one, 1)
+        assert again.headers["colour"] == "red"
+        one.ack([again])
+        assert one.receive(0.2) is None
+
+
 def test_properties_that_cannot_be_read_are_a_problem_and_no_error() -> None:
     from django_txmsg.brokers.amqp.content import Reader, encode
 

@@ -38,6 +38,9 @@ _PROPERTIES = (
 )
 #: Properties that a sender's header becomes, where it is short enough.
 _SENT = frozenset({"content-type", "content-encoding", "correlation-id", "type"})
+#: To which further queues RabbitMQ has handed the message: no affair of a copy, which
+#: it refuses where this is no list.
+_ROUTES = frozenset({"BCC", "CC"})
 _PERSISTENT = b"\x02"
 #: Bytes of a short text, and of a name in the table.
 SHORT = 255
@@ -113,7 +116,8 @@ class Reader:
         except (struct.error, ValueError, ArithmeticError, RecursionError) as error:
             self.problem = self.problem or f"its properties cannot be read: {error}"
         for name, value in self.table.items():
-            found.setdefault(name, text(value))
+            if name not in _ROUTES or isinstance(value, str):
+                found.setdefault(name, text(value))
         if not self.problem and _UNSTORABLE.search("".join([*found, *found.values()])):
             self.problem = "its headers have a NUL or half of a surrogate pair"
         return found
