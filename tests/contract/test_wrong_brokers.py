@@ -16,9 +16,6 @@ from django_txmsg.testing.broker_suite import BrokerSuite, talk
 from tests.redis_broker import WORKERS, RedisBroker, RedisSession
 from tests.services import Redis
 
-# One database will do: none is used.
-pytestmark = pytest.mark.postgresql
-
 Answers = list[BrokerError | None]
 
 
