@@ -148,9 +148,9 @@ def _open_hook(alias: str, broker: str) -> AfterCommit | None:
     are dispatched together; a savepoint's rollback drops its hooks.
     """
     last = last_hook(connections[alias])
-    if isinstance(last, AfterCommit) and (last.alias, last.broker) == (alias, broker):
-        return last
-    return None
+    if not isinstance(last, AfterCommit) or last.called:
+        return None
+    return last if (last.alias, last.broker) == (alias, broker) else None
 
 
 def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
@@ -177,6 +177,8 @@ class AfterCommit:
         #: Not inserted yet, and whether one of them may be there already.
         self.gathered: list[NewMessage] = []
         self.derived = False
+        #: As a TestCase does with hooks, in the middle of its transaction.
+        self.called = False
 
     def note(self, ids: list[int], rows: list[NewMessage]) -> None:
         """Add rows that are inserted."""
@@ -185,6 +187,7 @@ class AfterCommit:
             self.stored += [(row.message_id, row.destination) for row in rows]
 
     def __call__(self) -> None:
+        self.called = True
         if self.gathered:
             self._store_late()
         for message_id, destination in self.stored:

@@ -13,9 +13,9 @@ from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_
 from django_txmsg import Message, Redeliver, RedeliveryPolicy, Refuse, send_message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.testing import drain, outbox_messages
+from django_txmsg.testing import ScriptedBroker, drain, outbox_messages
 from tests.app.models import Order
-from tests.running import declared
+from tests.running import declared, txmsg
 
 HOUR = dt.timedelta(hours=1)
 
@@ -258,3 +258,22 @@ class TestWhereTransactionsCommit(TransactionTestCase, Declares):
                     send_message("drained.committed", number)
             drain()
             assert len(seen) == 5 * (round_ + 1)
+
+
+@pytest.mark.django_db
+def test_hooks_that_a_test_case_runs_send_nothing_to_a_broker_outside(
+    django_capture_on_commit_callbacks: Any,
+) -> None:
+    """Nothing was committed, and nothing will be."""
+    with ScriptedBroker() as broker:
+        for url, left in ((broker.url, 1), ("database://", 0)):
+            brokers = {"default": {"URL": url}}
+            with (
+                txmsg(BROKERS=brokers, DISPATCH_ON_COMMIT="inline"),
+                django_capture_on_commit_callbacks(execute=True),
+            ):
+                send_message("tests.q", 1)
+            pending = OutboxMessage.objects.filter(dispatched_at=None)
+            assert pending.count() == left
+            pending.delete()
+        assert broker.received("SEND") == []
