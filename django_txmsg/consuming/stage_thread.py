@@ -94,7 +94,7 @@ class StageThread:
                 self._close()
                 recycle(idle=True)
                 self._stopping.wait(0.2)
-            elif self._needs_database and not outage.usable(self.using):
+            elif self.stage.transaction == "outbox" and not outage.usable(self.using):
                 outage.wait(self.using, self._stopping)
             elif self._subscription.session is None and self._subscription.pause:
                 self._work_parked_without_broker()
@@ -117,10 +117,6 @@ class StageThread:
             log.exception("stage %r: an error of ours; going on", self.stage.name)
             self._close()
             self._stopping.wait(1.0)
-
-    @property
-    def _needs_database(self) -> bool:
-        return self.stage.transaction == "outbox"
 
     @property
     def refusal(self) -> BaseException | None:

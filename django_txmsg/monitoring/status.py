@@ -8,13 +8,10 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
-
-from django.db import connections
 
 from ..brokers import receives
 from ..models import StageState
-from ..models.fields import clock, read_instant
+from ..models.fields import clock
 from ..models.queue import queue_name
 from ..stages import all_stages
 from . import attendance, recent, subscriptions, turns
@@ -233,7 +230,7 @@ def read(using: str = "default") -> Status:
     for name, last, processing, critical in recent.last_processed(using):
         place = _place(status.stages, name)
         place.last, place.processing, place.critical = last, processing, critical
-    for stage, destination, dead, oldest, muted in open_dead_letters(using):
+    for stage, destination, dead, oldest, muted in recent.open_dead_letters(using):
         places, name = (
             (status.stages, stage) if stage else (status.destinations, destination)
         )
@@ -275,35 +272,5 @@ def held_queues(paused: Collection[str]) -> set[str]:
     }
 
 
-def open_dead_letters(
-    using: str,
-) -> list[tuple[str, str, int, dt.datetime | None, int]]:
-    """Return stage, destination, number and oldest of the newest open dead letters,
-    and the number of the muted ones, who are not in the other two."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, destination,"
-            " COUNT(*) FILTER (WHERE note.id IS NULL),"
-            " MIN(created_at) FILTER (WHERE note.id IS NULL), COUNT(note.id)"
-            " FROM (SELECT stage, destination, fingerprint, created_at"
-            " FROM django_txmsg_deadletter WHERE resolution = 'open'"
-            " ORDER BY id DESC LIMIT %s) AS newest"
-            " LEFT JOIN django_txmsg_failurenote note"
-            " ON note.fingerprint = newest.fingerprint AND note.muted"
-            " GROUP BY stage, destination",
-            [CAP + 1],
-        )
-        return [
-            (stage, destination, dead, read_instant(oldest), muted)
-            for stage, destination, dead, oldest, muted in cursor.fetchall()
-        ]
-
-
 def _place(places: dict[str, Place], name: str) -> Place:
     return places.setdefault(name, Place(name))
-
-
-def _instant(value: Any) -> dt.datetime:
-    instant: dt.datetime | None = read_instant(value)
-    assert instant is not None
-    return instant

@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg.models import PeriodCount
-from django_txmsg.monitoring import periods, status, waiting
+from django_txmsg.monitoring import periods, recent, status, waiting
 from tests import factories
 
 from . import shop
@@ -143,7 +143,7 @@ def test_counts_stop_at_the_cap(
     viewer: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factories.OutboxMessageFactory.create_batch(7)
-    for module in (status, waiting):
+    for module in (recent, status, waiting):
         monkeypatch.setattr(module, "CAP", 5)
 
     pending = waiting.in_outbox("default")["orders.place"]

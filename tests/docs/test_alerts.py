@@ -10,6 +10,7 @@ import promql_parser
 import pytest
 
 from django_txmsg import metrics
+from django_txmsg.monitoring import gauges
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "how-to" / "alerts.md").read_text()
@@ -28,7 +29,7 @@ def offered() -> dict[str, set[str]]:
     """The series that a scrape can have, each with its labels."""
     registry = prometheus_client.CollectorRegistry()
     metrics.install(registry)
-    found = {f"txmsg_{name}": {_label(name)} for name in metrics._TEXTS}
+    found = {f"txmsg_{name}": {_label(name)} for name in gauges.TEXTS}
     for family in registry.collect():
         collector = registry._names_to_collectors[family.name]
         labels = set(collector._labelnames) | {"le"}

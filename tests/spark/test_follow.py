@@ -28,7 +28,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from django_txmsg import metrics
 from django_txmsg.spark import webhook as webhooks
 from django_txmsg.spark.errors import UsageError
-from django_txmsg.spark.jobs.follow import Follower, FollowOptions
+from django_txmsg.spark.jobs.follow import Follower
+from django_txmsg.spark.jobs.follow_options import FollowOptions
 from django_txmsg.spark.models import PipelineAlert
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.webhook import Webhook

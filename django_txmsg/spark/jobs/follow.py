@@ -25,32 +25,12 @@ from ..spec import JobSpec
 from ..webhook import Webhook
 from .archive import Archiver, no_step
 from .archive_options import ArchiveOptions
+from .follow_options import FollowOptions
 from .outage import Outage
 from .reconciling import Reconciling
 from .sweep import SweepOptions, run_sweep
 
 UTC = dt.timezone.utc
-
-
-@dataclass(frozen=True)
-class FollowOptions:
-    """How often, how old, and above what an alert fires."""
-
-    ages: Mapping[str, dt.timedelta]
-    """How old a settled row of a table is when it leaves."""
-    every: dt.timedelta = dt.timedelta(minutes=5)
-    batch_rows: int = 100_000
-    lag: dt.timedelta = dt.timedelta(minutes=15)
-    dead_letters: int = 10
-    """In `window`."""
-    window: dt.timedelta = dt.timedelta(hours=1)
-    away: dt.timedelta = dt.timedelta(minutes=5)
-    stuck_after: dt.timedelta = dt.timedelta(hours=6)
-    reconcile_every: dt.timedelta = dt.timedelta(hours=1)
-    reconcile: tuple[str, ...] = ()
-    """The words of its command line."""
-    sweep_every: dt.timedelta = dt.timedelta(days=1)
-    once: bool = False
 
 
 class Stopped(Exception):

@@ -14,7 +14,8 @@ from ..schemas import TABLES
 from ..spec import JobSpec
 from ..webhook import Webhook
 from .archive_command import ages, waiting
-from .follow import Follower, FollowOptions
+from .follow import Follower
+from .follow_options import FollowOptions
 from .outcome import Outcome
 from .stopping import run_until_stopped
 

@@ -1,0 +1,28 @@
+"""How the pipeline follows a database: how often, how old, what alerts."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class FollowOptions:
+    """How often, how old, and above what an alert fires."""
+
+    ages: Mapping[str, dt.timedelta]
+    """How old a settled row of a table is when it leaves."""
+    every: dt.timedelta = dt.timedelta(minutes=5)
+    batch_rows: int = 100_000
+    lag: dt.timedelta = dt.timedelta(minutes=15)
+    dead_letters: int = 10
+    """In `window`."""
+    window: dt.timedelta = dt.timedelta(hours=1)
+    away: dt.timedelta = dt.timedelta(minutes=5)
+    stuck_after: dt.timedelta = dt.timedelta(hours=6)
+    reconcile_every: dt.timedelta = dt.timedelta(hours=1)
+    reconcile: tuple[str, ...] = ()
+    """The words of its command line."""
+    sweep_every: dt.timedelta = dt.timedelta(days=1)
+    once: bool = False
