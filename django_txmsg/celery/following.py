@@ -15,7 +15,7 @@ from celery.exceptions import ImproperlyConfigured, Reject
 from kombu.exceptions import EncodeError
 
 from ..brokers.celery.publication import Publication
-from . import running
+from . import publishing, running
 
 log = logging.getLogger("django_txmsg.celery")
 
@@ -66,17 +66,8 @@ def send(task: Any, later: list[Publication]) -> None:
     then the task's message comes again, and this with it."""
     if not later:
         return
-    app = task.app
-    policy = app.conf.task_publish_retry_policy
     try:
-        with app.producer_or_acquire() as producer:
-            for one in [more for first in later for more in (first, *first.then)]:
-                one.publish(
-                    producer,
-                    declare=one.entities(),
-                    retry=True,
-                    retry_policy=policy,
-                )
+        publishing.publish(task.app, later)
     except Exception as error:
         raise _not_yet(task, error) from error
 

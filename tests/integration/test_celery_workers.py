@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import chain, chord, group
+from celery.app.trace import build_tracer
+from celery.exceptions import Reject
 from django.db import transaction
 from kombu import Exchange, Queue
 
+from django_txmsg.celery import following
 from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import InboxMessage, OutboxMessage
 from django_txmsg.relaying.lane import Lane
@@ -300,6 +304,34 @@ def test_a_queue_that_was_deleted_loses_no_task(
             queue(connection.default_channel).delete()
     finally:
         lane.close()
+
+
+def test_what_follows_a_once_task_is_confirmed(
+    worker: Start, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that takes no more refuses it, which without confirms nobody hears."""
+    monkeypatch.setattr(following, "PAUSE", 0.0)
+    limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    full = Queue("tests.celery.full", queue_arguments=limits)
+    trace = build_tracer(charge.name, charge, app=app)
+    request = {"id": "one", "retries": 0, "delivery_info": {}}
+
+    def deliver() -> Any:
+        chain = [step.s().set(queue=full)]
+        return trace("one", [1], {}, {**request, "chain": chain}).retval
+
+    with app.connection_for_write() as connection:
+        bound = full(connection.default_channel)
+        bound.declare()
+        bound.purge()
+        assert deliver() == [1]
+        for _ in range(2):
+            error = deliver().exception
+            assert isinstance(getattr(error, "exc", error), Reject)
+        bound.purge()
+        rabbitmq.close_all_connections()
+    assert deliver() == [1]
+    assert effects("charge") == ["charge [1]"]
 
 
 @pytest.mark.soak  # each death takes Celery a second

@@ -37,6 +37,24 @@ def load_app(url: str) -> Any:
     return app
 
 
+def open_session(app: Any) -> CelerySession:
+    """Return a conversation with an app's broker. Raises BrokerUnavailable."""
+    # Confirms are asked for here, a batch at a time and not each by itself. Nobody
+    # reads while nothing is sent, so the server must not wait for heartbeats.
+    connection = app.connection_for_write(
+        heartbeat=0, transport_options={"confirm_publish": False}
+    )
+    try:
+        connection.ensure_connection(
+            max_retries=1, interval_start=0, interval_step=0, timeout=TIMEOUT
+        )
+        return CelerySession(connection)
+    except (OperationalError, *ends(connection, channels=True)) as error:
+        with contextlib.suppress(Exception):
+            connection.release()
+        raise BrokerUnavailable(f"{connection.as_uri()}: {error}") from error
+
+
 class CeleryBroker(Broker):
     """The broker of a Celery app, for tasks' messages only."""
 
@@ -45,21 +63,7 @@ class CeleryBroker(Broker):
     ) -> CelerySession:
         if transacted or subscriber:
             send_only()
-        app = load_app(self._url)
-        # Confirms are asked for here, a batch at a time and not each by itself. Nobody
-        # reads while nothing is sent, so the server must not wait for heartbeats.
-        connection = app.connection_for_write(
-            heartbeat=0, transport_options={"confirm_publish": False}
-        )
-        try:
-            connection.ensure_connection(
-                max_retries=1, interval_start=0, interval_step=0, timeout=TIMEOUT
-            )
-            return CelerySession(connection)
-        except (OperationalError, *ends(connection, channels=True)) as error:
-            with contextlib.suppress(Exception):
-                connection.release()
-            raise BrokerUnavailable(f"{connection.as_uri()}: {error}") from error
+        return open_session(load_app(self._url))
 
     def shares_topics(self) -> bool:
         return True
