@@ -127,7 +127,7 @@ def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBas
         _end(session.rollback, request)
         return response
     try:
-        idempotency.keep(request, response, session.using)
+        idempotency.keep(request, response, session.using, session.stored_as)
     except BaseException:
         _end(session.rollback, request)
         raise

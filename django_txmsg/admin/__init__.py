@@ -27,4 +27,4 @@ __all__ = [
 ]
 
 if apps.is_installed("django_txmsg.spark"):
-    from . import pipeline  # noqa: F401 - its models are that app's
+    from . import findings, pipeline  # noqa: F401 - their models are that app's

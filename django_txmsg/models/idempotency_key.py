@@ -20,6 +20,9 @@ class IdempotencyKey(models.Model):
     body = models.BinaryField(
         null=True, blank=True, help_text="Empty for a streaming response."
     )
+    session_id = models.UUIDField(
+        null=True, blank=True, help_text="As which session's its messages are stored."
+    )
     created_at = models.DateTimeField(db_default=Now())
 
     class Meta:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import uuid
 from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
@@ -119,8 +120,14 @@ def is_free_again(request: HttpRequest, response: HttpResponseBase) -> bool:
     return claimed and response.status_code in RETRIABLE
 
 
-def keep(request: HttpRequest, response: HttpResponseBase, using: str) -> None:
-    """Store the response with its key, before the transaction commits."""
+def keep(
+    request: HttpRequest,
+    response: HttpResponseBase,
+    using: str,
+    session_id: uuid.UUID | None,
+) -> None:
+    """Store the response with its key, before the transaction commits, and with what
+    the request's messages are known by: who erases them erases it, too."""
     row: IdempotencyKey | None = getattr(request, "_txmsg_idempotency", None)
     if row is None:
         return
@@ -132,7 +139,10 @@ def keep(request: HttpRequest, response: HttpResponseBase, using: str) -> None:
     ]
     if not response.streaming and len(response.content) <= MAX_KEPT:  # type: ignore[attr-defined]  # not streaming
         row.body = bytes(response.content)  # type: ignore[attr-defined]  # not streaming
-    row.save(using=using, update_fields=["status_code", "headers", "body"])
+    row.session_id = session_id
+    row.save(
+        using=using, update_fields=["status_code", "headers", "body", "session_id"]
+    )
 
 
 def _replay(stored: IdempotencyKey) -> HttpResponse:

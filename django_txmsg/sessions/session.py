@@ -69,6 +69,12 @@ class OutboxSession:
         return self._scope.stored.get(self.using, 0) if self._scope else 0
 
     @property
+    def stored_as(self) -> uuid.UUID | None:
+        """The `session_id` of the messages sent so far: of a group that this session
+        shares with others, or its own. None while there are none."""
+        return self._join()[0] if self.stored else None
+
+    @property
     def spoiled(self) -> bool:
         """Whether an error that was caught leaves nothing but to roll back."""
         return self._block.spoiled

@@ -82,16 +82,31 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     reconcile.add_argument("--grace", type=duration, default=dt.timedelta(hours=1))
     reconcile.add_argument("--late-after", type=duration, default=dt.timedelta(hours=1))
     reconcile.add_argument(
-        "--fail-on", choices=("lost", "findings", "never"), default="lost",
-        help="which findings, when they are new, make the exit code 1",
+        "--fail-on", choices=("lost", "new", "findings", "never"), default="lost",
+        help="which findings that nobody has acknowledged make the exit code 1; new: "
+        "what is lost, and no run before has found",
     )  # fmt: skip
     reconcile.add_argument(
-        "--known", action="store_true", help="count what an earlier run has found, too"
+        "--known", action="store_true", help="count what is acknowledged, too"
     )
     reconcile.add_argument(
         "--external", action="append", default=[], metavar="DESTINATION",
         help="consumed by something that keeps no inbox; may be repeated",
     )  # fmt: skip
+
+    findings = jobs.add_parser(
+        "findings", parents=[common], help="what reconcile has found; acknowledge it"
+    )
+    findings.add_argument("--verdict", default="")
+    findings.add_argument("--destination", default="")
+    findings.add_argument("--message-id", type=uuid.UUID, action="append", default=[])
+    findings.add_argument(
+        "--all", action="store_true",
+        help="list what is acknowledged, too; change all, where nothing narrows",
+    )  # fmt: skip
+    change = findings.add_mutually_exclusive_group()
+    change.add_argument("--acknowledge", metavar="WHY", help="and why they may be")
+    change.add_argument("--reopen", action="store_true", help="take that back")
 
     analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
     analyze.add_argument("--since", type=instant, default="7d")

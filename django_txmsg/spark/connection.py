@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import re
 import sqlite3
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .databases.sqlite import instant_text
 from .errors import EnvironmentFault
 from .spec import SourceSpec
 
@@ -56,6 +58,23 @@ class Connection:
             self._run("ROLLBACK", ())
             raise
         self._run("COMMIT", ())
+
+    def many(self, sql: str, lines: Iterable[Sequence[Any]]) -> None:
+        """Run a statement for each line of values, inside a transaction."""
+        if self.vendor == "sqlite":
+            self.raw.executemany(sql.replace("%s", "?"), lines)
+            return
+        with self.raw.cursor() as cursor:
+            cursor.executemany(sql, lines)
+
+    def given(self, value: Any) -> Any:
+        """Return a value as Django keeps it: in SQLite ids and instants are texts."""
+        if self.vendor == "sqlite":
+            if isinstance(value, uuid.UUID):
+                return value.hex
+            if isinstance(value, dt.datetime):
+                return instant_text(value, upper=True)
+        return value
 
     def clock(self) -> dt.datetime:
         """Return the database's present instant."""

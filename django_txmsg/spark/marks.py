@@ -7,13 +7,10 @@ are settled, and it moves in the transaction that deletes. Plain SQL on the tabl
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
 from dataclasses import dataclass
-from typing import Any
 
 from .connection import Connection
-from .databases.sqlite import instant_text
 from .errors import EnvironmentFault
 
 _MARKS = "django_txmsg_archivemark"
@@ -47,7 +44,7 @@ class Marks:
 
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
         """Set a lake's mark, whatever it was, and return it."""
-        now = self._parameter(self.connection.clock())
+        now = self.connection.given(self.connection.clock())
         self.connection.execute(
             f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
             " begun_through, rows, changed_at) VALUES (%s, %s, %s, %s, %s, 0, %s)"
@@ -84,7 +81,7 @@ class Marks:
             " begun_through > %s THEN begun_through ELSE %s END, rows = rows + %s,"
             " changed_at = %s WHERE source = %s AND lake_id = %s"
             " AND purged_through = %s",
-            after, after, after, rows, self._parameter(connection.clock()),
+            after, after, after, rows, connection.given(connection.clock()),
             self.source, self._id(lake_id), before,
         )  # fmt: skip
         if changed != 1:
@@ -93,11 +90,5 @@ class Marks:
                 "this one has lost its lock, and has deleted nothing more. Run again."
             )
 
-    def _id(self, lake_id: str) -> str:
-        # Django keeps a UUID in SQLite as its digits.
-        return uuid.UUID(lake_id).hex if self.connection.vendor == "sqlite" else lake_id
-
-    def _parameter(self, instant: dt.datetime) -> Any:
-        if self.connection.vendor == "sqlite":
-            return instant_text(instant, upper=True)
-        return instant
+    def _id(self, lake_id: str) -> object:
+        return self.connection.given(uuid.UUID(lake_id))

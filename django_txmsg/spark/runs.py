@@ -18,7 +18,6 @@ from typing import Any
 from pyspark.sql import types as t
 
 from .connection import connect_plain
-from .databases.sqlite import instant_text
 from .errors import PipelineError, VerificationRefused
 from .lake import Lake
 from .lock import alive
@@ -136,13 +135,13 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
             f"INSERT INTO {_RUNS} (id, job, service, state, run_by, lake, options,"
             " rows, counts, error, started_at)"
             " VALUES (%s, %s, %s, 'running', %s, %s, %s, 0, '{}', '', %s)",
-            _id(source, run),
+            connection.given(uuid.UUID(run.id)),
             run.job,
             source.service,
             run_by(),
             lake,
             json.dumps(run.options, default=str),
-            _instant(source, run.started_at),
+            connection.given(run.started_at),
         )
     finally:
         connection.close()
@@ -169,8 +168,8 @@ def _note(
             run.rows,
             json.dumps(run.counts, default=str),
             run.error,
-            None if finished_at is None else _instant(source, finished_at),
-            _id(source, run),
+            connection.given(finished_at),
+            connection.given(uuid.UUID(run.id)),
         )
     finally:
         connection.close()
@@ -202,13 +201,3 @@ def _keep(run: Run, lake: LakeSpec, service: str) -> None:
             }
         ],
     )
-
-
-def _id(source: SourceSpec, run: Run) -> str:
-    return uuid.UUID(run.id).hex if source.vendor == "sqlite" else run.id
-
-
-def _instant(source: SourceSpec, instant: dt.datetime) -> Any:
-    if source.vendor == "sqlite":
-        return instant_text(instant, upper=True)
-    return instant

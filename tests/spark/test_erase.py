@@ -30,10 +30,18 @@ SECRET = "a-secret-of-anns"
 def log_of_a_person(log: Log) -> uuid.UUID:
     """Three messages, one of them to be forgotten, in every table that can have it."""
     log.send_many(2)
-    ann = uuid.uuid4()
+    ann, session = uuid.uuid4(), uuid.uuid4()
     log.send(
         [{"message_id": ann, "key": PERSON, "body": SECRET.encode(),
-          "headers": {"from": SECRET}, "last_error": SECRET}]
+          "headers": {"from": SECRET}, "last_error": SECRET, "session_id": session}]
+    )  # fmt: skip
+    # Two requests, and what they were answered; the second is somebody else's.
+    log.insert(
+        "django_txmsg_idempotencykey",
+        [{"caller": "user:1", "key": str(one), "fingerprint": "", "status_code": 201,
+          "headers": json.dumps([["Location", SECRET]]), "body": SECRET.encode(),
+          "session_id": one, "created_at": LONG_AGO}
+         for one in (session, uuid.uuid4())],
     )  # fmt: skip
     log.receive([{"message_id": ann, "last_error": SECRET}])
     log.receive([{"message_id": uuid.uuid4()}])
@@ -104,9 +112,16 @@ def test_a_person_is_forgotten_everywhere_files_included(
     assert told["counts"] == done["counts"]
     assert done["lake"] == {"outbox": 1, "inbox": 1, "attempts": 1, "dead_letters": 1}
     assert done["counts"]["messages"] == 2
+    assert done["database"].pop("django_txmsg_idempotencykey") == 2
     assert set(done["database"].values()) == {1, 0}
     assert [delta_rows(lake, one).num_rows for one in (OUTBOX, INBOX)] == [2, 1]
     assert log.count() == 2
+    # Keys stay, without the answers to ann's requests: one archived, one still here.
+    answers = log.rows("SELECT body, headers FROM django_txmsg_idempotencykey")
+    assert sorted(row[0] is None for row in answers) == [False, False, True, True]
+    assert sorted(SECRET in str(row[1]) for row in answers) == [
+        False, False, True, True,
+    ]  # fmt: skip
     for name in ("inboxmessage", "deadletter", "attempt", "queuemessage"):
         left = {"inboxmessage": 1}.get(name, 0)
         assert log.count(f"django_txmsg_{name}") == left

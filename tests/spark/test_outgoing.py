@@ -18,7 +18,10 @@ import pytest
 
 from django_txmsg.spark.errors import EnvironmentFault, UsageError
 from django_txmsg.spark.jobs.archive_options import ArchiveOptions
-from django_txmsg.spark.schemas import STAGED
+from django_txmsg.spark.jobs.outgoing import choose
+from django_txmsg.spark.jobs.outgoing_options import ReplayOptions
+from django_txmsg.spark.jobs.reading import WholeLog
+from django_txmsg.spark.schemas import OUTBOX, STAGED
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.staging import Brought, Staging
 from tests.faults import wait_until
@@ -267,6 +270,25 @@ def test_a_name_is_one_choice_of_messages(
     assert log.count() == 2
     assert log.count("django_txmsg_stagedmessage") == 0
     assert run(spec, *words[:-1], "april")["rows"] == 2
+
+
+def test_a_replay_beside_an_archive_finds_each_message_once(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    log.send_many(110)
+    archive(spark, log, lake)
+    log.send_many(110, destination="later")
+    with WholeLog(spark, JobSpec((log.spec,), lake)) as whole:
+        # Rows leave the database after its snapshot was taken,
+        archive(spark, log, lake)
+        log.send_many(5)
+        chosen = choose(whole, OUTBOX, ReplayOptions(where="true"))
+        # and after the files of the lake were named.
+        archive(spark, log, lake)
+        assert log.count() == 0
+        rows = chosen.select("message_id").collect()
+
+    assert len(rows) == len({row[0] for row in rows}) == 220
 
 
 def test_a_letter_that_died_again_is_replayed_again(

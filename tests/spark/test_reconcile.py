@@ -73,15 +73,17 @@ def test_who_listens_since_when_outlives_the_lakes_own_retention(
     assert lost("old", "new") == 1
 
 
-def test_only_what_is_new_is_told_by_the_exit_code(
+def test_what_nobody_has_acknowledged_is_told_by_the_exit_code(
     spark, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")
     spec = JobSpec((log.spec,), lake)
+    acknowledge = ("findings", "--all", "--acknowledge", "the <b>supplier</b> was down")
     log.send([{"created_at": NOW - 3 * HOUR}])
 
     first = run(spec, *JUDGE)
-    same = run(spec, *JUDGE)
+    same = run(spec, *JUDGE, "--fail-on", "new")
+    assert run(spec, *acknowledge)["rows"] == 1
     log.send([{"created_at": NOW - 2 * HOUR}])
     later = run(spec, *JUDGE)
 
@@ -89,16 +91,25 @@ def test_only_what_is_new_is_told_by_the_exit_code(
     assert [one["new"] for one in (first, same, later)] == [
         {"never_received": 1}, {}, {"never_received": 1},
     ]  # fmt: skip
+    assert [one["unacknowledged"] for one in (first, same, later)] == [
+        {"never_received": 1}
+    ] * 3
     assert [one["counts"]["never_received"] for one in (first, same, later)] == [
         1, 1, 2,
     ]  # fmt: skip
-    assert [bool(one["known_since"]) for one in later["examples"]] == [False, True]
+    assert [bool(one["known_since"]) for one in same["examples"]] == [True]
+    assert [bool(one["known_since"]) for one in later["examples"]] == [False]
+    assert run(spec, *acknowledge)["rows"] == 1
     assert run(spec, *JUDGE, "--known")["exit_code"] == 1
     # A place that something else consumes is said once, and asked for no more.
     log.send([{"destination": "erp", "created_at": NOW - HOUR}])
     told = run(spec, *JUDGE, "--external", "erp")
     assert told["exit_code"] == 0
     assert told["counts"] == {"never_received": 2, "external": 1}
+    [one, two] = run(spec, "findings", "--all")["findings"]
+    assert one["note"] == two["note"] == "the <b>supplier</b> was down"
+    assert one["found_at"] > two["found_at"]
+    assert one["seen_at"] == two["seen_at"]
 
 
 def test_while_logs_are_compared_no_transaction_is_open(

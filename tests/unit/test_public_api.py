@@ -90,7 +90,7 @@ PUBLIC = {
     "django_txmsg.spark": "register",
     "django_txmsg.spark.cli": "main",
     "django_txmsg.spark.models": (
-        "ArchiveMark PipelineAlert PipelineRun StagedMessage StoredRun"
+        "ArchiveMark Finding PipelineAlert PipelineRun StagedMessage StoredRun"
     ),
     "django_txmsg.spark.source.snapshot": "snapshot",
     "django_txmsg.stages": "CallNext Stage TransactionDefinition stage",

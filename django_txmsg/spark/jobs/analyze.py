@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
+from ..noted import Noted, Which
 from ..report.page import Findings, render
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, Table
@@ -75,6 +76,7 @@ def run_analyze(
             until=until.astimezone(dt.timezone.utc),
         )
         _fill(found, sent, received, waiting, latencies, grouped)
+        add_findings(found, Noted(spec.service()))
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
             for name, struct, frame in (
@@ -93,6 +95,16 @@ def run_analyze(
     run.rows = int(found.totals["stored"] + found.totals["received"])
     run.counts = dict(found.totals)
     return found
+
+
+def add_findings(found: Findings, noted: Noted) -> None:
+    """Add what the last `reconcile` has found, and what somebody has said of it."""
+    if (last := noted.last_run()) is None:
+        return
+    found.judged_at, found.verdicts = last
+    for seen in (False, True):
+        found.lost = [*found.lost, *noted.read(Which(acknowledged=seen), TOP)][:TOP]
+    found.unseen = sum(noted.count(Which(acknowledged=False)).values())
 
 
 def _fill(

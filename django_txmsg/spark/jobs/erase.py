@@ -28,7 +28,14 @@ from ..runs import Run
 from ..schemas import TABLES, arrow_schema
 from ..spec import JobSpec, LakeSpec, SourceSpec
 from ..storage import place_of
-from .erased_rows import erase_rows, erase_tails, messages_named
+from .erased_rows import (
+    RESPONSES,
+    erase_responses,
+    erase_rows,
+    erase_tails,
+    messages_named,
+    sessions_of,
+)
 from .rewriting import rewritten
 from .settling import checksum
 
@@ -91,6 +98,11 @@ def run_erase(
                 stack.enter_context(ledger.lock())
         ids = sorted(_chosen(spark, spec.services, lake, options))
         done = Erased(len(ids), {}, {})
+        sessions = _sessions(spark, spec.services, lake, ids)
+        done.database[RESPONSES] = sum(
+            erase_responses(source, sessions, dry_run=options.dry_run)
+            for source in spec.services
+        )
         for name in ORDER:
             for source in spec.services:
                 if lake is not None:
@@ -136,6 +148,27 @@ def _chosen(
         found = rows.select("message_id").distinct().collect()
         ids |= {row["message_id"] for row in found}
     return ids
+
+
+def _sessions(
+    spark: SparkSession,
+    services: Sequence[SourceSpec],
+    lake: Lake | None,
+    ids: Sequence[str],
+) -> list[str]:
+    """Return the sessions that have stored the messages: what their requests were
+    answered may tell of them."""
+    found: set[str] = set()
+    for source in services:
+        found |= sessions_of(source, ids)
+    if lake is not None and ids:
+        place = lake.table("outbox", TABLES["outbox"].lake_struct())
+        own = [one.service for one in services]
+        named = spark.createDataFrame([(one,) for one in ids], "message_id string")
+        rows = place.read(spark, services=own).where("session_id IS NOT NULL")
+        rows = rows.join(sf.broadcast(named), "message_id", "left_semi")
+        found |= {row[0] for row in rows.select("session_id").distinct().collect()}
+    return sorted(found)
 
 
 def _from_lake(

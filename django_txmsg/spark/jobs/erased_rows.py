@@ -15,10 +15,14 @@ from ..spec import SourceSpec
 _RELATIONS = {
     "attempts": ("django_txmsg_attempt", "django_txmsg_queuemessage"),
     "inbox": ("django_txmsg_inboxmessage",),
+    "verdicts": ("django_txmsg_finding",),
     "dead_letters": ("django_txmsg_deadletter",),
     "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
 }
 _QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
+_OUTBOX = "django_txmsg_outboxmessage"
+#: What requests under an Idempotency-Key were answered.
+RESPONSES = "django_txmsg_idempotencykey"
 #: Messages of a statement: in SQLite all other writers wait for it.
 _SLICE = 500
 
@@ -97,6 +101,44 @@ def _let_go(connection: Connection, erased: str) -> None:
         f" WHERE {erased.replace('message_id', 'waits_for')}"
         " AND processed_at IS NULL AND dead_at IS NULL"
     )
+
+
+def sessions_of(source: SourceSpec, ids: Sequence[str]) -> set[str]:
+    """Return the sessions of HTTP requests that have stored messages of a database."""
+    found: set[str] = set()
+    with closing(connect_plain(source)) as connection:
+        for start in range(0, len(ids), _SLICE):
+            where = _where(connection, _OUTBOX, ids[start : start + _SLICE])
+            rows = connection.rows(
+                f"SELECT DISTINCT session_id FROM {_OUTBOX} WHERE {where}"
+                " AND session_id IS NOT NULL"
+            )
+            found |= {str(uuid.UUID(str(row[0]))) for row in rows}
+    return found
+
+
+def erase_responses(
+    source: SourceSpec, sessions: Sequence[str], *, dry_run: bool
+) -> int:
+    """Empty the responses that are stored under an Idempotency-Key for requests of
+    these sessions, and return how many. The keys stay: nothing is to be done again."""
+    count = 0
+    with closing(connect_plain(source)) as connection:
+        for start in range(0, len(sessions), _SLICE):
+            part = [uuid.UUID(one) for one in sessions[start : start + _SLICE]]
+            where = f"session_id IN ({', '.join(['%s'] * len(part))})"
+            where += " AND (body IS NOT NULL OR headers <> '[]')"
+            values = map(connection.given, part)
+            if dry_run:
+                count += connection.value(
+                    f"SELECT count(*) FROM {RESPONSES} WHERE {where}", *values
+                )
+            else:
+                count += connection.execute(
+                    f"UPDATE {RESPONSES} SET body = NULL, headers = '[]' WHERE {where}",
+                    *values,
+                )
+    return count
 
 
 def _ids(connection: Connection, relation: str, column: str, value: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""What runs of `reconcile` have found, as the lake keeps it."""
+"""What runs of `reconcile` have found, as the lake keeps it, and the database."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
 from ..errors import UsageError
+from ..noted import Noted, Which
 from ..results import result_struct
-from ..transforms.reconcile import FINDING, SUMMARY
+from ..transforms.reconcile import FINDING, KNOWN, SUMMARY
 from .reading import WholeLog
 
 
@@ -19,6 +20,20 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
         return log.spark.createDataFrame([], struct)
     own = [log.spec.service().service]
     return log.lake.table(name, struct).read(log.spark, services=own)
+
+
+def known_findings(log: WholeLog) -> DataFrame:
+    """Return KNOWN: what runs before have found, and what somebody has said of it."""
+    names = KNOWN.fieldNames()
+    kept = kept_by(log, "verdicts", FINDING).withColumns(
+        {
+            "found_at": sf.coalesce("found_at", "recorded_at"),
+            "acknowledged_at": sf.lit(None).cast("timestamp"),
+        }
+    )
+    noted = Noted(log.spec.service()).read(Which())
+    rows = [[one[name] for name in names] for one in noted]
+    return kept.select(*names).unionByName(log.spark.createDataFrame(rows, KNOWN))
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:

@@ -81,7 +81,7 @@ def run_replay(
             described += [options.verdict, judged]
         itself = run.id if table is DEAD_LETTERS else _digest(described)
         name = options.name or f"replay-{itself}"
-        chosen = _chosen(log, table, options, judged)
+        chosen = choose(log, table, options, judged)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         return _store(
             rows, source, name, options.rate, options.dry_run, run,
@@ -122,10 +122,12 @@ def run_send(
     return _store(rows, source, name, options.rate, options.dry_run, run)
 
 
-def _chosen(
-    log: WholeLog, table: Table, options: ReplayOptions, judged: str
+def choose(
+    log: WholeLog, table: Table, options: ReplayOptions, judged: str = ""
 ) -> DataFrame:
     """Choose among messages wherever they are: in the lake, or still in the database.
+    An archive may be under way: the lake is read after the database's snapshot was
+    taken, and what is in both is chosen once.
 
     Of the outbox those that have ended, and unless told otherwise in their first row:
     a replay of everything is not to replay its own. What was cancelled has ended as

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ... import wire
+from ..noted import MOST, Noted
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
@@ -28,7 +30,7 @@ from ..transforms.reconcile import (
     reconcile,
     summarise,
 )
-from .findings import kept_by
+from .findings import known_findings
 from .reading import WholeLog
 
 _Subscription = tuple[str, str, dt.datetime]
@@ -44,7 +46,7 @@ class ReconcileOptions:
     late_after: dt.timedelta = dt.timedelta(hours=1)
     fail_on: str = "lost"
     known: bool = False
-    """Whether what an earlier run has found counts as well, not only what is new."""
+    """Whether what somebody has acknowledged counts as well."""
     external: tuple[str, ...] = ()
     """Destinations that something else consumes, which keeps no log of ours."""
     keep: bool = True
@@ -59,6 +61,8 @@ class Reconciliation:
     counts: dict[str, int] = field(default_factory=dict)
     fresh: dict[str, int] = field(default_factory=dict)
     """Findings that no run before has come to, by verdict."""
+    unseen: dict[str, int] = field(default_factory=dict)
+    """Findings that nobody has acknowledged, by verdict."""
     destinations: dict[str, dict[str, int]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -102,7 +106,7 @@ def run_reconcile(
             place = found.destinations.setdefault(row.destination or "?", {})
             place[row.verdict] = row.messages
             found.counts[row.verdict] = found.counts.get(row.verdict, 0) + row.messages
-        findings = aged(verdicts, kept_by(log, "verdicts", FINDING), run.started_at)
+        findings = aged(verdicts, known_findings(log), run.started_at)
         findings = findings.persist(StorageLevel.DISK_ONLY)
         _show(found, findings, run.started_at)
         if options.keep and spec.lake is not None:
@@ -112,13 +116,18 @@ def run_reconcile(
             if fresh:
                 rows = [dict(zip(EXPECTED.fieldNames(), f, strict=True)) for f in fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
+        if options.keep:
+            noted = Noted(spec.service())
+            noted.keep(_worst(findings), run.started_at, options.since)
         findings.unpersist()
         verdicts.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)
-    bad = {"lost": LOST, "findings": FINDINGS, "never": ()}[options.fail_on]
-    counted = found.counts if options.known else found.fresh
-    run.findings = any(counted.get(kind) for kind in bad)
+    bad = {"lost": LOST, "new": LOST, "findings": FINDINGS, "never": ()}
+    counted = found.fresh if options.fail_on == "new" else found.unseen
+    if options.known:
+        counted = found.counts
+    run.findings = any(counted.get(kind) for kind in bad[options.fail_on])
     return found
 
 
@@ -141,13 +150,17 @@ def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFram
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count what is new, and name some findings: new ones first, the worst first."""
+    """Count what is new and what nobody has acknowledged, and name some of these: new
+    ones first, the worst first."""
     present = sf.timestamp_micros(sf.lit(int(now.timestamp() * 1_000_000)))
     new = sf.col("found_at") >= present
-    for row in findings.where(new).groupBy("verdict").count().collect():
-        found.fresh[row["verdict"]] = row["count"]
-    worst = sf.array_position(sf.array(*map(sf.lit, FINDINGS)), sf.col("verdict"))
-    shown = findings.orderBy(~new, worst, "sent_at", "message_id").limit(20)
+    unseen = findings.where("acknowledged_at IS NULL")
+    counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
+    for kind, is_new, count in counts:
+        found.unseen[kind] = found.unseen.get(kind, 0) + count
+        if is_new:
+            found.fresh[kind] = count
+    shown = unseen.orderBy(~new, *_order()).limit(20)
     found.examples = [
         row.asDict()
         for row in shown.select(
@@ -156,6 +169,26 @@ def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
             sf.when(~new, sf.col("found_at").cast("string")).alias("known_since"),
         ).collect()
     ]  # fmt: skip
+
+
+def _order() -> tuple[Any, ...]:
+    worst = sf.array_position(sf.array(*map(sf.lit, FINDINGS)), sf.col("verdict"))
+    return worst, "sent_at", "message_id"
+
+
+def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield what somebody is to see to, the worst first, and what somebody has."""
+    # As microseconds: a collected timestamp would be in this machine's time zone.
+    instants = {name: sf.unix_micros(name) for name in ("sent_at", "found_at")}
+    seen = sf.col("acknowledged_at").isNotNull()
+    for chosen in (findings.where(seen), findings.where(~seen).orderBy(*_order())):
+        for row in chosen.limit(MOST).withColumns(instants).toLocalIterator():
+            at = {name: _instant(row[name]) for name in instants}
+            yield row.asDict() | at
+
+
+def _instant(micros: int | None) -> dt.datetime | None:
+    return None if micros is None else _EPOCH + dt.timedelta(microseconds=micros)
 
 
 def _declared(log: WholeLog) -> tuple[list[_Subscription], list[_Subscription]]:

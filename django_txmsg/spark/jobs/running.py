@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,11 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         from .follow_command import run_follow
 
         return run_follow(spec, given, options)
-    with recorded(spec, given.job, options) as run:
+    record: AbstractContextManager[Run] = recorded(spec, given.job, options)
+    if given.job == "findings" and not (given.reopen or given.acknowledge is not None):
+        # Whoever looks leaves no trace.
+        record = nullcontext(Run(given.job, options))
+    with record as run:
         try:
             outcome = _JOBS[given.job](spec, given, run)
         except (PySparkException, Py4JError) as error:
@@ -89,11 +94,17 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         lines.append(f"  {name}: {said}")
     if new := sum(found.fresh.values()):
         lines.append(f"  {new:,} findings are new.")
+    if unseen := sum(found.unseen.values()):
+        lines.append(
+            f"  {unseen:,} findings nobody has acknowledged: `pipeline findings`."
+        )
     for one in found.examples:
         lines.append(
             f"  {one['verdict']}: {one['message_id']} to {one['destination']}"
             f" from {one['sender'] or 'nobody known'} at {one['consumer'] or 'nobody'},"
             f" sent {one['sent_at']}"
+            + f", known since {one['known_since']}"
+            * bool(one["known_since"])
         )
     for name in found.unheard:
         lines.append(
@@ -104,8 +115,15 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     facts = {
         "horizon": found.horizon, "destinations": found.destinations,
         "examples": found.examples, "unheard": found.unheard, "new": found.fresh,
+        "unacknowledged": found.unseen,
     }  # fmt: skip
     return Outcome(lines, facts)
+
+
+def _findings(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    from .acknowledge import run_findings
+
+    return run_findings(spec, given, run)
 
 
 def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
@@ -276,6 +294,7 @@ def _sweep(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 _JOBS: dict[str, Job] = {
     "archive": _archive,
     "reconcile": _reconcile,
+    "findings": _findings,
     "analyze": _analyze,
     "replay": _replay,
     "send": _send,

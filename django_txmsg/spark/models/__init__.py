@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from .archive_mark import ArchiveMark
+from .finding import Finding
 from .pipeline_alert import PipelineAlert
 from .pipeline_run import PipelineRun
 from .staged_message import StagedMessage
 from .stored_run import StoredRun
 
-__all__ = ["ArchiveMark", "PipelineAlert", "PipelineRun", "StagedMessage", "StoredRun"]
+__all__ = [
+    "ArchiveMark",
+    "Finding",
+    "PipelineAlert",
+    "PipelineRun",
+    "StagedMessage",
+    "StoredRun",
+]

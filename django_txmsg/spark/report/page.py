@@ -19,6 +19,14 @@ class Findings:
     services: Sequence[str]
     since: dt.datetime
     until: dt.datetime
+    judged_at: dt.datetime | None = None
+    """When the last `reconcile` began, if there was one."""
+    verdicts: dict[str, int] = field(default_factory=dict)
+    """What it has counted."""
+    lost: Sequence[dict[str, Any]] = ()
+    """Its findings, those first that nobody has acknowledged."""
+    unseen: int = 0
+    """How many of them nobody has acknowledged."""
     hours: Sequence[dt.datetime] = ()
     throughput: dict[str, Sequence[float | None]] = field(default_factory=dict)
     backlog: Sequence[float | None] = ()
@@ -35,6 +43,11 @@ def render(found: Findings) -> str:
     title = f"Message log of {names}"
     span = f"{found.since:%d %b %Y %H:%M} to {found.until:%d %b %Y %H:%M} UTC"
     sections = [
+        _section(
+            "Lost and doubled",
+            "What was sent against what was received, message by message.",
+            _verdicts(found),
+        ),
         _section(
             "Throughput",
             "Messages per hour: stored in the outbox, dispatched to the broker, "
@@ -103,7 +116,11 @@ def render(found: Findings) -> str:
 def _tiles(found: Findings) -> str:
     totals = found.totals
     again = totals.get("redelivered", 0) / (totals.get("received", 0) or 1)
+    bad = [
+        ("findings to see to", number(found.unseen), "bad" if found.unseen else "good")
+    ]
     tiles = [
+        *(bad if found.judged_at else []),
         ("stored", number(totals.get("stored", 0)), ""),
         ("processed", number(totals.get("processed", 0)), ""),
         ("95 % processed within", duration(totals.get("p95", 0)), ""),
@@ -129,6 +146,16 @@ def _buried(found: Findings) -> list[Line]:
 def _told(found: Findings) -> str:
     """What a person should know who reads nothing else."""
     said = []
+    counts = [
+        f"<b>{number(found.verdicts[kind])}</b> {word}"
+        for kind, word in (
+            ("never_received", "never received"),
+            ("processed_twice", "processed twice"),
+        )
+        if found.verdicts.get(kind)
+    ]
+    if counts:
+        said.append(f"Messages were lost or doubled: {', '.join(counts)}.")
     waiting = [one or 0 for one in found.backlog]
     if waiting and (most := max(waiting)) > 0:
         hour = found.hours[waiting.index(most)]
@@ -169,6 +196,52 @@ def _at(hour: dt.datetime) -> str:
 
 def _section(title: str, said: str, content: str) -> str:
     return f"<section><h2>{title}</h2><p>{said}</p>{content}</section>"
+
+
+def _verdicts(found: Findings) -> str:
+    if found.judged_at is None:
+        return (
+            '<p class="none">Nobody has compared them yet: '
+            "<code>pipeline reconcile</code>.</p>"
+        )
+    counts = ", ".join(
+        f"{number(count)} {escape(kind.replace('_', ' '))}"
+        for kind, count in sorted(found.verdicts.items(), key=lambda one: -one[1])
+    )
+    judged = (
+        f'<p class="none">Compared on {_stamp(found.judged_at)}: '
+        f"{counts or 'nothing was there'}.</p>"
+    )
+    if not found.lost:
+        return judged
+    body = "".join(
+        f'<tr><th scope="row">{escape(row["verdict"].replace("_", " "))}<br><small>'
+        f"{escape(row['message_id'])}</small></th>"
+        f"<td>{escape(row['sender'] or 'nobody known')} → {escape(row['destination'])}"
+        f"<br><small>{escape(row['consumer'])}</small></td>"
+        f"<td>{_stamp(row['sent_at'])}</td>"
+        f'<td class="n">{duration((found.until - row["found_at"]).total_seconds())}'
+        f"</td><td>{_note(row)}</td></tr>"
+        for row in found.lost
+    )
+    return (
+        f"{judged}<table><thead><tr><th>finding and message</th><th>way</th>"
+        "<th>sent</th><th>age</th><th>acknowledged</th></tr></thead>"
+        f"<tbody>{body}</tbody></table>"
+    )
+
+
+def _stamp(instant: dt.datetime | None) -> str:
+    return f"{instant.astimezone(dt.timezone.utc):%d %b %H:%M}" if instant else "?"
+
+
+def _note(row: dict[str, Any]) -> str:
+    if not row["acknowledged_at"]:
+        return "no"
+    return (
+        f"{escape(row['note'])}<br><small>{escape(row['acknowledged_by'])}, "
+        f"{_stamp(row['acknowledged_at'])}</small>"
+    )
 
 
 def _stages(found: Findings) -> str:

@@ -71,7 +71,24 @@ VERDICT = t.StructType(
 )
 
 #: A verdict that is worth a look, and when a run has first come to it.
-FINDING = t.StructType([*VERDICT.fields, t.StructField("found_at", t.TimestampType())])
+FINDING = t.StructType(
+    [
+        *VERDICT.fields,
+        t.StructField("found_at", t.TimestampType()),
+        t.StructField("acknowledged_at", t.TimestampType()),
+    ]
+)
+
+#: What is known of findings already. No consumer is an empty one.
+KNOWN = t.StructType(
+    [
+        *[
+            VERDICT[name]
+            for name in ("message_id", "destination", "consumer", "verdict")
+        ],
+        *FINDING.fields[len(VERDICT) :],
+    ]
+)
 
 SUMMARY = t.StructType(
     [
@@ -149,11 +166,15 @@ def reconcile(
 
 def aged(verdicts: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
     """Return the FINDING rows among verdicts, each with the instant of the first run
-    that found it: by `known`, what earlier runs have kept, or else `now`."""
-    names = ["message_id", "destination", "consumer", "verdict"]
-    before = known.groupBy(*[sf.col(name).alias(f"known_{name}") for name in names])
-    first = before.agg(sf.min(sf.coalesce("found_at", "recorded_at")).alias("first_at"))
-    same = [sf.col(name).eqNullSafe(sf.col(f"known_{name}")) for name in names]
+    that found it: by KNOWN rows, several of a finding maybe, or else `now`."""
+    names = KNOWN.fieldNames()[:4]
+    first = known.groupBy(
+        *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in names]
+    ).agg(
+        sf.min("found_at").alias("first_at"),
+        sf.max("acknowledged_at").alias("acknowledged_at"),
+    )
+    same = [sf.coalesce(name, sf.lit("")) == sf.col(f"known_{name}") for name in names]
     present = sf.timestamp_micros(sf.lit(int(now.timestamp() * 1_000_000)))
     return (
         verdicts.where(sf.col("verdict").isin(*FINDINGS))

@@ -294,3 +294,13 @@ def test_it_is_off_unless_switched_on() -> None:
         assert post("a-key").status_code == 201
         assert post("a-key", number="2").status_code == 201
     assert not IdempotencyKey.objects.exists()
+
+
+def test_a_key_knows_as_which_session_its_messages_are_stored() -> None:
+    """By it the pipeline erases the response with the messages."""
+    post("a-key")
+
+    assert IdempotencyKey.objects.get().session_id is not None
+    assert set(IdempotencyKey.objects.values_list("session_id")) == set(
+        OutboxMessage.objects.values_list("session_id")
+    )

@@ -1,0 +1,156 @@
+"""What `reconcile` has found: how old it is, and who says why it may be so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.db import transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.urls import reverse
+from django.utils import timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from ..spark.models import Finding
+from . import display
+from .addresses import MESSAGE
+from .audit import audit
+from .base import ReadOnlyAdmin, find
+
+
+@admin.register(Finding)
+class FindingAdmin(ReadOnlyAdmin):
+    """Findings, to be acknowledged with a note. The next run of `reconcile` removes
+    those that are well by then, and nobody has acknowledged."""
+
+    list_display = (
+        "verdict", "message", "destination", "sender", "consumer", "sent", "age",
+        "seen", "said",
+    )  # fmt: skip
+    list_filter = ("verdict", ("acknowledged_at", admin.EmptyFieldListFilter))
+    search_fields = ("message_id",)
+    search_help_text = "Exact message id or destination"
+    ordering = ("-found_at", "id")
+    actions = ("acknowledge", "reopen")
+    fields = (
+        "verdict", "message", "destination", "sender", "consumer", "sent", "age",
+        "seen", "service", "said",
+    )  # fmt: skip
+    readonly_fields = fields
+
+    def has_acknowledge_permission(self, request: HttpRequest) -> bool:
+        """Whether the user may acknowledge findings, and take that back."""
+        return request.user.has_perm("txmsg_spark.acknowledge_finding")
+
+    def lookup_allowed(
+        self, lookup: str, value: Any, request: HttpRequest | None = None
+    ) -> bool:
+        """Narrow by its filters only."""
+        return lookup in ("verdict", "verdict__exact", "acknowledged_at__isempty")
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Find by one exact message id, or by destination."""
+        if not search_term:
+            return queryset, False
+        return find(queryset, search_term, "destination"), False
+
+    @admin.action(description="Acknowledge…", permissions=["acknowledge"])
+    def acknowledge(
+        self, request: HttpRequest, chosen: QuerySet[Finding]
+    ) -> HttpResponse | None:
+        """Ask for a note, then write it to what is chosen."""
+        findings = chosen.filter(acknowledged_at=None)
+        note = request.POST.get("note", "").strip()
+        if "note" not in request.POST or not note:
+            if "note" in request.POST:
+                messages.error(request, "Say why: an acknowledgement has a note.")
+            return self._ask(request, findings)
+        count = self._say(
+            request, findings, f"Acknowledged: {note}",
+            acknowledged_at=timezone.now(), note=note,
+            acknowledged_by=request.user.get_username()[:255],
+        )  # fmt: skip
+        messages.success(request, f"Acknowledged {count:,} findings.")
+        return None
+
+    @admin.action(description="Open again", permissions=["acknowledge"])
+    def reopen(self, request: HttpRequest, chosen: QuerySet[Finding]) -> None:
+        """Take acknowledgements back."""
+        findings = chosen.exclude(acknowledged_at=None)
+        count = self._say(
+            request, findings, "Opened again.",
+            acknowledged_at=None, acknowledged_by="", note="",
+        )  # fmt: skip
+        messages.success(request, f"{count:,} findings are open again.")
+
+    def _ask(self, request: HttpRequest, findings: QuerySet[Finding]) -> HttpResponse:
+        count = findings.count()
+        context = {
+            **self.page_context(
+                request, f"Acknowledge {count:,} finding{'s' * (count != 1)}?"
+            ),
+            "count": count,
+            "some": findings[:20],
+            "box": ACTION_CHECKBOX_NAME,
+            "chosen": request.POST.getlist(ACTION_CHECKBOX_NAME),
+            "across": request.POST.get("select_across", "0"),
+        }
+        return render(request, "admin/django_txmsg/acknowledge.html", context)
+
+    def _say(
+        self,
+        request: HttpRequest,
+        findings: QuerySet[Finding],
+        text: str,
+        **changes: Any,
+    ) -> int:
+        """Change findings, and write into the admin's log who did."""
+        with transaction.atomic(using=findings.db):
+            chosen = list(findings.select_for_update().order_by("pk"))
+            for finding in chosen:
+                audit(request, finding, text)
+            keys = [finding.pk for finding in chosen]
+            for start in range(0, len(keys), 500):
+                part = keys[start : start + 500]
+                Finding.objects.using(findings.db).filter(pk__in=part).update(**changes)
+        return len(chosen)
+
+    @admin.display(description="message")
+    def message(self, finding: Finding) -> SafeString:
+        """The message, and the way to its page."""
+        site = self.admin_site.name
+        page = reverse(MESSAGE, args=[finding.message_id], current_app=site)
+        return format_html(
+            '<a href="{}">{}</a>', page, display.short_id(finding.message_id)
+        )
+
+    @admin.display(description="sent")
+    def sent(self, finding: Finding) -> SafeString:
+        """When it was sent."""
+        return display.ago(finding.sent_at) if finding.sent_at else display.mono("?")
+
+    @admin.display(description="found")
+    def age(self, finding: Finding) -> SafeString:
+        """Since when it is known."""
+        return display.ago(finding.found_at)
+
+    @admin.display(description="last seen")
+    def seen(self, finding: Finding) -> SafeString:
+        """When a run came to it last."""
+        return display.ago(finding.seen_at)
+
+    @admin.display(description="acknowledged")
+    def said(self, finding: Finding) -> SafeString:
+        """Who knows of it, since when, and why it may be."""
+        if finding.acknowledged_at is None:
+            return display.badge("new")
+        return format_html(
+            "{}<br><small>{}, {}</small>",
+            finding.note, finding.acknowledged_by, display.ago(finding.acknowledged_at),
+        )  # fmt: skip

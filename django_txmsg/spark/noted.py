@@ -1,0 +1,188 @@
+"""Findings as a service's database keeps them: how old, and what somebody says of them.
+
+Plain SQL on the table of `models/finding.py`, for PostgreSQL and SQLite. The lake's
+table `verdicts` has all findings of all runs; here are those that somebody sees to.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from .connection import Connection, connect_plain
+from .errors import UsageError
+from .spec import SourceSpec
+
+_TABLE = "django_txmsg_finding"
+#: Findings that nobody has acknowledged, at most: a run that was not told of a service
+#: that consumes finds all of its messages lost.
+MOST = 10_000
+#: What makes a finding the same one in the next run.
+KEY = ("message_id", "destination", "consumer", "verdict")
+COLUMNS = (
+    "verdict", "message_id", "destination", "sender", "consumer", "sent_at", "found_at",
+    "seen_at", "acknowledged_at", "acknowledged_by", "note",
+)  # fmt: skip
+_INSTANTS = frozenset(name for name in COLUMNS if name.endswith("_at"))
+
+
+@dataclass(frozen=True)
+class Which:
+    """Which findings: those that all of these name."""
+
+    verdict: str = ""
+    destination: str = ""
+    message_ids: tuple[uuid.UUID, ...] = ()
+    acknowledged: bool | None = None
+
+
+class Noted:
+    """The findings of one service's runs."""
+
+    def __init__(self, source: SourceSpec) -> None:
+        self.source = source
+
+    def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
+        """Return findings, the latest first found first."""
+        with closing(connect_plain(self.source)) as connection:
+            where, values = self._where(connection, which)
+            rows = connection.rows(
+                f"SELECT {', '.join(COLUMNS)} FROM {_TABLE} WHERE {where} ORDER BY"
+                " found_at DESC, verdict, sent_at, id"
+                + (f" LIMIT {limit}" if limit else ""),
+                *values,
+            )
+        return [
+            {
+                name: _plain(name, value)
+                for name, value in zip(COLUMNS, row, strict=True)
+            }
+            for row in rows
+        ]
+
+    def count(self, which: Which) -> dict[str, int]:
+        """Return how many there are of each verdict."""
+        with closing(connect_plain(self.source)) as connection:
+            where, values = self._where(connection, which)
+            return dict(
+                connection.rows(
+                    f"SELECT verdict, count(*) FROM {_TABLE} WHERE {where}"
+                    " GROUP BY verdict",
+                    *values,
+                )
+            )
+
+    def keep(
+        self,
+        findings: Iterable[dict[str, Any]],
+        seen_at: dt.datetime,
+        since: dt.datetime | None,
+    ) -> None:
+        """Note what a run has found, of messages sent since an instant. What it has not
+        found again, and nobody has acknowledged, is well by now, and goes."""
+        names = ("id", "service", *COLUMNS[:8])
+        update = "sender", "sent_at", "seen_at"
+        with closing(connect_plain(self.source)) as connection:
+            lines = [
+                [
+                    connection.given(value)
+                    for value in (
+                        uuid.uuid5(uuid.NAMESPACE_OID, self._digest(one)),
+                        self.source.service, one["verdict"],
+                        uuid.UUID(one["message_id"]), one["destination"] or "",
+                        one["sender"] or "", one["consumer"] or "", one["sent_at"],
+                        one["found_at"], seen_at,
+                    )
+                ]
+                for one in findings
+            ]  # fmt: skip
+            gone = (
+                f"DELETE FROM {_TABLE} WHERE service = %s AND acknowledged_at IS NULL"
+                " AND seen_at < %s"
+            )
+            values = [self.source.service, seen_at]
+            if since is not None:
+                gone += " AND sent_at >= %s"
+                values.append(since)
+            with connection.transaction():
+                if lines:
+                    connection.many(
+                        f"INSERT INTO {_TABLE} ({', '.join(names)}, acknowledged_by,"
+                        f" note) VALUES ({', '.join(['%s'] * len(names))}, '', '')"
+                        " ON CONFLICT (id) DO UPDATE SET "
+                        + ", ".join(f"{name} = excluded.{name}" for name in update),
+                        lines,
+                    )
+                connection.execute(gone, *map(connection.given, values))
+
+    def acknowledge(self, which: Which, by: str, note: str) -> int:
+        """Say of findings that somebody knows of them, and why they may be; return of
+        how many. Raises UsageError without a note."""
+        if not note.strip():
+            raise UsageError("Say why: an acknowledgement has a note.")
+        return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
+
+    def reopen(self, which: Which) -> int:
+        """Take acknowledgements back; return how many."""
+        return self._set(which, True, None, "", "")
+
+    def last_run(self) -> tuple[dt.datetime, dict[str, int]] | None:
+        """Return when the last `reconcile` that has ended began, and its counts."""
+        with closing(connect_plain(self.source)) as connection:
+            rows = connection.rows(
+                "SELECT started_at, counts FROM django_txmsg_pipelinerun WHERE"
+                " job = 'reconcile' AND service = %s AND state IN ('clean', 'findings')"
+                " ORDER BY started_at DESC LIMIT 1",
+                self.source.service,
+            )
+        if not rows:
+            return None
+        [(at, counts)] = rows
+        return _plain("found_at", at), (
+            json.loads(counts) if isinstance(counts, str) else counts
+        )
+
+    def _set(
+        self, which: Which, before: bool, at: dt.datetime | None, by: str, note: str
+    ) -> int:
+        which = Which(which.verdict, which.destination, which.message_ids, before)
+        with closing(connect_plain(self.source)) as connection:
+            where, values = self._where(connection, which)
+            return connection.execute(
+                f"UPDATE {_TABLE} SET acknowledged_at = %s, acknowledged_by = %s,"
+                f" note = %s WHERE {where}",
+                connection.given(at), by[:255], note.strip(), *values,
+            )  # fmt: skip
+
+    def _where(self, connection: Connection, which: Which) -> tuple[str, list[Any]]:
+        where, values = ["service = %s"], [self.source.service]
+        if which.verdict:
+            where.append("verdict = %s")
+            values.append(which.verdict)
+        if which.destination:
+            where.append("destination = %s")
+            values.append(which.destination)
+        if which.message_ids:
+            marks = ", ".join(["%s"] * len(which.message_ids))
+            where.append(f"message_id IN ({marks})")
+            values += map(connection.given, which.message_ids)
+        if which.acknowledged is not None:
+            verb = "IS NOT" if which.acknowledged else "IS"
+            where.append(f"acknowledged_at {verb} NULL")
+        return " AND ".join(where), values
+
+    def _digest(self, finding: dict[str, Any]) -> str:
+        return json.dumps([self.source.service, *(finding[name] for name in KEY)])
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "message_id":
+        return str(uuid.UUID(str(value)))
+    if name in _INSTANTS and isinstance(value, str):  # SQLite's, in UTC
+        return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
+    return value
