@@ -151,14 +151,15 @@ def test_what_a_handler_sends_past_its_transaction_is_out_whatever_follows(
 def test_what_is_sent_later_is_what_was_stored(destination: str) -> None:
     """The broker was away when the stage had committed."""
     topic, queue = f"topic:{destination}.news", f"{destination}.next"
+    name = f"{destination}.reader"
 
     def handler(message: Message) -> None:
         send_message(topic, "told", headers={"colour": "a:b\nü"})
         send_message(queue, "keyed", key="k", expires=dt.timedelta(hours=1))
         send_message(queue, "later", delay=dt.timedelta(seconds=1))
 
-    with get_broker().open(subscriber="tests.news") as session:
-        session.subscribe(topic, prefetch=1, subscriber="tests.news")
+    with get_broker().open(subscriber=name) as session:
+        session.subscribe(topic, prefetch=1, subscriber=name)
     with declared(handler, destination) as stage:
         put(destination)
         with running(stage):
@@ -167,8 +168,8 @@ def test_what_is_sent_later_is_what_was_stored(destination: str) -> None:
     with txmsg(BROKERS=dead), pytest.raises(BrokerUnavailable):
         ship()
     ship()
-    with get_broker().open(subscriber="tests.news") as session:
-        session.subscribe(topic, prefetch=1, subscriber="tests.news")
+    with get_broker().open(subscriber=name) as session:
+        session.subscribe(topic, prefetch=1, subscriber=name)
         told = session.receive(30)
         assert told is not None
         assert (told.body, told.headers["colour"]) == (b'"told"', "a:b\nü")
