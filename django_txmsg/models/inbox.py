@@ -73,14 +73,19 @@ class InboxManager(ReleaseManager):
         if token is not None:
             condition = "lease_token = %s"
             parameters = [pk, prepared(self.model, "lease_token", token, connection)]
-        come, values = turn_sql(self.model, connection, turn)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"  # noqa: S608 - constants only
-                f" WHERE id = %s AND {condition} AND {OPEN}{come}",
-                [*parameters, *values],
-            )
-            return bool(cursor.rowcount)
+        follows = turn is not None and turn.after_id is not None
+        for dead_too in (False, True) if follows else (False,):
+            come, values = turn_sql(self.model, connection, turn, dead_too=dead_too)
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    f"UPDATE {self._table} SET"  # noqa: S608 - constants only
+                    f" {PROCESSED.format(now=now_sql(connection))}"
+                    f" WHERE id = %s AND {condition} AND {OPEN}{come}",
+                    [*parameters, *values],
+                )
+                if cursor.rowcount:
+                    return True
+        return False
 
     def finish(self, ids: list[int]) -> None:
         """Mark rows processed now, in the transaction that holds their work."""

@@ -104,7 +104,7 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         row in it: `record()` and `take()` in one round trip instead of three.
 
         Returns what was recorded, and whether the row is taken: with `turn`, only when
-        that has come. The transaction is
+        the one before it is processed. The transaction is
         open in any case: a `StageTransaction` takes it over, or the caller rolls it
         back. For a connection of psycopg 3 that is outside of any block
         (`begins_early()`). When it fails, `recorded()` tells by the `mark` whether the
@@ -117,7 +117,7 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         if isolation is None and own is not None:
             isolation = own.name.replace("_", " ")
         level = f" ISOLATION LEVEL {isolation}" if isolation else ""
-        come, values = turn_sql(self.model, connection, turn)
+        come, values = turn_sql(self.model, connection, turn, dead_too=False)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only

@@ -47,7 +47,11 @@ class WaitingManager(ParkedManager):
         """Return whether the message's predecessor lets it go."""
         if turn.after_id is None:
             return True
-        return turn.after_id in self.let_go_by([turn.after_id], turn)
+        before = self.filter(message_id=turn.after_id, stage=turn.stage)
+        ends = before.order_by().values_list("processed_at", "dead_at").first()
+        if ends is None or ends == (None, None):
+            return False
+        return ends[0] is not None or bool(self.let_go_by([turn.after_id], turn))
 
     def let_go_by(
         self, predecessors: Collection[uuid.UUID], turn: Turn

@@ -15,7 +15,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import F
 from django.db.models.functions import Now
 from hypothesis import HealthCheck, settings
@@ -234,7 +234,7 @@ class Life(RuleBasedStateMachine):
             thread.parked_due.set()
             thread._step()
         except Died:
-            pass
+            connection.close()  # with what its transaction has done
         finally:
             self.killer.step = None
             thread._close()
