@@ -24,7 +24,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Add the jobs and their options to a parser."""
     jobs = parser.add_subparsers(dest="job", metavar="JOB", required=True)
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--spec", help="the job specification, a JSON file")
+    common.add_argument("--spec", help="the job specification: a JSON file, or JSON")
     common.add_argument("--lake", help="the lake's URI")
     common.add_argument(
         "--service", type=pair, action="append", default=[], metavar="NAME=URL",

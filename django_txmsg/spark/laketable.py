@@ -21,6 +21,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as sf
 from pyspark.sql import types as t
 
+from .cores import parallelism
 from .errors import EnvironmentFault
 from .lakefile import LakeFile, directory_of
 from .lakelog import PARTITIONS, Named, added, named_by, removed
@@ -203,7 +204,7 @@ class LakeTable:
             return spark.createDataFrame([], struct)
         if self.place.local:
             return self._read_by_spark(spark, struct, chosen)
-        cores = spark.sparkContext.defaultParallelism
+        cores = parallelism(spark)
         parts = min(len(chosen), 2 * cores)
         task = LakeRows(self.files, self.root, struct, in_parts(chosen, parts))
         return spark.range(0, len(chosen), 1, parts).mapInArrow(task, struct)

@@ -12,6 +12,8 @@ from typing import TextIO
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
+from .cores import is_remote
+
 WIDTH = 24
 
 
@@ -55,7 +57,8 @@ class Progress:
     @contextmanager
     def following(self, spark: SparkSession) -> Iterator[None]:
         """Show the tasks of Spark's running stages for the duration of the block."""
-        if self.stream is None:
+        if self.stream is None or not is_remote(spark):
+            # Nobody is looking, or Spark Connect shows no stages.
             yield
             return
         over = threading.Event()

@@ -7,15 +7,18 @@ active session win.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pyspark.sql import SparkSession
 
 from . import register
 from .errors import EnvironmentFault
+from .spec import hidden
 
 #: What the jobs rely on, wherever they run.
 SETTINGS = {
@@ -65,6 +68,9 @@ def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
     """Start a session: local on all cores, unless the environment names a master."""
     builder = SparkSession.builder.appName(name)
     chosen = dict(SETTINGS)
+    remote = (settings or {}).get("spark.remote") or os.environ.get("SPARK_REMOTE", "")
+    if remote:
+        return _connected(builder.remote(remote), remote, settings or {})
     master = (settings or {}).get("spark.master", "")
     if not master and not _submitted():
         master = "local[*]"
@@ -86,9 +92,33 @@ def build(name: str, settings: Mapping[str, str] | None = None) -> SparkSession:
     return spark
 
 
+def _connected(
+    builder: SparkSession.Builder, remote: str, settings: Mapping[str, str]
+) -> SparkSession:
+    """Return a session of a Spark Connect server, which has its own static settings."""
+    server = remote.partition(";")[0].rstrip("/")  # what follows may be a token
+    parts = urlsplit(server)
+    try:
+        # Spark itself would try for minutes.
+        socket.create_connection((parts.hostname, parts.port or 15002), 10).close()
+        spark = builder.getOrCreate()
+        for key, value in settings.items():
+            if key != "spark.remote":
+                spark.conf.set(key, value)
+    except Exception as error:
+        why = str(error).partition("\n")[0].replace(remote, server)
+        if isinstance(error, ImportError):
+            why += ". Run pip install 'pyspark[connect]'"
+        raise EnvironmentFault(
+            f"The Spark Connect server at {hidden(server)} cannot be used: {why}."
+        ) from error
+    return spark
+
+
 def running() -> bool:
-    """Whether Spark is there already, or spark-submit has started us."""
-    return SparkSession.getActiveSession() is not None or _submitted()
+    """Whether Spark is there already, or has been started or named for us."""
+    known = SparkSession.getActiveSession() is not None
+    return known or _submitted() or bool(os.environ.get("SPARK_REMOTE"))
 
 
 def _submitted() -> bool:

@@ -229,10 +229,15 @@ class JobSpec:
 
     @classmethod
     def load(cls, path: str) -> JobSpec:
-        """Return the specification in a file. Raises UsageError."""
+        """Return the specification in a file, or the one that is given itself, as JSON.
+        Raises UsageError."""
+        if path.lstrip().startswith("{"):
+            return cls.from_json(path)
         try:
             return cls.from_json(Path(path).read_text())
         except OSError as error:
             raise UsageError(
-                f"The job specification cannot be read: {error}"
+                f"The job specification cannot be read: {error}. If the driver runs in "
+                "the cluster (--deploy-mode cluster), bring it there: --files job.json "
+                '--spec job.json on YARN, or --spec "$(cat job.json)".'
             ) from error

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pyspark
@@ -16,14 +19,21 @@ import pytest
 import django_txmsg
 from django_txmsg.spark.errors import (
     EnvironmentFault,
+    UsageError,
     VerificationRefused,
     told_by_spark,
 )
+from django_txmsg.spark.session import build
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec, hidden
 from tests.acceptance.shop import PROJECT, environment
 from tests.faults import wait_until
 from tests.services.server import free_port
-from tests.spark.archives import assert_moved_once, delta_rows, hashes_in
+from tests.spark.archives import (
+    assert_moved_once,
+    delta_rows,
+    hashes_in,
+    hashes_of_lake,
+)
 from tests.spark.conftest import JAVA_OPTIONS, ROOT
 from tests.spark.log import Log
 
@@ -60,6 +70,84 @@ def test_every_module_imports_without_django_and_only_the_words_of_the_wire() ->
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['django_txmsg.wire']"
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_where_the_driver_has_no_such_file_the_specification_comes_itself() -> None:
+    spec = JobSpec(services=(SourceSpec("shop", "sqlite:////db"),))
+
+    assert JobSpec.load(spec.to_json()) == spec
+    with pytest.raises(UsageError, match=r"bring it there: --files job\.json"):
+        JobSpec.load("/not/here/job.json")
+
+
+def test_a_spark_connect_server_that_is_not_there_is_told() -> None:
+    remote = f"sc://127.0.0.1:{free_port()}/;token=hidden-token"
+
+    with pytest.raises(EnvironmentFault, match="Spark Connect server at sc") as refused:
+        build("nowhere", {"spark.remote": remote})
+
+    assert "refused" in str(refused.value)
+    assert "hidden-token" not in str(refused.value)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_jobs_run_on_a_spark_connect_server(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    pytest.importorskip("grpc", reason="needs pyspark[connect]")
+    log, port = make_log("sqlite"), free_port()
+    ids = [uuid.uuid4() for _ in range(250)]
+    log.send([{"message_id": one} for one in ids])
+    log.receive([{"message_id": one} for one in ids[5:]])
+    before = hashes_in(log)
+    (tmp_path / "job.json").write_text(JobSpec((log.spec,), lake).to_json())
+    home = Path(pyspark.__file__).parent
+    # What the workers import has to be where the server runs.
+    paths = os.environ | {"PYTHONPATH": str(ROOT), "PYSPARK_PYTHON": sys.executable}
+    server = subprocess.Popen(
+        [home / "bin" / "spark-submit", "--class",
+         "org.apache.spark.sql.connect.service.SparkConnectServer", "--master",
+         "local[2]", "--conf", f"spark.connect.grpc.binding.port={port}", "--conf",
+         "spark.driver.bindAddress=127.0.0.1", "--conf", "spark.ui.enabled=false",
+         "spark-internal"],
+        env=paths | {"SPARK_HOME": str(home)}, cwd=tmp_path,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def run(*words: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "django_txmsg.spark", *words, "--spec",
+             tmp_path / "job.json", "--json"],
+            env=paths | {"SPARK_REMOTE": f"sc://127.0.0.1:{port}"}, cwd=ROOT,
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return facts
+
+    try:
+        wait_until(lambda: listens(port), deadline=120)
+        archived = run("archive", "--older-than", "1d", "--no-vacuum")
+        judged = run("reconcile", "--grace", "0s")
+        report = str(tmp_path / "report.html")
+        analysed = run("analyze", "--html", report, "--since", "400d")
+        replayed = run("replay", "--where", f"message_id = '{ids[0]}'", "--name", "r")
+        verified = run("verify")
+    finally:
+        server.terminate()
+        server.wait(60)
+
+    assert (archived["engine"], archived["rows"]) == ("spark", 495)
+    assert sorted(hashes_of_lake(lake)) == sorted(before.items())
+    assert judged["counts"] == {"never_received": 5, "ok": 245}
+    assert analysed["state"] == "clean"
+    assert replayed["rows"] == 1
+    assert verified["problems"] == []
 
 
 def test_a_specification_travels_as_json_without_the_password(monkeypatch) -> None:

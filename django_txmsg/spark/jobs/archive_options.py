@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from pyspark.sql import SparkSession
 
+from ..cores import on_one_machine, parallelism
+
 #: Connections that tasks open to a database side by side, unless told otherwise.
 MAX_TASKS = 16
 
@@ -34,7 +36,7 @@ def cores_of(spark: SparkSession | None) -> int:
     """Return how many tasks can work at once."""
     if spark is None:
         return os.cpu_count() or 1
-    return spark.sparkContext.defaultParallelism
+    return parallelism(spark)
 
 
 def tasks_on(spark: SparkSession | None) -> int:
@@ -43,6 +45,6 @@ def tasks_on(spark: SparkSession | None) -> int:
     cores, since the database that is read needs the others.
     """
     cores = cores_of(spark)
-    if spark is None or (spark.sparkContext.master or "").startswith("local"):
+    if spark is None or on_one_machine(spark):
         return max(1, cores // 2)
     return min(MAX_TASKS, 2 * cores)

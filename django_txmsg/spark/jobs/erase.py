@@ -18,6 +18,7 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import types as t
 
 from ... import wire
+from ..cores import parallelism
 from ..errors import UsageError
 from ..lake import Lake, NoLake
 from ..lakefile import LakeFile, rows_of
@@ -217,7 +218,7 @@ def _rewritten(
     if not named or not ids:
         return
     task = EraseTask(lake, place.name, named, ids, dry_run)
-    parts = min(len(named), 2 * spark.sparkContext.defaultParallelism)
+    parts = min(len(named), 2 * parallelism(spark))
     places = spark.range(0, len(named), 1, parts)
     for row in places.mapInArrow(task, _REWRITTEN).collect():
         file = named[row.number]

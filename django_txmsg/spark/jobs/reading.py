@@ -14,6 +14,7 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ..connection import connect_plain
+from ..cores import parallelism
 from ..databases import open_database
 from ..databases.base import Database
 from ..errors import EnvironmentFault, UsageError
@@ -161,7 +162,7 @@ class WholeLog:
     ) -> DataFrame:
         """Return rows of the databases alone."""
         work = []
-        cores = self.spark.sparkContext.defaultParallelism
+        cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
         for live in self.live:
             conditions = []

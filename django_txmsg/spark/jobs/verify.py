@@ -18,6 +18,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
+from ..cores import parallelism
 from ..lake import Lake
 from ..lakefile import rows_of
 from ..lakelog import Named
@@ -99,7 +100,7 @@ def _read(
     if not named:
         return []
     task = VerifyTask(lake, table, named)
-    parts = min(len(named), 2 * spark.sparkContext.defaultParallelism)
+    parts = min(len(named), 2 * parallelism(spark))
     places = spark.range(0, len(named), 1, parts)
     sums: dict[int, tuple[int, int]] = {}
     broken: dict[int, str] = {}
