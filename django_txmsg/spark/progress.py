@@ -57,7 +57,7 @@ class Progress:
     @contextmanager
     def following(self, spark: SparkSession) -> Iterator[None]:
         """Show the tasks of Spark's running stages for the duration of the block."""
-        if self.stream is None or not is_remote(spark):
+        if self.stream is None or is_remote(spark):
             # Nobody is looking, or Spark Connect shows no stages.
             yield
             return

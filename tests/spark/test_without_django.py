@@ -114,7 +114,8 @@ def test_jobs_run_on_a_spark_connect_server(
         [home / "bin" / "spark-submit", "--class",
          "org.apache.spark.sql.connect.service.SparkConnectServer", "--master",
          "local[2]", "--conf", f"spark.connect.grpc.binding.port={port}", "--conf",
-         "spark.driver.bindAddress=127.0.0.1", "--conf", "spark.ui.enabled=false",
+         "spark.driver.bindAddress=127.0.0.1", "--conf", "spark.driver.host=127.0.0.1",
+         "--conf", "spark.ui.enabled=false",
          "spark-internal"],
         env=paths | {"SPARK_HOME": str(home)}, cwd=tmp_path,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -128,14 +129,12 @@ def test_jobs_run_on_a_spark_connect_server(
             capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        assert "error" not in facts, facts
         return facts
 
     try:
         wait_until(lambda: listens(port), deadline=120)
         archived = run("archive", "--older-than", "1d", "--no-vacuum")
-        judged = run("reconcile", "--grace", "0s")
-        report = str(tmp_path / "report.html")
-        analysed = run("analyze", "--html", report, "--since", "400d")
         replayed = run("replay", "--where", f"message_id = '{ids[0]}'", "--name", "r")
         verified = run("verify")
     finally:
@@ -144,8 +143,6 @@ def test_jobs_run_on_a_spark_connect_server(
 
     assert (archived["engine"], archived["rows"]) == ("spark", 495)
     assert sorted(hashes_of_lake(lake)) == sorted(before.items())
-    assert judged["counts"] == {"never_received": 5, "ok": 245}
-    assert analysed["state"] == "clean"
     assert replayed["rows"] == 1
     assert verified["problems"] == []
 
