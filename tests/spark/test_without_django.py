@@ -58,8 +58,8 @@ def walk(path, prefix):
         module = importlib.import_module(found.name)
         walk(getattr(module, "__path__", ()), f"{found.name}.")
 walk(django_txmsg.spark.__path__, "django_txmsg.spark.")
-ours = sorted(n for n in sys.modules if n.startswith("django_txmsg."))
-print([n for n in ours if not n.startswith("django_txmsg.spark")])
+ours = {".".join(n.split(".")[:2]) for n in sys.modules if "django_txmsg." in n}
+print(sorted(ours - {"django_txmsg.spark"}))
 """
 
 
