@@ -69,16 +69,17 @@ def health(request: HttpRequest) -> JsonResponse:
         return JsonResponse({"status": "no database"}, status=503)
     least = request.GET.get("fail")
     failing = STATES.index(least if least in ("late", "degraded") else "stuck")
-    return JsonResponse(
-        {
-            "status": found.state,
-            "oldest": {
-                name: round(age.total_seconds(), 1)
-                for name, age in found.oldest.items()
-            },
-            "workers": found.workers,
-            "ordered": found.ordered,
+    answer = {
+        "status": found.state,
+        "oldest": {
+            name: round(age.total_seconds(), 1) for name, age in found.oldest.items()
         },
+        "workers": found.workers,
+    }
+    if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
+        answer["ordered"] = found.ordered
+    return JsonResponse(
+        answer,
         status=503 if STATES.index(found.state) >= failing else 200,
     )
 

@@ -114,23 +114,18 @@ def stopped_before_the_commit() -> None:
 
 def _stop_a_joiner(step: str, *, before: bool) -> None:
     from django_txmsg.sending.block import Block
-    from django_txmsg.sessions.group import Group
     from django_txmsg.sessions.session import OutboxSession
 
-    join, share, announce = OutboxSession._join, Group.share, OutboxSession._announce
+    join, announce = OutboxSession._join, OutboxSession._announce
     joined: set[object] = set()
 
-    def share_or_stop(group: Group) -> None:
-        if group.opened_at is not None:
-            joined.add(group)
+    def join_or_stop(session: OutboxSession) -> Any:
+        answer = join(session)
+        group = session._group
+        if group is not None and group.opened_at is not None:
+            joined.update((group, session._block))
             if step == "_join":
                 _stop_once()
-        share(group)
-
-    def note_the_block(session: OutboxSession) -> Any:
-        answer = join(session)
-        if session._group in joined:
-            joined.add(session._block)
         return answer
 
     def announce_and_stop(session: OutboxSession) -> None:
@@ -145,8 +140,7 @@ def _stop_a_joiner(step: str, *, before: bool) -> None:
         if block in joined:
             die_once()
 
-    Group.share = share_or_stop
-    OutboxSession._join = note_the_block
+    OutboxSession._join = join_or_stop
     OutboxSession._announce = announce_and_stop
     Block._note_commit = die
 
