@@ -7,12 +7,13 @@ Every implementation passes `django_txmsg.testing.broker_suite`, those of others
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from ..errors import BrokerError, BrokerUnavailable, DispatchRejected
+from .. import wire
+from ..errors import BrokerError, BrokerUnavailable, DispatchHeld, DispatchRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +194,23 @@ class Broker(abc.ABC):
     def __repr__(self) -> str:
         # The URL may hold a password.
         return f"<{type(self).__name__} {self.alias!r}>"
+
+
+def one_by_one(
+    batch: Sequence[Outgoing], send: Callable[[Outgoing], BrokerError | None]
+) -> list[BrokerError | None]:
+    """Send each message by itself, and hold back what follows a refused one of its
+    key. Returns the outcomes."""
+    outcomes: list[BrokerError | None] = []
+    refused: set[str] = set()
+    for one in batch:
+        key = one.headers.get(wire.KEY, "")
+        outcome = (
+            DispatchHeld("an earlier message of its key was refused")
+            if key in refused
+            else send(one)
+        )
+        if outcome is not None and key:
+            refused.add(key)
+        outcomes.append(outcome)
+    return outcomes

@@ -32,7 +32,7 @@ from ..models.queue import QueueMessage, QueueSubscription, queue_name
 from ..upkeep import outage, wakeups
 from ..upkeep.leases import Lease
 from ..upkeep.notifier import notify
-from .base import Broker, Delivery, Outgoing, Session
+from .base import Broker, Delivery, Outgoing, Session, one_by_one
 from .stored_headers import priority, read_headers
 
 log = logging.getLogger("django_txmsg.brokers.database")
@@ -117,7 +117,7 @@ class DatabaseSession(Session):
             self._tell()
         except DataError:
             # PostgreSQL takes no NUL in JSON, say: that message alone is refused.
-            return [self._insert_alone(one) for one in batch]
+            return one_by_one(batch, self._insert_alone)
         return [None] * len(batch)
 
     def subscribe(

@@ -98,6 +98,13 @@ class _Notifier:
                         if not self._topics:
                             self._said.set()
                     gap.wait(GAP)
+        except Exception:
+            # What is not said is found by the next poll; whoever comes next has a
+            # thread again.
+            log.exception("notifying in database %r failed", self._using)
+            with self._lock:
+                self._running = False
+                self._said.set()
         finally:
             connections.close_all()
 

@@ -50,6 +50,22 @@ def own_threads() -> Iterator[None]:
     notifier.flush(30)
 
 
+def test_what_ends_the_thread_ends_no_later_notification(
+    django_db_blocker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    notifier.notify("default", {"warms up"})
+    notifier.flush(30)
+    with django_db_blocker.block():
+        notifier._notifiers["default"].add({"lost"})
+        wait_until(lambda: "notifying in database 'default' failed" in caplog.text)
+    with connection.cursor() as cursor:
+        cursor.execute("LISTEN django_txmsg")
+    notifier.notify("default", {"queue after"})
+    wait_until(lambda: "queue after" in listener._received(connection, 0.2))
+    with connection.cursor() as cursor:
+        cursor.execute("UNLISTEN *")
+
+
 def hook() -> None:
     """In the process: a stage, and as long as the test says nobody looks by himself."""
     listener.LOOK = float(os.environ["LOOK"])
