@@ -220,7 +220,7 @@ def test_who_stood_still_in_a_transaction_is_the_only_one(
         put(destination)
         first = consume()
         first.wait_for_line("inside")
-        first.pause()
+        stand_still(first)
         second = consume()
         wait_until(lease_is_over, message=lambda: second.output)
         put(destination, b"1", {"content-type": "application/json"})
