@@ -17,7 +17,7 @@ BODY = {"order": "A-1", "text": "x" * 270}
 
 database: dict[str, Any] = environ.Env.db_url_config(os.environ["TXMSG_BENCH_DATABASE"])
 database["CONN_MAX_AGE"] = None
-database["ATOMIC_REQUESTS"] = KIND in ("atomic", "direct", "hand")
+database["ATOMIC_REQUESTS"] = KIND in ("atomic", "direct", "hand", "rows")
 settings.configure(
     ALLOWED_HOSTS=["*"],
     DATABASES={"default": database},
@@ -67,9 +67,10 @@ def place(request: HttpRequest) -> HttpResponse:
             send_message(destination, BODY)
         else:
             send_directly(destination)
-    if KIND == "hand":
+    if KIND in ("hand", "rows"):
         rows = [Order(number=uuid.uuid4().hex, note="x" * 400) for _ in range(2)]
         Order.objects.bulk_create(rows)
+    if KIND == "hand":
         send_directly("bench.control")
     return HttpResponse(status=201)
 
