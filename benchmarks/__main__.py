@@ -92,11 +92,12 @@ def machine() -> Iterator[str]:
         model = names[0].partition(":")[2].strip() if names else ""
     yield (
         f"{os.cpu_count()} cores ({model or platform.machine()}), "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+        f"{platform.system()} {platform.release().partition('-')[0]}, "
+        f"Python {platform.python_version()}"
     )
     ours = ("django", "psycopg", "stomp.py", "amqp", "celery", "kombu", "pydantic")
     versions = []
-    for name in ours:
+    for name in (*ours, "django-tasks-db", "procrastinate"):
         try:
             versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
