@@ -6,8 +6,8 @@ gunicorn, PostgreSQL and ActiveMQ run on this machine, as does the client that l
 them. "Two rows more" is the least that any outbox does in a request: one INSERT of two
 rows of that size, with no receipt and fewer indexes. "By hand" is the least of a request
 whose messages a control message of its own looks after: one receipt more. Nobody
-claims, sends or settles what these two store. "sustained" counts the messages' way to
-the broker in: the request rate at which the outbox does not grow.
+claims, sends or settles what these two store. "sustained" counts in how the messages
+reach the broker: the request rate at which the outbox does not grow.
 """
 
 from __future__ import annotations
