@@ -4,7 +4,7 @@
 
 gunicorn, PostgreSQL and ActiveMQ run on this machine, as does the client that loads
 them. "Two rows more" is the least that any outbox does in a request: one INSERT of two
-rows of that size, with no receipt and fewer indexes. "By hand" is the least of a request
+rows of that size, with no receipt and fewer indexes. "By hand" is the least of one
 whose messages a control message of its own looks after: one receipt more. Nobody
 claims, sends or settles what these two store. "sustained" counts in how the messages
 reach the broker: the request rate at which the outbox does not grow.
