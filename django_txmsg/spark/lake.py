@@ -12,9 +12,7 @@ from .errors import EnvironmentFault
 from .laketable import LakeTable
 from .schemas import LAKE_VERSION
 from .spec import LakeSpec
-from .storage import place_of, sync
-
-MARKER = "_txmsg.json"
+from .storage import MARKER, place_of, sync
 
 
 class NoLake(EnvironmentFault):

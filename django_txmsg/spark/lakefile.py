@@ -58,7 +58,8 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 
 class DayFiles:
     """Writes batches of one service to one file a day; `clock` says which day.
-    `complete` adds to the rows of many batches at once."""
+    `complete` adds to the rows of many batches at once, and `ready` is called before a
+    file is made."""
 
     def __init__(
         self,
@@ -68,9 +69,11 @@ class DayFiles:
         clock: str,
         name: str,
         complete: Callable[[pa.Table], pa.Table] = lambda rows: rows,
+        ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.files, self.root, self.service = files, root, service
         self.clock, self.name, self.complete = clock, name, complete
+        self.ready = ready
         self.rows = 0
         self._open: dict[dt.date, tuple[str, Any, Any]] = {}
         self._closed: list[LakeFile] = []
@@ -118,6 +121,7 @@ class DayFiles:
         if day not in self._open:
             if len(self._open) >= MAX_OPEN:
                 self._close(next(iter(self._open)))
+            self.ready()
             directory = directory_of(self.service, day)
             path = (
                 f"{directory}/{self.name}-{len(self._closed) + len(self._open)}.parquet"

@@ -75,6 +75,7 @@ class LakeTable:
         delta = self.load()
         wanted = arrow_schema(self.struct)
         if delta is None:
+            self.place.insist()
             delta = DeltaTable.create(
                 self.uri,
                 schema=wanted,

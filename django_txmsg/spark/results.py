@@ -52,10 +52,11 @@ class Results:
     service: str
     run_id: str
     at: dt.datetime
+    makes_lake: bool = True
 
     def save(self, name: str, struct: t.StructType, frame: DataFrame) -> int:
         """Write a DataFrame; nothing of it is visible before all of it is."""
-        Lake(self.lake, create=True)
+        Lake(self.lake, create=self.makes_lake)
         task = ResultTask(self, name, arrow_schema(struct))
         rows = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES).collect()
         return self._commit(
@@ -73,7 +74,7 @@ class Results:
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
     ) -> int:
         """Write a few rows from here, without Spark."""
-        Lake(self.lake, create=True)
+        Lake(self.lake, create=self.makes_lake)
         schema = arrow_schema(struct)
         files = self.files(name, "driver")
         files.write(self.stamped(pa.RecordBatch.from_pylist(list(rows), schema)))
@@ -84,8 +85,9 @@ class Results:
         place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
         return DayFiles(
-            place.files, f"{place.root}/{name}", self.service, _CLOCK, unique
-        )
+            place.files, f"{place.root}/{name}", self.service, _CLOCK, unique,
+            ready=place.insist,
+        )  # fmt: skip
 
     def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Add the run and its instant to a batch."""

@@ -19,8 +19,8 @@ from pyspark.sql import types as t
 
 from .connection import connect_plain
 from .errors import PipelineError, VerificationRefused
-from .lake import Lake
 from .lock import alive
+from .mounted import NotMounted, is_mounted
 from .results import Results
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden
 
@@ -66,6 +66,8 @@ class Run:
     findings: bool = False
     refused: bool = False
     error: str = ""
+    makes_lake: bool = True
+    """Whether its results make a lake where there is none."""
 
     @property
     def seconds(self) -> float:
@@ -89,7 +91,7 @@ class Run:
 
     def results(self, lake: LakeSpec, service: str) -> Results:
         """Return where this run's results go."""
-        return Results(lake, service, self.id, self.started_at)
+        return Results(lake, service, self.id, self.started_at, self.makes_lake)
 
 
 @contextmanager
@@ -121,7 +123,7 @@ def _finished(spec: JobSpec, run: Run) -> Iterator[None]:
         try:
             _finish(source, run)
             if spec.lake is not None:
-                _keep(run, spec.lake, source.service)
+                _keep(run, spec, spec.lake)
         except Exception:
             # The news is what went wrong first.
             if not run.error:
@@ -175,15 +177,21 @@ def _note(
         connection.close()
 
 
-def _keep(run: Run, lake: LakeSpec, service: str) -> None:
+def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
     """Record the run in the lake as well; one that changes nothing, or has failed,
-    makes no lake of an empty place."""
-    if "dry_run" in run.options or run.state in ("failed", "refused"):
-        try:
-            Lake(lake)
-        except PipelineError:
-            return
-    run.results(lake, service).save_rows(
+    makes no lake of an empty place, and none does while ours is elsewhere."""
+    changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
+    try:
+        run.makes_lake = not is_mounted(spec)
+    except NotMounted:
+        return
+    except PipelineError:
+        if changes:
+            raise
+        return
+    if run.makes_lake and not changes:
+        return
+    run.results(lake, spec.service().service).save_rows(
         "runs",
         RUN,
         [

@@ -19,6 +19,9 @@ from pyarrow import fs
 from .errors import EnvironmentFault
 from .spec import LakeSpec
 
+#: The file that makes a place a lake.
+MARKER = "_txmsg.json"
+
 #: What the Delta library calls an option of S3, and what pyarrow calls it.
 _S3 = {
     "access_key_id": "access_key",
@@ -47,6 +50,15 @@ class Place:
         if self.local:
             return Path(self.root, name).as_uri()
         return f"{self.uri}/{name}"
+
+    def insist(self) -> None:
+        """Insist that the lake is there before something is made in it: where it was
+        mounted, it would be found by nobody. Raises EnvironmentFault."""
+        if self.files.get_file_info(f"{self.root}/{MARKER}").type != fs.FileType.File:
+            raise EnvironmentFault(
+                f"The lake at {self.uri} has gone, and was there a moment ago: mount "
+                "it, and run again."
+            )
 
 
 def place_of(spec: LakeSpec) -> Place:

@@ -17,6 +17,7 @@ from deltalake import DeltaTable
 
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.jobs.archive_options import ArchiveOptions
+from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
 from tests.services import PostgreSQL
 from tests.services.postgresql import PASSWORD
@@ -117,8 +118,20 @@ def test_a_lake_that_is_not_mounted_is_not_begun_anew(
 
     with pytest.raises(EnvironmentFault, match=r"lost batches.*nothing there"):
         archive(spark, log, lake)
-    # Another job may have made a place of results of the mount point.
-    run(spec, "reconcile", "--fail-on", "never")
+    # What is judged, erased or proven without it would be wrong.
+    for words in (
+        ["reconcile"],
+        ["analyze", "--html", ""],
+        ["replay", "--where", "id = 1"],
+        ["erase", "--key", "k"],
+        ["verify"],
+        ["sweep"],
+    ):
+        with pytest.raises(EnvironmentFault, match=r"'shop' has archived rows.*mount"):
+            run(spec, *words)
+    assert not (tmp_path / "lake").exists()
+    # Somebody else may have made a lake of the mount point.
+    Lake(lake, create=True)
     with pytest.raises(EnvironmentFault, match=r"lost batches.*Mount it"):
         archive(spark, log, lake)
     assert log.count() == 30
@@ -126,6 +139,32 @@ def test_a_lake_that_is_not_mounted_is_not_begun_anew(
     shutil.rmtree(tmp_path / "lake")
     (tmp_path / "elsewhere").rename(tmp_path / "lake")
     assert archive(spark, log, lake).rows == 30
+    assert_moved_once(before, log, lake, set(before))
+
+
+@pytest.mark.parametrize("step", ["planned", "written", "committing", "committed"])
+def test_where_a_lake_has_gone_in_the_middle_nothing_is_left(
+    log: Log, lake: LakeSpec, tmp_path: Path, step: str
+) -> None:
+    log.send_many(120)
+    before = hashes_in(log)
+    archive(None, log, lake)
+    log.send_many(250)
+    before |= hashes_in(log)
+    here, elsewhere = tmp_path / "lake", tmp_path / "elsewhere"
+
+    def unmount(now: str) -> None:
+        if now == step and not elsewhere.exists():
+            here.rename(elsewhere)
+            here.mkdir()
+
+    with pytest.raises(EnvironmentFault, match=r"The lake at .* has gone"):
+        archive(None, log, lake, on_step=unmount)
+
+    assert list(here.iterdir()) == []
+    here.rmdir()
+    elsewhere.rename(here)
+    archive(None, log, lake)
     assert_moved_once(before, log, lake, set(before))
 
 

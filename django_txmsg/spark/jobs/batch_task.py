@@ -76,7 +76,7 @@ class BatchTask:
         days = DayFiles(
             files, f"{root}/{self.table.name}", self.service, self.table.clock,
             f"{batch.token}-{task}",
-            lambda rows: _with_outcome(rows, self.table, batch.number),
+            lambda rows: _with_outcome(rows, self.table, batch.number), place.insist,
         )  # fmt: skip
         for rows in reader.read(self.table, columns, where):
             days.write(rows)

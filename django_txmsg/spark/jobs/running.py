@@ -13,6 +13,7 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from ..errors import UsageError, told_by_spark
+from ..mounted import is_mounted
 from ..progress import Progress
 from ..runs import Run, recorded
 from ..spec import JobSpec, digest, hidden
@@ -27,6 +28,9 @@ _NOT_RECORDED = frozenset(
         "database", "print_submit", "stdout", "stderr", "header", "template",
     ]
 )  # fmt: skip
+
+#: Jobs that would be wrong without the lake's rows. `archive` looks closer, by itself.
+_OF_THE_LAKE = frozenset(["reconcile", "analyze", "replay", "erase", "verify", "sweep"])
 
 Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
 
@@ -52,6 +56,8 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         # Whoever looks leaves no trace.
         record = nullcontext(Run(given.job, options))
     with record as run:
+        if spec.lake is not None and given.job in _OF_THE_LAKE:
+            run.makes_lake = not is_mounted(spec)
         try:
             outcome = _JOBS[given.job](spec, given, run)
         except (PySparkException, Py4JError) as error:
