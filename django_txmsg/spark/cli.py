@@ -59,6 +59,11 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         help="local: in this process, without a JVM; auto: so for few rows",
     )  # fmt: skip
     archive.add_argument("--purges", type=int, default=1, help="deletes side by side")
+    archive.add_argument(
+        "--overlap", action=argparse.BooleanOptionalAction,
+        help="delete one wave of batches while the next is written; default: where "
+        "Spark runs on other machines",
+    )  # fmt: skip
     archive.add_argument("--no-vacuum", action="store_true")
     archive.add_argument(
         "--stuck-after", type=duration, default=dt.timedelta(hours=6),

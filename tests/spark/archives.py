@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from django_txmsg.spark.databases import open_database
-from django_txmsg.spark.jobs.archive import Archiver, ArchiveResult
+from django_txmsg.spark.jobs.archive import Archiver
 from django_txmsg.spark.jobs.archive_options import ArchiveOptions
+from django_txmsg.spark.jobs.archive_result import ArchiveResult
 from django_txmsg.spark.rowhash import row_hashes
 from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import LakeSpec
@@ -21,6 +23,9 @@ from tests.spark.log import Log
 SMALL = ArchiveOptions(
     timedelta(days=1), batch_rows=100, batches=2, tasks=2, purges=2, vacuum=False
 )
+
+#: The same, with the next wave's files written while this one's rows are deleted.
+OVERLAPPING = replace(SMALL, overlap=True)
 
 
 def archive(

@@ -2,7 +2,7 @@
 
 Each archive stands still at a step of its own; when all have got there, the whole
 process group is killed. Its only argument is a JSON list of
-`{url, service, lake, step, nth}`.
+`{url, service, lake, step, nth}`, some with `overlap`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from django_txmsg.spark.jobs.archive import Archiver
 from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.session import build
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
-from tests.spark.archives import SMALL
+from tests.spark.archives import OVERLAPPING, SMALL
 from tests.spark.conftest import JAVA_OPTIONS
 
 #: Steps that come only where a row has changed while its batch was on the way.
@@ -52,8 +52,9 @@ def main(plan: list[dict[str, Any]]) -> None:
 
         # Without Spark the steps are the same, and so is what is left of them.
         engine = spark if source.vendor == "postgresql" else None
+        options = OVERLAPPING if one.get("overlap") else SMALL
         Archiver(
-            engine, source, LakeSpec(one["lake"]), OUTBOX, SMALL, on_step=change
+            engine, source, LakeSpec(one["lake"]), OUTBOX, options, on_step=change
         ).run()
         raise SystemExit(f"{one['step']} never came")
 

@@ -28,6 +28,7 @@ from django_txmsg.spark.schemas import ATTEMPTS, DEAD_LETTERS, INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.storage import place_of
 from tests.spark.archives import (
+    OVERLAPPING,
     SMALL,
     archive,
     assert_moved_once,
@@ -123,6 +124,55 @@ def test_a_row_changed_on_the_way_is_refused_named_and_stays(
     assert "1 rows differ: id 7." in result.refused[0]
     before[7] = hashes_in(log)[7]
     assert_moved_once(before, log, lake, set(range(1, 251)) - {7})
+
+
+def test_the_next_wave_is_written_while_this_one_is_deleted(
+    spark, pg_log: Log, lake: LakeSpec
+) -> None:
+    pg_log.send_many(450)
+    before = hashes_in(pg_log)
+    steps: list[str] = []
+    ahead = threading.Event()
+
+    def wait_for_it(step: str) -> None:
+        steps.append(step)
+        if step == "ahead":
+            ahead.set()
+        # Nothing of this wave is deleted before the next one's files are there.
+        if step == "purging":
+            assert ahead.wait(60)
+
+    result = archive(spark, pg_log, lake, options=OVERLAPPING, on_step=wait_for_it)
+
+    assert (result.rows, result.batches) == (450, 5)
+    assert steps.count("ahead") == 2
+    assert steps.index("ahead") < steps.index("purged")
+    assert_moved_once(before, pg_log, lake, set(before))
+
+
+def test_what_was_written_ahead_under_a_number_that_is_taken_is_written_anew(
+    spark, pg_log: Log, lake: LakeSpec
+) -> None:
+    pg_log.send_many(450)
+    before = hashes_in(pg_log)
+    written: list[str] = []
+
+    def requeue(step: str) -> None:
+        if step == "written" and not written:
+            pg_log.execute(
+                "UPDATE django_txmsg_outboxmessage SET dispatched_at = NULL"
+                " WHERE id = 7"
+            )
+        if step in ("ahead", "written"):
+            written.append(step)
+
+    result = archive(spark, pg_log, lake, options=OVERLAPPING, on_step=requeue)
+
+    assert "1 rows differ: id 7." in result.refused[0]
+    # The first wave's rows leave the lake by an entry of their own: the third.
+    assert written == ["written", "ahead", "written", "ahead", "written"]
+    before[7] = hashes_in(pg_log)[7]
+    assert_moved_once(before, pg_log, lake, set(before) - {7})
 
 
 def test_a_body_changed_behind_our_back_is_never_deleted(

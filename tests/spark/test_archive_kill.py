@@ -25,6 +25,9 @@ STEPS = [
     "amending", "amended",
 ]  # fmt: skip
 
+#: Where the next wave's files may be there already.
+OVERLAPPED = ["ahead", "purging", "purged", "amended"]
+
 #: Where every batch is settled in slices.
 SLICED = ["committed", "settled", "amending"]
 
@@ -52,17 +55,21 @@ def test_killed_at_every_step_and_run_again_each_row_is_in_the_lake_once(
     for vendor, steps in (
         ("postgresql", STEPS),
         ("sqlite", ["committed", "settled", "amending"]),
+        ("postgresql", OVERLAPPED),
     ):
         for step in steps:
-            log = make_log(vendor, f"{vendor}-{step}")
+            overlap = steps is OVERLAPPED
+            name = f"{vendor}-{step}" + "-overlap" * overlap
+            log = make_log(vendor, name)
             log.send_many(250, every=900.0)
             log.send([{"dispatched_at": None}] * 3)
-            lake = LakeSpec(f"file://{tmp_path}/{vendor}-{step}")
+            lake = LakeSpec(f"file://{tmp_path}/{name}")
             logs.append((step, log, lake, hashes_in(log)))
             # The second time where there is one: batches before and after it.
             nth = 2 if step in ("written", "committed", "purging") else 1
             plan.append({"service": log.spec.service, "url": log.spec.url,
-                         "lake": lake.uri, "step": step, "nth": nth})  # fmt: skip
+                         "lake": lake.uri, "step": step, "nth": nth,
+                         "overlap": overlap})  # fmt: skip
 
     died_by_kill(start(plan))
 

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from datetime import datetime
 
-from pyspark.sql import SparkSession
+from pyspark.sql import Row, SparkSession
 
 from ..connection import Connection
-from ..lakefile import LakeFile
 from ..ledger import Batch, Different, Horizon, Ledger
 from ..progress import Progress
 from ..schemas import Table
 from ..spec import LakeSpec, SourceSpec
-from ..standstill import Held
 from .agreement import Agreement
 from .archive_options import ArchiveOptions, cores_of, tasks_on
+from .archive_result import ArchiveResult, Written
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
 from .settling import Settled, Settling
 
@@ -35,32 +34,6 @@ MAX_WAVE = 64
 
 def no_step(step: str) -> None:
     """Do nothing between the steps of the protocol."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """A batch whose files are there and proven."""
-
-    batch: Batch
-    files: list[LakeFile]
-    rows: int
-    checksum: int
-
-
-@dataclass
-class ArchiveResult:
-    """What an archive did, and where its time went."""
-
-    rows: int = 0
-    batches: int = 0
-    refused: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    held: Held = field(default_factory=lambda: Held(0))
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def spent(self, step: str, since: float) -> None:
-        """Add the time since `since` to a step's."""
-        self.seconds[step] = self.seconds.get(step, 0.0) + time.monotonic() - since
 
 
 class Archiver:
@@ -101,11 +74,8 @@ class Archiver:
                 now, horizon = self.ledger.clock()
                 cutoff = now - self.options.older_than
                 self.progress.start(self.ledger.waiting(cutoff, horizon))
-                after = -(2**62)
-                while wave := self._planned(after, cutoff, horizon):
-                    after = wave[-1].last_id
-                    self.on_step("planned")
-                    self._purge(self._commit(self._written(wave)))
+                with ThreadPoolExecutor(max_workers=1) as beside:
+                    self._work(cutoff, horizon, beside)
                 if self.mark.purged_through < self.log.last:
                     self._advance(self.log.last)
                 if self.result.rows and self.options.vacuum:
@@ -115,6 +85,30 @@ class Archiver:
             self.ledger.close()
             self.progress.stop()
         return self.result
+
+    def _work(
+        self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
+    ) -> None:
+        """Take wave after wave to its end. With `overlap` the files of the next one are
+        written while this one's rows are deleted; nobody sees them before it is their
+        turn, and if it never is, they are what any killed run leaves."""
+        ahead: Future[list[Row]] | None = None
+        wave = self._planned(-(2**62), cutoff, horizon)
+        while wave:
+            self.on_step("planned")
+            manifest = self._write(wave) if ahead is None else ahead.result()
+            written = self._commit(self._written(wave, manifest))
+            after, last, ahead = wave[-1].last_id, self.log.last, None
+            if self.options.overlap and self.source.vendor != "sqlite":
+                wave = self._planned(after, cutoff, horizon)
+                ahead = beside.submit(self._write_ahead, wave) if wave else None
+            self._purge(written)
+            if ahead is not None and self.log.last != last:
+                # Rows that differ have left the lake under the number that it has.
+                wait([ahead])
+                ahead = None
+            if ahead is None:
+                wave = self._planned(after, cutoff, horizon)
 
     def _resume(self) -> None:
         """Settle batches that a killed run has left, or that the database, restored
@@ -170,7 +164,7 @@ class Archiver:
         self.result.spent("plan", started)
         return wave
 
-    def _written(self, batches: Sequence[Batch]) -> list[Written]:
+    def _write(self, batches: Sequence[Batch]) -> list[Row]:
         """Write batches and prove their files, which nobody sees yet."""
         started = time.monotonic()
         work = [(one, self.ledger.members(one)) for one in batches]
@@ -185,6 +179,17 @@ class Archiver:
             places = self.spark.range(0, len(work), 1, parts)
             manifest = places.mapInArrow(task, MANIFEST).collect()
         self.result.spent("write", started)
+        return manifest
+
+    def _write_ahead(self, batches: Sequence[Batch]) -> list[Row]:
+        manifest = self._write(batches)
+        self.on_step("ahead")
+        return manifest
+
+    def _written(
+        self, batches: Sequence[Batch], manifest: Sequence[Row]
+    ) -> list[Written]:
+        """Return the files of batches, as their tasks tell of them."""
         for one in {row.batch_id: row for row in manifest}.values():
             for step in ("write", "proof"):
                 name = f"task {step}"

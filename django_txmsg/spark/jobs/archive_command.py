@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from pyspark.sql import SparkSession
 
+from ..cores import on_one_machine
 from ..errors import UsageError
 from ..ledger import Ledger
 from ..progress import Progress
@@ -53,6 +54,7 @@ def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
                     batch_rows=given.batch_rows,
                     tasks=given.tasks,
                     purges=given.purges,
+                    overlap=_overlaps(given, spark),
                     vacuum=not given.no_vacuum,
                     accept_loss=given.accept_loss,
                 ),
@@ -96,6 +98,14 @@ def _engine(
         return
     with started(given, bar) as spark:
         yield spark
+
+
+def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
+    """Whether one wave is deleted while the next is written: if nothing else is said,
+    where writing takes no processor from the database."""
+    if given.overlap is not None:
+        return bool(given.overlap)
+    return spark is not None and not on_one_machine(spark)
 
 
 def _tell_held(

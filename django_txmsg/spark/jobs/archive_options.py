@@ -27,6 +27,8 @@ class ArchiveOptions:
     """Tasks that write side by side; 0 leaves it to `tasks_on()`."""
     purges: int = 1
     """Transactions that delete side by side, on PostgreSQL."""
+    overlap: bool = False
+    """Delete one wave of batches while the next is written, on PostgreSQL."""
     vacuum: bool = True
     accept_loss: bool = False
     """Go on where the lake has lost batches that this database has deleted."""
