@@ -2,6 +2,7 @@
 
     scripts/matrix.py            the whole suite on each pair
     scripts/matrix.py --newest   what needs no server, on the newest pair that is here
+    scripts/matrix.py --pyspark  the pipeline's tests, on each PySpark but the newest
 
 A Python is looked for on PATH and among pyenv's. A missing one is named with the
 command that installs it; a run of the whole matrix then fails where CI=true.
@@ -14,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,16 +36,20 @@ class Pair:
 
     python: str
     django: str
-    #: PySpark needs Python 3.11.
+    #: PySpark 4.3 needs Python 3.11.
     spark: bool = True
+    #: The PySpark of a pair that runs nothing but the pipeline's tests.
+    pyspark: str = ""
 
     def __str__(self) -> str:
-        return f"Python {self.python} with Django {self.django}"
+        told = f"Python {self.python} with Django {self.django}"
+        return told + f" and PySpark {self.pyspark}" * bool(self.pyspark)
 
     @property
     def directory(self) -> Path:
         """Where its environment is."""
-        return ROOT / ".matrix" / f"py{self.python}-django{self.django}"
+        name = f"py{self.python}-django{self.django}"
+        return ROOT / ".matrix" / (name + f"-spark{self.pyspark}" * bool(self.pyspark))
 
     def interpreter(self) -> str | None:
         """Find a Python of this version that runs."""
@@ -89,6 +94,8 @@ class Pair:
             extras = f"{EXTRAS},spark" if self.spark else EXTRAS
             pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             wanted = ["--editable", f"{ROOT}[{extras}]", f"django=={self.django}.*"]
+            if self.pyspark:
+                wanted.append(f"pyspark[sql]=={self.pyspark}.*")
             subprocess.run([*pip, *wanted], cwd=ROOT, check=True)
             made.touch()
         return str(python)
@@ -97,13 +104,35 @@ class Pair:
         """Return the exact versions, as the environment itself tells them."""
         code = "import django as d, sys; print(sys.version.split()[0], d.__version__)"
         said = subprocess.check_output([python, "-c", code], text=True).split()
-        return f"Python {said[0]} with Django {said[1]}"
+        told = f"Python {said[0]} with Django {said[1]}"
+        if self.pyspark:
+            code = "import pyspark; print(pyspark.__version__)"
+            said = subprocess.check_output([python, "-c", code], text=True).split()
+            told += f" and PySpark {said[0]}"
+        return told
+
+    def commands(self, python: str) -> list[list[str]]:
+        """Return what is run on this pair."""
+        if self.pyspark:
+            return [[python, "-m", "pytest", "tests/spark"]]
+        tests = [] if self.spark else ["--ignore=tests/spark"]
+        half = ["-m", "database and not soak"]
+        return [
+            [python, "-m", "pytest", *tests],
+            [python, "-m", "tests.on_postgresql", *half, *tests],
+        ]
 
 
 PAIRS = (
     Pair("3.13", "6.1"),
     Pair("3.12", "6.0"),
     Pair("3.10", "5.2", spark=False),
+)
+#: The pipeline on the PySparks before the newest, on which the others are.
+PYSPARKS = (
+    Pair("3.12", "6.0", pyspark="4.2"),
+    Pair("3.11", "5.2", pyspark="4.1"),
+    Pair("3.10", "5.2", pyspark="4.0"),
 )
 
 
@@ -119,10 +148,10 @@ def newest() -> int:
     return 0
 
 
-def every() -> int:
-    """Run both halves of the suite on every pair whose Python is here."""
+def every(pairs: Sequence[Pair]) -> int:
+    """Run what there is to run on every pair whose Python is here."""
     told, failed = [], False
-    for pair in PAIRS:
+    for pair in pairs:
         interpreter = pair.interpreter()
         if not interpreter:
             told.append(f"{pair}: NOT RUN. To run it: {pair.how_to_install()}")
@@ -131,11 +160,7 @@ def every() -> int:
         python = pair.environment(interpreter)
         versions = pair.told(python)
         say(f"{versions}:")
-        tests = [] if pair.spark else ["--ignore=tests/spark"]
-        on_sqlite = [python, "-m", "pytest", *tests]
-        half = ["-m", "database and not soak"]
-        on_postgresql = [python, "-m", "tests.on_postgresql", *half, *tests]
-        codes = side_by_side.run([on_sqlite, on_postgresql])
+        codes = side_by_side.run(pair.commands(python))
         failed |= any(codes)
         told.append(f"{versions}: {'FAILED' if any(codes) else 'passed'}")
     say("\n" + "\n".join(told))
@@ -150,4 +175,6 @@ def say(line: str) -> None:
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    sys.exit(newest() if sys.argv[1:] == ["--newest"] else every())
+    if sys.argv[1:] == ["--newest"]:
+        sys.exit(newest())
+    sys.exit(every(PYSPARKS if sys.argv[1:] == ["--pyspark"] else PAIRS + PYSPARKS))

@@ -19,6 +19,7 @@ from tests.services.postgresql import PASSWORD
 pytest.importorskip("pyspark", reason="the pipeline needs django_txmsg[spark]")
 
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
+from django_txmsg.spark.versions import installed
 
 from .log import Log
 
@@ -26,6 +27,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: The JVM compiles for minutes of work, not for days: halves the time of the suite.
 JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
+
+def since_pyspark(*version: int) -> pytest.MarkDecorator:
+    """Leave a test out on a PySpark that cannot do what it asks for."""
+    needed = ".".join(map(str, version))
+    return pytest.mark.skipif(
+        installed() < version, reason=f"needs PySpark {needed}: told as an error"
+    )
+
+
+#: The sketches of latencies.
+ANALYZES = installed() >= (4, 1, 2)
+analyzes = since_pyspark(4, 1, 2)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Earlier releases leave the sockets open by which they have brought rows."""
+    if installed() < (4, 2):
+        config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

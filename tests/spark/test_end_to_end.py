@@ -12,6 +12,7 @@ from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.services import PostgreSQL
 from tests.spark import three_services
 from tests.spark.archives import delta_rows
+from tests.spark.conftest import analyzes
 from tests.spark.running import run
 from tests.spark.three_services import STAGES, ThreeServices
 
@@ -26,6 +27,7 @@ def services(postgres: PostgreSQL) -> Iterator[ThreeServices]:
     three_services.drop(postgres, made)
 
 
+@analyzes
 @pytest.mark.timeout(900)
 def test_the_jobs_find_exactly_what_was_planted_and_mend_it(
     spark: object, services: ThreeServices, lake: LakeSpec, tmp_path: Path

@@ -11,6 +11,7 @@ import pytest
 from pyspark.errors import PySparkException
 
 from django_txmsg.spark.spec import LakeSpec
+from django_txmsg.spark.versions import installed
 from tests.spark.archives import archive, path_of
 from tests.spark.log import LONG_AGO, Log
 
@@ -42,9 +43,9 @@ def test_a_lake_is_read_through_its_log(spark: Any, make_log, lake: LakeSpec) ->
     assert sorted(map(tuple, found)) == sorted(
         (service, str(one)) for service, ids in sent.items() for one in ids
     )
-    # Files of other services and days are not opened.
+    # Files of other services and days are not opened, since Spark tells its filters.
     narrow = frame.where("service = 'online shop' and day >= date'2026-03-02'")
-    assert narrow.rdd.getNumPartitions() == 2
+    assert narrow.rdd.getNumPartitions() == (2 if installed() >= (4, 1) else 6)
     assert narrow.agg(sf.count("*"), sf.max("destination")).first() == (
         2, "orders.place",
     )  # fmt: skip

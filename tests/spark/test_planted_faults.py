@@ -11,6 +11,7 @@ import pytest
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from tests.spark.archives import delta_rows
+from tests.spark.conftest import analyzes
 from tests.spark.flow import run_flow
 from tests.spark.log import Log
 from tests.spark.running import run
@@ -18,6 +19,7 @@ from tests.spark.running import run
 VERDICTS = Table("verdicts", "", "", (), "", ("",))
 
 
+@analyzes
 def test_logs_in_the_lake_and_in_databases_are_judged_as_one(
     spark: object, make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from django_txmsg.spark.schemas import OUTBOX, TABLES
 from django_txmsg.spark.source.snapshot import snapshot
 from django_txmsg.spark.spec import LakeSpec
 from django_txmsg.spark.storage import place_of
+from tests.spark.conftest import since_pyspark
 from tests.spark.log import LONG_AGO, Log
 
 
@@ -89,6 +90,7 @@ def test_filters_choose_what_spark_would_choose(spark, log: Log) -> None:
         assert 0 < len(filtered) < 42, condition
 
 
+@since_pyspark(4, 1)
 def test_a_filter_runs_in_the_database(spark, pg_log: Log) -> None:
     pg_log.send_many(10)
 

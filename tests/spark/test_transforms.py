@@ -26,6 +26,7 @@ from django_txmsg.spark.transforms.reconcile import (
     reconcile,
     summarise,
 )
+from tests.spark.conftest import analyzes
 
 UTC = dt.timezone.utc
 T0 = dt.datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -342,6 +343,7 @@ def inbox_row(seconds: float, minute: float = 0, **more: Any) -> tuple[Any, ...]
     return tuple((row | more).values())
 
 
+@analyzes
 def test_sketches_merge_to_percentiles_and_keep_negative_times(spark) -> None:
     rows = [inbox_row(float(n), minute=70.0 * (n % 2)) for n in range(1, 101)]
     rows.append(inbox_row(-5.0))

@@ -17,6 +17,7 @@ from ..mounted import is_mounted
 from ..progress import Progress
 from ..runs import Run, recorded
 from ..spec import JobSpec, digest, hidden
+from ..versions import insist_on
 from .outcome import Outcome, job_session
 
 #: Options of the command line and of Django itself, which are no part of the job, and
@@ -135,6 +136,7 @@ def _findings(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     from .analyze import AnalyzeOptions, run_analyze
 
+    insist_on("4.1.2", "analyze")  # its sketches of latencies
     options = AnalyzeOptions(
         since=given.since,
         html="" if given.dry_run else given.html,

@@ -1,4 +1,4 @@
-"""Reading a table once: partitions by id, one snapshot, filters pushed to the database.
+"""Reading a table once: partitions by id, and one snapshot.
 
 Without the name of a snapshot there is one partition, and so one statement and one
 state. With one, as many partitions as are asked for see that same state.
@@ -8,30 +8,18 @@ from __future__ import annotations
 
 import datetime as dt
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pyarrow as pa
-from pyspark.sql.datasource import (
-    DataSourceReader,
-    EqualTo,
-    Filter,
-    GreaterThan,
-    GreaterThanOrEqual,
-    In,
-    InputPartition,
-    IsNotNull,
-    IsNull,
-    LessThan,
-    LessThanOrEqual,
-)
+from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from ..databases import open_database
 from ..databases.base import Database
 from ..errors import UsageError
-from ..schemas import Column, Table, arrow_schema
+from ..schemas import Table, arrow_schema
 from ..spec import SourceSpec
 
 #: Partitions of a read within a snapshot, unless the options say otherwise.
@@ -118,86 +106,3 @@ class BatchReader(DataSourceReader):
         assert isinstance(partition, IdRange)
         where = " AND ".join([partition.condition, *self.conditions])
         yield from self.columns.read(self.database, where, self.snapshot)
-
-
-class PushingReader(BatchReader):
-    """A reader that takes filters over to the database.
-
-    A class of its own, since Spark refuses a reader with `pushFilters` where the
-    setting for it is off. `register()` switches it on; the option `pushdown=false`
-    does without.
-    """
-
-    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Take what the database can decide; yield what Spark must look at (again)."""
-        for one in filters:
-            condition = _condition(one, self.table, self.database)
-            if condition is not None:
-                self.conditions.append(condition)
-            if condition is None or self.database.vendor == "sqlite":
-                # Instants are text there, and their bounds a little wider.
-                yield one
-
-
-_SIGNS: dict[type[Filter], str] = {
-    GreaterThan: ">",
-    GreaterThanOrEqual: ">=",
-    LessThan: "<",
-    LessThanOrEqual: "<=",
-    EqualTo: "=",
-}
-
-
-def _condition(one: Filter, table: Table, database: Database) -> str | None:
-    """Return a filter as SQL that lets at least its rows pass, or None."""
-    path = getattr(one, "attribute", ())
-    column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
-    if column is None or column.kind in ("json", "bytes", "double"):
-        return None
-    if column.kind == "xid" and database.vendor == "sqlite":
-        return None  # which has no such column
-    name = f"t.{column.quoted}"
-    if isinstance(one, IsNull):
-        return f"{name} IS NULL"
-    if isinstance(one, IsNotNull):
-        return f"{name} IS NOT NULL"
-    if isinstance(one, In):
-        literals = [_literal(column, value, database, False) for value in one.value]
-        if not literals or None in literals or column.kind == "instant":
-            return None
-        return f"{name} IN ({', '.join(map(str, literals))})"
-    sign = _SIGNS.get(type(one))
-    if sign is None or (column.kind in ("text", "uuid") and sign != "="):
-        # Spark and the database may order text differently.
-        return None
-    if database.vendor == "sqlite" and column.kind == "instant":
-        if sign == "=":
-            return None
-        sign = {">": ">=", "<": "<="}.get(sign, sign)
-    literal = _literal(column, getattr(one, "value", None), database, sign[0] == "<")
-    if literal is None:
-        return None
-    return f"{_compared(name, column, database)} {sign} {literal}"
-
-
-def _compared(name: str, column: Column, database: Database) -> str:
-    if column.kind == "xid" and database.vendor == "postgresql":
-        return f"({name}::text::bigint)"
-    return name
-
-
-def _literal(
-    column: Column, value: object, database: Database, upper: bool
-) -> str | None:
-    if column.kind in ("long", "int", "xid") and isinstance(value, int):
-        return str(int(value))
-    if column.kind == "instant" and isinstance(value, dt.datetime):
-        return database.instant(value, upper=upper)
-    if column.kind == "uuid" and isinstance(value, str):
-        try:
-            return database.uuid(value)
-        except ValueError:
-            return None
-    if column.kind == "text" and isinstance(value, str) and "\x00" not in value:
-        return "'" + value.replace("'", "''") + "'"
-    return None

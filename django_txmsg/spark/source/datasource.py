@@ -21,9 +21,10 @@ from pyspark.sql.types import StructType
 from ..errors import UsageError
 from ..schemas import STAGED, TABLES, Table
 from ..spec import SourceSpec
-from .batch import BatchReader, PushingReader
-from .lake import LakeReader, PushingLakeReader, lake_table
-from .stream import LogStream
+from ..versions import installed
+from .batch import BatchReader
+from .lake import LakeReader, lake_table
+from .stream import LogStream, WholeStream
 from .writer import NEEDED, OutboxWriter
 
 
@@ -51,16 +52,25 @@ class TxmsgDataSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return a reader of the columns in `schema`, which may be fewer."""
+        of_lake: type[LakeReader] = LakeReader
+        of_log: type[BatchReader] = BatchReader
         pushes = self.given.get("pushdown", "true").lower() != "false"
+        if pushes and installed() >= (4, 1):
+            from .pushdown import PushingLakeReader, PushingReader
+
+            of_lake, of_log = PushingLakeReader, PushingReader
         if "lake" in self.given:
-            of_lake = PushingLakeReader if pushes else LakeReader
             return of_lake(lake_table(self.given), schema)
-        kind = PushingReader if pushes else BatchReader
-        return kind(self.spec, self.table, schema, self.given)
+        return of_log(self.spec, self.table, schema, self.given)
 
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
         """Return a reader of the log's growth."""
-        return LogStream(self.spec, self.table, schema, self.given)
+        kind: type[LogStream] = WholeStream
+        if installed() >= (4, 2):
+            from .limited import LimitedStream
+
+            kind = LimitedStream
+        return kind(self.spec, self.table, schema, self.given)
 
     def writer(self, schema: StructType, overwrite: bool) -> OutboxWriter:
         """Return a writer into the outbox. It appends, and never overwrites."""

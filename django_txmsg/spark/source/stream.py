@@ -19,12 +19,6 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 from pyspark.sql.types import StructType
 
 from ..connection import Connection, connect_plain
@@ -33,6 +27,7 @@ from ..errors import EnvironmentFault, UsageError
 from ..schemas import Table
 from ..spec import SourceSpec
 from ..standstill import held
+from ..versions import insist_on
 from .batch import Selection
 
 #: Seconds from one look for rows that wait to the next, while nothing else comes.
@@ -50,9 +45,13 @@ class Stretch(InputPartition):
     last: int
 
 
-class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+class LogStream(DataSourceStreamReader):
     """Rows by the transaction that stored them or, with `follow=changed`, by the one
-    that changed them last: then a row comes again with each change."""
+    that changed them last: then a row comes again with each change.
+
+    How Spark asks for the end of a micro-batch depends on its version: see
+    `WholeStream` and `limited.LimitedStream`.
+    """
 
     def __init__(
         self,
@@ -77,7 +76,6 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.columns = Selection(spec.service, table, schema)
         self.database = open_database(spec)
         self.most = int(options.get("maxrowsperbatch", 0))
-        self.target: dict[str, Any] | None = None
         self.stuck_after = float(options.get("stuckafter", 6 * 3600))
         self._looked = float("-inf")
 
@@ -88,36 +86,11 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._insist_on_own_rows()
         return {"position": "0", "cluster": self._cluster()}
 
-    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Limit a micro-batch to `maxRowsPerBatch`, when given."""
-        return ReadMaxRows(self.most) if self.most else ReadAllAvailable()
-
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Fix the end of what this run reads."""
-        self.target = self._end()
-
-    def latestOffset(  # noqa: N802 - Spark's name
-        self, start: dict[str, Any], limit: ReadLimit
-    ) -> dict[str, Any]:
-        """Return how far may be read: never past a transaction still open."""
-        end = self.target or self._end()
-        if start["cluster"] != end["cluster"]:
-            raise EnvironmentFault(
-                f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
-                f"and {self.spec.shown} is on {end['cluster']}: transaction ids do not "
-                "survive a dump and restore. Start with a new checkpoint."
-            )
-        first, last = int(start["position"]), int(end["position"])
-        if self.postgres and first >= last:
-            self._tell_standstill(last)
-        if isinstance(limit, ReadMaxRows):
-            last = min(last, self._after(first, last, limit.max_rows))
-        return {"position": str(max(first, last)), "cluster": end["cluster"]}
-
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> Sequence[InputPartition]:
         """One task a micro-batch: a range is short, and one statement is one state."""
+        self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
 
@@ -136,7 +109,19 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         name = f"(t.{self.position}::text::bigint)" if self.postgres else "t.id"
         return f"{name} >= {first} AND {name} < {last}"
 
-    def _end(self) -> dict[str, Any]:
+    def insist_on_one_cluster(
+        self, start: Mapping[str, Any], end: Mapping[str, Any]
+    ) -> None:
+        """Raise EnvironmentFault where a checkpoint counts another's transactions."""
+        if start["cluster"] != end["cluster"]:
+            raise EnvironmentFault(
+                f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
+                f"and {self.spec.shown} is on {end['cluster']}: transaction ids do not "
+                "survive a dump and restore. Start with a new checkpoint."
+            )
+
+    def end(self) -> dict[str, Any]:
+        """Return how far may be read: never past a transaction still open."""
         connection = connect_plain(self.spec)
         try:
             if self.postgres:
@@ -150,7 +135,7 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         finally:
             connection.close()
 
-    def _tell_standstill(self, position: int) -> None:
+    def tell_standstill(self, position: int) -> None:
         """Look, now and then, whether rows wait for a transaction that is open. Raises
         EnvironmentFault when it is open for too long."""
         if time.monotonic() - self._looked < LOOK:
@@ -211,7 +196,7 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if connection is None:
                 opened.close()
 
-    def _after(self, first: int, last: int, rows: int) -> int:
+    def after(self, first: int, last: int, rows: int) -> int:
         """Return the end of a range of at least one transaction and, where that allows
         it, at most `rows` rows. A transaction is never split."""
         name = "created_xid::text::bigint" if self.postgres else "id"
@@ -229,3 +214,29 @@ class LogStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
             return last
         cut: int = found[-1][0]
         return cut if cut > found[0][0] else cut + 1
+
+
+class WholeStream(LogStream):
+    """A stream as PySpark 4.0 and 4.1 ask for it: without saying from where, and all
+    that there is."""
+
+    def __init__(
+        self,
+        spec: SourceSpec,
+        table: Table,
+        schema: StructType,
+        options: Mapping[str, str],
+    ) -> None:
+        super().__init__(spec, table, schema, options)
+        if self.most:
+            insist_on("4.2", 'The option "maxRowsPerBatch" of a stream')
+        self._reached = -1
+
+    def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: N802 - Spark's name
+        """Return how far may be read."""
+        end = self.end()
+        position = int(end["position"])
+        if self.postgres and position <= self._reached:
+            self.tell_standstill(position)
+        self._reached = max(position, self._reached)
+        return end | {"position": str(self._reached)}

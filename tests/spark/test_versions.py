@@ -1,0 +1,85 @@
+"""What an earlier PySpark does not have is done without, or told in one line."""
+
+from __future__ import annotations
+
+import pyspark
+import pytest
+from pyspark.sql.types import LongType, StructField, StructType
+
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.source.datasource import TxmsgDataSource
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.versions import insist_on, installed
+from tests.spark.log import Log
+from tests.spark.running import run
+
+ID = StructType([StructField("id", LongType())])
+
+
+def test_versions_compare_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspark, "__version__", "4.10.1.dev0")
+
+    assert installed() == (4, 10, 1)
+    insist_on("4.9", "This")
+    with pytest.raises(EnvironmentFault, match=r"4\.10\.1\.dev0 is .*sql\]>=4\.11'"):
+        insist_on("4.11", "This")
+
+
+def test_an_analysis_without_sketches_is_refused_before_anything_starts(
+    make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: Log = make_log("sqlite")
+    monkeypatch.setattr(pyspark, "__version__", "4.1.1")
+
+    with pytest.raises(
+        EnvironmentFault, match=r"analyze needs PySpark 4\.1\.2 or newer"
+    ):
+        run(JobSpec((log.spec,), lake), "analyze")
+
+    assert log.rows("SELECT state FROM django_txmsg_pipelinerun") == [("failed",)]
+
+
+def test_without_filters_to_push_everything_is_read(
+    make_log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(3)
+    monkeypatch.setattr(pyspark, "__version__", "4.0.5")
+
+    reader = TxmsgDataSource({"url": log.spec.url}).reader(ID)
+    [part] = reader.partitions()
+    [batch] = reader.read(part)
+
+    assert "pushFilters" not in vars(type(reader))
+    assert batch.column(0).to_pylist() == [1, 2, 3]
+
+
+def test_a_stream_without_limits_says_which_version_has_them(
+    make_log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: Log = make_log("sqlite")
+    monkeypatch.setattr(pyspark, "__version__", "4.1.4")
+
+    with pytest.raises(EnvironmentFault, match=r"maxRowsPerBatch.* needs PySpark 4\.2"):
+        TxmsgDataSource({"url": log.spec.url, "maxRowsPerBatch": "5"}).streamReader(ID)
+
+
+def test_a_stream_that_is_not_told_from_where_knows_another_cluster(
+    make_log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(3)
+    monkeypatch.setattr(pyspark, "__version__", "4.1.4")
+    stream = TxmsgDataSource({"url": log.spec.url}).streamReader(ID)
+
+    start = stream.initialOffset()
+    end = stream.latestOffset()  # type: ignore[call-arg]
+    [part] = stream.partitions(start, end)
+    [batch] = stream.read(part)
+    assert batch.column(0).to_pylist() == [1, 2, 3]
+    assert list(stream.partitions(end, end)) == []
+    # Nothing is read again where the highest rows have left.
+    log.execute("DELETE FROM django_txmsg_outboxmessage")
+    assert stream.latestOffset() == end  # type: ignore[call-arg]
+    with pytest.raises(EnvironmentFault, match="Start with a new checkpoint"):
+        stream.partitions(start | {"cluster": "1"}, end)
