@@ -19,7 +19,7 @@ from django.utils.module_loading import import_string
 from . import conf
 from .envelope import upgraders
 from .envelope.codec import Codec, Misfit
-from .envelope.message_type import class_of, declaration
+from .envelope.message_type import class_of, declaration, name_of, unaliased
 from .envelope.pydantic_codec import PydanticCodec
 from .envelope.typed_body import BodyReader, BodyType, members
 from .errors import ConfigurationError
@@ -71,6 +71,7 @@ def _codecs() -> tuple[Codec, ...]:
 
 @cache
 def _reader(annotation: Any) -> BodyReader:
+    annotation = unaliased(annotation)
     return BodyReader(annotation, list(_types(annotation)))
 
 
@@ -95,7 +96,7 @@ def _named(annotation: Any, cls: type | None) -> BodyType:
     if cls is None:
         return BodyType(annotation, codec)
     declared = declaration(cls)
-    name = declared.name or f"{_label(cls)}.{cls.__name__}"
+    name = declared.name or name_of(cls, _label(cls))
     oldest = declared.readable_from
     if oldest is None:
         oldest = _oldest_reader(name, declared.version)

@@ -41,10 +41,7 @@ def show(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
     """Answer with the page, or with the document itself (`?format=json`)."""
     file = committed.path()
     try:
-        before = committed.read(file)
-    except ConfigurationError:
-        before = {}
-    try:
+        before = committed.read(file) if file.exists() else {}
         contract = document.build(before)
     except ConfigurationError as error:
         return render(request, _TEMPLATE, {**context, "problem": str(error)})

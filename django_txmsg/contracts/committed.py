@@ -27,6 +27,10 @@ def read(file: Path) -> Contract:
         ) from None
     except ValueError as error:
         raise ConfigurationError(f"{file} is no JSON: {error}.") from error
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(found, dict) or "asyncapi" not in found:
+        raise ConfigurationError(f"{file} is no AsyncAPI document.")
     return found
 
 

@@ -59,7 +59,7 @@ def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
 
 def is_structured(content_type: str) -> bool:
     """Return whether the body is an event, with its data in it."""
-    return content_type.startswith(_ANY)
+    return content_type.strip().lower().startswith(_ANY)
 
 
 def data(body: bytes) -> tuple[bytes, str]:

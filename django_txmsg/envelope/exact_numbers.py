@@ -7,16 +7,49 @@ pydantic reads a number's digits by way of a float, and `12345678901234567.89` b
 from __future__ import annotations
 
 import decimal
+from collections.abc import Sequence
 from typing import Any
 
 #: In a schema: a Decimal is read here.
 MARK = "x-txmsg-decimal"
+#: Of a field: the paths that it is read from too, beside its name.
+ALIASES = "x-txmsg-aliases"
 
 
 def with_exact_numbers(value: Any, schema: dict[str, Any]) -> Any:
     """Return a parsed body with each Decimal that is read as one turned to text; the
     very value where there is none."""
     return _Exact(schema.get("$defs", {})).walk(value, schema)
+
+
+def with_aliases(schema: Any) -> Any:
+    """Return a schema in which each object has its fields by their aliases too."""
+    if isinstance(schema, list):
+        return [with_aliases(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: with_aliases(one) for name, one in schema.items()}
+    fields = found.get("properties")
+    if isinstance(fields, dict):
+        for field in list(fields.values()):
+            paths = field.get(ALIASES, ()) if isinstance(field, dict) else ()
+            for first, *rest in paths:
+                inner = _within(rest, field)
+                known = fields.get(first)
+                if len(paths) > 1 or rest:
+                    inner = {"allOf": [inner, *([known] if known else ())]}
+                fields[first] = inner
+    return found
+
+
+def _within(path: Sequence[str | int], schema: Any) -> Any:
+    """Return the schema of what has another one's value at a path in it."""
+    for step in reversed(path):
+        if isinstance(step, str):
+            schema = {"properties": {step: schema}}
+        else:
+            schema = {"prefixItems": [*[{}] * step, schema]}
+    return schema
 
 
 class _Exact:
@@ -42,15 +75,18 @@ class _Exact:
         """Return the schemas of a union: the one that the value names, or all."""
         named = schema.get("discriminator")
         if named is not None and isinstance(value, dict):
-            tag = value.get(named["propertyName"])
-            one = named["mapping"].get(tag) if isinstance(tag, str) else None
-            return [] if one is None else [{"$ref": one}]
+            # The mapping has numbers as text.
+            one = named["mapping"].get(str(value.get(named["propertyName"])))
+            if one is not None:
+                return [{"$ref": one}]
         unions = (schema.get(name, ()) for name in ("anyOf", "oneOf", "allOf"))
         return [one for union in unions for one in union]
 
     def _walk_object(self, value: dict[str, Any], schema: dict[str, Any]) -> Any:
         fields = schema.get("properties", {})
         others = schema.get("additionalProperties")
+        if "patternProperties" in schema:
+            others = {"allOf": list(schema["patternProperties"].values())}
         changed = {}
         for name, one in value.items():
             exact = self.walk(one, fields.get(name, others))

@@ -37,9 +37,8 @@ class Failure:
         that it survives an edit."""
         name = f"{type(error).__module__}.{type(error).__qualname__}"
         name = name.removeprefix("builtins.")
-        # NUL is a character that PostgreSQL's text cannot hold.
-        text = f"{name}: {error}".rstrip(": ").replace("\x00", "\\x00")
-        trace = "".join(tb.format_exception(error)).replace("\x00", "\\x00")
+        text = f"{name}: {error}".rstrip(": ")
+        trace = "".join(tb.format_exception(error))
         where = _application_frame(error)
         digest = hashlib.sha256(f"2|{name}|{where}".encode()).hexdigest()
         return cls(
@@ -75,8 +74,9 @@ def _place(frame: FrameType) -> str:
 
 
 def _clean(text: str) -> str:
-    # A lone surrogate cannot be stored as UTF-8.
-    return text.encode("utf-8", "backslashreplace").decode()
+    # A lone surrogate cannot be stored as UTF-8, nor NUL in PostgreSQL's text.
+    cleaned = text.replace("\x00", "\\x00")
+    return cleaned.encode("utf-8", "backslashreplace").decode()
 
 
 def _cut(text: str, most: int) -> str:

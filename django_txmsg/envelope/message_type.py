@@ -81,12 +81,48 @@ def is_name(text: str) -> bool:
     return len(text) <= MAX_NAME_LENGTH and _NAME.fullmatch(text) is not None
 
 
+def name_of(cls: type, label: str) -> str:
+    """Return what a class is called that declares no name: by the label of its app, and
+    what a name cannot have in it otherwise. Raises ConfigurationError."""
+    # "Page[Order]", as pydantic calls a generic class that is one of something.
+    plain = re.sub(r"[\[\], ]+", "-", f"{label}.{cls.__name__}").strip("-")
+    name = plain.encode("ascii", "backslashreplace").decode().replace("\\", "")
+    if not is_name(name):
+        raise ConfigurationError(
+            f"{name[:80]!r} is no name of a message type. Give the class one: "
+            f"@message_type(…)."
+        )
+    return name
+
+
+def unaliased(annotation: Any) -> Any:
+    """Return what a `type X = …` or a NewType stands for, anything else as it is."""
+    while True:
+        origin = typing.get_origin(annotation)
+        if type(annotation).__name__ == "TypeAliasType":
+            annotation = annotation.__value__
+        elif type(origin).__name__ == "TypeAliasType":
+            annotation = origin.__value__[typing.get_args(annotation)]
+        elif isinstance(annotation, typing.NewType):
+            annotation = annotation.__supertype__
+        else:
+            break
+    if typing.get_origin(annotation) is typing.Annotated:
+        meant = unaliased(annotation.__origin__)
+        if meant is not annotation.__origin__:
+            return typing.Annotated[(meant, *annotation.__metadata__)]
+    return annotation
+
+
 def class_of(annotation: Any) -> type | None:
     """Return the class that a body's annotation means, None where it is none that
     services could know by a name: a list, a dict, a number."""
+    annotation = unaliased(annotation)
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = annotation.__origin__
-    if not isinstance(annotation, type) or typing.get_origin(annotation) is not None:
+    # A generic class of something is that class, whatever it is of.
+    annotation = typing.get_origin(annotation) or annotation
+    if not isinstance(annotation, type):
         return None
     if _ATTRIBUTE in vars(annotation):
         return annotation

@@ -1,6 +1,6 @@
 """The codec for dataclasses, TypedDicts and pydantic models, which pydantic reads.
 
-The one home of pydantic (the extra `typed`), imported when a first body needs it. It
+The home of pydantic (the extra `typed`), imported when a first body needs it. It
 reads in strict JSON mode: the lax one takes "yes" for True and numbers for dates.
 """
 
@@ -10,14 +10,18 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from ..errors import ConfigurationError
+from ..errors import ConfigurationError, DecodeError
 from .codec import Codec, Misfit, from_json, to_json
-from .exact_numbers import MARK, with_exact_numbers
+from .exact_numbers import with_exact_numbers
+from .kept_values import not_kept
+from .marked_schema import Marked, marked
 
 INSTALL = 'pip install "django_txmsg[typed]"'
 
 #: A number with a fraction or an exponent, where none is overlooked.
 _FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]|^\s*-?\d")
+#: What pydantic writes for a secret.
+_MASKED = b'"**********"'
 _DIGITS = ("max_digits", "decimal_places")
 _NUMBERS = ("int", "float", "decimal", "bool")
 
@@ -29,7 +33,7 @@ class PydanticCodec(Codec):
 
     def __init__(self) -> None:
         self._adapters: dict[Any, Any] = {}
-        self._marked: dict[Any, dict[str, Any] | None] = {}
+        self._marked: dict[Any, Marked] = {}
 
     def handles(self, annotation: Any) -> bool:
         """Return whether pydantic can make sense of it.
@@ -39,26 +43,24 @@ class PydanticCodec(Codec):
         return self._adapter(annotation) is not None
 
     def decode(self, annotation: Any, body: bytes) -> Any:
-        decimals = self._marked_schema(annotation) is not None and _FRACTION.search(
-            body
-        )
-        if decimals or b"NaN" in body or b"Infinity" in body:
+        decimals = self._marks(annotation).decimals and _FRACTION.search(body)
+        if decimals or _has_constants(body):
             return self._exactly(annotation, from_json(body), body)
-        return self._validated(self._adapter(annotation), body)
+        return self._validated(annotation, body)
 
     def decode_value(self, annotation: Any, value: Any) -> Any:
         return self._exactly(annotation, value, None)
 
     def _exactly(self, annotation: Any, value: Any, body: bytes | None) -> Any:
         """Validate a parsed body, or its bytes where they will do."""
-        adapter, schema = self._adapter(annotation), self._marked_schema(annotation)
-        exact = value if schema is None else with_exact_numbers(value, schema)
+        marks = self._marks(annotation)
+        exact = with_exact_numbers(value, marks.schema) if marks.decimals else value
         if exact is not value:
             try:
-                return self._validated(adapter, to_json(exact))
+                return self._validated(annotation, to_json(exact))
             except Misfit:
                 pass  # a union, perhaps, whose other member has a float there
-        return self._validated(adapter, to_json(value) if body is None else body)
+        return self._validated(annotation, to_json(value) if body is None else body)
 
     def encode(self, annotation: Any, value: Any) -> bytes:
         adapter = self._adapter(annotation)
@@ -76,10 +78,27 @@ class PydanticCodec(Codec):
                 body = adapter.dump_json(value, warnings="none", **options)
             except Exception:
                 raise Misfit(wrong) from None
-        self._validated(adapter, body)
+        try:
+            read = self._validated(annotation, body)
+            if _has_constants(body):
+                from_json(body)
+        except DecodeError:
+            raise Misfit(wrong or [("$", "json_invalid")]) from None
+        wrong = wrong or self._not_kept(annotation, value, read, body)
         if wrong:
             raise Misfit(wrong)
         return body
+
+    def _not_kept(
+        self, annotation: Any, value: Any, read: Any, body: bytes
+    ) -> list[tuple[str, str]]:
+        """Return where pydantic has written something else without a word."""
+        marks = self._marks(annotation)
+        if not ((marks.floats and b"null" in body) or _MASKED in body):
+            return []
+        write = self._adapter(annotation).serializer.to_python
+        found = not_kept(write(value, warnings="none"), write(read, warnings="none"))
+        return [(marks.path(location), kind) for location, kind in found]
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
         from pydantic.json_schema import GenerateJsonSchema
@@ -107,9 +126,9 @@ class PydanticCodec(Codec):
         found: dict[str, Any] = adapter.json_schema(schema_generator=Telling)
         return found
 
-    def _validated(self, adapter: Any, body: bytes) -> Any:
+    def _validated(self, annotation: Any, body: bytes) -> Any:
         try:
-            return adapter.validator.validate_json(body, strict=True)
+            return self._adapter(annotation).validator.validate_json(body, strict=True)
         except ValueError as error:
             from pydantic_core import ValidationError
 
@@ -120,7 +139,8 @@ class PydanticCodec(Codec):
             )
         if any(one["type"] == "json_invalid" for one in found):
             from_json(body)  # says so in our own words
-        raise Misfit([(_path(one["loc"]), one["type"]) for one in found])
+        marks = self._marks(annotation)
+        raise Misfit([(marks.path(one["loc"]), one["type"]) for one in found])
 
     def _adapter(self, annotation: Any) -> Any:
         try:
@@ -132,38 +152,26 @@ class PydanticCodec(Codec):
                 f"Typed messages need pydantic, which is not installed. Run: {INSTALL}"
             )
         from pydantic import TypeAdapter
-        from pydantic.errors import PydanticUserError
+        from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 
         try:
             adapter = TypeAdapter(annotation)
             adapter.rebuild(raise_errors=True)
-        except PydanticUserError as error:
+        except (PydanticUserError, PydanticUndefinedAnnotation) as error:
             raise ConfigurationError(
                 f"pydantic cannot read {annotation!r}: {error.message}"
             ) from error
         self._adapters[annotation] = adapter
         return adapter
 
-    def _marked_schema(self, annotation: Any) -> dict[str, Any] | None:
-        """Return the type's schema with its Decimals marked; None where it has none."""
-        if annotation not in self._marked:
-            from pydantic.errors import PydanticInvalidForJsonSchema
-            from pydantic.json_schema import GenerateJsonSchema
-
-            class Marking(GenerateJsonSchema):
-                found = False
-
-                def decimal_schema(self, schema: Any) -> Any:
-                    type(self).found = True
-                    return {MARK: True}
-
-            try:
-                schema = self._adapter(annotation).json_schema(schema_generator=Marking)
-            except PydanticInvalidForJsonSchema:
-                schema = None
-            self._marked[annotation] = schema if Marking.found else None
-        return self._marked[annotation]
+    def _marks(self, annotation: Any) -> Marked:
+        try:
+            return self._marked[annotation]
+        except KeyError:
+            found = marked(self._adapter(annotation))
+            return self._marked.setdefault(annotation, found)
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, location)) or "$"
+def _has_constants(body: bytes) -> bool:
+    """Return whether a body may have what Python's JSON has, and JSON has not."""
+    return b"NaN" in body or b"Infinity" in body

@@ -16,8 +16,11 @@ from .. import wire
 from ..errors import ConfigurationError, DecodeError, InvalidMessage, NewerCodeNeeded
 from . import serializers, upgraders
 from .codec import Codec, Misfit, from_json
-from .message_type import class_of
+from .message_type import class_of, unaliased
 from .type_header import TypeHeader
+
+#: What ends the reading of a body, and says nothing of it.
+NOT_THE_BODYS = (MemoryError, KeyboardInterrupt)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,9 @@ class BodyReader:
         value = from_json(text)
         try:
             value = upgraders.upgraded(known.name, value, version, known.version)
-        except Exception as error:
+        except NOT_THE_BODYS:
+            raise
+        except BaseException as error:
             _refuse(f"upgrade from {version}: {type(error).__name__}")
         return self._decoded(known, value, parsed=True)
 
@@ -127,16 +132,17 @@ class BodyReader:
             return decode(known.annotation, body)
         except Misfit as error:
             _refuse(str(error))
-        except (ConfigurationError, DecodeError, MemoryError):
+        except (ConfigurationError, DecodeError, *NOT_THE_BODYS):
             raise
-        except Exception as error:
-            # A validator of the user's own: no repetition mends that either.
+        except BaseException as error:
+            # A validator of the user's own: no repetition mends that either. One that
+            # raises SystemExit would stop each worker that the message comes to.
             _refuse(f"$: {type(error).__name__}")
 
 
 def members(annotation: Any) -> list[Any]:
     """Return the members of a union, or the annotation itself."""
-    bare = annotation
+    bare = annotation = unaliased(annotation)
     if _is_annotated(annotation) and class_of(annotation) is None:
         bare = annotation.__origin__
     # Both `A | B` and Union[A, B], which are two things before Python 3.14.

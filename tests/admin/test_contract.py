@@ -71,5 +71,17 @@ def test_it_says_what_the_code_breaks(viewer: Client) -> None:
     assert "shop.any: no stage consumes it any more" in page
 
 
+@pytest.mark.parametrize("content", ["[]", "<<<<<<< HEAD"])
+def test_a_broken_file_is_not_taken_for_none(
+    viewer: Client, settings: Any, content: str
+) -> None:
+    Path(settings.TXMSG["CONTRACT"]).write_text(content)
+
+    page = viewer.get(URL).content.decode()
+
+    assert "No contract is committed" not in page
+    assert f"{settings.TXMSG['CONTRACT']} is no " in page
+
+
 def test_only_who_may_see_stages_sees_it(somebody: Callable[..., Client]) -> None:
     assert somebody("view_outboxmessage").get(URL).status_code == 403

@@ -115,6 +115,19 @@ def test_what_a_broker_gave_up_on_is_the_event_that_it_was(prefix: str) -> None:
     assert (order, message.key) == (ORDER, "k")
 
 
+def test_a_media_type_is_the_same_in_capitals() -> None:
+    with declared(anything) as stage:
+        put(
+            stage.destination,
+            structured(),
+            {"content-type": " Application/CloudEvents+JSON; charset=UTF-8"},
+        )
+        step(stage)
+
+    ((body, message),) = got
+    assert (body, message.service) == (json.loads(DATA), EVENT["source"])
+
+
 @pytest.mark.parametrize(
     ("event", "body"),
     [

@@ -335,6 +335,21 @@ def test_the_command_writes_and_checks(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("content", ["[]", "{}", '"a"', "<<<<<<< HEAD", None])
+def test_a_file_that_is_no_contract_is_named(
+    tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "contract.json"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_text(content)
+    with service(takes=ORDER):
+        for action in ("check", "export"):
+            with pytest.raises(CommandError, match=re.escape(f"{file} ")):
+                run(action, str(file))
+
+
 @committing
 def test_rows_that_wait_for_what_is_gone_are_told(tmp_path: Path) -> None:
     file = str(tmp_path / "contract.json")

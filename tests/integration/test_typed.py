@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+import pydantic
 import pytest
 from django.core.management import call_command
 from django.db import transaction
@@ -54,6 +55,21 @@ class Second:
 @dataclass
 class Cancel:
     number: str
+
+
+class Odd(pydantic.BaseModel):
+    sizes: dict[str, int]
+
+    @pydantic.field_validator("sizes")
+    @classmethod
+    def leave(cls, sizes: dict[str, int]) -> dict[str, int]:
+        if "exit" in sizes:
+            raise SystemExit("out of a validator")
+        return sizes
+
+
+def odd(body: Odd) -> None:
+    got.append(body)
 
 
 got: list[Any] = []
@@ -176,6 +192,22 @@ def test_bodies_that_are_wrong_in_the_same_way_are_one_group() -> None:
 
     prints = list(DeadLetter.objects.values_list("exception", "fingerprint"))
     assert len(set(prints)) == 2
+
+
+def test_no_body_stops_a_stage() -> None:
+    """PostgreSQL's text holds no NUL, and a validator may raise anything."""
+    with declared(odd) as stage:
+        put(stage.destination, b'{"sizes": {"a\\u0000b": "x"}}')
+        put(stage.destination, b'{"sizes": {"exit": 1}}')
+        put(stage.destination, b'{"sizes": {"a": 1}}')
+        step(stage, times=3)
+
+    letters = DeadLetter.objects.order_by("id").values_list("reason", "exception")
+    assert list(letters) == [
+        ("invalid_body", "sizes.*: int_type"),
+        ("invalid_body", "$: SystemExit"),
+    ]
+    assert got == [Odd(sizes={"a": 1})]
 
 
 def test_a_parked_body_is_upgraded_when_it_is_read_again() -> None:

@@ -101,3 +101,9 @@ def test_what_no_database_can_hold_is_written_out() -> None:
 
 def test_an_error_that_was_never_raised() -> None:
     assert Failure.of(ValueError("told")).exception == "ValueError: told"
+
+
+def test_a_verdict_holds_what_every_database_can_store() -> None:
+    failure = Failure.because("invalid_body", "a\x00b\ud800")
+
+    assert failure.exception == "a\\x00b\\ud800"

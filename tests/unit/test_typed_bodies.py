@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, NewType, TypeVar
 
 import pydantic
 import pytest
-from typing_extensions import TypedDict
+from typing_extensions import TypeAliasType, TypedDict
 
 from django_txmsg import Message, codecs, message_type, upgrade
 from django_txmsg.envelope import upgraders
@@ -66,10 +66,94 @@ class Plain:
 Either = Annotated[Note | Tagged, pydantic.Field(discriminator="kind")]
 
 
+@dataclass
+class Placed:
+    number: str
+
+
+@dataclass
+class Cancelled:
+    number: str
+
+
+T = TypeVar("T")
+
+
+@message_type("typed.Wrap", version=2)
+@dataclass
+class Wrap(Generic[T]):
+    item: T
+
+
+class Page(pydantic.BaseModel, Generic[T]):
+    items: list[T]
+
+
+class Größe(pydantic.BaseModel):
+    zahl: int
+
+
+class One(pydantic.BaseModel):
+    kind: Literal[1]
+    amount: Decimal
+
+
+class Two(pydantic.BaseModel):
+    kind: Literal[2]
+    amount: float
+
+
+class Foreign:
+    """pydantic has no schema for it."""
+
+
+class Elsewhere(pydantic.BaseModel):
+    """Decimals that are not where a plain schema has them."""
+
+    model_config = pydantic.ConfigDict(
+        populate_by_name=True, arbitrary_types_allowed=True
+    )
+
+    tagged: Annotated[One | Two, pydantic.Field(discriminator="kind")] | None = None
+    matching: dict[Annotated[str, pydantic.Field(pattern="^a")], Decimal] = {}
+    named: Decimal = pydantic.Field(Decimal(0), alias="called")
+    chosen: Decimal = pydantic.Field(
+        Decimal(0), validation_alias=pydantic.AliasChoices("first", "second")
+    )
+    inside: Decimal = pydantic.Field(
+        Decimal(0), validation_alias=pydantic.AliasPath("deep", 1, "er")
+    )
+    foreign: Foreign | None = None
+
+
+class Lossy(pydantic.BaseModel):
+    ratio: float | None = None
+    anything: Any = None
+    password: pydantic.SecretStr | None = None
+    huge: int = 0
+    by_name: dict[str, int] = {}
+
+
+class Constant(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(ser_json_inf_nan="constants")
+
+    ratio: float
+
+
+class Raising(pydantic.BaseModel):
+    number: int
+
+    @pydantic.field_validator("number")
+    @classmethod
+    def refuse(cls, number: int) -> int:
+        raise {1: SystemExit, 2: GeneratorExit, 3: KeyboardInterrupt}[number]("secret")
+
+
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
     upgraders.forget("typed.Order")
+    upgraders.forget("typed.Wrap")
     codecs.forget()
 
 
@@ -398,3 +482,124 @@ def test_a_reader_says_what_it_reads() -> None:
 
     assert isinstance(reader, BodyReader)
     assert reader.reads == (("typed.Note", 1), ("typed.Order", 3))
+
+
+@pytest.mark.parametrize(
+    "union",
+    [
+        TypeAliasType("Event", Placed | Cancelled),
+        TypeAliasType("Outer", TypeAliasType("Inner", Placed | Cancelled)),  # type: ignore[misc]
+        Note | TypeAliasType("Event", Placed | Cancelled),
+        Annotated[
+            TypeAliasType("Both", Note | Tagged), pydantic.Field(discriminator="kind")
+        ],
+    ],
+)
+def test_a_union_under_another_name_is_told_apart_by_the_header(union: Any) -> None:
+    for one in codecs.reader(union).types:
+        kind = {Tagged: {"kind": "tagged", "price": 1.5}, Note: {"text": "a"}}
+        body = kind.get(one.cls, {"number": "1"})
+
+        assert type(read(union, body, one.header)) is one.cls
+    assert len(codecs.reader(union).types) > 1
+
+
+def test_another_name_of_a_class_and_a_generic_one_have_its_versions() -> None:
+    upgrade("typed.Wrap", from_version=1)(lambda body: {"item": body["old"]})
+    Told = NewType("Told", Cancelled)
+
+    assert codecs.reader(Told).reads == (("tests.Cancelled", 1),)
+    assert read(Wrap[int], {"old": 5}, "typed.Wrap;v=1;min=1") == Wrap(5)
+    with pytest.raises(NewerCodeNeeded):
+        read(Wrap[int], {"item": 5}, "typed.Wrap;v=3;min=3")
+    assert "item: int_type" in str(refused(Wrap[int], {"item": "5"}))
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Page[Plain](items=[Plain(1)]), "tests.Page-Plain"),
+        (Page[dict[str, int]](items=[{"a": 1}]), "tests.Page-dict-str-int"),
+        (Größe(zahl=1), "tests.Grxf6xdfe"),
+    ],
+)
+def test_what_is_sent_under_the_name_of_a_class_is_read(value: Any, name: str) -> None:
+    found = codecs.type_of(value)
+    assert found is not None
+
+    assert found.name == name
+    assert read(type(value), found.encode(value), found.header) == value
+
+
+def test_a_class_whose_name_is_too_long_is_to_get_one() -> None:
+    with pytest.raises(ConfigurationError, match="@message_type"):
+        codecs.body_type(dataclass(type("X" * 200, (), {})))
+
+
+@pytest.mark.parametrize(
+    ("body", "at"),
+    [
+        ('{"tagged": {"kind": 1, "amount": %s}}', lambda one: one.tagged.amount),
+        ('{"matching": {"ab": %s}}', lambda one: one.matching["ab"]),
+        ('{"named": %s}', lambda one: one.named),
+        ('{"called": %s}', lambda one: one.named),
+        ('{"first": %s}', lambda one: one.chosen),
+        ('{"second": %s}', lambda one: one.chosen),
+        ('{"deep": [0.5, {"er": %s}]}', lambda one: one.inside),
+    ],
+)
+def test_a_decimal_keeps_its_digits_wherever_it_is_read_from(
+    body: str, at: Callable[[Any], Decimal]
+) -> None:
+    digits = "12345678901234567.89"
+
+    assert str(at(read(Elsewhere, (body % digits).encode()))) == digits
+    other = {"tagged": {"kind": 2, "amount": 1.5}}
+    assert read(Elsewhere, other).tagged.amount == 1.5
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (Lossy(ratio=float("nan")), "ratio: finite_number"),
+        (Lossy(anything=[1, {"secret": float("inf")}]), r"anything\.1\.\*: finite_n"),
+        (Lossy(password=pydantic.SecretStr("secret")), "password: masked_secret"),
+        (Lossy(huge=10**5000), "json_invalid"),
+        (Constant(ratio=float("inf")), "json_invalid"),
+    ],
+)
+def test_what_would_arrive_as_something_else_is_refused(value: Any, error: str) -> None:
+    found = codecs.type_of(value)
+    assert found is not None
+
+    with pytest.raises(InvalidMessage, match=error) as caught:
+        found.encode(value)
+    assert "secret'" not in str(caught.value)
+
+
+def test_what_is_kept_is_sent_with_its_nulls_and_asterisks() -> None:
+    found = codecs.body_type(Lossy)
+    value = Lossy(ratio=1.5, anything=["**********", None, "NaN"])
+
+    assert read(Lossy, found.encode(value)) == value
+
+
+def test_a_key_in_a_body_is_not_in_the_error() -> None:
+    body = {"by_name": {"jane@example.com": "x", "a\0b": "x"}}
+
+    assert str(refused(Lossy, body)) == "by_name.*: int_type; by_name.*: int_type"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_validator_that_ends_programs_ends_no_worker(number: int) -> None:
+    upgrade("typed.Order", from_version=2)(lambda body: exit(5))
+
+    assert str(refused(Raising, {"number": number})).startswith("$: ")
+    assert "upgrade from 2: SystemExit" in str(refused(Order, {}, "typed.Order;v=2"))
+    with pytest.raises(KeyboardInterrupt):
+        read(Raising, {"number": 3})
+
+
+def test_an_annotation_of_what_pydantic_does_not_know_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'Nowhere' is not defined"):
+        codecs.reader(list["Nowhere"])  # type: ignore[name-defined]  # noqa: F821
