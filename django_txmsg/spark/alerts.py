@@ -90,8 +90,13 @@ class Alerts:
             for name, value, bound, firing, since, *more in found
         ]
 
-    def weigh(self, name: str, value: float, bound: float, summary: str) -> None:
-        """Note a measure. It fires above its bound."""
+    def weigh(
+        self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
+    ) -> None:
+        """Note a measure. It fires above its bound.
+
+        It goes on as the same alert where the webhook was not told of its end. With
+        `hold` it does not end before the webhook was told of its beginning."""
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
@@ -99,10 +104,13 @@ class Alerts:
             " ON CONFLICT (service, name) DO UPDATE SET value = excluded.value,"
             " bound = excluded.bound, firing = excluded.firing, summary ="
             " excluded.summary, checked_at = excluded.checked_at, since ="
-            " CASE WHEN excluded.firing AND NOT old.firing THEN excluded.since"
-            " ELSE old.since END",
+            " CASE WHEN excluded.firing AND NOT old.firing AND old.told <> 'firing'"
+            " THEN excluded.since ELSE old.since END"
+            " WHERE NOT (%s AND old.firing AND NOT excluded.firing"
+            " AND old.told <> 'firing')",
             self.service, name, min(value, 1e18), bound, firing,
             now if firing else None, hidden(summary)[:1000], now,
+            hold,
         )  # fmt: skip
 
     def told(self, alert: Alert) -> None:

@@ -18,6 +18,20 @@ def duration(text: str) -> dt.timedelta:
     return dt.timedelta(**{unit: float(found[1])})
 
 
+def positive(text: str) -> int:
+    """Return the number that a text says, if it is 1 or more."""
+    if not text.strip().isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def pause(text: str) -> dt.timedelta:
+    """Return a duration that is not zero."""
+    if not (found := duration(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time at all")
+    return found
+
+
 def instant(text: str) -> dt.datetime:
     """Return an instant: ISO 8601, in UTC unless it says otherwise, or how long ago."""
     if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):

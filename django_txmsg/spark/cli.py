@@ -15,7 +15,8 @@ import traceback
 import uuid
 from collections.abc import Sequence
 
-from .arguments import duration, instant, pair
+from . import webhook
+from .arguments import duration, instant, pair, pause, positive
 from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
 
@@ -48,7 +49,7 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         choices=("outbox", "inbox", "attempts", "dead_letters"),
     )
     archive.add_argument("--older-than", type=duration, help="default: the retention")
-    archive.add_argument("--batch-rows", type=int, default=100_000)
+    archive.add_argument("--batch-rows", type=positive, default=100_000)
     archive.add_argument(
         "--tasks", type=int, default=0,
         help="tasks that write side by side; default: half the cores of one machine, "
@@ -188,9 +189,9 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
         choices=("outbox", "inbox", "attempts", "dead_letters"),
     )
     follow.add_argument("--older-than", type=duration, help="default: the retention")
-    follow.add_argument("--batch-rows", type=int, default=100_000)
+    follow.add_argument("--batch-rows", type=positive, default=100_000)
     follow.add_argument(
-        "--every", type=duration, default=5 * minutes, help="from round to round"
+        "--every", type=pause, default=5 * minutes, help="from round to round"
     )
     follow.add_argument(
         "--once", action="store_true", help="one round; 1 if an alert fires"
@@ -214,7 +215,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
         help="of `reconcile`",
     )  # fmt: skip
     follow.add_argument(
-        "--webhook-env", default="TXMSG_WEBHOOK_URL", metavar="NAME",
+        "--webhook-env", default=webhook.VARIABLE, metavar="NAME",
         help="the environment variable that holds the webhook's address",
     )  # fmt: skip
 

@@ -17,9 +17,9 @@ from .spec import SourceSpec
 
 @contextmanager
 def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[None]:
-    """Hold the archive of a table alone. Raises EnvironmentFault at once when another
-    archiver holds it."""
-    refused = EnvironmentFault(
+    """Hold the archive of a table alone. Raises Archiving at once when another archiver
+    holds it."""
+    refused = Archiving(
         f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
         "transaction-pooling proxy breaks this lock: give the pipeline a direct "
         "connection.)"
@@ -34,6 +34,10 @@ def following(connection: Connection, spec: SourceSpec) -> Iterator[None]:
     does."""
     with _alone(connection, spec, "follow", "follow", Taken()):
         yield
+
+
+class Archiving(EnvironmentFault):
+    """Another archive, or an erasure, is under way."""
 
 
 class Taken(EnvironmentFault):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Sequence
 
 from .connection import Connection
 from .databases import open_database
@@ -48,5 +49,29 @@ def last_run(
             "SELECT max(started_at) FROM django_txmsg_pipelinerun WHERE job = %s"
             " AND service = %s",
             job, source.service,
+        )
+    )  # fmt: skip
+
+
+def lost(
+    connection: Connection, source: SourceSpec, verdicts: Sequence[str]
+) -> dict[str, int] | None:
+    """Return how many messages of each of these verdicts runs of `reconcile` have found
+    since what is lost was weighed last, without those that somebody has acknowledged.
+    None where it never was."""
+    # By the instant, and not by what a run tells: it may end while nobody listens.
+    weighed = connection.value(
+        "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"
+        " AND name = 'lost'",
+        source.service,
+    )
+    if weighed is None:
+        return None
+    return dict(
+        connection.rows(
+            "SELECT verdict, count(*) FROM django_txmsg_finding WHERE service = %s"
+            f" AND verdict IN ({', '.join(['%s'] * len(verdicts))}) AND found_at > %s"
+            " AND acknowledged_at IS NULL GROUP BY verdict ORDER BY verdict",
+            source.service, *verdicts, weighed,
         )
     )  # fmt: skip

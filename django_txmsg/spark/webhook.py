@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import ssl
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from http.client import HTTPException
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
 
 from .errors import UsageError
 
+#: The environment variable that holds the address, if nothing else is said.
+VARIABLE = "TXMSG_WEBHOOK_URL"
 #: Seconds that an attempt may take, and that lie between two.
 TIMEOUT = 10.0
 PAUSES = (1.0, 3.0)
@@ -43,16 +49,25 @@ class Webhook:
         self._url, self._timeout = url, timeout
         self._opener = urllib.request.build_opener(
             _NoRedirection,
-            urllib.request.HTTPSHandler(context=ssl.create_default_context()),
+            _Http,
+            _Https(ssl.create_default_context()),
         )
         self.error = ""
         self.taken = self.failed = 0
 
     @classmethod
     def from_environment(cls, name: str) -> Webhook | None:
-        """Return the webhook whose address is in an environment variable, if it is
-        set. Raises UsageError for what is no such address."""
+        """Return the webhook whose address is in an environment variable; None where
+        that is the usual one, and not set. Raises UsageError for what is no such name
+        or address."""
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise UsageError(
+                "--webhook-env takes the name of the environment variable that holds "
+                "the webhook's address, and not the address."
+            )
         url = os.environ.get(name, "").strip()
+        if not url and name != VARIABLE:
+            raise UsageError(f"The environment variable {name} is not set.")
         return cls(url) if url else None
 
     def post(self, message: Mapping[str, Any], stop: threading.Event) -> bool:
@@ -77,9 +92,10 @@ class Webhook:
             self._url, data=body, method="POST",
             headers={"Content-Type": "application/json", "User-Agent": "django_txmsg"},
         )  # fmt: skip
+        started = time.monotonic()
         try:
-            with self._opener.open(request, timeout=self._timeout) as answer:
-                answer.read(1024)
+            # It is taken by then; what the answer says is nothing to us.
+            self._opener.open(request, timeout=self._timeout).close()
         except urllib.error.HTTPError as error:
             error.close()
             self.error = f"{self.shown} answered {error.code}"
@@ -88,7 +104,8 @@ class Webhook:
             # Its text may hold the address.
             reason = getattr(error, "reason", error)
             why = getattr(reason, "strerror", None) or type(reason).__name__
-            if isinstance(reason, TimeoutError):
+            late = time.monotonic() - started >= self._timeout
+            if late or isinstance(reason, TimeoutError):
                 why = "timed out"
             if isinstance(reason, ssl.SSLCertVerificationError):
                 why = f"its certificate is refused: {reason.verify_message}"
@@ -103,3 +120,42 @@ class _NoRedirection(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any) -> None:
         """Take the redirection as the failure that it is here."""
+
+
+def _limit(connection: HTTPConnection, seconds: float) -> None:
+    """Cut a connection when its time is over: the socket's own begins anew with each
+    byte."""
+    timer = threading.Timer(seconds, _cut, (connection.sock,))
+    timer.daemon = True
+    timer.start()
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # closed long ago
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Connection(HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        _limit(self, self.timeout or TIMEOUT)
+
+
+class _SecureConnection(HTTPSConnection):
+    def connect(self) -> None:
+        super().connect()
+        _limit(self, self.timeout or TIMEOUT)
+
+
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_Connection, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def __init__(self, trust: ssl.SSLContext) -> None:
+        super().__init__(context=trust)
+        self.trust = trust
+
+    def https_open(self, req: urllib.request.Request) -> HTTPResponse:
+        return self.do_open(_SecureConnection, req, context=self.trust)

@@ -15,6 +15,7 @@ from django.core.management import CommandError, call_command
 from django.test import Client, override_settings
 
 from django_txmsg.management.commands.pipeline import job_spec, source_spec
+from django_txmsg.spark.cli import main
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.models import ArchiveMark, PipelineRun
 from django_txmsg.spark.runs import recorded
@@ -65,6 +66,21 @@ def test_a_missing_lake_is_told_with_its_exit_code() -> None:
 
     assert ended.value.code == 2
     assert PipelineRun.objects.get().state == "failed"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("archive", "--batch-rows", "0"), ("archive", "--batch-rows", "-1"),
+     ("follow", "--batch-rows", "0"), ("follow", "--every", "0s")],
+)  # fmt: skip
+def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
+    words: tuple[str, ...], capsys
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+
+    assert ended.value.code == 2
+    assert words[1] in capsys.readouterr().err
 
 
 def test_all_about_a_lake_comes_from_the_settings(monkeypatch) -> None:

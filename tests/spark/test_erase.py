@@ -141,10 +141,57 @@ def test_a_person_is_forgotten_everywhere_files_included(
     assert run(spec, "archive", "--older-than", "1d", "--no-vacuum")["rows"] == 3
 
 
-def test_what_to_erase_has_to_be_named(spark: Any, make_log, lake: LakeSpec) -> None:
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [((), "Which messages"), (("--key", ""), "empty"),
+     (("--key", PERSON, "--correlation-id", ""), "empty")],
+)  # fmt: skip
+def test_what_to_erase_has_to_be_named(
+    words: tuple[str, ...], why: str, make_log, lake: LakeSpec
+) -> None:
     log: Log = make_log("sqlite")
-    with pytest.raises(UsageError, match="Which messages"):
-        run(JobSpec((log.spec,), lake), "erase")
+    log.send_many(3)  # none of them has a key, or a correlation id
+    with pytest.raises(UsageError, match=why):
+        run(JobSpec((log.spec,), lake), "erase", *words)
+    assert log.count() == 3
+
+
+HOSTILE = "50% of 'ä' \"%s\" \\ ü\u2028"
+
+
+def test_what_waits_in_a_queue_alone_and_what_a_task_has_returned_are_erased(
+    log: Log,
+) -> None:
+    keyed, correlated, other = (uuid.uuid4() for _ in range(3))
+    headers = [
+        {wire.MESSAGE_ID: str(keyed), wire.KEY: HOSTILE},
+        {wire.MESSAGE_ID: str(correlated), wire.CORRELATION_ID: HOSTILE},
+        {wire.MESSAGE_ID: str(other), wire.KEY: "50", wire.CORRELATION_ID: "50"},
+        {wire.MESSAGE_ID: "of another kind", wire.KEY: HOSTILE},
+    ]
+    log.insert(
+        "django_txmsg_queuemessage",
+        [{"queue": "d", "headers": one, "deliveries": 0, "body": SECRET.encode(),
+          "enqueued_at": LONG_AGO, "available_at": LONG_AGO} for one in headers],
+    )  # fmt: skip
+    log.insert(
+        "django_txmsg_taskrun",
+        [{"message_id": one, "workers": "[]", "result": json.dumps(SECRET),
+          "created_at": LONG_AGO} for one in (keyed, other)],
+    )  # fmt: skip
+
+    ids = sorted(messages_named(log.spec, [HOSTILE], [HOSTILE]))
+    erased: dict[str, int] = {}
+    for name in ("attempts", "inbox", "outbox"):
+        erased |= erase_rows(log.spec, name, ids, dry_run=False)
+
+    assert ids == sorted(map(str, (keyed, correlated)))
+    assert (erased["django_txmsg_queuemessage"], erased["django_txmsg_taskrun"]) == (
+        2,
+        1,
+    )
+    assert log.count("django_txmsg_queuemessage") == 2
+    assert log.count("django_txmsg_taskrun") == 1
 
 
 def test_messages_are_erased_by_id_and_by_correlation(

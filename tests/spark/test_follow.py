@@ -26,12 +26,18 @@ from django.core.management import call_command
 from prometheus_client import CollectorRegistry, generate_latest
 
 from django_txmsg import metrics
+from django_txmsg.spark import measures
 from django_txmsg.spark import webhook as webhooks
+from django_txmsg.spark.alerts import Alert, Alerts
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs.follow import Follower
 from django_txmsg.spark.jobs.follow_options import FollowOptions
+from django_txmsg.spark.lock import archiving
+from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
+from django_txmsg.spark.noted import Noted
 from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.transforms.reconcile import LOST
 from django_txmsg.spark.webhook import Webhook
 from tests.faults import Proxy, wait_until
 from tests.services.certificates import Certificates
@@ -54,6 +60,9 @@ class Receiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Taking)
         self.answers, self.taken = list(answers), []
         self.tries = 0
+        #: Bytes that an answer promises and does not bring; headers come byte by byte.
+        self.promised, self.slow = 0, False
+        self.over = threading.Event()
         if context is not None:
             self.socket = context.wrap_socket(self.socket, server_side=True)
         scheme = "https" if context else "http"
@@ -67,7 +76,6 @@ class Receiver(ThreadingHTTPServer):
 
 class Taking(BaseHTTPRequestHandler):
     server: Receiver
-    taken: list[dict[str, Any]]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -78,8 +86,17 @@ class Taking(BaseHTTPRequestHandler):
             self.server.taken.append(json.loads(body))
         self.send_response(answer)
         self.send_header("Location", "/elsewhere")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.send_header("Content-Length", str(self.server.promised))
+        if not self.server.slow:
+            self.end_headers()
+        while not self.server.over.wait(0.05):
+            if not self.server.slow and not self.server.promised:
+                break
+            try:
+                self.wfile.write(b"a" * self.server.slow)
+                self.wfile.flush()
+            except OSError:  # the client has had enough
+                break
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -93,6 +110,7 @@ def receiver(*answers: int, **more: Any) -> Iterator[Receiver]:
         try:
             yield server
         finally:
+            server.over.set()
             server.shutdown()
             thread.join()
 
@@ -324,6 +342,201 @@ def test_a_webhook_that_never_answers_is_given_up() -> None:
     assert silent.error.endswith("cannot be reached: timed out")
 
 
+def test_a_webhook_that_answers_byte_by_byte_is_given_up() -> None:
+    with receiver() as taking:
+        taking.slow = True
+        slow = Webhook(taking.url, timeout=0.3)
+        assert not slow.post({}, threading.Event())
+
+    assert slow.error.endswith("cannot be reached: timed out")
+    assert taking.tries == 3
+
+
+def test_what_a_webhook_has_taken_is_taken_whatever_becomes_of_its_answer() -> None:
+    with receiver(200) as taking:
+        taking.promised = 10
+        hooked = Webhook(taking.url, timeout=0.3)
+        assert hooked.post({}, threading.Event())
+
+    assert taking.tries == 1
+
+
+def test_a_webhook_that_is_named_is_there_and_its_address_is_no_name(
+    make_log: Callable[..., Log], lake: LakeSpec
+) -> None:
+    log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    words = ["follow", "--older-than", "1d", "--once", "--webhook-env"]
+    for name, why in (
+        ("TXMSG_HOOK_THAT_IS_NOT_SET", "is not set"),
+        (f"https://host/{SECRET}", "the name of the environment variable"),
+    ):
+        with pytest.raises(UsageError, match=why) as refused:
+            outcome(spec, *words, name)
+        assert SECRET not in str(refused.value)
+    assert log.count("django_txmsg_pipelinerun") == 0
+
+
+def weighed(log: Log, *firing: bool, hold: bool = False) -> list[Alert]:
+    with log.connected() as connection:
+        alerts = Alerts(connection, "shop")
+        for one in firing:
+            alerts.weigh("lag", int(one), 0, f"It is {int(one)}.", hold=hold)
+        return alerts.read()
+
+
+def told(log: Log) -> None:
+    with log.connected() as connection:
+        alerts = Alerts(connection, "shop")
+        for one in alerts.read():
+            alerts.told(one)
+
+
+def test_an_event_waits_until_the_webhook_knows_of_it(log: Log) -> None:
+    [before] = weighed(log, True, False, False, hold=True)
+    told(log)
+    [after] = weighed(log, False, hold=True)
+    assert (before.firing, before.news, before.summary) == (True, True, "It is 1.")
+    assert (after.firing, after.news, after.told) == (False, True, "firing")
+    told(log)
+    # What is no event ends when it is over.
+    [again] = weighed(log, True, False)
+    assert (again.firing, again.news) == (False, False)
+
+
+def test_an_alert_that_comes_again_before_its_end_was_told_is_the_same_one(
+    log: Log,
+) -> None:
+    [first] = weighed(log, True)
+    told(log)
+    [second] = weighed(log, False, True)
+    told(log)
+    [over] = weighed(log, False)
+    told(log)
+    [other] = weighed(log, True)
+    ids = [one.message()["id"] for one in (first, second, over, other)]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    assert (second.news, over.news, other.news) == (False, True, True)
+
+
+def test_one_that_stands_by_tells_that_the_database_is_back(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    place, elsewhere = Path(log.spec.path), tmp_path / "unmounted"
+    place.rename(elsewhere)
+    said: list[str] = []
+    stop = threading.Event()
+    options = replace(OPTIONS, away=timedelta(0))
+    with receiver() as taking:
+        spec = JobSpec((log.spec,), lake)
+        follower = Follower(spec, options, Webhook(taking.url), stop, say=said.append)
+        working = threading.Thread(target=follower.work)
+        working.start()
+        try:
+            wait_until(lambda: taking.taken, deadline=60)
+            # Another one is quicker.
+            with alone(None, log.spec):  # type: ignore[arg-type]  # SQLite's is a file
+                elsewhere.rename(place)
+                wait_until(lambda: len(taking.taken) == 2, deadline=60)
+        finally:
+            stop.set()
+            working.join()
+
+    first, second = taking.taken
+    assert (first["status"], second["status"]) == ("firing", "resolved")
+    assert first["id"] == second["id"]
+    assert "standing by" in said[2]
+    assert "The database is back" in said[1]
+
+
+def test_an_archive_beside_it_is_no_lake_that_is_away(log: Log, lake: LakeSpec) -> None:
+    log.send_many(5)
+    options = replace(OPTIONS, away=timedelta(0))
+    said: list[str] = []
+    stop = threading.Event()
+    spec = JobSpec((log.spec,), lake)
+    follower = Follower(spec, options, None, stop, say=said.append)
+    working = threading.Thread(target=follower.work)
+    with log.connected() as connection, archiving(connection, log.spec, "outbox"):
+        working.start()
+        rounds = "SELECT counts FROM django_txmsg_pipelinerun WHERE job = 'follow'"
+
+        def several() -> bool:
+            found = log.rows(rounds)
+            counts = found[0][0] if found else "{}"
+            counts = json.loads(counts) if isinstance(counts, str) else counts
+            return bool(counts.get("rounds", 0) > 2)
+
+        wait_until(several, deadline=60)
+        firing = list(follower.firing)
+    try:
+        wait_until(lambda: log.count() == 0, deadline=60)
+    finally:
+        stop.set()
+        working.join()
+
+    assert firing == []
+    assert [line[:36] for line in said] == ["Another run is archiving outbox of '"]
+
+
+def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> None:
+    far = timedelta(days=400)
+    log.insert(
+        "django_txmsg_pipelinerun",
+        [{"id": uuid.uuid4(), "job": "sweep", "service": "shop", "state": "clean",
+          "run_by": "", "lake": "", "options": {}, "rows": 0, "counts": {},
+          "error": "", "started_at": datetime.now(timezone.utc) + far}],
+    )  # fmt: skip
+    round_of(log, lake, options=replace(NOW, sweep_every=timedelta(days=1)))
+    assert log.count("django_txmsg_pipelinerun") == 3
+
+
+def test_what_reconcile_has_found_while_nobody_followed_is_told(
+    log: Log, lake: LakeSpec
+) -> None:
+    spec = JobSpec((log.spec,), lake)
+    with log.connected() as connection:
+        assert measures.lost(connection, log.spec, LOST) is None
+        Alerts(connection, "shop").weigh("lost", 0, 0, "Nothing is known yet.")
+        now = datetime.now(timezone.utc)
+
+        def noted(*verdicts: str) -> None:
+            Noted(log.spec).keep(
+                [{"message_id": str(uuid.uuid4()), "destination": "d", "sender": "",
+                  "consumer": "", "sent_at": now, "found_at": now, "verdict": one}
+                 for one in verdicts],
+                now, None,
+            )  # fmt: skip
+
+        # `lost` is what is lost, and nothing else that a run finds.
+        noted("dead", "late", "unknown_sender")
+        assert measures.lost(connection, log.spec, LOST) == {}
+        noted("never_received", "never_received", "dead")
+        with receiver() as taking:
+            stop = threading.Event()
+            # Not due within this test.
+            options = replace(OPTIONS, reconcile_every=timedelta(days=1))
+            log.insert(
+                "django_txmsg_pipelinerun",
+                [{"id": uuid.uuid4(), "job": "reconcile", "service": "shop",
+                  "state": "findings", "run_by": "", "lake": "", "options": {},
+                  "rows": 0, "counts": {}, "error": "", "started_at": now}],
+            )  # fmt: skip
+            follower = Follower(spec, options, Webhook(taking.url), stop)
+            working = threading.Thread(target=follower.work)
+            working.start()
+            try:
+                wait_until(lambda: taking.taken, deadline=60)
+            finally:
+                stop.set()
+                working.join()
+        assert measures.lost(connection, log.spec, LOST) == {}
+    [lost] = taking.taken
+    assert (lost["alert"], lost["value"]) == ("lost", 2)
+    assert lost["summary"].endswith("new: 2 never_received.")
+
+
 @pytest.mark.parametrize(
     "url", ["ftp://host/x", "https:///secret", "https://u:p@host", "one"]
 )
@@ -403,6 +616,50 @@ def test_a_lake_that_is_away_is_waited_for_and_told(
     assert errors.count("The lake cannot be used, and is waited for: ") == 1
     assert "The lake is back after " in errors
     assert_moved_once(before, log, lake, set(range(1, 51)))
+
+
+def test_stopped_while_the_lake_is_away_it_makes_none(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(5)
+    round_of(log, lake)
+    place, stop = tmp_path / "lake", threading.Event()
+    place.rename(tmp_path / "unmounted")
+    place.mkdir()
+
+    def say(line: str) -> None:
+        assert line.startswith("The lake cannot be used")
+        stop.set()
+
+    Follower(JobSpec((log.spec,), lake), OPTIONS, None, stop, say=say).work()
+
+    assert list(place.iterdir()) == []
+    state = "SELECT state FROM django_txmsg_pipelinerun ORDER BY started_at"
+    assert [row[0] for row in log.rows(state)] == ["clean", "clean"]
+
+
+def test_a_database_that_is_away_is_no_lake_that_is(
+    make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(5)
+    stop, said = threading.Event(), []
+
+    def on_step(step: str) -> None:
+        # Open connections go on with a file that has no name any more.
+        Path(log.spec.path).rename(tmp_path / "unmounted")
+        raise OSError(step)
+
+    def say(line: str) -> None:
+        said.append(line)
+        stop.set()
+
+    spec = JobSpec((log.spec,), lake)
+    Follower(spec, OPTIONS, None, stop, say=say, on_step=on_step).work()
+
+    assert len(said) == 1
+    assert said[0].startswith("The database cannot be used")
 
 
 def test_a_second_one_stands_by_and_takes_over(

@@ -57,12 +57,26 @@ _REWRITTEN = t.StructType(
 
 @dataclass(frozen=True)
 class EraseOptions:
-    """Which messages: any that one of these names."""
+    """Which messages: any that one of these names. Raises UsageError when there are
+    none, and for an empty one: all that have no key would be meant."""
 
     message_ids: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
     correlation_ids: tuple[str, ...] = ()
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what names nothing, before a JVM is started for it."""
+        names = (*self.message_ids, *self.keys, *self.correlation_ids)
+        if not names:
+            raise UsageError(
+                "Which messages? Give --message-id, --key or --correlation-id."
+            )
+        if not all(names):
+            raise UsageError(
+                "An empty --key or --correlation-id names no message: is a variable of "
+                "your shell not set?"
+            )
 
 
 @dataclass
@@ -79,12 +93,7 @@ def run_erase(
     spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
 ) -> Erased:
     """Erase messages from the databases of all services of the specification, and from
-    their parts of the lake. Raises UsageError when nothing is named, EnvironmentFault
-    when an archive is under way."""
-    if not (options.message_ids or options.keys or options.correlation_ids):
-        raise UsageError(
-            "Which messages? Give --message-id, --key or --correlation-id."
-        )
+    their parts of the lake. Raises EnvironmentFault when an archive is under way."""
     lake = None
     if spec.lake is not None:
         try:

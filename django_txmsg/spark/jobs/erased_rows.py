@@ -14,7 +14,8 @@ from ..spec import SourceSpec
 #: database keeps a message's id in its headers.
 _RELATIONS = {
     "attempts": ("django_txmsg_attempt", "django_txmsg_queuemessage"),
-    "inbox": ("django_txmsg_inboxmessage",),
+    # A task's run holds what the task has returned.
+    "inbox": ("django_txmsg_inboxmessage", "django_txmsg_taskrun"),
     "verdicts": ("django_txmsg_finding",),
     "dead_letters": ("django_txmsg_deadletter",),
     "outbox": ("django_txmsg_stagedmessage", "django_txmsg_outboxmessage"),
@@ -36,6 +37,7 @@ def messages_named(
     with closing(connect_plain(source)) as connection:
         header = _header(connection, wire.KEY)
         for value in keys:
+            found |= _queued(connection, wire.KEY, value)
             for relation, column in (
                 ("django_txmsg_outboxmessage", '"key"'),
                 ("django_txmsg_stagedmessage", '"key"'),
@@ -44,6 +46,7 @@ def messages_named(
             ):
                 found |= _ids(connection, relation, column, value)
         for value in correlation_ids:
+            found |= _queued(connection, wire.CORRELATION_ID, value)
             for relation in (
                 "django_txmsg_outboxmessage", "django_txmsg_stagedmessage",
                 "django_txmsg_inboxmessage", "django_txmsg_deadletter",
@@ -146,6 +149,24 @@ def _ids(connection: Connection, relation: str, column: str, value: str) -> set[
         f"SELECT message_id FROM {relation} WHERE {column} = %s", value
     )
     return {str(uuid.UUID(str(row[0]))) for row in rows}
+
+
+def _queued(connection: Connection, header: str, value: str) -> set[str]:
+    """Return the ids of messages that wait in the embedded broker's queues: another
+    service has sent them, or their outbox rows are pruned."""
+    rows = connection.rows(
+        f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
+        f" WHERE {_header(connection, header)} = %s",
+        value,
+    )
+    return {known for (text,) in rows if (known := _id_of(text))}
+
+
+def _id_of(text: str | None) -> str:
+    try:
+        return str(uuid.UUID(text or ""))
+    except ValueError:
+        return ""  # of a sender that is none of ours
 
 
 def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:

@@ -18,10 +18,11 @@ from .. import measures
 from ..alerts import Alert, Alerts
 from ..connection import Connection, connect_plain
 from ..errors import UsageError
-from ..lock import Taken, following
+from ..lock import Archiving, Taken, following
 from ..runs import Run, progressed, recorded
 from ..schemas import TABLES
 from ..spec import JobSpec
+from ..transforms.reconcile import LOST
 from ..webhook import Webhook
 from .archive import Archiver, no_step
 from .archive_options import ArchiveOptions
@@ -75,7 +76,7 @@ class Follower:
         self.firing: list[Alert] = []
         self._said: dict[str, bool] = {}
         self._failures = 0
-        self._waiting = False
+        self._waiting = self._busy = False
 
     def work(self) -> None:
         """Follow until stopped, or for one round. Raises UsageError; with `once` also
@@ -90,6 +91,7 @@ class Follower:
                 except Taken:
                     if self.options.once:
                         raise
+                    self._database_back()
                     if not self._waiting:
                         self.say("Another process follows this database: standing by.")
                     self._waiting = True
@@ -112,9 +114,9 @@ class Follower:
                 recorded(self.spec, "follow", self.recorded_options) as run,
             ):
                 self.run, self._waiting = run, False
-                self.database.over()
-                if self.away is not None:
-                    self.away = replace(self.away, firing=False)
+                self._database_back()
+                if self.options.reconcile_every and not self.options.once:
+                    self._lost(connection)
                 while True:
                     self._round(connection, run)
                     pause = self.options.every.total_seconds()
@@ -125,6 +127,12 @@ class Follower:
                     connection.value("SELECT 1")  # holds our lock
         finally:
             connection.close()
+
+    def _database_back(self) -> None:
+        self.database.over()
+        if self.away is not None:
+            self.away = replace(self.away, firing=False)
+            self._tell_away()
 
     def _database_away(self, error: Exception) -> None:
         self.database.failed(error)
@@ -146,13 +154,21 @@ class Follower:
             pass
         except UsageError:
             raise
+        except Archiving as busy:  # no outage
+            if self.options.once:
+                raise
+            if not self._busy:
+                self.say(str(busy))
+            self._busy = True
         except Exception as error:
             connection.value("SELECT 1")  # is it the database that is away?
+            connect_plain(self.source).close()
             if self.options.once:
                 raise
             self.store.failed(error)
         else:
             self.store.over()
+            self._busy = False
         run.rows += sum(found.rows.values())
         counts = run.counts
         counts["rounds"] = counts.get("rounds", 0) + 1
@@ -206,7 +222,8 @@ class Follower:
         if not every or self.stop.is_set():
             return False
         last = measures.last_run(connection, self.source, job)
-        return last is None or connection.clock() - last >= every
+        # A clock that was wrong may have left one in the future.
+        return last is None or abs(connection.clock() - last) >= every
 
     def _weigh(self, connection: Connection, found: Round) -> None:
         options, weigh = self.options, Alerts(connection, self.source.service).weigh
@@ -215,7 +232,7 @@ class Follower:
             "lake", self.store.seconds, options.away.total_seconds(),
             self.store.error or "The archive goes on.",
         )  # fmt: skip
-        if not self.store.tries:
+        if not self.store.tries and not self._busy:
             weigh(
                 "standstill", found.held_seconds, options.stuck_after.total_seconds(),
                 found.held or "No row waits for a forgotten transaction.",
@@ -223,6 +240,7 @@ class Follower:
             weigh(
                 "refused", len(found.refused), 0,
                 " ".join(found.refused) or "No row differed from its copy.",
+                hold=self.webhook is not None,
             )  # fmt: skip
         lag = measures.lag(connection, self.source)
         weigh(
@@ -245,16 +263,23 @@ class Follower:
         elif facts is not None:
             self._failures = 0
             weigh("reconcile", 0, 1, "It was judged what is lost.")
-            new: dict[str, int] = facts["new"]
-            listed = ", ".join(f"{count:,} {name}" for name, count in new.items())
-            weigh(
-                "lost", sum(new.values()), 0,
-                f"Found by run {facts['run']}, new: {listed or 'nothing'}.",
-            )  # fmt: skip
+            self._lost(connection, f"Found by run {facts['run']}, new: ")
         if self.options.once or self.reconciling.under_way:
             return
         if self._due(connection, "reconcile", self.options.reconcile_every):
             self.reconciling.start()
+
+    def _lost(self, connection: Connection, found_by: str = "") -> None:
+        """Weigh what is lost, when `reconcile` has ended or nobody has followed."""
+        new = measures.lost(connection, self.source, LOST)
+        if not (found_by or new or new is None):
+            return
+        said = found_by or "Found while nobody followed, new: "
+        listed = ", ".join(f"{count:,} {name}" for name, count in (new or {}).items())
+        Alerts(connection, self.source.service).weigh(
+            "lost", sum((new or {}).values()), 0, f"{said}{listed or 'nothing'}.",
+            hold=self.webhook is not None,
+        )  # fmt: skip
 
     def _tell(self, connection: Connection, run: Run) -> None:
         """Tell the webhook what it does not know yet, and whoever reads our lines."""
