@@ -18,6 +18,7 @@ from django.utils.module_loading import module_has_submodule
 
 from .. import brokers, codecs, conf, stages, wire
 from ..consuming.stage_middleware import prepared
+from ..contracts import committed
 from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
@@ -277,7 +278,20 @@ def _retention() -> Iterator[CheckMessage]:
 
 
 def _contract() -> Iterator[CheckMessage]:
-    """Find that what a process knows of the contract depends on where it is started."""
+    """Find that a process cannot know the contract, or knows it by where it is
+    started."""
+    file = codecs.contract_path()
+    if file.exists():
+        try:
+            committed.read(file)
+        except ConfigurationError as error:
+            yield Error(
+                f"{error} Messages do not say which versions read them: code that is "
+                f"too old for one would bury it.",
+                hint="Restore the file; or remove it and run: manage.py txmsg "
+                "contracts export",
+                id="txmsg.E015",
+            )
     if conf.get().CONTRACT is not None or hasattr(django_settings, "BASE_DIR"):
         return
     typed = any(stage.accepts is not None for stage in stages.all_stages())

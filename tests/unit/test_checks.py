@@ -455,7 +455,7 @@ def test_a_contract_that_lies_wherever_one_starts_is_a_warning(
     monkeypatch.chdir(tmp_path)
     with stage():
         assert check() == []
-        (tmp_path / "asyncapi.json").write_text("{}")
+        (tmp_path / "asyncapi.json").write_text('{"asyncapi": "3.0.0"}')
         with txmsg():
             found = only(check())
         assert found.id == "txmsg.W008"
@@ -467,6 +467,19 @@ def test_a_contract_that_lies_wherever_one_starts_is_a_warning(
     (tmp_path / "asyncapi.json").unlink()
     with declared(typed), txmsg():
         assert only(check()).id == "txmsg.W008"
+
+
+@pytest.mark.parametrize("content", ["<<<<<<< HEAD", "[]", "{}"])
+def test_a_contract_that_is_none_is_an_error(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "asyncapi.json"
+    with txmsg(CONTRACT=str(file)):
+        assert check() == []
+        file.write_text(content)
+
+        found = only(check())
+
+    assert found.id == "txmsg.E015"
+    assert str(file) in found.msg
 
 
 def test_every_check_is_documented() -> None:
