@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -318,6 +319,59 @@ SETTINGS = {
 }
 
 
+def submitting(**more: str) -> dict[str, str]:
+    """Return the environment of who submits: nothing in it shows where we are."""
+    hidden_from_it = ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")
+    return {
+        **{k: v for k, v in os.environ.items() if k not in hidden_from_it},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        **more,
+    }
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_driver_that_runs_in_the_cluster_gets_its_specification_as_text(
+    cluster: str, make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
+) -> None:
+    # Without a password: the driver gets the environment of its worker, not ours.
+    log = make_log("sqlite")
+    log.send_many(150)
+    before = hashes_in(log)
+    elsewhere = tmp_path / "submitted"
+    elsewhere.mkdir()
+    script = elsewhere / "pipeline.py"
+    script.write_text((PACKAGE / "spark" / "__main__.py").read_text())
+    package = shutil.make_archive(
+        str(elsewhere / "django_txmsg"), "zip", PACKAGE.parent, PACKAGE.name
+    )
+    [core] = (Path(pyspark.__file__).parent / "jars").glob("spark-core_*.jar")
+    settings = SETTINGS | {
+        "spark.driver.memory": "512m",
+        "spark.eventLog.enabled": "false",
+        "spark.standalone.submit.waitAppCompletion": "true",
+        "spark.submit.pyFiles": package,
+    }
+    del settings["spark.driver.host"]
+    # The standalone cluster starts no Python by itself, but what Spark starts it with.
+    subprocess.run(
+        ["spark-submit", "--master", cluster, "--deploy-mode", "cluster",
+         *[word for item in settings.items() for word in ("--conf", "=".join(item))],
+         "--class", "org.apache.spark.deploy.PythonRunner", f"file:{core}",
+         str(script), package, "archive", "--older-than", "1d", "--table", "outbox",
+         "--batch-rows", "100", "--no-vacuum", "--spec",
+         JobSpec(services=(log.spec,), lake=lake).to_json()],
+        env=submitting(), cwd=elsewhere, check=True,
+        timeout=600,
+    )  # fmt: skip
+
+    told = [path.read_text() for path in tmp_path.rglob("driver-*/std*")]
+    assert log.count() == 0, told
+    assert_moved_once(before, log, lake, set(before))
+
+
 @pytest.mark.timeout(600)
 def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     cluster: str, make_log: Callable[..., Log], tmp_path: Path
@@ -344,20 +398,16 @@ def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     ).stdout  # fmt: skip
     assert password not in printed
 
+    def surroundings() -> dict[str, str]:
+        return submitting(
+            SPARK_CONF_DIR=str(tmp_path), SPARK_MASTER=cluster,
+            TXMSG_PASSWORD_SHOP=password,
+        )  # fmt: skip
+
     def submit(script: str) -> dict[str, object]:
         done = subprocess.run(
             ["bash", "-euc", script],
-            cwd=tmp_path, capture_output=True, text=True,
-            env={
-                **{k: v for k, v in os.environ.items()
-                   if k not in ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")},
-                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-                "PYSPARK_PYTHON": sys.executable,
-                "SPARK_CONF_DIR": str(tmp_path),
-                "SPARK_LOCAL_IP": "127.0.0.1",
-                "SPARK_MASTER": cluster,
-                "TXMSG_PASSWORD_SHOP": password,
-            },
+            cwd=tmp_path, capture_output=True, text=True, env=surroundings(),
         )  # fmt: skip
         assert done.stdout, done.stderr[-4000:]
         assert password not in done.stdout + done.stderr
@@ -384,6 +434,15 @@ def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     )
     assert reconciled["counts"] == {"never_received": 450}
     assert reconciled["exit_code"] == 1
+
+    # Where Spark runs no driver in Python, it says so by itself.
+    refused = subprocess.run(
+        ["spark-submit", "--master", cluster, "--deploy-mode", "cluster", script,
+         "verify", "--spec", "other.json"],
+        env=surroundings(), cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert refused.returncode == 1
+    assert "not supported for python applications on standalone" in refused.stderr
 
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in written if password.encode() in path.read_bytes()]
