@@ -96,6 +96,8 @@ class PydanticCodec(Codec):
         marks = self._marks(annotation)
         if not ((marks.floats and b"null" in body) or _MASKED in body):
             return []
+        if _equal(value, read):
+            return []
         write = self._adapter(annotation).serializer.to_python
         found = not_kept(write(value, warnings="none"), write(read, warnings="none"))
         return [(marks.path(location), kind) for location, kind in found]
@@ -170,6 +172,14 @@ class PydanticCodec(Codec):
         except KeyError:
             found = marked(self._adapter(annotation))
             return self._marked.setdefault(annotation, found)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two objects of a user's are equal, as far as their class says."""
+    try:
+        return bool(one == other)
+    except Exception:
+        return False
 
 
 def _has_constants(body: bytes) -> bool:
