@@ -41,8 +41,8 @@ class LakeFile:
     size: int
     rows: int
     modified_ms: int
-    batch: int | None = None
-    """The archive's batch that all of its rows are of."""
+    batches: tuple[int, int] | None = None
+    """The archive's batches that its rows are of: none is lower, and none higher."""
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:

@@ -85,9 +85,9 @@ def _partition(file: LakeFile | Named) -> dict[str, str | None]:
 def _stats(file: LakeFile) -> dict[str, Any]:
     """Return what the log says of a file's rows. Readers skip by it."""
     stats: dict[str, Any] = {"numRecords": file.rows}
-    if file.batch is not None:
-        number = {"batch_id": file.batch}
-        stats |= {"minValues": number, "maxValues": number}
+    if file.batches is not None:
+        low, high = file.batches
+        stats |= {"minValues": {"batch_id": low}, "maxValues": {"batch_id": high}}
         stats["nullCount"] = {"batch_id": 0}
     return stats
 

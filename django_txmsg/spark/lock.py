@@ -36,6 +36,17 @@ def following(connection: Connection, spec: SourceSpec) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
+    """Be the only one that changes a service's journeys. Raises Taken at once when
+    another one does."""
+    taken = Taken(
+        f"Another run keeps the journeys of {spec.service!r}: wait for its end."
+    )
+    with _alone(connection, spec, "journeys", "journeys", taken):
+        yield
+
+
 class Archiving(EnvironmentFault):
     """Another archive, or an erasure, is under way."""
 

@@ -53,22 +53,27 @@ class Results:
     run_id: str
     at: dt.datetime
     makes_lake: bool = True
+    clock: str = _CLOCK
+    """The column that days go by. Where it is not the run's instant, rows are written
+    as they are."""
 
     def save(self, name: str, struct: t.StructType, frame: DataFrame) -> int:
         """Write a DataFrame; nothing of it is visible before all of it is."""
         Lake(self.lake, create=self.makes_lake)
+        return self._commit(name, struct, self.write(name, struct, frame))
+
+    def write(
+        self, name: str, struct: t.StructType, frame: DataFrame
+    ) -> list[LakeFile]:
+        """Write a DataFrame into files that nobody names yet."""
         task = ResultTask(self, name, arrow_schema(struct))
         rows = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES).collect()
-        return self._commit(
-            name,
-            struct,
-            [
-                LakeFile(
-                    row.path, self.service, row.day, row.size, row.rows, row.modified_ms
-                )
-                for row in rows
-            ],
-        )
+        return [
+            LakeFile(
+                row.path, self.service, row.day, row.size, row.rows, row.modified_ms
+            )
+            for row in rows
+        ]
 
     def save_rows(
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
@@ -85,12 +90,14 @@ class Results:
         place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
         return DayFiles(
-            place.files, f"{place.root}/{name}", self.service, _CLOCK, unique,
+            place.files, f"{place.root}/{name}", self.service, self.clock, unique,
             ready=place.insist,
         )  # fmt: skip
 
     def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Add the run and its instant to a batch."""
+        if self.clock != _CLOCK:
+            return batch
         rows = batch.num_rows
         at = pa.scalar(self.at, pa.timestamp("us", tz="UTC"))
         fields = [one.with_nullable(True) for one in batch.schema]

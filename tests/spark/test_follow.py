@@ -36,12 +36,13 @@ from django_txmsg.spark.lock import archiving
 from django_txmsg.spark.lock import following as alone
 from django_txmsg.spark.models import PipelineAlert
 from django_txmsg.spark.noted import Noted
+from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.reconcile import LOST
 from django_txmsg.spark.webhook import Webhook
 from tests.faults import Proxy, wait_until
 from tests.services.certificates import Certificates
-from tests.spark.archives import assert_moved_once, hashes_in
+from tests.spark.archives import assert_moved_once, delta_rows, hashes_in
 from tests.spark.conftest import ROOT
 from tests.spark.kill_archive import DIFFERING
 from tests.spark.kill_follow import OPTIONS
@@ -51,6 +52,7 @@ from tests.spark.test_archive_kill import SLICED, STEPS
 
 SECRET = "T0ken-that-nobody-sees"
 NOW = replace(OPTIONS, once=True)
+JOURNEYS = Table("journeys", "", "", (), "", ("",))
 
 
 class Receiver(ThreadingHTTPServer):
@@ -762,6 +764,7 @@ def test_lost_messages_are_found_beside_the_archive(
 ) -> None:
     log = make_log("sqlite")
     log.send_many(5, created_at=datetime.now(timezone.utc) - timedelta(hours=2))
+    log.send_many(7)
     with receiver() as taking:
         words = ("--reconcile-every", "1s", "--since", "3d")
         environment = {"TXMSG_WEBHOOK_URL": taking.url}
@@ -776,3 +779,5 @@ def test_lost_messages_are_found_beside_the_archive(
     assert (lost["alert"], lost["status"], lost["value"]) == ("lost", "firing", 5)
     assert "5 never_received" in lost["summary"]
     assert (over["alert"], over["status"]) == ("lost", "resolved")
+    # What was archived is in the journeys, however long ago it was sent.
+    assert delta_rows(lake, JOURNEYS).num_rows == 7

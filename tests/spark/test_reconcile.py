@@ -14,7 +14,7 @@ from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
-from django_txmsg.spark.transforms.reconcile import SENT
+from django_txmsg.spark.transforms.journeys import SENT
 from tests.spark.archives import archive
 from tests.spark.log import Log
 from tests.spark.running import run

@@ -16,14 +16,13 @@ from django_txmsg import wire
 from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.schemas import STAGED
 from django_txmsg.spark.transforms import activity, deadletters, latency, outgoing
+from django_txmsg.spark.transforms import reconcile as judging
+from django_txmsg.spark.transforms.journeys import RECEIVED, SENT, arrivals, steps
 from django_txmsg.spark.transforms.reconcile import (
     EXPECTED,
-    RECEIVED,
-    SENT,
     SUMMARY,
     VERDICT,
     observed,
-    reconcile,
     summarise,
 )
 from tests.spark.conftest import analyzes
@@ -44,7 +43,12 @@ def sent(spark: Any, *rows: tuple[Any, ...]) -> Any:
 
 
 def received(spark: Any, *rows: tuple[Any, ...]) -> Any:
-    return spark.createDataFrame(list(rows), RECEIVED)
+    # Attempts are no part of a verdict.
+    return spark.createDataFrame([(*row, 1) for row in rows], RECEIVED)
+
+
+def reconcile(sent: Any, received: Any, expected: Any, **how: Any) -> Any:
+    return judging.reconcile(steps(sent, received), expected, **how)
 
 
 def expected(spark: Any, *rows: tuple[Any, ...]) -> Any:
@@ -207,7 +211,8 @@ def test_listeners_are_expected_from_their_first_message_on(spark) -> None:
     )
 
     assertDataFrameEqual(
-        observed(rows), spark.createDataFrame([("topic:t", "b/s", at(1))], EXPECTED)
+        observed(arrivals(rows)),
+        spark.createDataFrame([("topic:t", "b/s", at(1))], EXPECTED),
     )
 
 
@@ -254,7 +259,7 @@ def model(
             continue
         consumer = ", ".join(sorted({c for *_, c in rows})) or pair or None
         sent_at = min(m for m, *_ in sent_rows or rows)
-        young = at(sent_at) >= HORIZON
+        young = at(max(m for m, *_ in sent_rows) if sent_rows else sent_at) >= HORIZON
         done = [
             m + (120 if f == "slow" else 1)
             for m, _, f, _ in rows

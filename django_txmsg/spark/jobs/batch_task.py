@@ -41,8 +41,9 @@ MANIFEST = t.StructType(
 
 def file_of(row: Row, service: str) -> LakeFile:
     """Return the file that a row of a manifest tells of."""
+    batches = (row.batch_id, row.batch_id)
     return LakeFile(
-        row.path, service, row.day, row.size, row.rows, row.modified_ms, row.batch_id
+        row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
     )
 
 

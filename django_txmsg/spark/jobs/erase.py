@@ -18,6 +18,7 @@ from pyspark.sql import Column, SparkSession
 from pyspark.sql import types as t
 
 from ... import wire
+from ..connection import connect_plain
 from ..cores import parallelism
 from ..errors import UsageError
 from ..lake import Lake, NoLake
@@ -25,6 +26,7 @@ from ..lakefile import LakeFile, rows_of
 from ..lakelog import Named, touched
 from ..laketable import LakeTable
 from ..ledger import Ledger
+from ..lock import keeping
 from ..runs import Run
 from ..schemas import TABLES, arrow_schema
 from ..spec import JobSpec, LakeSpec, SourceSpec
@@ -43,7 +45,7 @@ from .settling import checksum
 _ID = ["message_id"]
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
 #: The lake's tables with messages in them; the last two say which messages have a key.
-ORDER = ("attempts", "inbox", "verdicts", "dead_letters", "outbox")
+ORDER = ("attempts", "inbox", "verdicts", "journeys", "dead_letters", "outbox")
 _REWRITTEN = t.StructType(
     [
         t.StructField("number", t.LongType(), False),
@@ -93,7 +95,8 @@ def run_erase(
     spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
 ) -> Erased:
     """Erase messages from the databases of all services of the specification, and from
-    their parts of the lake. Raises EnvironmentFault when an archive is under way."""
+    their parts of the lake. Raises EnvironmentFault when an archive or a `reconcile` is
+    under way."""
     lake = None
     if spec.lake is not None:
         try:
@@ -106,6 +109,8 @@ def run_erase(
                 ledger = stack.enter_context(closing(Ledger(source, table)))
                 # No archive brings meanwhile what has been looked for.
                 stack.enter_context(ledger.lock())
+            connection = stack.enter_context(closing(connect_plain(source)))
+            stack.enter_context(keeping(connection, source))
         ids = sorted(_chosen(spark, spec.services, lake, options))
         done = Erased(len(ids), {}, {})
         sessions = _sessions(spark, spec.services, lake, ids)
@@ -231,21 +236,11 @@ def _rewritten(
     places = spark.range(0, len(named), 1, parts)
     for row in places.mapInArrow(task, _REWRITTEN).collect():
         file = named[row.number]
-        batch = (
-            file.batches[0] if file.batches and len(set(file.batches)) == 1 else None
-        )
-        yield (
-            row.number,
-            LakeFile(
-                row.path,
-                file.service,
-                file.day,
-                row.size,
-                row.rows,
-                row.modified_ms,
-                batch,
-            ),
-        )
+        fresh = LakeFile(
+            row.path, file.service, file.day, row.size, row.rows, row.modified_ms,
+            file.batches,
+        )  # fmt: skip
+        yield row.number, fresh
 
 
 @dataclass

@@ -26,9 +26,10 @@ from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
 from ..staging import Brought, Merged, Staging
+from ..transforms.journeys import CANCELLED
 from ..transforms.normalise import whole_log
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
-from ..transforms.reconcile import CANCELLED, FINDINGS
+from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by
 from .outgoing_options import ReplayOptions, SendOptions
 from .reading import WholeLog

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import pyarrow as pa
+import pyspark.sql.functions as sf
+from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
@@ -19,6 +21,7 @@ from ..databases import open_database
 from ..databases.base import Database
 from ..errors import EnvironmentFault, UsageError
 from ..lake import Lake, NoLake
+from ..lakelog import Named
 from ..marks import Marks
 from ..schemas import TABLES, Table
 from ..source.batch import Selection, id_ranges
@@ -127,10 +130,16 @@ class WholeLog:
         self._stack.close()
 
     def read(
-        self, table: str, struct: t.StructType, *, since: dt.date | None = None
+        self,
+        table: str,
+        struct: t.StructType,
+        *,
+        since: dt.date | None = None,
+        above: Mapping[str, int] | None = None,
     ) -> DataFrame:
         """Return the columns of `struct` of a table, each row once; rows of days from
-        `since`, by the table's clock."""
+        `since`, by the table's clock; of the lake those of batches `above` a service's.
+        """
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         narrow = t.StructType([f for f in described.struct().fields if f.name in names])
@@ -139,23 +148,67 @@ class WholeLog:
         )
         if self.lake is None:
             return whole_log([live], struct)
-        kept = self.lake.table(table, described.lake_struct())
-        services = [one.service for one in self.live]
-        delta = kept.load()
-        named = kept.named(delta) if delta else []
+        delta, named = self.files_of(table)
         lake_id = str(delta.metadata().id) if delta else ""
+        named = [one for one in named if _reaches(one, above or {})]
         twice = any(
             one.batches is None
             or one.batches[1] > self.settled.get((one.service, table, lake_id), 0)
             for one in named
-            if one.service in services
         )
-        archived = kept.read(
-            self.spark, services=services, since=since, named=named,
-            columns=narrow.fieldNames(),
-        )  # fmt: skip
-        frames = [live, archived]
-        return whole_log(frames, struct, twice=twice)
+        archived = self._archived(table, narrow, named, since=since, above=above)
+        return whole_log([live, archived], struct, twice=twice)
+
+    def archived(
+        self,
+        table: str,
+        struct: t.StructType,
+        above: Mapping[str, int],
+        until: Mapping[str, int],
+    ) -> DataFrame:
+        """Return the lake's rows of the batches above a service's one, up to
+        another."""
+        named = [
+            one
+            for one in self.files_of(table)[1]
+            if _reaches(one, above)
+            and one.batches is not None
+            and one.batches[0] <= until[one.service]
+        ]
+        rows = self._archived(table, struct, named, above=above, until=until)
+        return rows.select(*struct.fieldNames())
+
+    def files_of(self, table: str) -> tuple[DeltaTable | None, list[Named]]:
+        """Return a table of the lake as it is now, and its files of these services."""
+        if self.lake is None:
+            return None, []
+        kept = self.lake.table(table, TABLES[table].lake_struct())
+        if (delta := kept.load()) is None:
+            return None, []
+        services = {one.service for one in self.live}
+        return delta, [one for one in kept.named(delta) if one.service in services]
+
+    def _archived(
+        self,
+        table: str,
+        struct: t.StructType,
+        named: Sequence[Named],
+        *,
+        since: dt.date | None = None,
+        above: Mapping[str, int] | None = None,
+        until: Mapping[str, int] | None = None,
+    ) -> DataFrame:
+        assert self.lake is not None
+        kept = self.lake.table(table, TABLES[table].lake_struct())
+        columns = [*struct.fieldNames(), *(["batch_id"] if above else [])]
+        rows = kept.read(self.spark, since=since, named=named, columns=columns)
+        batch, service = sf.coalesce("batch_id", sf.lit(0)), sf.col("service")
+        for name, number in (above or {}).items():
+            if number:
+                rows = rows.where((service != name) | (batch > number))
+        for name, number in (until or {}).items():
+            rows = rows.where((service != name) | (batch <= number))
+        return rows
 
     def read_live(
         self, table: Table, struct: t.StructType, *, since: dt.date | None = None
@@ -178,3 +231,8 @@ class WholeLog:
     def horizon(self, grace: dt.timedelta) -> dt.datetime:
         """Return the instant up to which every service's log is complete."""
         return min(one.taken for one in self.live) - grace
+
+
+def _reaches(file: Named, above: Mapping[str, int]) -> bool:
+    """Return whether a file may hold rows of batches above a service's one."""
+    return file.batches is None or file.batches[1] > above.get(file.service, 0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ... import wire
@@ -17,20 +16,21 @@ from ..noted import MOST, Noted
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
+from ..transforms.journeys import is_topic
 from ..transforms.reconcile import (
     EXPECTED,
     FINDING,
     FINDINGS,
     LOST,
-    RECEIVED,
-    SENT,
     SUMMARY,
     aged,
+    judge,
     observed,
     reconcile,
     summarise,
 )
 from .findings import known_findings
+from .journeys import Journeys, marks_of, parted
 from .reading import WholeLog
 
 _Subscription = tuple[str, str, dt.datetime]
@@ -51,6 +51,8 @@ class ReconcileOptions:
     """Destinations that something else consumes, which keeps no log of ours."""
     keep: bool = True
     """Whether findings and summary go into the lake."""
+    many: int = 500_000
+    """Rows of journeys from which on those are looked for that nothing is added to."""
 
 
 @dataclass
@@ -81,24 +83,39 @@ def run_reconcile(
     spark: SparkSession, spec: JobSpec, options: ReconcileOptions, run: Run
 ) -> Reconciliation:
     """Judge every message, keep the findings in the lake, and return the counts."""
-    with WholeLog(spark, spec) as log:
-        sent, received = _logs(log, options.since)
+    with (
+        WholeLog(spark, spec) as log,
+        Journeys(log, run, keep=options.keep) as journeys,
+    ):
+        rest = journeys.rest(options.since)
         # What is live is copied: no transaction is open while all is compared.
         log.release()
+        journeys.catch_up()
+        settled = journeys.read()
+        known = rest if settled is None else rest.unionByName(settled)
         declared, fresh = _declared(log)
-        expected = observed(received).unionByName(
+        expected = observed(known).unionByName(
             spark.createDataFrame(declared + fresh, EXPECTED)
         )
         expected = expected.groupBy("destination", "consumer").agg(
             sf.min("since").alias("since")
         )
         horizon = log.horizon(options.grace)
-        verdicts = reconcile(
-            sent, received, expected, horizon=horizon, late_after=options.late_after,
-            external=options.external,
-        ).persist(StorageLevel.DISK_ONLY)  # fmt: skip
+        judging: dict[str, Any] = {
+            "horizon": horizon, "late_after": options.late_after,
+            "external": options.external, "since": options.since,
+        }  # fmt: skip
+        large = settled is not None and journeys.count() >= options.many
+        marks = marks_of(rest) if large else None
+        again, whole = known, None
+        if settled is not None and marks is not None:
+            again, whole = _parts(rest, settled, marks)
+        judged = reconcile(again, expected, **judging).persist(StorageLevel.DISK_ONLY)
+        verdicts = judged
+        if whole is not None:
+            verdicts = judged.unionByName(judge(whole, **judging))
         found = Reconciliation(horizon)
-        summary = summarise(verdicts)
+        summary = summarise(verdicts).persist(StorageLevel.DISK_ONLY)
         per_kind = summary.groupBy("destination", "verdict").agg(
             sf.sum("messages").alias("messages")
         )
@@ -119,8 +136,8 @@ def run_reconcile(
         if options.keep:
             noted = Noted(spec.service())
             noted.keep(_worst(findings), run.started_at, options.since)
-        findings.unpersist()
-        verdicts.unpersist()
+        for one in (findings, summary, judged):
+            one.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)
     bad = {"lost": LOST, "new": LOST, "findings": FINDINGS, "never": ()}
@@ -131,22 +148,16 @@ def run_reconcile(
     return found
 
 
-def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFrame]:
-    """Return what was sent since an instant, and what became of it. A message that was
-    sent again may have been received long before."""
-    if since is None:
-        return log.read("outbox", SENT), log.read("inbox", RECEIVED)
-    day = (since - dt.timedelta(days=1)).date()
-    start = sf.timestamp_micros(sf.lit(int(since.timestamp() * 1e6)))
-    again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
-    sent = log.read("outbox", again, since=day).where(sf.col("created_at") >= start)
-    resent = sent.where("replay_id <> ''").select("message_id").distinct()
-    own = sf.coalesce("created_at", "first_received_at") >= start
-    if resent.isEmpty():
-        return sent, log.read("inbox", RECEIVED, since=day).where(own)
-    received = log.read("inbox", RECEIVED)
-    earlier = received.where(~own).join(resent, "message_id", "left_semi")
-    return sent, received.where(own).unionByName(earlier)
+def _parts(
+    rest: DataFrame, settled: DataFrame, marks: DataFrame
+) -> tuple[DataFrame, DataFrame]:
+    """Return the steps and journeys that are to be added up, and the journeys that are
+    whole as they are: those of queues that nothing is added to."""
+    topics = is_topic(sf.col("destination"))
+    queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
+    concerned, whole = parted(queues, marks)
+    again = rest.unionByName(settled.where(topics)).unionByName(concerned)
+    return again, whole
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:

@@ -41,6 +41,5 @@ def rewritten(
     info = files.get_file_info(f"{root}/{path}")
     modified = int(info.mtime.timestamp() * 1000) if info.mtime else 0
     return LakeFile(
-        path, file.service, file.day, info.size, rows, modified,
-        file.batches[0] if file.batches and len(set(file.batches)) == 1 else None,
-    )  # fmt: skip
+        path, file.service, file.day, info.size, rows, modified, file.batches
+    )

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from pyspark.sql import types as t
 
+from ..connection import connect_plain
 from ..errors import EnvironmentFault
 from ..lake import Lake
 from ..lakelog import touched
 from ..laketable import CommitFailedError, LakeTable
 from ..ledger import Ledger
+from ..lock import Taken, keeping
 from ..progress import Progress
 from ..runs import Run
 from ..schemas import TABLES
@@ -65,8 +67,13 @@ def run_sweep(
             if name in TABLES:
                 with closing(Ledger(service, TABLES[name])) as ledger, ledger.lock():
                     swept[name] = _sweep(place, service.service, options)
+            elif name == "journeys":
+                with closing(connect_plain(service)) as held, keeping(held, service):
+                    swept[name] = _sweep(place, service.service, options)
             else:
                 swept[name] = _sweep(place, service.service, options)
+        except Taken:
+            continue  # `reconcile` is at it: the next run sweeps them
         except CommitFailedError as error:
             raise EnvironmentFault(
                 f"{name} was changed by somebody else meanwhile ({error}). Run again."

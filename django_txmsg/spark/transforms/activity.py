@@ -8,7 +8,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
-from .reconcile import CANCELLED
+from .journeys import CANCELLED
 
 THROUGHPUT = t.StructType(
     [

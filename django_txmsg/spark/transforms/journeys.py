@@ -1,0 +1,155 @@
+"""The way of a message to a consumer: all that is known of it, added up.
+
+A step is a row of an outbox or an inbox, and a journey is many steps in one row: both
+have the same columns, and whatever is merged first, the sum is the same.
+"""
+
+from __future__ import annotations
+
+import pyspark.sql.functions as sf
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import types as t
+
+from ... import wire
+
+#: What `sent` must have: outbox rows of all services.
+SENT = t.StructType(
+    [
+        t.StructField("service", t.StringType()),
+        t.StructField("message_id", t.StringType()),
+        t.StructField("destination", t.StringType()),
+        t.StructField("created_at", t.TimestampType()),
+        t.StructField("expires_at", t.TimestampType()),
+        t.StructField("dispatched_at", t.TimestampType()),
+        t.StructField("dead_at", t.TimestampType()),
+        t.StructField("last_error", t.StringType()),
+    ]
+)
+
+#: What `received` must have: inbox rows of all services, each row once.
+RECEIVED = t.StructType(
+    [
+        t.StructField("service", t.StringType()),
+        t.StructField("stage", t.StringType()),
+        t.StructField("message_id", t.StringType()),
+        t.StructField("destination", t.StringType()),
+        t.StructField("created_at", t.TimestampType()),
+        t.StructField("first_received_at", t.TimestampType()),
+        t.StructField("processed_at", t.TimestampType()),
+        t.StructField("dead_at", t.TimestampType()),
+        t.StructField("deliveries", t.IntegerType()),
+        t.StructField("attempts", t.IntegerType()),
+    ]
+)
+
+#: How the last error begins of an outbox row that was cancelled, and not given up on.
+CANCELLED = "cancelled: "
+
+#: How each column of steps is merged.
+_FIRST = ("begun_at", "stored_at", "told_at", "dispatched_at", "received_at",
+          "processed_at", "sender", "consumer")  # fmt: skip
+_LAST = ("sent_again_at", "died_at", "expires_at", "buried_at", "other_consumer")
+_COUNTS = ("stored", "died", "cancelled", "expire", "times_processed", "deliveries",
+           "tries")  # fmt: skip
+_TEXTS = frozenset(["sender", "consumer", "other_consumer"])
+
+#: What a journey is known by. A queue's message has one, whoever consumes it: its pair
+#: is empty. What is sent to a topic has one for each row, `sent_us`, and those of its
+#: receipts have the consumer as their pair.
+KEY = ("message_id", "destination", "pair", "sent_us")
+
+JOURNEY = t.StructType(
+    [
+        *[t.StructField(name, t.StringType()) for name in KEY[:3]],
+        t.StructField("sent_us", t.LongType()),
+        *[
+            t.StructField(name, t.StringType() if name in _TEXTS else t.TimestampType())
+            for name in (*_FIRST, *_LAST)
+        ],
+        *[t.StructField(name, t.LongType()) for name in _COUNTS],
+    ]
+)
+
+
+def departures(sent: DataFrame) -> DataFrame:
+    """Return JOURNEY: a step for each row of SENT."""
+    stored = sf.col("created_at")
+    cancelled = (
+        sf.col("last_error").startswith(CANCELLED) & sf.col("dead_at").isNotNull()
+    )
+    topic = is_topic(sf.col("destination"))
+    return _step(
+        sent,
+        pair=sf.lit(""),
+        sent_us=sf.when(topic, sf.unix_micros(stored)).otherwise(0),
+        sender=sf.col("service"),
+        begun_at=stored,
+        stored_at=stored,
+        sent_again_at=stored,
+        dispatched_at=sf.col("dispatched_at"),
+        died_at=sf.col("dead_at"),
+        expires_at=sf.col("expires_at"),
+        stored=_one(stored),
+        died=_one(sf.col("dead_at")),
+        cancelled=sf.when(cancelled, 1).otherwise(0),
+        expire=_one(sf.col("expires_at")),
+    )
+
+
+def arrivals(received: DataFrame) -> DataFrame:
+    """Return JOURNEY: a step for each row of RECEIVED. Two of one message at one
+    consumer mean that the first was deleted before the message came again."""
+    consumer = sf.concat_ws("/", "service", "stage")
+    return _step(
+        received,
+        pair=sf.when(is_topic(sf.col("destination")), consumer).otherwise(""),
+        consumer=consumer,
+        other_consumer=consumer,
+        begun_at=sf.coalesce("created_at", "first_received_at"),
+        told_at=sf.col("created_at"),
+        received_at=sf.col("first_received_at"),
+        processed_at=sf.col("processed_at"),
+        buried_at=sf.col("dead_at"),
+        times_processed=_one(sf.col("processed_at")),
+        deliveries=sf.coalesce("deliveries", sf.lit(0)),
+        tries=sf.coalesce("attempts", sf.lit(0)),
+    )
+
+
+def steps(sent: DataFrame, received: DataFrame) -> DataFrame:
+    """Return JOURNEY: all steps of messages."""
+    return departures(sent).unionByName(arrivals(received))
+
+
+def merged(journeys: DataFrame, *by: str) -> DataFrame:
+    """Add steps and journeys up, by what they are known by or by less of it."""
+    by = by or KEY
+    return journeys.groupBy(*by).agg(
+        *[sf.min(name).alias(name) for name in _FIRST],
+        *[sf.max(name).alias(name) for name in _LAST],
+        *[sf.sum(name).alias(name) for name in _COUNTS],
+    )
+
+
+def _step(frame: DataFrame, **known: Column) -> DataFrame:
+    """Return JOURNEY; where this side knows nothing, null, or a count of 0."""
+    nothing = dict.fromkeys(("sent_us", *_COUNTS), sf.lit(0))
+    return frame.select(
+        "message_id",
+        "destination",
+        *[
+            known.get(one.name, nothing.get(one.name, sf.lit(None)))
+            .cast(one.dataType)
+            .alias(one.name)
+            for one in JOURNEY.fields[2:]
+        ],
+    )
+
+
+def _one(instant: Column) -> Column:
+    return sf.when(instant.isNotNull(), 1).otherwise(0)
+
+
+def is_topic(destination: Column) -> Column:
+    """Return whether a destination is a topic's; null where it is not known."""
+    return destination.startswith(wire.TOPIC_PREFIX)

@@ -1,0 +1,80 @@
+"""What a run makes of the journeys that are there, by the logs of the lake alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+
+from django_txmsg.spark.jobs.brought import Standing, looked_at, stands
+from django_txmsg.spark.jobs.reading import WholeLog
+from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.runs import Run
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.spark.archives import SMALL, archive, path_of
+from tests.spark.log import Log
+
+
+def joined(log: Log, lake: LakeSpec) -> None:
+    options = SweepOptions()
+    swept = run_sweep(JobSpec((log.spec,), lake), options, Run("sweep", {}))
+    assert swept["outbox"].compacted == 3
+
+
+def more_archived(log: Log, lake: LakeSpec) -> None:
+    log.send_many(5)
+    assert archive(None, log, lake).rows == 5
+
+
+def behind(log: Log, lake: LakeSpec) -> None:
+    log.execute("UPDATE django_txmsg_archivemark SET purged_through = 2")
+
+
+def restored(log: Log, lake: LakeSpec) -> None:
+    table = DeltaTable(path_of(lake))
+    table.restore(table.version() - 1)
+
+
+def deleted_by_others(log: Log, lake: LakeSpec) -> None:
+    DeltaTable(path_of(lake)).delete("id = 1")
+
+
+def left_the_lake(log: Log, lake: LakeSpec) -> None:
+    shutil.copy(f"{log.spec.path}.backup", log.spec.path)
+    log.execute("UPDATE django_txmsg_outboxmessage SET last_error = 'x' WHERE id = 7")
+    assert "id 7." in "".join(archive(None, log, lake).refused)
+    assert log.count() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "standing"),
+    [
+        (joined, Standing.GOOD), (more_archived, Standing.GOOD),
+        (behind, Standing.OTHER), (restored, Standing.ANEW),
+        (deleted_by_others, Standing.ANEW), (left_the_lake, Standing.ANEW),
+    ],
+)  # fmt: skip
+def test_journeys_stand_while_no_batch_of_theirs_has_changed(
+    make_log: Callable[..., Log], lake: LakeSpec, change: Any, standing: Standing
+) -> None:
+    log = make_log("sqlite")
+    log.send_many(30)
+    shutil.copy(log.spec.path, f"{log.spec.path}.backup")
+    archive(None, log, lake, options=replace(SMALL, batch_rows=10))
+
+    whole: Any = WholeLog
+    spec = JobSpec((log.spec,), lake)
+    # No row is read: it needs no Spark.
+    with whole(None, spec) as logs:
+        known = {"outbox": looked_at(logs, "outbox")}
+    assert known["outbox"].batches == {"shop": 3}
+
+    change(log, lake)
+
+    with whole(None, spec) as logs:
+        present = {"outbox": looked_at(logs, "outbox")}
+        assert stands(logs, known, present) is standing

@@ -1,0 +1,389 @@
+"""Journeys are kept up batch by batch, and are those that the whole lake would make."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs.journeys import Journeys
+from django_txmsg.spark.jobs.reading import WholeLog
+from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.runs import Run
+from django_txmsg.spark.schemas import INBOX, OUTBOX
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.transforms.journeys import (
+    JOURNEY,
+    RECEIVED,
+    SENT,
+    merged,
+    steps,
+)
+from tests.spark.archives import archive
+from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import run
+
+DAY = dt.timedelta(days=1)
+NAMES = sorted(JOURNEY.fieldNames())
+JUDGE = ("reconcile", "--grace", "0s", "--fail-on", "never")
+
+
+def content(journeys: Any) -> list[tuple[Any, ...]]:
+    return sorted((tuple(row) for row in journeys.select(*NAMES).collect()), key=str)
+
+
+def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
+    """The journeys that all that is archived makes."""
+    with WholeLog(spark, spec) as log:
+        assert log.lake is not None
+        frames = [
+            log.lake.table(table.name, table.lake_struct()).read(spark).select(*names)
+            for table, names in (
+                (OUTBOX, SENT.fieldNames()), (INBOX, RECEIVED.fieldNames())
+            )
+        ]  # fmt: skip
+        return content(merged(steps(*frames)))
+
+
+def catch_up(spark: Any, spec: JobSpec, **more: Any) -> list[tuple[Any, ...]]:
+    with (
+        WholeLog(spark, spec) as log,
+        Journeys(log, Run("reconcile", {}), **more) as journeys,
+    ):
+        journeys.catch_up()
+        rows = journeys.read()
+        return [] if rows is None else content(rows)
+
+
+def archive_all(spark: Any, log: Log, lake: LakeSpec) -> None:
+    for table in (OUTBOX, INBOX):
+        archive(spark, log, lake, table=table)
+
+
+def traffic(log: Log, rng: random.Random, known: list[uuid.UUID]) -> None:
+    """Messages sent and received in any order: again, late, and by strangers."""
+    known += [uuid.UUID(int=rng.getrandbits(128)) for _ in range(12)]
+    place = lambda: rng.choice(["orders.place", "topic:orders.placed"])  # noqa: E731
+    when = lambda: LONG_AGO + rng.randrange(20) * DAY  # noqa: E731
+    log.send(
+        [
+            {"message_id": one, "destination": place(), "created_at": when(),
+             "replay_id": uuid.UUID(int=rng.getrandbits(128)).hex}
+            | ({"dead_at": when()} if rng.random() < 0.2 else {})
+            for one in rng.sample(known, 10)
+        ]
+    )  # fmt: skip
+    there = log.rows("SELECT stage, message_id FROM django_txmsg_inboxmessage")
+    log.receive(
+        [
+            {"message_id": one, "stage": stage, "destination": place(),
+             "created_at": when(), "first_received_at": when(),
+             "deliveries": rng.randrange(1, 4), "attempts": rng.randrange(1, 3)}
+            for one in rng.sample(known, 8)
+            if ((stage := rng.choice("st")), one.hex) not in there
+        ]
+    )  # fmt: skip
+
+
+@settings(
+    max_examples=5,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(seed=st.integers(0, 2**32), batches=st.integers(2, 4))
+def test_steps_merged_in_any_order_are_those_merged_at_once(
+    spark, seed: int, batches: int
+) -> None:
+    rng = random.Random(seed)
+    moment = lambda: rng.choice(  # noqa: E731
+        [None, LONG_AGO + dt.timedelta(seconds=rng.randrange(10**6))]
+    )
+    always = lambda: moment() or LONG_AGO  # noqa: E731
+    place = lambda: rng.choice(["q", "topic:t"])  # noqa: E731
+    sent = [
+        (rng.choice("ab"), rng.choice("xyz"), place(), always(), moment(), moment(),
+         moment(), rng.choice(["", "cancelled: by ann"]))
+        for _ in range(30)
+    ]  # fmt: skip
+    received = [
+        (rng.choice("ab"), rng.choice("st"), rng.choice("xyz"), place(), moment(),
+         always(), moment(), moment(), rng.randrange(4), rng.randrange(4))
+        for _ in range(30)
+    ]  # fmt: skip
+
+    def part(number: int) -> Any:
+        return steps(
+            spark.createDataFrame(sent[number::batches], SENT),
+            spark.createDataFrame(received[number::batches], RECEIVED),
+        )
+
+    kept = merged(part(0))
+    for number in range(1, batches):
+        kept = merged(kept.unionByName(part(number)))
+
+    everything = steps(
+        spark.createDataFrame(sent, SENT), spark.createDataFrame(received, RECEIVED)
+    )
+    assert content(kept) == content(merged(everything))
+
+
+def test_journeys_kept_up_are_those_made_at_once(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, rng, known = JobSpec((log.spec,), lake), random.Random(20), []
+    for _ in range(3):
+        traffic(log, rng, known)
+        archive_all(spark, log, lake)
+        kept = catch_up(spark, spec)
+        # Files are joined, those of the archive and those of the journeys.
+        run_sweep(spec, SweepOptions(), Run("sweep", {}))
+
+    assert kept == at_once(spark, spec)
+    assert len(kept) > 30
+    # With nothing new there is nothing to do; and what is erased is in no journey.
+    entries = log_of(lake)
+    assert catch_up(spark, spec) == kept
+    assert log_of(lake) == entries
+    run(spec, "erase", "--message-id", str(known[0]))
+    left = catch_up(spark, spec)
+    assert left == [row for row in kept if str(known[0]) not in row]
+
+
+def test_a_database_from_a_backup_counts_nothing_twice(
+    spark, make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, ids = JobSpec((log.spec,), lake), [uuid.uuid4() for _ in range(4)]
+    path, backup = log.spec.path, tmp_path / "backup"
+
+    def process(one: uuid.UUID) -> None:
+        log.execute(
+            "UPDATE django_txmsg_inboxmessage SET processed_at = first_received_at"
+            " WHERE message_id = %s",
+            one.hex,
+        )
+
+    log.send([{"message_id": one} for one in ids])
+    log.receive([{"message_id": one, "processed_at": None} for one in ids])
+    process(ids[0])
+    archive_all(spark, log, lake)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1, "in_flight": 3}
+    process(ids[1])
+    shutil.copy(path, backup)
+    process(ids[2])
+    archive_all(spark, log, lake)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3, "in_flight": 1}
+
+    shutil.copy(backup, path)
+    entries = log_of(lake)
+    # The journeys know more than the database, which has their rows again.
+    assert run(spec, *JUDGE)["counts"].keys() == {"ok", "in_flight"}
+    assert log_of(lake) == entries
+    # One row is as it was archived; the other has left the lake, and comes again.
+    archive_all(spark, log, lake)
+    process(ids[2])
+    archive_all(spark, log, lake)
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3, "in_flight": 1}
+    assert catch_up(spark, spec) == at_once(spark, spec)
+
+
+def log_of(lake: LakeSpec) -> int:
+    """How many entries the log of the journeys has."""
+    return DeltaTable(lake.uri.removeprefix("file://") + "/journeys").version()
+
+
+class Killed(Exception):
+    """What a process that is killed would not raise."""
+
+
+@pytest.mark.parametrize("step", ["written", "committed"])
+def test_a_run_that_is_killed_has_brought_its_batches_or_not(
+    spark, make_log, lake: LakeSpec, step: str
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, rng, known = JobSpec((log.spec,), lake), random.Random(21), []
+    traffic(log, rng, known)
+    archive_all(spark, log, lake)
+    catch_up(spark, spec)
+    traffic(log, rng, known)
+    archive_all(spark, log, lake)
+
+    def kill(reached: str) -> None:
+        if reached == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        catch_up(spark, spec, on_step=kill)
+
+    assert catch_up(spark, spec) == at_once(spark, spec)
+
+
+def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    lock = Path(f"{log.spec.path}.journeys.lock")
+    log.send_many(5)
+    archive_all(spark, log, lake)
+    seen: list[Any] = []
+
+    def beside(step: str) -> None:
+        if step == "written":
+            seen.append(catch_up(spark, spec))
+            # Nobody erases or joins meanwhile, either.
+            assert "journeys" not in run_sweep(spec, SweepOptions(), Run("sweep", {}))
+            with pytest.raises(EnvironmentFault, match="keeps the journeys"):
+                run(spec, "erase", "--message-id", str(uuid.uuid4()))
+
+    first = catch_up(spark, spec, on_step=beside)
+
+    assert seen == [[]]
+    assert first == at_once(spark, spec)
+    log.send_many(5)
+    archive_all(spark, log, lake)
+
+    def overtake(step: str) -> None:
+        if step == "written":
+            lock.unlink()  # as when a proxy has broken it
+            seen.append(catch_up(spark, spec))
+
+    with pytest.raises(EnvironmentFault, match="run again"):
+        catch_up(spark, spec, on_step=overtake)
+
+    assert seen[1:] == [at_once(spark, spec)]
+    assert catch_up(spark, spec) == seen[1]
+
+
+def test_two_services_keep_their_journeys_side_by_side(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    logs = [make_log("sqlite", name) for name in ("shop", "payments")]
+    first = JobSpec(tuple(log.spec for log in logs), lake)
+    second = JobSpec((logs[1].spec, logs[0].spec), lake)
+    for _ in range(2):
+        for log in logs:
+            log.send_many(5)
+            archive_all(spark, log, lake)
+        theirs: list[Any] = []
+
+        def beside(step: str, theirs: list[Any] = theirs) -> None:
+            if step == "written":
+                theirs.append(catch_up(spark, second))
+
+        ours = catch_up(spark, first, on_step=beside)
+
+        assert theirs == [ours] == [at_once(spark, first)]
+
+
+def test_a_run_reads_one_version_of_the_journeys(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log, other = make_log("sqlite"), make_log("sqlite", "payments")
+    both, alone = JobSpec((log.spec, other.spec), lake), JobSpec((log.spec,), lake)
+    log.send_many(5)
+    archive_all(spark, log, lake)
+    catch_up(spark, both)
+    log.send_many(5)
+    archive_all(spark, log, lake)
+
+    with (
+        WholeLog(spark, both) as logs,
+        Journeys(logs, Run("reconcile", {}), keep=False) as pinned,
+    ):
+        kept = catch_up(spark, both)
+        rows = pinned.read()
+        assert rows is not None
+        assert rows.count() == 5
+        assert content(merged(rows.unionByName(pinned.rest()))) == kept
+
+    # A run of fewer services leaves them alone, and one that names another makes them
+    # anew.
+    entries = log_of(lake)
+    assert catch_up(spark, alone) == []
+    assert log_of(lake) == entries
+    third = make_log("sqlite", "erp")
+    assert catch_up(spark, JobSpec((*both.services, third.spec), lake)) == kept
+    assert log_of(lake) == entries + 1
+
+
+def test_what_is_archived_and_what_is_live_are_judged_as_one(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, topic = JobSpec((log.spec,), lake), "topic:orders.placed"
+    ids = [uuid.UUID(int=number) for number in range(1, 7)]
+    log.send([{"message_id": one} for one in ids])
+    told = [uuid.UUID(int=number) for number in range(101, 107)]
+    log.send([{"message_id": one, "destination": topic} for one in told])
+    log.receive([{"message_id": one} for one in ids[:2]])
+    log.receive(
+        [{"message_id": one, "stage": "t", "destination": topic} for one in told[:5]]
+    )
+    archive_all(spark, log, lake)
+    # Of one that is archived, the receipt is live; another is processed again; a third
+    # is sent again, and on its way; others are new.
+    log.receive([{"message_id": ids[2]}, {"message_id": ids[1]}])
+    now = dt.datetime.now(dt.timezone.utc) + DAY
+    log.send([{"message_id": ids[3], "created_at": now, "replay_id": "r"}])
+    log.send([{}])
+
+    judged = run(spec, *JUDGE)
+    options = ReconcileOptions(grace=dt.timedelta(0), many=0)
+    apart = run_reconcile(spark, spec, options, Run("reconcile", {}))
+
+    assert judged["destinations"] == apart.destinations == {
+        "orders.place": {"ok": 2, "processed_twice": 1, "in_flight": 1,
+                         "never_received": 3},
+        topic: {"ok": 5, "never_received": 1},
+    }  # fmt: skip
+    # Without what is kept it is the same.
+    shutil.rmtree(lake.uri.removeprefix("file://") + "/journeys")
+    assert run(spec, *JUDGE, "--dry-run")["destinations"] == judged["destinations"]
+    since = run(spec, *JUDGE, "--since", "2026-03-02")
+    assert since["destinations"] == {"orders.place": {"in_flight": 1}}
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 6))]
+)
+def test_with_journeys_and_without_all_is_judged_alike(
+    spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
+) -> None:
+    """Whatever is archived, live, or in a batch that a killed run has left."""
+    log: Log = make_log("sqlite")
+    spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
+    options = ReconcileOptions(grace=dt.timedelta(0), many=0)
+
+    def kill(step: str) -> None:
+        if step == "committed":
+            raise Killed
+
+    for number in range(3):
+        traffic(log, rng, known)
+        for table in rng.sample([OUTBOX, INBOX], number):
+            archive(spark, log, lake, table=table)
+        if number:
+            traffic(log, rng, known)
+            with pytest.raises(Killed):
+                archive(spark, log, lake, table=INBOX, on_step=kill)
+        if not number:
+            continue
+        judged = run_reconcile(spark, spec, options, Run("reconcile", {}))
+        plain = tmp_path / f"plain-{number}"
+        shutil.copytree(lake.uri.removeprefix("file://"), plain)
+        shutil.rmtree(plain / "journeys")
+        again = JobSpec((log.spec,), LakeSpec(f"file://{plain}"))
+        facts = run(again, *JUDGE, "--dry-run")
+        assert judged.destinations == facts["destinations"]
+    assert log_of(lake) > 1
