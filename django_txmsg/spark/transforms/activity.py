@@ -66,7 +66,13 @@ def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
     that waited already at `since` have come in its hour."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = sf.timestamp_micros(sf.lit(int(since.timestamp() * 1_000_000)))
-    sent = sent.where((sf.col("created_at") >= start) | left.isNull() | (left >= start))
+    stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
+    # In a form that leaves out the parts of the lake's files that ended before.
+    sent = sent.where(
+        (stored >= start)
+        | (gone >= start)
+        | (gone.isNull() & ((dead >= start) | dead.isNull()))
+    )
     came = sf.date_trunc("hour", sf.greatest("created_at", start)).alias("hour")
     changes = sent.select(came, sf.lit(1).alias("change")).unionByName(
         sent.where(left.isNotNull()).select(
