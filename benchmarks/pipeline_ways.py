@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,19 @@ from django_txmsg.spark.schemas import OUTBOX, Column
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
 
 WEEK = timedelta(days=7)
+
+
+def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
+    """Warm each way up, then let them take turns; return the medians."""
+    for name, way in ways.items():
+        print(f"  warm-up {name}: {way():.1f} s", flush=True)
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(count):
+        for name, way in ways.items():
+            found[name].append(way())
+    for name, values in found.items():
+        print(f"  {name}: " + ", ".join(f"{one:.1f}" for one in values), flush=True)
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def fill(url: str, rows: int) -> None:
@@ -76,6 +91,16 @@ def family(pid: int) -> set[int]:
         found.add(one := left.pop())
         left += children.get(one, [])
     return found
+
+
+def peak() -> float:
+    """Return the most memory that Spark's JVM, driver and executors in one, has had
+    resident: its heap, and all that is beside it."""
+    for pid in family(os.getpid()):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if status.startswith("Name:\tjava"):
+            return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    return 0.0
 
 
 def pin(pids: set[int], cores: set[int]) -> None:

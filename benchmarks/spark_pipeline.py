@@ -4,21 +4,19 @@
 
 JDBC takes part where Debian's `libpostgresql-jdbc-java` is installed. Start-up of the
 JVM is left out everywhere and printed; each way is warmed up once before it counts.
-With `--database URL` the log is filled there once, and found there by the next run;
-so is the lake for `reconcile` with `--lake DIRECTORY`.
+With `--database URL` the log is filled there once, and found there by the next run.
+`reconcile` makes a lake of `--messages` that each of two services has sent the other,
+and then of `--day` more a day.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
-import os
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -31,38 +29,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import psycopg
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pyspark.sql.functions as sf
-from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks import stand
-from benchmarks.pipeline_ways import Bench, family, fill
+from benchmarks import pipeline_reconcile, stand
+from benchmarks.pipeline_ways import Bench, fill, turns
 from django_txmsg.spark.jobs.outgoing import run_replay
 from django_txmsg.spark.jobs.outgoing_options import ReplayOptions
-from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
-from django_txmsg.spark.lake import Lake
-from django_txmsg.spark.lakefile import LakeFile, directory_of
 from django_txmsg.spark.runs import Run
-from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
+from django_txmsg.spark.schemas import OUTBOX
 from django_txmsg.spark.session import build
-from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
+from django_txmsg.spark.spec import JobSpec, LakeSpec
 
 JAR = Path("/usr/share/java/postgresql.jar")
 
 #: The lines of the table at the end: measure, ours, the other, ratio, goal.
 LINES: list[tuple[str, str, str, str, str]] = []
-
-
-def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
-    """Warm each way up, then let them take turns; return the medians."""
-    for name, way in ways.items():
-        print(f"  warm-up {name}: {way():.1f} s", flush=True)
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(count):
-        for name, way in ways.items():
-            found[name].append(way())
-    for name, values in found.items():
-        print(f"  {name}: " + ", ".join(f"{one:.1f}" for one in values), flush=True)
-    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def measure_write(bench: Bench, count: int) -> None:
@@ -225,89 +205,6 @@ def read_all(bench: Bench) -> None:
                     pass
 
 
-def measure_reconcile(spark: SparkSession, lake: LakeSpec, rows: int) -> None:
-    """`reconcile` of two services with so many messages each, all in the lake."""
-    if not Path(lake.uri).exists():
-        fill_lake(spark, lake, rows)
-    # Nothing is live: both have the one empty database.
-    directory = tempfile.mkdtemp(prefix="txmsg-bench-empty-")
-    subprocess.run(
-        [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
-        cwd=Path(__file__).resolve().parents[1],
-        env=os.environ | {"TXMSG_TEST_DIR": directory, "TXMSG_TEST_DATABASE_URL": ""},
-        check=True,
-    )
-    url = f"sqlite:///{directory}/default.sqlite3"
-    services = [SourceSpec(name, url) for name in ("a", "b")]
-    spec = JobSpec(services=tuple(services), lake=lake)
-    started = time.monotonic()
-    options = ReconcileOptions(grace=dt.timedelta(0), keep=False)
-    found = run_reconcile(spark, spec, options, Run("reconcile", {}))
-    spent = time.monotonic() - started
-    lost = 2 * sum(1 for number in range(rows) if number % 1000 == 7)
-    assert found.counts == {"ok": 2 * rows - lost, "never_received": lost}
-    LINES.append(
-        (
-            f"reconcile, two services, {rows:,} messages each", f"{spent:.0f} s",
-            f"JVM at most {peak():.1f} GiB", f"{2 * rows / spent:,.0f}/s",
-            "driver has 2 GiB",
-        )
-    )  # fmt: skip
-
-
-def peak() -> float:
-    """Return the most memory that Spark's JVM, driver and executors in one, has had
-    resident: its heap, and all that is beside it."""
-    for pid in family(os.getpid()):
-        status = Path(f"/proc/{pid}/status").read_text()
-        if status.startswith("Name:\tjava"):
-            return int(status.partition("VmHWM:")[2].split()[0]) / 2**20
-    return 0.0
-
-
-def fill_lake(spark: SparkSession, lake: LakeSpec, rows: int) -> None:
-    """Make a lake in which each of two services has sent the other so many messages,
-    of which one in a thousand is lost."""
-    ids = spark.range(rows).withColumn("h", sf.md5(sf.col("id").cast("string")))
-    sent_at = sf.timestamp_seconds(sf.lit(1_780_000_000) + sf.col("id") / 10)
-    for service, other in (("a", "b"), ("b", "a")):
-        digits = sf.concat(sf.lit(service), sf.substring("h", 2, 31))
-        cuts = ((1, 8), (9, 4), (13, 4), (17, 4), (21, 12))
-        parts = [sf.substring(digits, start, size) for start, size in cuts]
-        messages = ids.select(
-            "id", sf.concat_ws("-", *parts).alias("message_id"),
-            sf.lit(f"{other}.in").alias("destination"), sent_at.alias("created_at"),
-            sf.to_date(sent_at).alias("day"),
-        )  # fmt: skip
-        sent = messages.withColumn("dispatched_at", sf.col("created_at"))
-        _into_lake(lake, OUTBOX, service, sent)
-        got = messages.where("id % 1000 <> 7").withColumns(
-            {
-                "stage": sf.lit("s"), "deliveries": sf.lit(1),
-                "first_received_at": sf.col("created_at"),
-                "processed_at": sf.col("created_at"),
-            }
-        )  # fmt: skip
-        _into_lake(lake, INBOX, other, got)
-
-
-def _into_lake(lake: LakeSpec, table: Table, service: str, rows: DataFrame) -> None:
-    place = Lake(lake, create=True).table(table.name, table.lake_struct())
-    root = Path(place.root)
-    below = Path(directory_of(service, dt.date.min)).parent
-    rows.write.partitionBy("day").parquet(str(root / below))
-    files = [
-        LakeFile(
-            str(path.relative_to(root)), service,
-            dt.date.fromisoformat(path.parent.name.partition("=")[2]),
-            path.stat().st_size, pq.read_metadata(path).num_rows,
-            int(path.stat().st_mtime * 1000),
-        )
-        for path in (root / below).rglob("*.parquet")
-    ]  # fmt: skip
-    place.commit(place.ensure(), files, metadata={})
-
-
 def print_table() -> None:
     """Print what was measured, beside what it was measured against."""
     head = ("measure; against", "ours", "other", "ratio", "goal")
@@ -326,7 +223,7 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=5_000_000)
     parser.add_argument("--only", default="write,archive,replay,latency,reconcile")
     parser.add_argument("--database", default="")
-    parser.add_argument("--lake", default="")
+    parser.add_argument("--day", type=int, default=200_000)
     given = parser.parse_args()
     wanted = given.only.split(",")
     settings = {"spark.master": "local[2]", "spark.driver.memory": "2g"}
@@ -352,10 +249,9 @@ def main() -> None:
             measure_latency(bench)
         shutil.rmtree(bench.directory, ignore_errors=True)
     if "reconcile" in wanted:
-        directory = given.lake or f"{tempfile.mkdtemp(prefix='txmsg-bench-')}/lake"
-        measure_reconcile(spark, LakeSpec(directory), given.messages)
-        if not given.lake:
-            shutil.rmtree(Path(directory).parent)
+        LINES.extend(
+            pipeline_reconcile.measure(spark, given.messages, given.day, given.turns)
+        )
     spark.stop()
     print_table()
 

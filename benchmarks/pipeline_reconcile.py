@@ -1,0 +1,166 @@
+"""`reconcile` beside the way that it once worked, and what the next day costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pyspark.sql.functions as sf
+from pyspark.sql import DataFrame, SparkSession
+
+from benchmarks import _former_reconcile
+from benchmarks.pipeline_ways import peak, turns
+from django_txmsg.spark.connection import connect_plain
+from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.lake import Lake
+from django_txmsg.spark.lakefile import LakeFile, directory_of
+from django_txmsg.spark.laketable import app_name
+from django_txmsg.spark.marks import Marks
+from django_txmsg.spark.runs import Run
+from django_txmsg.spark.schemas import INBOX, OUTBOX, Table
+from django_txmsg.spark.spec import JobSpec, LakeSpec, SourceSpec
+
+#: When the first message was sent, in microseconds: at noon, so that each day that is
+#: added goes on with the one before.
+_BEGUN = 1_767_268_800_000_000
+
+
+def measure(
+    spark: SparkSession, messages: int, day: int, count: int
+) -> list[tuple[str, str, str, str, str]]:
+    """Judge messages that are all in the lake, then days of `day` more; return the
+    lines of the table. Both ways read the databases, which are empty, and the lake,
+    count, and look for what is known of findings; neither keeps anything, but for the
+    runs that make and keep up the journeys."""
+    directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
+    subprocess.run(
+        [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
+        cwd=Path(__file__).resolve().parents[1],
+        env=os.environ | {"TXMSG_TEST_DIR": directory, "TXMSG_TEST_DATABASE_URL": ""},
+        check=True,
+    )
+    lake = LakeSpec(f"{directory}/lake")
+    source = SourceSpec("a", f"sqlite:///{directory}/default.sqlite3")
+    spec = JobSpec((source, dataclasses.replace(source, service="b")), lake)
+
+    def ours(until: int, *, keep: bool) -> float:
+        started = time.monotonic()
+        options = ReconcileOptions(grace=dt.timedelta(0), keep=keep)
+        found = run_reconcile(spark, spec, options, Run("reconcile", {}))
+        spent = time.monotonic() - started
+        assert found.counts == _counts(until)
+        return spent
+
+    def formerly(until: int) -> float:
+        started = time.monotonic()
+        found = _former_reconcile.counts(spark, spec)
+        spent = time.monotonic() - started
+        assert found == _counts(until)
+        return spent
+
+    fill_lake(spark, lake, source, range(messages), 1, day)
+    whole = turns(
+        {
+            "reconcile": lambda: ours(messages, keep=False),
+            "formerly": lambda: formerly(messages),
+        },
+        count,
+    )
+    first = ours(messages, keep=True)
+    days, until = [], messages
+    for number in range(count):
+        until += day
+        fill_lake(spark, lake, source, range(until - day, until), 2 + number, day)
+        days.append(ours(until, keep=True))
+    once = formerly(until)
+    print(f"  the first run with journeys: {first:.1f}", flush=True)
+    print("  the next days: " + ", ".join(f"{one:.1f}" for one in days), flush=True)
+    print(f"  JVM at most {peak():.1f} GiB")
+    shutil.rmtree(directory)
+    name, following = f"reconcile 2 x {messages:,}", statistics.median(days)
+    lines = [
+        (f"{name}; as it once was", whole["reconcile"], whole["formerly"], ">= 3 x"),
+        (f"{name} making journeys; as it once was", first, whole["formerly"], ""),
+        (f"2 x {day:,} more; that first run", following, first, ">= 10 x"),
+        (f"2 x {day:,} more; as it once was", following, once, ""),
+    ]
+    return [
+        (what, f"{spent:.1f} s", f"{other:.1f} s", f"{other / spent:.2f} x", goal)
+        for what, spent, other, goal in lines
+    ]
+
+
+def _counts(until: int) -> dict[str, int]:
+    lost = 2 * sum(1 for number in range(until) if number % 1000 == 7)
+    return {"ok": 2 * until - lost, "never_received": lost}
+
+
+def fill_lake(
+    spark: SparkSession,
+    lake: LakeSpec,
+    source: SourceSpec,
+    numbers: range,
+    batch: int,
+    day: int,
+) -> None:
+    """Archive, as one settled batch, messages with these numbers that each of two
+    services has sent the other, `day` a day, of which one in a thousand is lost."""
+    ids = spark.range(numbers.start, numbers.stop)
+    ids = ids.withColumn("h", sf.md5(sf.col("id").cast("string")))
+    ids = ids.withColumn("batch_id", sf.lit(batch).cast("long"))
+    each = 86_400_000_000 // day
+    sent_at = sf.timestamp_micros(sf.lit(_BEGUN) + sf.col("id") * each)
+    for service, other in (("a", "b"), ("b", "a")):
+        digits = sf.concat(sf.lit(service), sf.substring("h", 2, 31))
+        cuts = ((1, 8), (9, 4), (13, 4), (17, 4), (21, 12))
+        parts = [sf.substring(digits, start, size) for start, size in cuts]
+        messages = ids.select(
+            "id", sf.concat_ws("-", *parts).alias("message_id"), "batch_id",
+            sf.lit(f"{other}.in").alias("destination"), sent_at.alias("created_at"),
+            sf.to_date(sent_at).alias("day"),
+        )  # fmt: skip
+        sent = messages.withColumn("dispatched_at", sf.col("created_at"))
+        _into_lake(lake, OUTBOX, service, sent, source, batch)
+        got = messages.where("id % 1000 <> 7").withColumns(
+            {
+                "stage": sf.lit("s"), "deliveries": sf.lit(1), "attempts": sf.lit(1),
+                "first_received_at": sf.col("created_at"),
+                "processed_at": sf.col("created_at"),
+            }
+        )  # fmt: skip
+        _into_lake(lake, INBOX, other, got, source, batch)
+
+
+def _into_lake(
+    lake: LakeSpec, table: Table, service: str, rows: DataFrame, source: SourceSpec,
+    batch: int,
+) -> None:  # fmt: skip
+    place = Lake(lake, create=True).table(table.name, table.lake_struct())
+    root = Path(place.root)
+    below = Path(directory_of(service, dt.date.min)).parent
+    there = set((root / below).rglob("*.parquet"))
+    rows.write.partitionBy("day").mode("append").parquet(str(root / below))
+    files = [
+        LakeFile(
+            str(path.relative_to(root)), service,
+            dt.date.fromisoformat(path.parent.name.partition("=")[2]),
+            path.stat().st_size, pq.read_metadata(path).num_rows,
+            int(path.stat().st_mtime * 1000), (batch, batch),
+        )
+        for path in set((root / below).rglob("*.parquet")) - there
+    ]  # fmt: skip
+    delta = place.ensure()
+    app = app_name("archive", service, table.name)
+    place.commit(delta, files, metadata={}, app=(app, batch))
+    connection = connect_plain(source)
+    Marks(connection, table.name).place(str(delta.metadata().id), lake.uri, batch)
+    connection.close()
