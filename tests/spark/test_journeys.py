@@ -6,6 +6,7 @@ import datetime as dt
 import random
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
 def catch_up(spark: Any, spec: JobSpec, **more: Any) -> list[tuple[Any, ...]]:
     with (
         WholeLog(spark, spec) as log,
-        Journeys(log, Run("reconcile", {}), **more) as journeys,
+        Journeys(log, Run("reconcile", {}), **{"many": 0, **more}) as journeys,
     ):
         journeys.catch_up()
         rows = journeys.read()
@@ -347,11 +348,15 @@ def test_what_is_archived_and_what_is_live_are_judged_as_one(
                          "never_received": 3},
         topic: {"ok": 5, "never_received": 1},
     }  # fmt: skip
+    day = dt.datetime(2026, 3, 2, tzinfo=dt.timezone.utc)
+    late = replace(options, since=day, keep=False)
+    later = run_reconcile(spark, spec, late, Run("reconcile", {}))
     # Without what is kept it is the same.
     shutil.rmtree(lake.uri.removeprefix("file://") + "/journeys")
     assert run(spec, *JUDGE, "--dry-run")["destinations"] == judged["destinations"]
-    since = run(spec, *JUDGE, "--since", "2026-03-02")
-    assert since["destinations"] == {"orders.place": {"in_flight": 1}}
+    since = run(spec, *JUDGE, "--dry-run", "--since", "2026-03-02")
+    assert since["destinations"] == later.destinations
+    assert later.destinations == {"orders.place": {"in_flight": 1}}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,9 @@ from .brought import Standing, Tables, batches, brought, looked_at, stands, told
 from .reading import WholeLog
 
 NAME = "journeys"
+#: Rows from which on those are looked for that nothing is added to. Fewer are added up
+#: and written anew together, which takes less time than looking.
+MANY = 100_000
 #: Messages whose marks go to every task, at most.
 BROADCAST = 1_000_000
 _STRUCT = t.StructType(
@@ -60,9 +63,11 @@ class Journeys:
         run: Run,
         *,
         keep: bool = True,
+        many: int = MANY,
         on_step: Callable[[str], None] = no_step,
     ) -> None:
         self.log, self.run, self.keep, self.on_step = log, run, keep, on_step
+        self.many = many
         self.service = log.spec.service().service
         self.app = app_name(NAME, self.service, NAME)
         self.named: list[Named] = []
@@ -120,9 +125,11 @@ class Journeys:
     def _of(self, named: list[Named], *columns: str) -> DataFrame:
         return self.place.read(self.log.spark, named=named, columns=columns)
 
-    def count(self) -> int:
-        """Return how many rows there are, by the log."""
-        return sum(one.rows for one in self.named) if self.through else 0
+    @property
+    def large(self) -> bool:
+        """Whether there are so many that it pays to leave some as they are."""
+        rows = sum(one.rows for one in self.named)
+        return bool(self.through) and rows >= self.many
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
         """Return the steps that will be in no journey after `catch_up()`: those of the
@@ -155,9 +162,10 @@ class Journeys:
             )
         )  # fmt: skip
         old = self.named
-        if self.through:
+        if self.large:
             fresh = fresh.localCheckpoint()
             old = self._concerned(fresh)
+        if self.through:
             fresh = merged(fresh.unionByName(self._of(old, *JOURNEY.fieldNames())))
         # Few files: each task has some days.
         rows = fresh.repartitionByRange("begun_at").sortWithinPartitions("begun_at")

@@ -30,7 +30,7 @@ from ..transforms.reconcile import (
     summarise,
 )
 from .findings import known_findings
-from .journeys import Journeys, marks_of, parted
+from .journeys import MANY, Journeys, marks_of, parted
 from .reading import WholeLog
 
 _Subscription = tuple[str, str, dt.datetime]
@@ -51,8 +51,8 @@ class ReconcileOptions:
     """Destinations that something else consumes, which keeps no log of ours."""
     keep: bool = True
     """Whether findings and summary go into the lake."""
-    many: int = 500_000
-    """Rows of journeys from which on those are looked for that nothing is added to."""
+    many: int = MANY
+    """Journeys from which on those are looked for that nothing is added to."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def run_reconcile(
     """Judge every message, keep the findings in the lake, and return the counts."""
     with (
         WholeLog(spark, spec) as log,
-        Journeys(log, run, keep=options.keep) as journeys,
+        Journeys(log, run, keep=options.keep, many=options.many) as journeys,
     ):
         rest = journeys.rest(options.since)
         # What is live is copied: no transaction is open while all is compared.
@@ -105,8 +105,7 @@ def run_reconcile(
             "horizon": horizon, "late_after": options.late_after,
             "external": options.external, "since": options.since,
         }  # fmt: skip
-        large = settled is not None and journeys.count() >= options.many
-        marks = marks_of(rest) if large else None
+        marks = marks_of(rest) if journeys.large else None
         again, whole = known, None
         if settled is not None and marks is not None:
             again, whole = _parts(rest, settled, marks)
