@@ -14,6 +14,7 @@ from django.core.checks import CheckMessage, Error, Tags, register
 from .. import conf
 from . import (
     celery,
+    contract,
     deployment,
     notifications,
     pools,
@@ -34,7 +35,8 @@ def check(**_: object) -> list[CheckMessage]:
         return found
     found += settings.check_values()
     if not any(isinstance(one, Error) for one in found):
-        found += [*stages.check(), *schedule.check(), *pools.check(), *celery.check()]
+        for look in (stages, contract, schedule, pools, celery):
+            found += look.check()
     return found
 
 

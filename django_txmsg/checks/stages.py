@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from django.apps import apps
-from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, Warning
 from django.db import Error as AnyDatabaseError
 from django.db import connections
 from django.utils.module_loading import module_has_submodule
 
-from .. import brokers, codecs, conf, stages, wire
+from .. import brokers, conf, stages, wire
 from ..consuming.stage_middleware import prepared
-from ..contracts import committed
 from ..django_internals import settings_of
 from ..envelope.pydantic_codec import INSTALL
 from ..envelope.redelivery import RedeliveryPolicy
@@ -46,7 +44,7 @@ def check() -> list[CheckMessage]:
             _order,
         ):
             found += look(stage)
-    return [*found, *_misnamed(), *_databases(), *_retention(), *_contract()]
+    return [*found, *_misnamed(), *_databases(), *_retention()]
 
 
 def _misnamed() -> Iterator[CheckMessage]:
@@ -275,35 +273,6 @@ def _retention() -> Iterator[CheckMessage]:
                 "max_redeliveries or max_delay.",
                 id="txmsg.W004",
             )
-
-
-def _contract() -> Iterator[CheckMessage]:
-    """Find that a process cannot know the contract, or knows it by where it is
-    started."""
-    file = codecs.contract_path()
-    if file.exists():
-        try:
-            committed.read(file)
-        except ConfigurationError as error:
-            yield Error(
-                f"{error} Messages do not say which versions read them: code that is "
-                f"too old for one would bury it.",
-                hint="Restore the file; or remove it and run: manage.py txmsg "
-                "contracts export",
-                id="txmsg.E015",
-            )
-    if conf.get().CONTRACT is not None or hasattr(django_settings, "BASE_DIR"):
-        return
-    typed = any(stage.accepts is not None for stage in stages.all_stages())
-    if typed or codecs.contract_path().exists():
-        yield Warning(
-            f'The settings have neither BASE_DIR nor TXMSG["CONTRACT"]: the contract '
-            f"is looked for in the directory that a process is started in, now "
-            f"{codecs.contract_path().resolve()}. Where it is not found, messages do "
-            f"not say which versions read them.",
-            hint='Give TXMSG["CONTRACT"] the path of asyncapi.json.',
-            id="txmsg.W008",
-        )
 
 
 def _redelivery_window(policy: RedeliveryPolicy) -> float:

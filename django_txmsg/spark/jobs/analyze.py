@@ -14,7 +14,8 @@ from pyspark.sql import types as t
 from pyspark.storagelevel import StorageLevel
 
 from ..noted import Noted, Which
-from ..report.page import Findings, render
+from ..report.findings import Findings
+from ..report.page import render
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, INBOX, OUTBOX, Table
 from ..spec import JobSpec

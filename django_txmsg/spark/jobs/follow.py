@@ -11,7 +11,7 @@ import datetime as dt
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from .. import measures
@@ -30,8 +30,7 @@ from .follow_options import FollowOptions
 from .outage import Outage
 from .reconciling import Reconciling
 from .sweep import SweepOptions, run_sweep
-
-UTC = dt.timezone.utc
+from .telling import Telling
 
 
 class Stopped(Exception):
@@ -70,13 +69,15 @@ class Follower:
         self.database = Outage("The database", self.say)
         self.store = Outage("The lake", self.say)
         self.reconciling = Reconciling(spec, options.reconcile)
-        self.away: Alert | None = None
-        """Of the database: it cannot keep that itself."""
+        self.telling = Telling(self.source.service, webhook, stop, self.say)
         self.run: Run | None = None
-        self.firing: list[Alert] = []
-        self._said: dict[str, bool] = {}
         self._failures = 0
         self._waiting = self._busy = False
+
+    @property
+    def firing(self) -> list[Alert]:
+        """The alerts that fired when they were told last."""
+        return self.telling.firing
 
     def work(self) -> None:
         """Follow until stopped, or for one round. Raises UsageError; with `once` also
@@ -130,19 +131,15 @@ class Follower:
 
     def _database_back(self) -> None:
         self.database.over()
-        if self.away is not None:
-            self.away = replace(self.away, firing=False)
-            self._tell_away()
+        self.telling.database_is_back()
 
     def _database_away(self, error: Exception) -> None:
         self.database.failed(error)
         bound = self.options.away.total_seconds()
-        if self.database.seconds > bound and self.away is None:
-            self.away = Alert(
-                self.source.service, "database", self.database.seconds, bound, True,
-                dt.datetime.now(UTC), self.database.error,
-            )  # fmt: skip
-        self._tell_away()
+        if self.database.seconds > bound:
+            self.telling.database_is_away(
+                self.database.seconds, bound, self.database.error
+            )
         self.stop.wait(self.database.pause)
 
     def _round(self, connection: Connection, run: Run) -> None:
@@ -179,7 +176,11 @@ class Follower:
         for line in found.refused:
             self.say(line)
         self._weigh(connection, found)
-        self._tell(connection, run)
+        self.telling.tell(connection)
+        if self.webhook is not None:
+            run.counts["webhook"] = {
+                "told": self.webhook.taken, "failed": self.webhook.failed
+            }  # fmt: skip
         progressed(self.source, run)
 
     def _archive(self, found: Round) -> None:
@@ -280,43 +281,6 @@ class Follower:
             "lost", sum((new or {}).values()), 0, f"{said}{listed or 'nothing'}.",
             hold=self.webhook is not None,
         )  # fmt: skip
-
-    def _tell(self, connection: Connection, run: Run) -> None:
-        """Tell the webhook what it does not know yet, and whoever reads our lines."""
-        alerts = Alerts(connection, self.source.service)
-        found = alerts.read()
-        self.firing = [one for one in found if one.firing]
-        for alert in found:
-            if self._said.get(alert.name, False) != alert.firing:
-                self._said[alert.name] = alert.firing
-                self.say(f"{alert.status}: {alert.name}: {alert.summary}")
-            if self.webhook is None or not alert.news:
-                continue
-            if self._post(alert):
-                alerts.told(alert)
-        self._tell_away()
-        if self.webhook is not None:
-            run.counts["webhook"] = {
-                "told": self.webhook.taken, "failed": self.webhook.failed
-            }  # fmt: skip
-
-    def _tell_away(self) -> None:
-        """Tell of the database itself, whose alert is in our memory alone."""
-        if self.webhook is None or self.away is None or not self.away.news:
-            if self.away is not None and not self.away.firing:
-                self.away = None
-            return
-        if self._post(self.away):
-            told = replace(self.away, told=self.away.status)
-            self.away = told if told.firing else None
-
-    def _post(self, alert: Alert) -> bool:
-        assert self.webhook is not None
-        if self.webhook.post(alert.message(), self.stop):
-            return True
-        if self.webhook.error:
-            self.say(f"The webhook was not told of {alert.name}: {self.webhook.error}.")
-        return False
 
 
 def _say(line: str) -> None:

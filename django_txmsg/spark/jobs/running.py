@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
-from pyspark.sql import SparkSession
 
-from ..errors import UsageError, told_by_spark
+from ..errors import told_by_spark
 from ..mounted import is_mounted
 from ..progress import Progress
 from ..runs import Run, recorded
@@ -162,78 +159,15 @@ def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    from .outgoing import run_replay
-    from .outgoing_options import ReplayOptions
+    from .outgoing_command import replay
 
-    options = ReplayOptions(
-        where=given.where,
-        table=given.table,
-        mode=given.mode,
-        rate=given.rate,
-        limit=given.limit,
-        name=given.name,
-        replayed=given.replayed,
-        verdict=given.verdict,
-        found_by=given.run,
-        dry_run=given.dry_run,
-    )
-    return _outgoing(lambda spark: run_replay(spark, spec, options, run), given)
+    return replay(spec, given, run)
 
 
 def _send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    from .outgoing import run_send
-    from .outgoing_options import SendOptions
+    from .outgoing_command import send
 
-    options = SendOptions(
-        path=given.path,
-        destination=given.destination,
-        template=_template(given.template),
-        format=given.format,
-        key=given.key,
-        headers=dict(given.header),
-        identity=given.identity,
-        rate=given.rate,
-        name=given.name,
-        broker=given.broker,
-        dry_run=given.dry_run,
-    )
-    return _outgoing(lambda spark: run_send(spark, spec, options, run), given)
-
-
-def _template(text: str) -> str:
-    """Return a template given as JSON, or as the name of a file that holds it."""
-    if text.lstrip().startswith(("{", "[")):
-        return text
-    try:
-        return Path(text).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"The template {text!r} cannot be read: {error}") from error
-
-
-def _outgoing(
-    work: Callable[[SparkSession], Any], given: argparse.Namespace
-) -> Outcome:
-    with job_session(given) as spark:
-        done = work(spark)
-    facts: dict[str, Any] = {"name": done.name, "chosen": done.chosen}
-    if done.merged is None:
-        lines = [f"{done.chosen:,} messages would be stored under {done.name}."]
-        lines += [f"  {name}: {n:,}" for name, n in sorted(done.destinations.items())]
-        lines += [f"  {one}" for one in done.sample]
-        facts |= {"destinations": done.destinations, "sample": done.sample}
-        return Outcome(lines, facts)
-    merged = done.merged
-    lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {done.name}."]
-    if merged.known:
-        lines.append(
-            f"{merged.known:,} were stored by {done.name} before. Give another --name "
-            "to store them once more."
-        )
-    if merged.skipped:
-        lines.append(
-            f"{merged.skipped:,} dead letters skipped: seen to, or processed meanwhile."
-        )
-    return Outcome(lines, facts)
+    return send(spec, given, run)
 
 
 def _erase(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
