@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -293,7 +294,9 @@ def cluster(tmp_path: Path) -> Iterator[str]:
             )  # fmt: skip
 
         def registered() -> int:
-            return (tmp_path / "master.log").read_text().count("Registering worker")
+            # One that had to wait for its answer asks again.
+            log = (tmp_path / "master.log").read_text()
+            return len(set(re.findall(r"Registering worker (\S+)", log)))
 
         wait_until(lambda: registered() == 2, deadline=120)
         yield master
@@ -384,6 +387,9 @@ def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     events.mkdir()
     lines = [f"{name} {value}" for name, value in SETTINGS.items()]
     lines.append(f"spark.eventLog.dir file://{events}")
+    # No task before both are there: on a busy machine the first could do all of it.
+    lines += ["spark.cores.max 2", "spark.scheduler.minRegisteredResourcesRatio 1.0",
+              "spark.scheduler.maxRegisteredResourcesWaitingTime 120s"]  # fmt: skip
     (tmp_path / "spark-defaults.conf").write_text("\n".join(lines))
     password = urlsplit(log.spec.url).password
     assert password
