@@ -16,7 +16,8 @@ def check() -> Iterator[CheckMessage]:
     """Find that a process cannot know the contract, or knows it by where it is
     started."""
     file = codecs.contract_path()
-    if file.exists():
+    is_there = file.exists()
+    if is_there:
         try:
             committed.read(file)
         except ConfigurationError as error:
@@ -30,11 +31,11 @@ def check() -> Iterator[CheckMessage]:
     if conf.get().CONTRACT is not None or hasattr(django_settings, "BASE_DIR"):
         return
     typed = any(stage.accepts is not None for stage in stages.all_stages())
-    if typed or codecs.contract_path().exists():
+    if typed or is_there:
         yield Warning(
             f'The settings have neither BASE_DIR nor TXMSG["CONTRACT"]: the contract '
             f"is looked for in the directory that a process is started in, now "
-            f"{codecs.contract_path().resolve()}. Where it is not found, messages do "
+            f"{file.resolve()}. Where it is not found, messages do "
             f"not say which versions read them.",
             hint='Give TXMSG["CONTRACT"] the path of asyncapi.json.',
             id="txmsg.W008",

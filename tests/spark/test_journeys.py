@@ -74,8 +74,13 @@ def archive_all(spark: Any, log: Log, lake: LakeSpec) -> None:
 def traffic(log: Log, rng: random.Random, known: list[uuid.UUID]) -> None:
     """Messages sent and received in any order: again, late, and by strangers."""
     known += [uuid.UUID(int=rng.getrandbits(128)) for _ in range(12)]
-    place = lambda: rng.choice(["orders.place", "topic:orders.placed"])  # noqa: E731
-    when = lambda: LONG_AGO + rng.randrange(20) * DAY  # noqa: E731
+
+    def place() -> str:
+        return rng.choice(["orders.place", "topic:orders.placed"])
+
+    def when() -> dt.datetime:
+        return LONG_AGO + rng.randrange(20) * DAY
+
     log.send(
         [
             {"message_id": one, "destination": place(), "created_at": when(),
@@ -107,11 +112,16 @@ def test_steps_merged_in_any_order_are_those_merged_at_once(
     spark, seed: int, batches: int
 ) -> None:
     rng = random.Random(seed)
-    moment = lambda: rng.choice(  # noqa: E731
-        [None, LONG_AGO + dt.timedelta(seconds=rng.randrange(10**6))]
-    )
-    always = lambda: moment() or LONG_AGO  # noqa: E731
-    place = lambda: rng.choice(["q", "topic:t"])  # noqa: E731
+
+    def moment() -> dt.datetime | None:
+        return rng.choice([None, LONG_AGO + dt.timedelta(seconds=rng.randrange(10**6))])
+
+    def always() -> dt.datetime:
+        return moment() or LONG_AGO
+
+    def place() -> str:
+        return rng.choice(["q", "topic:t"])
+
     sent = [
         (rng.choice("ab"), rng.choice("xyz"), place(), always(), moment(), moment(),
          moment(), rng.choice(["", "cancelled: by ann"]))

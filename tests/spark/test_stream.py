@@ -214,7 +214,7 @@ class Reading:
 
     def end(self, start: dict[str, Any]) -> dict[str, Any]:
         if installed() < (4, 2):
-            return self.reader.latestOffset()  # type: ignore[call-arg]
+            return self.reader.latestOffset()  # type: ignore[call-arg]  # as 4.1 asks
         from pyspark.sql.streaming.datasource import ReadAllAvailable
 
         return self.reader.latestOffset(start, ReadAllAvailable())

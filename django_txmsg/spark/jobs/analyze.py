@@ -30,6 +30,7 @@ from ..transforms.activity import (
     throughput,
 )
 from ..transforms.deadletters import GROUPS, groups
+from ..transforms.instants import timestamp
 from ..transforms.latency import LATENCY, percentiles, stage_latencies
 from .reading import WholeLog
 
@@ -53,7 +54,7 @@ def run_analyze(
     with WholeLog(spark, spec) as log:
         until = max(one.taken for one in log.live)
         day = (options.since - dt.timedelta(days=1)).date()
-        start = sf.timestamp_micros(sf.lit(int(options.since.timestamp() * 1e6)))
+        start = timestamp(options.since)
         # What waited when the time began has been stored at any time before.
         outbox = _narrow(log, OUTBOX, _SENT)
         sent = outbox.where(sf.col("created_at") >= start)

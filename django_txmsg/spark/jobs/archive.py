@@ -9,7 +9,7 @@ above the mark are settled row by row by the next run, whatever has left them th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from datetime import datetime
@@ -26,14 +26,10 @@ from .archive_options import ArchiveOptions, cores_of, tasks_on
 from .archive_result import ArchiveResult, Written
 from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
 from .settling import Settled, Settling
+from .steps import Step, no_step
 
-Step = Callable[[str], None]
 #: Batches that are planned before the first of them is in the lake, at most.
 MAX_WAVE = 64
-
-
-def no_step(step: str) -> None:
-    """Do nothing between the steps of the protocol."""
 
 
 class Archiver:

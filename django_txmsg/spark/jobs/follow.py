@@ -24,11 +24,12 @@ from ..schemas import TABLES
 from ..spec import JobSpec
 from ..transforms.reconcile import LOST
 from ..webhook import Webhook
-from .archive import Archiver, no_step
+from .archive import Archiver
 from .archive_options import ArchiveOptions
 from .follow_options import FollowOptions
 from .outage import Outage
 from .reconciling import Reconciling
+from .steps import Step, no_step
 from .sweep import SweepOptions, run_sweep
 from .telling import Telling
 
@@ -59,7 +60,7 @@ class Follower:
         stop: threading.Event,
         *,
         recorded_options: Mapping[str, Any] | None = None,
-        on_step: Callable[[str], None] = no_step,
+        on_step: Step = no_step,
         say: Callable[[str], None] | None = None,
     ) -> None:
         self.spec, self.options, self.webhook = spec, options, webhook

@@ -10,7 +10,7 @@ concerns are left as they are.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -26,9 +26,11 @@ from ..lakelog import Named
 from ..laketable import CommitFailedError, app_name
 from ..lock import Taken, keeping
 from ..runs import Run
+from ..transforms.instants import timestamp
 from ..transforms.journeys import JOURNEY, RECEIVED, SENT, merged, steps
 from .brought import Standing, Tables, batches, brought, looked_at, stands, told
 from .reading import WholeLog
+from .steps import Step, no_step
 
 NAME = "journeys"
 #: Rows from which on those are looked for that nothing is added to. Fewer are added up
@@ -47,10 +49,6 @@ _STRUCT = t.StructType(
 _SIDES = {"outbox": SENT, "inbox": RECEIVED}
 
 
-def no_step(step: str) -> None:
-    """Do nothing between the steps of the protocol."""
-
-
 class Journeys:
     """The journeys of the services of a log, as the first of them keeps them: those of
     one version of the table, whoever changes it meanwhile. `keep` says whether new
@@ -64,7 +62,7 @@ class Journeys:
         *,
         keep: bool = True,
         many: int = MANY,
-        on_step: Callable[[str], None] = no_step,
+        on_step: Step = no_step,
     ) -> None:
         self.log, self.run, self.keep, self.on_step = log, run, keep, on_step
         self.many = many
@@ -248,7 +246,7 @@ def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFram
     if since is None:
         return log.read("outbox", SENT), log.read("inbox", RECEIVED)
     day = (since - dt.timedelta(days=1)).date()
-    start = sf.timestamp_micros(sf.lit(int(since.timestamp() * 1e6)))
+    start = timestamp(since)
     again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
     sent = log.read("outbox", again, since=day).where(sf.col("created_at") >= start)
     resent = sent.where("replay_id <> ''").select("message_id").distinct()

@@ -16,6 +16,7 @@ from ..noted import MOST, Noted
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
+from ..transforms.instants import timestamp
 from ..transforms.journeys import is_topic
 from ..transforms.reconcile import (
     EXPECTED,
@@ -162,8 +163,7 @@ def _parts(
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
     """Count what is new and what nobody has acknowledged, and name some of these: new
     ones first, the worst first."""
-    present = sf.timestamp_micros(sf.lit(int(now.timestamp() * 1_000_000)))
-    new = sf.col("found_at") >= present
+    new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
     for kind, is_new, count in counts:

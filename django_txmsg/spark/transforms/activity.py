@@ -8,6 +8,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
+from .instants import timestamp
 from .journeys import CANCELLED
 
 THROUGHPUT = t.StructType(
@@ -65,7 +66,7 @@ def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
     """Return BACKLOG: messages stored and not yet dispatched at each hour's end. Those
     that waited already at `since` have come in its hour."""
     left = sf.coalesce("dispatched_at", "dead_at")
-    start = sf.timestamp_micros(sf.lit(int(since.timestamp() * 1_000_000)))
+    start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
     # In a form that leaves out the parts of the lake's files that ended before.
     sent = sent.where(

@@ -13,6 +13,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
+from .instants import timestamp
 from .journeys import is_topic, merged
 
 #: What `expected` must have: who receives what is sent to a topic, and since when;
@@ -123,7 +124,7 @@ def judge(
     """Return the VERDICT rows of journeys that are whole: one row for each message and
     consumer."""
     if since is not None:
-        start = _instant(since)
+        start = timestamp(since)
         # In a form that leaves out parts of files.
         journeys = journeys.where(
             (sf.col("sent_again_at") >= start)
@@ -179,7 +180,7 @@ def aged(verdicts: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
         sf.max("acknowledged_at").alias("acknowledged_at"),
     )
     same = [sf.coalesce(name, sf.lit("")) == sf.col(f"known_{name}") for name in names]
-    present = _instant(now)
+    present = timestamp(now)
     return (
         verdicts.where(sf.col("verdict").isin(*FINDINGS))
         .join(first, same, "left")
@@ -211,7 +212,7 @@ def observed(steps: DataFrame) -> DataFrame:
 def _verdict(
     horizon: dt.datetime, late_after: dt.timedelta, external: Sequence[str]
 ) -> Column:
-    limit = _instant(horizon)
+    limit = timestamp(horizon)
     took = sf.unix_micros("processed_at") - sf.unix_micros("sent_at")
     # What is sent once more is on its way, however old it is.
     young = sf.coalesce("sent_again_at", "sent_at", "received_at") >= limit
@@ -242,7 +243,3 @@ def _verdict(
         .when(sf.col("expires_at") < limit, "expired")
         .otherwise("never_received")
     )
-
-
-def _instant(value: dt.datetime) -> Column:
-    return sf.timestamp_micros(sf.lit(int(value.timestamp() * 1_000_000)))

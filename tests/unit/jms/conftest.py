@@ -128,3 +128,8 @@ def watchdog() -> Iterator[None]:
     faulthandler.dump_traceback_later(60, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+def ours() -> set[threading.Thread]:
+    """The threads of this package's JMS part: those of other tests come and go."""
+    return {one for one in threading.enumerate() if one.name.startswith("jms-")}

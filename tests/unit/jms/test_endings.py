@@ -16,7 +16,7 @@ from django_txmsg.jms.pool import CompletionPool
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
 
-from .conftest import ADDRESS, DESTINATION, Listener
+from .conftest import ADDRESS, DESTINATION, Listener, ours
 
 Connect = Callable[..., jms.Connection]
 Scripted = Callable[..., ScriptedBroker]
@@ -87,7 +87,7 @@ def test_a_subscription_without_an_answer_is_ended_and_takes_no_messages(
 def test_a_connection_that_nobody_holds_ends_with_a_warning(
     broker: ScriptedBroker,
 ) -> None:
-    before = set(threading.enumerate())
+    before = ours()
     connection = jms.ConnectionFactory(broker.url).create_connection()
     session = connection.create_session()
     consumer = session.create_consumer("in")
@@ -100,7 +100,7 @@ def test_a_connection_that_nobody_holds_ends_with_a_warning(
 
     assert gone() is None
     broker.wait_for_connections(0)
-    wait_until(lambda: set(threading.enumerate()) <= before)
+    wait_until(lambda: ours() <= before)
 
 
 def test_a_session_or_a_consumer_keeps_its_connection(

@@ -15,7 +15,7 @@ from django_txmsg.jms import pool
 from django_txmsg.testing import ScriptedBroker
 from tests.faults import wait_until
 
-from .conftest import DESTINATION, Listener
+from .conftest import DESTINATION, Listener, ours
 
 Connect = Callable[..., jms.Connection]
 
@@ -98,27 +98,27 @@ def test_the_number_of_threads_does_not_grow_with_sessions(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
     connection, listener = connect(broker), Listener()
-    before = threading.active_count()
+    before = ours()
 
     sessions = [connection.create_session() for _ in range(500)]
-    idle = threading.active_count()
+    more = ours() - before
     for session in sessions:
         session.create_producer(DESTINATION).send_async(jms.Message("x"), listener)
     listener.wait_for(500)
 
-    assert idle == before
+    assert more == set()
     assert len(set(listener.threads)) <= 32
 
 
 def test_an_idle_session_owns_no_thread(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    names = {thread.name for thread in threading.enumerate()}
+    before = ours()
     connection = connect(broker)
 
     connection.create_session().create_producer(DESTINATION).send(jms.Message("x"))
 
-    new = {thread.name for thread in threading.enumerate()} - names
+    new = {thread.name for thread in ours() - before}
     port = broker.port
     assert new == {f"jms-reader-127.0.0.1:{port}", f"jms-writer-127.0.0.1:{port}"}
 
