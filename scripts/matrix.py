@@ -117,9 +117,11 @@ class Pair:
             return [[python, "-m", "pytest", "tests/spark"]]
         tests = [] if self.spark else ["--ignore=tests/spark"]
         half = ["-m", "database and not soak"]
+        spark = [[python, "-m", "pytest", "tests/spark"]] if self.spark else []
         return [
-            [python, "-m", "pytest", *tests],
             [python, "-m", "tests.on_postgresql", *half, *tests],
+            [python, "-m", "pytest", "--ignore=tests/spark"],
+            *spark,
         ]
 
 
@@ -150,21 +152,21 @@ def newest() -> int:
 
 def every(pairs: Sequence[Pair]) -> int:
     """Run what there is to run on every pair whose Python is here."""
-    told, failed = [], False
-    for pair in pairs:
-        interpreter = pair.interpreter()
-        if not interpreter:
-            told.append(f"{pair}: NOT RUN. To run it: {pair.how_to_install()}")
-            failed |= os.environ.get("CI") == "true"
-            continue
-        python = pair.environment(interpreter)
-        versions = pair.told(python)
-        say(f"{versions}:")
-        codes = side_by_side.run(pair.commands(python))
-        failed |= any(codes)
-        told.append(f"{versions}: {'FAILED' if any(codes) else 'passed'}")
-    say("\n" + "\n".join(told))
-    return int(failed)
+    there = [(pair, found) for pair in pairs if (found := pair.interpreter())]
+    pythons = [(pair, pair.environment(found)) for pair, found in there]
+    # The parts of all pairs in one row, so that the longest leaves no core idle.
+    planned = [
+        (pair, command) for pair, python in pythons for command in pair.commands(python)
+    ]
+    codes = side_by_side.run([command for _, command in planned])
+    failed = {pair for (pair, _), code in zip(planned, codes, strict=True) if code}
+    say("")
+    for pair, python in pythons:
+        say(f"{pair.told(python)}: {'FAILED' if pair in failed else 'passed'}")
+    missing = [pair for pair in pairs if pair not in dict(there)]
+    for pair in missing:
+        say(f"{pair}: NOT RUN. To run it: {pair.how_to_install()}")
+    return int(bool(failed or (missing and os.environ.get("CI") == "true")))
 
 
 def say(line: str) -> None:

@@ -18,6 +18,7 @@ from django.conf import settings
 from django.db import connection
 from pytest_django import DjangoDbBlocker
 
+from django_txmsg.relaying.dispatcher import stop_dispatchers
 from tests import services
 from tests.acceptance.wheel import fresh_python, wheel  # noqa: F401 - fixtures
 from tests.faults import ManageProcess
@@ -66,6 +67,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start again what an earlier test has killed and left so."""
     for server in services.running_servers():
         server.start()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End the threads that a test's commits have started: what they have in hand would
+    be the next one's, whose tables are empty when it begins."""
+    stop_dispatchers(5.0)
 
 
 def ask_for(kind: type[S]) -> S:

@@ -41,7 +41,7 @@ def process(batch: Sequence[Arrival]) -> list[Outcome]:
     for arrival in batch:
         try:
             message = reading.read(arrival.delivery, arrival.stage)
-        except DecodeError:
+        except (DecodeError, MemoryError):
             alone.append(arrival)
             continue
         if message.id in readable or not reading.has_identity(arrival.delivery):

@@ -56,7 +56,7 @@ def process(arrival: Arrival) -> Outcome:
 def _process(arrival: Arrival) -> Outcome:
     stage = arrival.stage
     try:
-        message = reading.read(arrival.delivery, stage)
+        message, short = _read(arrival)
     except DecodeError as error:
         if isinstance(error, NewerCodeNeeded) and not reading.has_identity(
             arrival.delivery
@@ -80,6 +80,8 @@ def _process(arrival: Arrival) -> Outcome:
         on = raw(connections[arrival.using])
         began = time.monotonic()
         try:
+            if short is not None:
+                raise short
             # In a copy of this thread's context: what an attempt leaves there, the next
             # one does not find.
             given = message.attempted(attempt)
@@ -101,14 +103,23 @@ def _process(arrival: Arrival) -> Outcome:
                     arrival.session.rollback()
                 if arrival.stop.wait(random.uniform(0, min(0.5, 0.002 * 2**conflicts))):  # noqa: S311
                     return _given_back(arrival, seen)
-                message = reading.read(arrival.delivery, stage)
+                message, short = _read(arrival)
                 continue
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:
                 return outcome
             # Read again: the handler may have changed what it was given.
-            message = reading.read(arrival.delivery, stage)
+            message, short = _read(arrival)
+
+
+def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
+    """Return the message, or what the memory was too short for: an attempt that failed,
+    since it may be the body's size, and would hold up the others for ever."""
+    try:
+        return reading.read(arrival.delivery, arrival.stage), None
+    except MemoryError as error:
+        return reading.envelope(arrival.delivery, arrival.stage), error
 
 
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:

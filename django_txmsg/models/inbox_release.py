@@ -146,13 +146,15 @@ class ReleaseManager(WaitingManager):
         """Let the first waiting message of a key go, by an operator's word, whatever
         it waits for. Returns how many were: 1 or 0."""
         connection, table = connections[self.db], self._table
+        # Where a worker asks the first one just now, that is awaited: the second one
+        # is not meant.
+        locked = "FOR UPDATE" if connection.vendor == "postgresql" else ""
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,"  # noqa: S608 - constants only
                 f" headers = {_without(connection, link)} WHERE id IN (SELECT c.id"
                 f" FROM {table} c WHERE c.stage = %s AND c.key = %s AND NOT c.key = ''"
-                f" AND {waits_sql('c')} ORDER BY c.after_at, c.id LIMIT 1"
-                f" {skip_locked_sql(connection)})",
+                f" AND {waits_sql('c')} ORDER BY c.after_at, c.id LIMIT 1 {locked})",
                 [stage, key],
             )
             return int(cursor.rowcount)

@@ -31,7 +31,17 @@ from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.monitoring import alarms, status
 from django_txmsg.testing import drain
 from tests.factories import ago
-from tests.running import committing, declared, put, send, ship, step, txmsg
+from tests.faults import wait_until
+from tests.running import (
+    committing,
+    declared,
+    put,
+    running,
+    send,
+    ship,
+    step,
+    txmsg,
+)
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -65,6 +75,8 @@ class Odd(pydantic.BaseModel):
     def leave(cls, sizes: dict[str, int]) -> dict[str, int]:
         if "exit" in sizes:
             raise SystemExit("out of a validator")
+        if "large" in sizes:
+            raise MemoryError
         return sizes
 
 
@@ -207,6 +219,28 @@ def test_no_body_stops_a_stage() -> None:
         ("invalid_body", "sizes.*: int_type"),
         ("invalid_body", "$: SystemExit"),
     ]
+    assert got == [Odd(sizes={"a": 1})]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("mode", ["non_blocking", "blocking", "broker"])
+def test_a_body_too_large_for_the_memory_ends_in_the_dead_letters(
+    mode: Any, batch: int
+) -> None:
+    """Nobody knows whether there is more memory the next time; but not for ever."""
+    policy = RedeliveryPolicy(
+        max_redeliveries=2, initial_delay=0, max_delay=0, jitter=0, mode=mode
+    )
+    with declared(odd, redelivery=policy, batch=batch) as stage:
+        for body in (b'{"sizes": {"large": 1}}', b'{"sizes": {"a": 1}}'):
+            put(stage.destination, body)
+        with running(stage):
+            wait_until(DeadLetter.objects.exists)
+            wait_until(lambda: got)
+
+    letter = DeadLetter.objects.get()
+    assert (letter.attempts, letter.exception.strip()) == (3, "MemoryError")
+    assert bytes(letter.body) == b'{"sizes": {"large": 1}}'
     assert got == [Odd(sizes={"a": 1})]
 
 

@@ -442,6 +442,11 @@ def test_what_a_reconciliation_has_found_is_replayed(
     with pytest.raises(UsageError, match="reconcile first"):
         run(spec, *replay)
     first = run(spec, "reconcile", "--grace", "0s")["run"]
+    # What somebody has acknowledged may be as it is, until it is opened again.
+    known = ("findings", "--message-id", str(ids[1]))
+    run(spec, *known, "--acknowledge", "delivered by hand")
+    assert run(spec, *replay, "--dry-run")["chosen"] == 1
+    run(spec, *known, "--reopen")
 
     stored = run(spec, *replay)
 

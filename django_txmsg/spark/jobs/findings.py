@@ -7,7 +7,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
 from ..errors import UsageError
-from ..noted import Noted, Which
+from ..noted import KEY, Noted, Which
 from ..results import result_struct
 from ..transforms.reconcile import FINDING, KNOWN, SUMMARY
 from .reading import WholeLog
@@ -53,7 +53,16 @@ def judged_by(log: WholeLog, run: str = "") -> str:
 
 
 def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
-    """Return the ids of messages of which a run has found `verdict`."""
+    """Return the ids of messages of which a run has found `verdict`, without those
+    findings that somebody has acknowledged: they are as they should be."""
     found = kept_by(log, "verdicts", FINDING)
     found = found.where((sf.col("run_id") == run) & (sf.col("verdict") == verdict))
+    names = [name for name in KEY if name != "verdict"]
+    noted = Noted(log.spec.service()).read(Which(verdict, acknowledged=True))
+    rows = [[one[name] for name in names] for one in noted]
+    settled = log.spark.createDataFrame(
+        rows, t.StructType([t.StructField(f"of_{n}", t.StringType()) for n in names])
+    )
+    same = [sf.coalesce(n, sf.lit("")) == sf.col(f"of_{n}") for n in names]
+    found = found.join(sf.broadcast(settled), same, "left_anti")
     return found.select("message_id").distinct()
