@@ -17,9 +17,9 @@ import pytest
 from django.db import transaction
 from django.test import override_settings
 
-from django_txmsg import conf, stages
+from django_txmsg import conf, stages, wire
 from django_txmsg.brokers import get_broker
-from django_txmsg.brokers.base import Outgoing
+from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.consuming.due_messages import wake_for_parked
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.consuming.throttle import Throttle
@@ -167,6 +167,25 @@ def ship(using: str = "default", broker: str = "default") -> int:
         return sum(iter(lane.dispatch, 0))
     finally:
         lane.close()
+
+
+def drained(destination: str, broker: str = "default") -> list[Delivery]:
+    """Take all that lies in a queue. A last message of our own shows the end: how long
+    a broker takes for the next one, nobody knows."""
+    end = uuid.uuid4().bytes
+    found: list[Delivery] = []
+    with get_broker(broker).open() as session:
+        headers = {wire.CONTENT_TYPE: wire.BYTES}
+        assert session.send([Outgoing(destination, headers, end)]) == [None]
+        session.subscribe(destination, prefetch=100)
+        while True:
+            delivery = session.receive(60)
+            assert delivery is not None, f"{len(found)} came, and not the last one"
+            session.ack([delivery])
+            if delivery.body == end:
+                session.ping()
+                return found
+            found.append(delivery)
 
 
 def put(

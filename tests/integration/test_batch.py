@@ -172,7 +172,7 @@ def test_messages_that_came_before_go_one_by_one() -> None:
         send_many(stage.destination, [0, 1, 2])
         died = thread_of(stage)
         session = died._open()
-        deliveries = [session.receive(5) for _ in range(3)]
+        deliveries = [session.receive(30) for _ in range(3)]
         InboxMessage.objects.record(
             stage.name,
             [Message(id=uuid.UUID(one.headers["txmsg-id"]), destination="", body=None)

@@ -105,7 +105,7 @@ def test_a_locks_time_out_leaves_no_transaction_behind() -> None:
             thread = thread_of(stage)
             session = thread._open()
             assert session is not None
-            delivery = session.receive(5)
+            delivery = session.receive(30)
             assert delivery is not None
             try:
                 with pytest.raises(OperationalError, match="lock timeout"):

@@ -21,7 +21,16 @@ from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect, Order
 from tests.faults import Proxy, wait_until
-from tests.running import committing, declared, put, running, send, ship, txmsg
+from tests.running import (
+    committing,
+    declared,
+    drained,
+    put,
+    running,
+    send,
+    ship,
+    txmsg,
+)
 from tests.services import ByAmqp
 from tests.services.stomp_server import StompServer
 
@@ -48,11 +57,7 @@ def proxy(server: StompServer) -> Iterator[Proxy]:
 
 def taken(destination: str) -> list[bytes]:
     """Take what is waiting there."""
-    with get_broker().open() as session:
-        session.subscribe(destination, prefetch=10)
-        found = list(iter(lambda: session.receive(0.5), None))
-        session.ack(found)
-    return [one.body for one in found]
+    return [one.body for one in drained(destination)]
 
 
 def processed(stage: Any) -> int:

@@ -13,13 +13,13 @@ import pytest
 from django.test import override_settings
 
 from django_txmsg import wire
-from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.errors import BrokerError, BrokerUnavailable, DispatchRejected
 from django_txmsg.sessions import channels
 from django_txmsg.sessions.channel import Channel
 from django_txmsg.sessions.channels import control_channel
 from tests.faults import ANSWERS, Proxy, wait_until
+from tests.running import drained
 from tests.services import ActiveMQ
 from tests.services.stomp_server import LIMITED_USER
 
@@ -67,14 +67,7 @@ def outgoing(destination: str, number: int, size: int = 10) -> Outgoing:
 
 
 def arrived(destination: str) -> list[str]:
-    found = []
-    with get_broker().open() as session:
-        session.subscribe(destination, prefetch=100)
-        while (delivery := session.receive(1.0)) is not None:
-            session.ack([delivery])
-            found.append(delivery.headers[wire.MESSAGE_ID])
-        session.ping()
-    return found
+    return [one.headers[wire.MESSAGE_ID] for one in drained(destination)]
 
 
 def test_all_of_them_use_one_connection(together, proxy, destination) -> None:

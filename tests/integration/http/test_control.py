@@ -105,7 +105,7 @@ def arrived() -> int:
 def test_a_committed_session_is_dispatched(arrivals, heard) -> None:
     with outbox_session() as session:
         send_two()
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
     assert arrived() == 0
 
     handle(delivery)
@@ -122,7 +122,7 @@ def test_a_committed_session_is_dispatched(arrivals, heard) -> None:
 def test_a_second_arrival_finds_nothing_to_do(arrivals, heard) -> None:
     with outbox_session():
         send_two()
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
     handle(delivery)
     handle(delivery)
 
@@ -134,7 +134,7 @@ def test_metadata_reaches_the_receiver(arrivals, heard) -> None:
     with outbox_session() as session:
         session.metadata["tenant"] = "north"
         send_two()
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
 
     assert heard["handled"][0]["headers"]["tenant"] == "north"
 
@@ -161,7 +161,7 @@ def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
         with transaction.atomic(), outbox_session():
             send_two()
         # The session is over, and the transaction around it is not.
-        delivery = arrivals.receive(5)
+        delivery = arrivals.receive(30)
         for _ in range(8):
             with pytest.raises(look_up.LookAgain) as again:
                 _elsewhere(lambda: handle(delivery))
@@ -180,7 +180,7 @@ def test_a_slow_commit_costs_little(arrivals) -> None:
     committed_at = []
 
     def consume(**_: object) -> None:
-        delivery = arrivals.receive(5)
+        delivery = arrivals.receive(30)
 
         def work() -> None:
             handle_to_the_end(delivery)
@@ -210,7 +210,7 @@ def test_a_rollback_after_the_control_message_ends_at_once(arrivals, heard) -> N
         with outbox_session():
             send_two()
         raise RuntimeError
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
 
     assert heard["handled"][0]["outcome"] == "rolled_back"
     assert heard["handled"][0]["attempts"] == 1
@@ -226,7 +226,7 @@ def test_a_savepoint_rolled_back_after_it_is_no_loss(arrivals, heard) -> None:
                 send_two()
             raise RuntimeError
         Order.objects.create(number="1")
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
 
     assert heard["handled"][0]["outcome"] == "already_dispatched"
     assert arrived() == 0
@@ -240,7 +240,7 @@ def test_a_transaction_id_from_the_future_falls_back_to_waiting(
     session_id = uuid.uuid4()
     _forge(session_id, kind="transaction", transaction="99999999999")
     with override_settings(TXMSG=waits(0.3, 0.1)):
-        pauses = handle_to_the_end(arrivals.receive(5))
+        pauses = handle_to_the_end(arrivals.receive(30))
 
     assert pauses[0] == pytest.approx(0.1)
     assert heard["handled"][0]["outcome"] == "given_up"
@@ -249,7 +249,7 @@ def test_a_transaction_id_from_the_future_falls_back_to_waiting(
 def test_without_an_oracle_it_waits_longer_each_time(arrivals, heard) -> None:
     session_id = uuid.uuid4()
     _forge(session_id)
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
 
     with override_settings(TXMSG=waits(1.0, 0.1)):
         pauses = handle_to_the_end(delivery)
@@ -269,7 +269,7 @@ def test_a_delayed_session_commits_and_leaves_a_record(arrivals, heard) -> None:
     with override_settings(TXMSG=txmsg(CONTROL_MESSAGE_ORACLE="delay")):
         with outbox_session() as session:
             send_two()
-        delivery = arrivals.receive(5)
+        delivery = arrivals.receive(30)
         assert delivery.headers["txmsg-oracle"] == "delay"
         assert SessionRecord.objects.get().session_id == session.id
         dispatch("default", session.id)
@@ -288,7 +288,7 @@ def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
     )
 
     def stand_still(**_: object) -> None:
-        handle_to_the_end(arrivals.receive(5))
+        handle_to_the_end(arrivals.receive(30))
 
     signals.control_message_sent.connect(stand_still)
     try:
@@ -322,7 +322,7 @@ def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
     with override_settings(TXMSG=http), transaction.atomic():
         with outbox_session():
             send_two()
-        delivery = arrivals.receive(5)
+        delivery = arrivals.receive(30)
         ends = [time.monotonic() + 1.0]
         while time.monotonic() < ends[0]:
             with pytest.raises(look_up.LookAgain) as again:
@@ -347,7 +347,7 @@ def test_the_embedded_broker_tells_by_arriving() -> None:
             send_two()
         with get_broker().open() as session:
             session.subscribe("web.txmsg.control", prefetch=1)
-            delivery = session.receive(5)
+            delivery = session.receive(30)
             assert delivery.headers["txmsg-oracle"] == "arrival"
             handle(delivery)
         assert QueueMessage.objects.filter(queue="http.orders").count() == 2
@@ -363,7 +363,7 @@ def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
         broker="default", token=token, lease=1.0, limit=10, session_id=session.id
     )
     assert len(claimed) == 2
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
     with pytest.raises(look_up.LookAgain) as again:
         handle(delivery)
     assert 0 < again.value.after <= 1.0
@@ -375,11 +375,11 @@ def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
 def test_messages_that_are_not_due_are_left_to_the_relay(arrivals, heard) -> None:
     with outbox_session():
         send_message("http.orders", {}, delay=dt.timedelta(hours=1))
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
     with outbox_session():
         send_message("http.orders", {"part": "pay"})
         send_message("http.orders", {}, delay=dt.timedelta(seconds=30))
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
 
     outcomes = [one["outcome"] for one in heard["handled"]]
     assert outcomes == ["left_to_relay", "left_to_relay"]
@@ -389,7 +389,7 @@ def test_messages_that_are_not_due_are_left_to_the_relay(arrivals, heard) -> Non
 def test_a_broker_that_is_down_is_asked_again(arrivals, heard) -> None:
     with outbox_session():
         send_two()
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
 
     def down(using: str, session_id: uuid.UUID) -> None:
         raise BrokerUnavailable("down")
@@ -416,7 +416,7 @@ def test_an_unreadable_control_message_is_dropped(
     arrivals, heard, caplog, change, sign
 ) -> None:
     _forge(uuid.uuid4(), sign=sign, **change)
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
 
     assert heard["handled"][0]["outcome"] == "unreadable"
     assert "unreadable control message" in caplog.text
@@ -439,7 +439,7 @@ def test_nothing_is_given_up_on_a_stranger_s_word(
     arrivals, heard, caplog, facts
 ) -> None:
     _forge(uuid.uuid4(), sign=False, tenant="south", **facts)
-    handle(arrivals.receive(5))
+    handle(arrivals.receive(30))
 
     (handled,) = heard["handled"]
     assert (handled["outcome"], handled["headers"]) == ("unsigned", {})
@@ -458,7 +458,7 @@ def test_a_signature_is_for_each_of_the_headers(arrivals, heard) -> None:
         with get_broker().open() as broker:
             broker.send([Outgoing("web.txmsg.control", changed, b"")])
     for _ in range(3):
-        handle(arrivals.receive(5))
+        handle(arrivals.receive(30))
     outcomes = [one["outcome"] for one in heard["handled"]]
     assert outcomes == ["already_dispatched", "unsigned", "unsigned"]
 
@@ -468,8 +468,8 @@ def test_one_that_is_not_signed_is_a_hint(arrivals, heard) -> None:
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)
-    arrivals.receive(5)
-    handle(arrivals.receive(5))
+    arrivals.receive(30)
+    handle(arrivals.receive(30))
 
     assert heard["handled"][0]["outcome"] == "dispatched"
     assert arrived() == 2
@@ -477,7 +477,7 @@ def test_one_that_is_not_signed_is_a_hint(arrivals, heard) -> None:
 
 def test_a_key_that_was_rotated_is_honoured(arrivals, heard, settings) -> None:
     _forge(uuid.uuid4())
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
     settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
     settings.SECRET_KEY = "a new one"
     with pytest.raises(look_up.LookAgain):
@@ -505,7 +505,7 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
 
     with outbox_session() as session, override_settings(TXMSG=lease(0.1)):
         send_two()
-    delivery = arrivals.receive(5)
+    delivery = arrivals.receive(30)
     with override_settings(TXMSG=lease(0.1)):
         ends = time.monotonic() + 30
         while not heard["handled"] and time.monotonic() < ends:
