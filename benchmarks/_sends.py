@@ -19,7 +19,12 @@ def main(url: str) -> None:
     from django_txmsg import send_message
 
     over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set())).start()
+
+    def wait() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=wait).start()
     sends: list[tuple[float, float]] = []
     print("sending", flush=True)
     while not over.is_set():

@@ -13,6 +13,7 @@ import argparse
 import threading
 import time
 import uuid
+from functools import partial
 from typing import Any
 
 import amqp
@@ -80,9 +81,7 @@ def main() -> None:
         figures = stand.turns(
             {
                 f"outbox by {name}, concurrency {threads}": (
-                    lambda alias=alias, threads=threads: consume(
-                        some, concurrency=threads, broker=alias
-                    )
+                    partial(consume, some, concurrency=threads, broker=alias)
                 )
                 for name, alias in (
                     ("STOMP", "stomp"),

@@ -105,7 +105,7 @@ def play(
                 worker = started(
                     "celery", "-A", f"benchmarks._celery_apps:{app}", *WORKER
                 )
-                stack.callback(lambda worker=worker: kill(worker))
+                stack.callback(kill, worker)
         settle()
         orders = {str(pk) for pk in Order.objects.values_list("pk", flat=True)}
         charged = Counter(Effect.objects.values_list("message_id", flat=True))

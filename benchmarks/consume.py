@@ -101,7 +101,7 @@ def loop(count: int) -> float:
             InboxMessage.objects.create(
                 stage="bench", message_id=message_id, destination=DESTINATION
             )
-            Effect.objects.create(name="placed", message_id=message_id)
+            Effect.objects.create(name="placed", message_id=str(message_id))
             OutboxMessage.objects.create(
                 message_id=uuid.uuid4(),
                 destination="bench.next",

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from . import stand
@@ -52,10 +53,10 @@ def keys(options: argparse.Namespace) -> None:
     count = options.messages
     for threads in (1, 4):
         base = f"unordered, 100,000 keys, {threads} threads"
-        contenders = {base: lambda t=threads: consume(count, 100_000, None, t)}
+        contenders = {base: partial(consume, count, 100_000, None, threads)}
         for number in (100_000, 100, 1):
             name = f"ordered, {number:,} keys, {threads} threads"
-            contenders[name] = lambda n=number, t=threads: consume(count, n, "block", t)
+            contenders[name] = partial(consume, count, number, "block", threads)
         figures = stand.turns(contenders, options.rounds)
         goals = {f"ordered, 100,000 keys, {threads} threads": 0.8}
         stand.table(

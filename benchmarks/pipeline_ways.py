@@ -23,7 +23,9 @@ from pyspark.sql import SparkSession
 from django_txmsg.spark.jobs.archive import Archiver
 from django_txmsg.spark.jobs.archive_options import ArchiveOptions, tasks_on
 from django_txmsg.spark.jobs.batch_task import MANIFEST, BatchTask
+from django_txmsg.spark.lake import Lake
 from django_txmsg.spark.lakefile import DayFiles
+from django_txmsg.spark.ledger import Batch
 from django_txmsg.spark.schemas import OUTBOX, Column
 from django_txmsg.spark.spec import LakeSpec, SourceSpec
 
@@ -121,10 +123,12 @@ class Bench:
         self.write = 0.0
 
     def lake(self) -> LakeSpec:
-        """Return a fresh lake, and remove the one before."""
+        """Return a fresh lake, and remove the one before; the database forgets that."""
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            connection.execute("DELETE FROM django_txmsg_archivemark")
         shutil.rmtree(self.directory)
         self.directory.mkdir()
-        return LakeSpec(f"{self.directory}/lake")
+        return Lake(LakeSpec(f"{self.directory}/lake"), create=True).spec
 
     def archiver(self, **options: Any) -> Archiver:
         """Return an archive of the outbox into a fresh lake."""
@@ -149,23 +153,19 @@ class Bench:
         """Write all rows as `archive` does, by day, without proof, log or purge."""
         archiver = self.archiver()
         now, horizon = archiver.ledger.clock()
-        work, after = [], 0
-        while batch := archiver.ledger.plan(after, 100_000, now - WEEK, horizon):
-            batch = archiver.ledger.begin(batch)
-            work.append((batch, archiver.ledger.members(batch)))
+        ledger, after = archiver.ledger, 0
+        work: list[tuple[Batch, str]] = []
+        while batch := ledger.plan(len(work) + 1, after, 100_000, now - WEEK, horizon):
+            work.append((batch, ledger.members(batch)))
             after = batch.last_id
-        task = BatchTask(
-            archiver.ledger.database, archiver.lake_spec, OUTBOX, "bench", work, False
-        )
+        task = BatchTask(ledger.database, archiver.lake, OUTBOX, "bench", work, False)
         started = time.monotonic()
         parts = tasks or tasks_on(self.spark)
         places = self.spark.range(0, len(work), 1, parts)
         rows = places.mapInArrow(task, MANIFEST).groupBy().sum("rows").collect()
         spent = time.monotonic() - started
         assert rows[0][0] == self.rows
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            connection.execute("DELETE FROM django_txmsg_archivemark")
-        archiver.ledger.close()
+        ledger.close()
         return spent
 
     def copy_step(self) -> float:

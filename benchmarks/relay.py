@@ -174,13 +174,13 @@ def together(number: int, code: str) -> float:
     for one in running:
         assert one.stdout is not None
         assert one.stdout.readline() == "ready\n"
-    before, began = stand.processor_seconds(), time.time()
+    before, began = stand.processor_time(), time.time()
     for one in running:
         assert one.stdin is not None
         one.stdin.write("go\n")
         one.stdin.flush()
     ended = [float(one.stdout.readline()) for one in running if one.stdout]
-    had = stand.shares(before, stand.processor_seconds())
+    had = stand.shares(before, stand.processor_time())
     print(f"  {number} at work: {had}", file=sys.stderr, flush=True)
     for one in running:
         one.communicate()

@@ -138,15 +138,13 @@ def measure_replay(bench: Bench, count: int) -> None:
                         )
 
         staged = staging.stage("one", batches())
-        assert staging.merge([("one", staged)]).stored == rows
+        assert staging.merge([staged]).stored == rows
         return time.monotonic() - started
 
     found = turns({"replay": ours, "copy and merge": plain}, count)
-    rates = [f"{rows / spent:,.0f} rows/s" for spent in found.values()]
-    ratio = found["copy and merge"] / found["replay"]
-    LINES.append(
-        ("replay; COPY and merge in one process", *rates, f"{ratio:.2f} x", ">= 1 x")
-    )
+    own, other = (f"{rows / spent:,.0f} rows/s" for spent in found.values())
+    ratio = f"{found['copy and merge'] / found['replay']:.2f} x"
+    LINES.append(("replay; COPY and merge in one process", own, other, ratio, ">= 1 x"))
 
 
 def measure_latency(bench: Bench) -> None:
@@ -235,7 +233,8 @@ def main() -> None:
     print(f"start-up of Spark: {time.monotonic() - started:.1f} s, in no figure below")
     if set(wanted) - {"reconcile"}:
         url = given.database or stand.postgresql()
-        stand.django(url, {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"})
+        txmsg = {"SERVICE": "bench", "DISPATCH_ON_COMMIT": "off"}
+        stand.django(url, txmsg, ["django_txmsg.spark"])
         bench = Bench(spark, url, given.rows)
         fill(url, given.rows)
         if "write" in wanted:

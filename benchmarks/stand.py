@@ -131,26 +131,26 @@ def turns(
     return figures
 
 
-def processor_seconds() -> Counter[str]:
-    """Return the processor time used so far by program, and the idle time (Linux)."""
-    tick = os.sysconf("SC_CLK_TCK")
+def processor_time() -> Counter[str]:
+    """Return the processor time used so far by program, and the idle time, in ticks
+    (Linux)."""
     idle = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
-    used = Counter({"idle": sum(map(int, idle)) / tick})
+    used = Counter({"idle": sum(map(int, idle))})
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             before, _, after = file.read_text().rpartition(")")
             # The kernel's threads change the rest of their names as they work.
             program = before.partition("(")[2].partition("/")[0]
-            used[program] += sum(map(int, after.split()[11:13])) / tick
+            used[program] += sum(map(int, after.split()[11:13]))
     return used
 
 
 def shares(before: Counter[str], after: Counter[str]) -> str:
     """Say who had which share of the processors between two looks."""
     spent = {name: after[name] - before[name] for name in after}
-    total = sum(spent.values()) or 1.0
+    total = sum(spent.values()) or 1
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
-    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in largest)
+    return ", ".join(f"{name} {ticks / total:.0%}" for name, ticks in largest)
 
 
 def table(
