@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import random
 import re
 import time
 import uuid
@@ -184,17 +183,13 @@ def check_duration(name: str, value: object) -> dt.timedelta | None:
     return value
 
 
-#: Ids need no secret: this spares the system call that each would cost. Seeded by the
-#: system and by nobody else, so that two processes that seed the shared generator
-#: alike, as tests do, make different ones.
-_random = random.Random()  # noqa: S311
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_random.seed)
-
-
 def new_id() -> uuid.UUID:
     """Return a UUID of version 7 (RFC 9562): time first, so that an index on it
-    grows at one end."""
-    value = int(time.time() * 1000) << 80 | _random.getrandbits(80)
+    grows at one end.
+
+    What is random comes from the system: a generator of this process would be copied
+    by a fork, and not each server that forks lets Python know of it.
+    """
+    value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76
     return uuid.UUID(int=value & ~(0x3 << 62) | 0x2 << 62)

@@ -7,7 +7,6 @@ anything is reserved or written; what is changed in it afterwards is not sent.
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -58,16 +57,11 @@ class Delivery:
 DEFAULT = Delivery()
 
 
-#: Seeded from the system, and by nobody else: two processes that seed the shared
-#: generator alike, as tests do, must not make the same ids.
-_random = random.Random()  # noqa: S311
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_random.seed)
-
-
 def new_id() -> str:
-    """Make a random UUID without the system call, and the objects, of `uuid4`."""
-    digits = "%032x" % (_random.getrandbits(128) & _RANDOM_BITS | _VERSION_4)
+    """Make a random UUID without the objects of `uuid4`, and from the system as that
+    does: what this process would draw from, a fork would copy."""
+    number = int.from_bytes(os.urandom(16), "big")
+    digits = "%032x" % (number & _RANDOM_BITS | _VERSION_4)
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import uuid
 from typing import Any
@@ -111,20 +110,3 @@ def test_message_ids_are_version_4_and_differ_whatever_the_application_seeds() -
 
     assert len({*first, *second}) == 2000
     assert {uuid.UUID(one).version for one in first} == {4}
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_makes_message_ids_of_its_own() -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:  # pragma: no cover - coverage does not follow the child
-        os.write(writer, new_id().encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    theirs = os.read(reader, 100).decode()
-    os.close(reader)
-    os.close(writer)
-
-    assert uuid.UUID(theirs).version == 4
-    assert theirs != new_id()

@@ -1,0 +1,45 @@
+"""What two processes must not share after a fork, whoever forks: Python, or a server
+that tells Python nothing of it, as uWSGI does."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from django_txmsg.envelope.message import new_id
+from django_txmsg.jms.delivery import new_id as new_jms_id
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def fork_untold() -> int:
+    """Fork without Python's hooks, and with its lock in hand on both sides."""
+    return int(ctypes.PyDLL(None).fork())
+
+
+@pytest.mark.parametrize("fork", [os.fork, fork_untold])
+@pytest.mark.parametrize("make", [new_id, new_jms_id])
+def test_a_forked_process_makes_ids_of_its_own(
+    fork: Callable[[], int], make: Callable[[], object]
+) -> None:
+    """But for their time, which can be the same."""
+    reader, writer = os.pipe()
+    child = fork()
+    if child == 0:  # pragma: no cover - the other process
+        os.write(writer, str(make()).encode())
+        os._exit(0)
+    ours = uuid.UUID(str(make()))
+    os.waitpid(child, 0)
+    theirs = uuid.UUID(os.read(reader, 100).decode())
+    os.close(reader)
+    os.close(writer)
+
+    assert theirs.version == ours.version
+    assert theirs.bytes[-8:] != ours.bytes[-8:]
