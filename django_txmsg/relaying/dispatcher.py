@@ -24,6 +24,7 @@ from ..errors import BrokerUnavailable
 from ..upkeep import outage, wakeups
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
+from ..upkeep.endings import at_childs_end
 from ..upkeep.notifier import notify
 from .lane import AFTER_COMMIT_LEASE, Lane
 
@@ -182,6 +183,7 @@ def _dispatcher(using: str, broker: str) -> Dispatcher:
     with _lock:
         if (using, broker) not in _dispatchers:
             _dispatchers[using, broker] = Dispatcher(using, broker)
+            at_childs_end(stop_dispatchers, turn=2)
         return _dispatchers[using, broker]
 
 

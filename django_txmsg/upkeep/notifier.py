@@ -21,6 +21,7 @@ from django.db import connections
 from ..django_internals import in_block
 from . import outage, wakeups
 from .connections import recycle
+from .endings import at_childs_end
 
 log = logging.getLogger("django_txmsg.notify")
 
@@ -134,6 +135,7 @@ def _notifier(using: str) -> _Notifier:
     with _lock:
         if using not in _notifiers:
             _notifiers[using] = _Notifier(using)
+            at_childs_end(flush, turn=1)
         return _notifiers[using]
 
 

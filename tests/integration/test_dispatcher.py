@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -159,6 +160,18 @@ def test_a_forked_process_starts_its_own_thread() -> None:
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert QueueMessage.objects.count() == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None:
+    """It was forked, and asks no `atexit`."""
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        connections.close_all()
+        child = multiprocessing.get_context("fork").Process(target=send)
+        child.start()
+        child.join(60)
+        assert (child.exitcode, pending()) == (0, 0)
+    assert QueueMessage.objects.count() == 1
 
 
 @pytest.mark.postgresql
