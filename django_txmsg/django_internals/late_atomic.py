@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from django.db import connections, transaction
@@ -69,6 +70,15 @@ class LateAtomic:
         else:
             connection.run_and_clear_commit_hooks()
 
+    def forget(self) -> None:
+        """Be outside of any block, in a child that was forked before anything began:
+        nobody would commit there what the child does."""
+        connection = self._connection
+        self._wait_no_more()
+        connection.in_atomic_block = connection.needs_rollback = False
+        connection.atomic_blocks, connection.savepoint_ids = [], []
+        connection.run_on_commit = []
+
     def _wait(self) -> None:
         self.begun = False
         for name in _FIRST:
@@ -110,3 +120,15 @@ class LateAtomic:
             # Valid for this transaction only, and only before its first query.
             with connection.cursor() as cursor:
                 cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {self._isolation}")
+
+
+def _forked() -> None:
+    """The blocks are the parent's, and so is the transaction of one that has begun."""
+    for connection in connections.all(initialized_only=True):
+        begin = vars(connection).get(_FIRST[0])
+        if begin is not None:
+            begin.__self__.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -90,3 +91,14 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
 def handlers_running() -> int:
     """Return how many threads of this process are in a handler."""
     return len(_inside)
+
+
+def _forked() -> None:
+    """What a child sends is not of its parent's scope: it would count on from the same
+    ordinal, and give other messages the same ids."""
+    _scope.set(None)
+    _inside.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

@@ -10,8 +10,14 @@ from collections.abc import Callable
 
 import pytest
 
-from django_txmsg.envelope.message import new_id
+from django_txmsg.envelope.message import Message, new_id
 from django_txmsg.jms.delivery import new_id as new_jms_id
+from django_txmsg.sending.scope import (
+    Scope,
+    current_scope,
+    handlers_running,
+    in_scope,
+)
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork"),
@@ -43,3 +49,16 @@ def test_a_forked_process_makes_ids_of_its_own(
 
     assert theirs.version == ours.version
     assert theirs.bytes[-8:] != ours.bytes[-8:]
+
+
+def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
+    """Each such process would count on from the same ordinal, and give its messages the
+    ids of the others'."""
+    cause = Message(id=new_id(), destination="tests.q", body=None)
+    with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
+        child = os.fork()
+        if child == 0:  # pragma: no cover - the other process
+            os._exit(int(current_scope() is not None or handlers_running() > 0))
+        _, status = os.waitpid(child, 0)
+        assert current_scope() is not None
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, connection, connections, transaction
 from django.test import override_settings
 
 from django_txmsg import outbox_session, send_message
@@ -57,6 +58,32 @@ def test_an_inner_session_joins_the_outer_one() -> None:
             raise RuntimeError
     assert OutboxMessage.objects.filter(session_id=outer.id).count() == 4
     assert QueueMessage.objects.using("other").count() == 1
+
+
+def place(number: str) -> None:
+    with transaction.atomic():
+        Order.objects.create(number=number)
+        send_message("http.orders", {"number": number})
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
+    """Not in its parent's block, in which the parent said nothing to the server yet."""
+    connections.close_all()
+    with outbox_session() as session:
+        send_message("http.orders", {"number": "parent"})
+        child = multiprocessing.get_context("fork").Process(
+            target=place, args=("child",)
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        transaction.on_commit(lambda: place("hook"))
+    numbers = Order.objects.order_by("pk").values_list("number", flat=True)
+    assert list(numbers) == ["child", "hook"]
+    stored = OutboxMessage.objects.values_list("session_id", flat=True)
+    assert sorted(map(bool, stored)) == [False, False, True]
+    assert session.id in stored
 
 
 def test_a_swallowed_error_fails_the_session() -> None:
