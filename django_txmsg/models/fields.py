@@ -97,6 +97,15 @@ def skip_locked_sql(connection: Any) -> str:
     return ""
 
 
+def limit_waits(connection: Any, seconds: float) -> None:
+    """Let no statement of the open transaction wait for a lock for longer: it raises
+    OperationalError then (`outage.gave_up_waiting()`). SQLite has a time-out of its
+    own."""
+    if connection.vendor == "postgresql":
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET LOCAL lock_timeout = {int(seconds * 1000)}")
+
+
 def instant_text_sql(connection: Any, column: str) -> str:
     """Return SQL for an instant as `wire.format_instant()` writes it: a database that
     can does so faster. SQLite gives its own text."""

@@ -12,13 +12,14 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 
 from .fields import (
     began_sql,
     ids_sql,
     later_sql,
     later_value,
+    limit_waits,
     now_sql,
     skip_locked_sql,
 )
@@ -31,6 +32,8 @@ ASKED = 1000
 #: Seconds that one waits for what has not come and may never do, where a message is not
 #: passed: a predecessor on its way is here sooner.
 ON_ITS_WAY = 120.0
+#: Seconds that an operator waits for a message that a worker has in hand.
+PATIENCE = 5.0
 
 
 class ReleaseManager(WaitingManager):
@@ -144,17 +147,26 @@ class ReleaseManager(WaitingManager):
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
         """Let the first waiting message of a key go, by an operator's word, whatever
-        it waits for. Returns how many were: 1 or 0."""
+        it waits for. Returns how many were: 1, or 0 where none waits, or where the
+        first one was let go otherwise while this waited for it.
+
+        Raises OperationalError when a worker keeps it for longer than PATIENCE: it runs
+        just now.
+        """
         connection, table = connections[self.db], self._table
-        # Where a worker asks the first one just now, that is awaited: the second one
-        # is not meant.
-        locked = "FOR UPDATE" if connection.vendor == "postgresql" else ""
-        with connection.cursor() as cursor:
+        # The first one is chosen once, whoever has it in hand: another one is not
+        # meant. Without its lease, a worker that is about to put it back changes
+        # nothing.
+        with transaction.atomic(using=self.db), connection.cursor() as cursor:
+            limit_waits(connection, PATIENCE)
             cursor.execute(
                 f"UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,"  # noqa: S608 - constants only
-                f" headers = {_without(connection, link)} WHERE id IN (SELECT c.id"
+                " lease_until = NULL, lease_token = NULL,"
+                f" headers = {_without(connection, link)} WHERE id = (SELECT c.id"
                 f" FROM {table} c WHERE c.stage = %s AND c.key = %s AND NOT c.key = ''"
-                f" AND {waits_sql('c')} ORDER BY c.after_at, c.id LIMIT 1 {locked})",
+                " AND c.waits_for IS NOT NULL AND c.processed_at IS NULL"
+                " AND c.dead_at IS NULL ORDER BY c.after_at, c.id LIMIT 1)"
+                f" AND waits_for IS NOT NULL AND {OPEN}",
                 [stage, key],
             )
             return int(cursor.rowcount)

@@ -14,6 +14,8 @@ from typing import Any
 from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
+from .fields import limit_waits
+
 
 class SessionStatus(models.TextChoices):
     """The one end of a session."""
@@ -45,7 +47,7 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         connection = connections[self.db]
         if connection.vendor == "postgresql":
             with transaction.atomic(using=self.db), connection.cursor() as cursor:
-                cursor.execute(f"SET LOCAL lock_timeout = {PATIENCE_MS}")
+                limit_waits(connection, PATIENCE_MS / 1000)
                 return self._insert(session_id, SessionStatus.TOMBSTONE)
         with connection.cursor() as cursor:
             cursor.execute("PRAGMA busy_timeout")

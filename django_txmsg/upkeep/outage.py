@@ -77,6 +77,13 @@ def breaker(using: str) -> Breaker:
         return _breakers[using]
 
 
+def gave_up_waiting(error: BaseException) -> bool:
+    """Return whether PostgreSQL has waited for a lock for as long as it was to."""
+    cause: Any = error.__cause__
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    return isinstance(error, OperationalError) and state == "55P03"
+
+
 def error(using: str) -> BaseException | None:
     """Return why the database is away, as far as anybody knows, or None."""
     return breaker(using).error

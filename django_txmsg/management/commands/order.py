@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import router
+from django.db import OperationalError, router
 
 from ... import wire
 from ...models import InboxMessage
@@ -15,6 +15,7 @@ from ...models.fields import clock
 from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
+from ...upkeep import outage
 from ._tables import require_tables
 
 
@@ -40,13 +41,27 @@ class Command(BaseCommand):
             return
         if not options["stage"] or not options["key"]:
             raise CommandError("Which one? Give its --stage and its --key.")
+        self._let_go(using, options["stage"], options["key"])
+
+    def _let_go(self, using: str, stage: str, key: str) -> None:
         rows = InboxMessage.objects.db_manager(using)
-        if not rows.let_go(options["stage"], options["key"], link=wire.AFTER):
+        try:
+            if rows.let_go(stage, key, link=wire.AFTER):
+                self.stdout.write("It is due now, whatever it has waited for.")
+                return
+        except OperationalError as error:
+            if not outage.gave_up_waiting(error):
+                raise
             raise CommandError(
-                f"No message of key {options['key']!r} waits at stage "
-                f"{options['stage']!r}."
+                f"Nothing is changed: a worker runs the first message of key {key!r} "
+                f"at stage {stage!r} just now."
+            ) from error
+        if rows.behind(stage, key, 1):
+            raise CommandError(
+                f"Nothing is changed: the first message of key {key!r} at stage "
+                f"{stage!r} went by itself just now."
             )
-        self.stdout.write("It is due now, whatever it has waited for.")
+        raise CommandError(f"No message of key {key!r} waits at stage {stage!r}.")
 
     def _list(self, using: str, as_json: bool) -> None:
         found, now = turns.held(using, after=0.0), clock(using)

@@ -1,0 +1,122 @@
+"""What an operator does to the very rows that workers have in hand just then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import TypeVar
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+from django.db.models.functions import Now
+
+from django_txmsg.consuming import inbox, reading
+from django_txmsg.consuming.outcomes import Waiting
+from django_txmsg.consuming.parking import NO_SESSION
+from django_txmsg.models import InboxMessage, inbox_release
+from tests.faults import wait_until
+from tests.integration.test_ordered import (
+    deliver,
+    effect,
+    effects,
+    send_chain,
+    settle,
+    taken,
+)
+from tests.running import committing, declared, step, thread_of
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+T = TypeVar("T")
+
+
+def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
+    """Return what an operator's action returns that begins while a worker's transaction
+    is open, which commits when the action waits for it or is done."""
+
+    def act() -> T:
+        with closing(connections["default"]):
+            return operator()
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            worker()
+            acting = pool.submit(act)
+
+            def held_up() -> bool:
+                cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+                return acting.done() or bool(cursor.fetchone()[0])
+
+            wait_until(held_up)
+        return acting.result(60)
+
+
+def first_of_three(destination: str) -> InboxMessage:
+    """Deliver all but the first message of a key, which wait for it; return the first
+    of those."""
+    send_chain(destination, [0, 1, 2, 3])
+    deliver(destination, *taken(destination)[1:])
+    with declared(effect, destination, ordered="block") as stage:
+        step(stage, times=3)
+    return InboxMessage.objects.earliest("after_at")
+
+
+def let_go(row: InboxMessage) -> int:
+    return InboxMessage.objects.let_go(row.stage, row.key, link="txmsg-after")
+
+
+@pytest.mark.postgresql
+def test_where_the_first_one_goes_by_itself_no_other_is_let_go() -> None:
+    first = first_of_three("tests.by-itself")
+    assert first.waits_for is not None
+    before = [first.waits_for]
+
+    # As the transaction of the one before it does.
+    went = meanwhile(
+        lambda: InboxMessage.objects.wake(first.stage, before), lambda: let_go(first)
+    )
+
+    assert went == 0
+    assert InboxMessage.objects.filter(waits_for__isnull=False).count() == 2
+
+
+def test_one_that_a_worker_is_about_to_put_back_is_let_go() -> None:
+    first = first_of_three("tests.put-back")
+    InboxMessage.objects.filter(pk=first.pk).update(due_at=Now())
+    with declared(effect, first.stage, ordered="block") as stage:
+        thread = thread_of(stage)
+        thread.parked_due.set()
+        parked = thread._parking.claim()
+        assert parked is not None
+        assert parked.seen.id == first.pk
+        delivery = reading.from_parked(
+            parked.destination, parked.headers, parked.body, parked.seen.message_id
+        )
+
+        assert let_go(first) == 1
+        assert isinstance(
+            inbox.process(thread._arrival(NO_SESSION, delivery, parked)), Waiting
+        )
+        settle(stage, 3)
+    assert effects() == ["1", "2", "3"]
+
+
+@pytest.mark.postgresql
+def test_one_that_runs_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = first_of_three("tests.runs")
+    monkeypatch.setattr(inbox_release, "PATIENCE", 0.2)
+    words = ["order", "let_go", "--stage", first.stage, "--key", "k"]
+
+    def refused() -> str:
+        with closing(connections["default"]), pytest.raises(CommandError) as error:
+            call_command(*words)
+        return str(error.value)
+
+    with transaction.atomic(), ThreadPoolExecutor(1) as pool:
+        InboxMessage.objects.select_for_update().get(pk=first.pk)
+        assert "a worker runs the first message" in pool.submit(refused).result(60)
+    assert InboxMessage.objects.filter(waits_for__isnull=False).count() == 3
