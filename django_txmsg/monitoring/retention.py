@@ -18,6 +18,7 @@ from django.db import models, transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from .. import conf, wire
+from ..django_internals import delete_where
 from ..models import (
     Attempt,
     DeadLetter,
@@ -184,7 +185,7 @@ def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
 def _delete(doomed: QuerySet[Any], using: str) -> int:
     """Delete in one transaction, which looks again whether each row is settled."""
     if doomed.model is not InboxMessage:
-        return doomed.delete()[0]
+        return delete_where(doomed)
     attempts = Attempt.objects.using(using)
     # Asked before the transaction: on SQLite one that began by reading may not write.
     failed = list(
@@ -192,7 +193,7 @@ def _delete(doomed: QuerySet[Any], using: str) -> int:
     )
     remembered = InboxMessage.objects.using(using).filter(_same_message())
     with transaction.atomic(using=using):
-        deleted = doomed.delete()[0]
+        deleted = delete_where(doomed)
         # What was sent round again in between keeps its row, and these with it.
         attempts.filter(pk__in=[pk for (pk,) in failed]).exclude(
             Exists(remembered)

@@ -11,6 +11,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.db.models import Model
+from django.db.models.signals import post_delete
 from django.test.utils import CaptureQueriesContext
 
 from django_txmsg.dead_letters import bulk
@@ -270,7 +271,24 @@ def test_another_database_is_pruned_by_name(transactional_db: None) -> None:
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.postgresql
-def test_a_message_sent_round_again_at_that_moment_is_not_deleted() -> None:
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_message_sent_round_again_at_that_moment_is_not_deleted(heard: bool) -> None:
+    """Also where something in the project listens to what is deleted."""
+    deleted: list[Any] = []
+
+    def hear(instance: Any, **_: Any) -> None:
+        deleted.append(instance)
+
+    if heard:
+        post_delete.connect(hear)
+    try:
+        sent_round_again_while_it_is_pruned()
+    finally:
+        post_delete.disconnect(hear)
+    assert not deleted
+
+
+def sent_round_again_while_it_is_pruned() -> None:
     row = make.InboxMessageFactory(
         dead=True, first_received_at=ago(days=30), dead_at=ago(days=30)
     )

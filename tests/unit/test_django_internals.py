@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from django.core.handlers.base import BaseHandler
 from django.db import connections, transaction
+from django.db.models import QuerySet
 from django.http import HttpResponse
 
 import django_txmsg
@@ -63,6 +64,8 @@ HANDLER = {
     "process_exception_by_middleware": ("exception", "request"),
 }
 VIEW = ("_non_atomic_requests",)
+#: Methods of a queryset, with the parameters that are passed.
+QUERYSET = {"_raw_delete": ("using",)}
 
 #: Undocumented names that are imported where they are needed: an import that fails says
 #: what is missing by itself, and here before a process of that kind is started.
@@ -87,6 +90,7 @@ TELLING = {
     *ATOMIC,
     *HANDLER,
     *VIEW,
+    *QUERYSET,
     "Atomic",
 }
 #: kombu's connection has a method of that name; the STOMP client knows no Django, and
@@ -191,6 +195,12 @@ def test_a_request_handler(name: str) -> None:
     assert parameters == ("self", *HANDLER[name])
 
 
+@pytest.mark.parametrize("name", QUERYSET)
+def test_a_queryset(name: str) -> None:
+    method = getattr(QuerySet, name)
+    assert tuple(inspect.signature(method).parameters) == ("self", *QUERYSET[name])
+
+
 @pytest.mark.parametrize("name", VIEW)
 def test_a_view_that_wants_no_transaction(name: str) -> None:
     view = transaction.non_atomic_requests(using="other")(lambda _: HttpResponse())
@@ -232,4 +242,5 @@ def test_everything_named_here_is_used() -> None:
     assert used >= {*STATE, *METHODS, *OTHERS, *SQLITE, *FEATURES, *ATOMIC} | {
         *HANDLER,
         *VIEW,
+        *QUERYSET,
     }
