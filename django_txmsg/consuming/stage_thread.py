@@ -244,7 +244,7 @@ class StageThread:
         parked = self._parking.claim()
         if parked is None:
             return False
-        if self._stopping.is_set():
+        if self._stopping.is_set() or self.paused.is_set():
             self._parking.give_back(parked)
             return False
         delivery = reading.from_parked(

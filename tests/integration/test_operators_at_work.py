@@ -15,7 +15,10 @@ from django.db.models.functions import Now
 from django_txmsg.consuming import inbox, reading
 from django_txmsg.consuming.outcomes import Waiting
 from django_txmsg.consuming.parking import NO_SESSION
+from django_txmsg.envelope.message import Message
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import InboxMessage, inbox_release
+from tests import factories as make
 from tests.faults import wait_until
 from tests.integration.test_ordered import (
     deliver,
@@ -120,3 +123,25 @@ def test_one_that_runs_is_not_waited_for_without_end(
         InboxMessage.objects.select_for_update().get(pk=first.pk)
         assert "a worker runs the first message" in pool.submit(refused).result(60)
     assert InboxMessage.objects.filter(waits_for__isnull=False).count() == 3
+
+
+def test_a_paused_stage_runs_nothing_more_that_is_parked_while_its_broker_is_away() -> (
+    None
+):
+    ran: list[str] = []
+
+    def handler(message: Message) -> None:
+        ran.append(str(message.id))
+        if len(ran) == 1:
+            thread.paused.set()
+
+    with declared(handler) as stage:
+        for _ in range(3):
+            make.InboxMessageFactory(stage=stage.name, parked=True)
+        InboxMessage.objects.update(due_at=Now())
+        thread = thread_of(stage)
+        thread.parked_due.set()
+        thread._subscription.failed(BrokerUnavailable("gone"))
+        thread._turn()
+        assert len(ran) == 1
+        assert InboxMessage.objects.filter(due_at__isnull=False).count() == 2
