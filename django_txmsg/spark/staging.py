@@ -225,7 +225,15 @@ class Staging:
 
     def _skip_processed(self, connection: Connection) -> int:
         """A dead letter whose stage has processed the message needs no redelivery, and
-        one that is not open any more has been seen to."""
+        one that is not open any more has been seen to. From here on nobody else sees to
+        those that are open."""
+        if self.spec.vendor == "postgresql":
+            connection.value(
+                f"SELECT count(*) FROM (SELECT id FROM {_LETTERS} WHERE id IN (SELECT"
+                f" dead_letter FROM {_STAGED} WHERE run = %s) ORDER BY id FOR UPDATE)"
+                " AS held",
+                self.run,
+            )
         return connection.execute(
             f"DELETE FROM {_STAGED} WHERE run = %s AND dead_letter IS NOT NULL AND ("
             f" dead_letter NOT IN (SELECT id FROM {_LETTERS} WHERE resolution = 'open')"
@@ -259,13 +267,14 @@ class Staging:
         )
 
     def _resolve(self, connection: Connection) -> None:
-        """Let the stages of replayed dead letters count anew, and close the letters."""
-        letters = f"SELECT dead_letter FROM {_STAGED} WHERE run = %s"
+        """Let the stages count anew what comes again under its own id, and close the
+        letters. In the place of another one comes a copy, and that one stays dead."""
         connection.execute(
             f"UPDATE {_INBOX} AS i SET attempts = 0, dead_at = NULL, due_at = NULL,"
             f" last_error = '' WHERE i.processed_at IS NULL AND EXISTS (SELECT 1 FROM"
-            f" {_LETTERS} d WHERE d.message_id = i.message_id AND d.stage = i.stage"
-            f" AND d.id IN ({letters}))",
+            f" {_LETTERS} d JOIN {_STAGED} s ON s.dead_letter = d.id WHERE s.run = %s"
+            " AND s.message_id = d.message_id AND d.message_id = i.message_id"
+            " AND d.stage = i.stage)",
             self.run,
         )
         now = self._now()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,19 +104,64 @@ def test_wrong_columns_are_told(spark, log: Log) -> None:
     assert log.count() == 0
 
 
+def staged(staging: Staging, task: str, rows: list[dict[str, Any]]) -> Brought:
+    kinds = {"binary": pa.binary(), "timestamp": pa.timestamp("us", tz="UTC"),
+             "bigint": pa.int64()}  # fmt: skip
+    schema = pa.schema(
+        [(f.name, kinds.get(f.dataType.simpleString(), pa.string()))
+         for f in STAGED.fields]
+    )  # fmt: skip
+    return staging.stage(task, [pa.RecordBatch.from_pylist(rows, schema=schema)])
+
+
+def test_a_letter_that_an_operator_sees_to_just_then_is_not_replayed(
+    pg_log: Log,
+) -> None:
+    log = pg_log
+    log.bury([{"message_id": uuid.UUID(int=1)}])
+    letter = log.value("SELECT id FROM django_txmsg_deadletter")
+    staging = Staging(log.spec, "r")
+    brought = staged(staging, "0-1", [message(2, dead_letter=letter)])
+    held_up = (
+        "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid IN (SELECT pid FROM"
+        " pg_stat_activity WHERE datname = current_database())"
+    )
+    with log.connected() as operator, ThreadPoolExecutor(1) as pool:
+        with operator.transaction():
+            operator.execute(
+                "UPDATE django_txmsg_deadletter SET resolution = 'discarded',"
+                " resolved_at = now()"
+            )
+            merging = pool.submit(staging.merge, [brought], letters=True)
+            wait_until(lambda: merging.done() or log.value(held_up))
+        merged = merging.result(60)
+    assert (merged.stored, merged.skipped) == (0, 1)
+    assert log.count() == 0
+
+
+def test_a_message_in_whose_place_a_copy_goes_stays_dead(log: Log) -> None:
+    """In an ordered stage, others wait for it, and for its copy where it is dead."""
+    original = {"message_id": uuid.UUID(int=1)}
+    log.receive([{**original, "dead_at": LONG_AGO, "last_error": "no"}])
+    log.bury([original])
+    letter = log.value("SELECT id FROM django_txmsg_deadletter")
+    staging = Staging(log.spec, "r")
+    rows = [message(2, dead_letter=letter)]
+
+    staging.merge([staged(staging, "0-1", rows)], letters=True)
+
+    assert log.value("SELECT resolution FROM django_txmsg_deadletter") == "replaced"
+    assert log.value("SELECT dead_at FROM django_txmsg_inboxmessage") is not None
+
+
 def test_a_task_that_fails_after_its_rows_are_staged_stores_none_twice(
     spark, log: Log
 ) -> None:
     staging = Staging(log.spec, "r")
-    schema = pa.schema(
-        [(f.name, {"binary": pa.binary(), "timestamp": pa.timestamp("us", tz="UTC"),
-                   "bigint": pa.int64()}.get(f.dataType.simpleString(), pa.string()))
-         for f in STAGED.fields]
-    )  # fmt: skip
-    batch = pa.RecordBatch.from_pylist([message(n) for n in range(10)], schema=schema)
     # Two attempts at one task have staged; only one of them is announced.
-    staging.stage("0-1", [batch])
-    merged = staging.merge([staging.stage("0-2", [batch])])
+    rows = [message(n) for n in range(10)]
+    staged(staging, "0-1", rows)
+    merged = staging.merge([staged(staging, "0-2", rows)])
 
     assert (merged.staged, merged.stored) == (10, 10)
     assert log.count() == 10
