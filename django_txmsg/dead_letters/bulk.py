@@ -25,7 +25,8 @@ from ..django_internals import in_block, must_roll_back
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
-from ..upkeep import wakeups
+from ..models.fields import limit_waits
+from ..upkeep import outage, wakeups
 from ..upkeep.notifier import notify
 from . import resolution, selection
 from .resolution import Tally
@@ -36,6 +37,9 @@ FIRST_BATCH, LARGEST_BATCH = 100, 1000
 
 #: The least and the most messages a second that can be asked for.
 RATES = 0.001, 1_000_000
+
+#: Seconds that a batch waits for what a worker holds, before it is tried again later.
+PATIENCE = 3.0
 
 #: How many skipped messages an operation remembers the reason of.
 REMEMBERED = 50
@@ -132,7 +136,7 @@ def finish(
         if handled is None:
             threading.Event().wait(
                 0.05
-            )  # the rate says not yet, or another worker has the batch
+            )  # the rate says not yet, or another worker has the batch, or a message
     return operation
 
 
@@ -141,15 +145,18 @@ def work_batch(
 ) -> int | None:
     """Do one batch of one running operation, in one transaction.
 
-    Returns how many messages it handled, or None when nothing is due.
+    Returns how many messages it handled, or None when nothing is due, or somebody holds
+    one of them for longer than PATIENCE.
     """
     for patience in (0.1, 0.4, None):
         taken: list[BulkOperation] = []
         try:
             with transaction.atomic(using=using):
                 return _work_batch(using, only, taken)
-        except OperationalError:
-            # A deadlock's victim, or a lock not got in time: nothing was done.
+        except OperationalError as error:
+            if outage.gave_up_waiting(error):
+                return None
+            # A deadlock's victim: nothing was done.
             if patience is None or in_block(connections[using]):
                 raise
             (stop or threading.Event()).wait(patience)
@@ -161,6 +168,8 @@ def work_batch(
 
 
 def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int | None:
+    # Whoever pauses or cancels the operation waits for the batch.
+    limit_waits(connections[using], PATIENCE)
     due = BulkOperation.objects.using(using).filter(
         state=BulkState.RUNNING, due_at__lte=Now()
     )

@@ -57,7 +57,9 @@ def bury(
     }
     letters = DeadLetter.objects.using(using)
     letter: DeadLetter
-    known = letters.filter(message_id=message_id, stage=stage).order_by("-id").first()
+    # Locked: another one is made where pruning deletes it just then.
+    same = letters.filter(message_id=message_id, stage=stage).select_for_update()
+    known = same.order_by("-id").first()
     if known is not None and bytes(known.body) == body:
         letters.filter(pk=known.pk).update(
             **values,

@@ -47,14 +47,7 @@ def redeliver(
     one of a stage that is not declared here, under that name and for this database.
     """
     inbox = InboxMessage.objects.using(using)
-    pairs = {(one.message_id, one.stage) for one in batch if one.stage}
-    known = {
-        (row.message_id, row.stage): row
-        for row in inbox.filter(message_id__in={mid for mid, _ in pairs}).only(
-            "message_id", "stage", "processed_at"
-        )
-        if (row.message_id, row.stage) in pairs
-    }
+    known = _known(batch, using)
     here = _stages_here(using)
     parked, sent, reset = [], [], []
     for letter in batch:
@@ -85,6 +78,28 @@ def redeliver(
         _store_again(sent, using)
     if parked or sent:
         tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
+
+
+def _known(
+    batch: list[DeadLetter], using: str
+) -> dict[tuple[uuid.UUID, str], InboxMessage]:
+    """Return what the stages' inbox knows of dead letters, by message and stage."""
+    inbox = InboxMessage.objects.using(using)
+    inbox = inbox.only("message_id", "stage", "processed_at", "dead_at")
+    pairs = {(one.message_id, one.stage) for one in batch if one.stage}
+    known = {
+        (row.message_id, row.stage): row
+        for row in inbox.filter(message_id__in={mid for mid, _ in pairs})
+        if (row.message_id, row.stage) in pairs
+    }
+    # A copy of what was buried unread may be in a worker's hands: its end is awaited.
+    in_hand = [
+        row.pk for row in known.values() if not (row.dead_at or row.processed_at)
+    ]
+    if in_hand:
+        rows = inbox.filter(pk__in=in_hand).order_by("pk").select_for_update()
+        known |= {(row.message_id, row.stage): row for row in rows}
+    return known
 
 
 def _stages_here(using: str) -> set[str]:

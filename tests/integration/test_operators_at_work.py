@@ -15,9 +15,17 @@ from django.db.models.functions import Now
 from django_txmsg.consuming import inbox, reading
 from django_txmsg.consuming.outcomes import Waiting
 from django_txmsg.consuming.parking import NO_SESSION
+from django_txmsg.dead_letters import bulk, burial
+from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable
-from django_txmsg.models import InboxMessage, inbox_release
+from django_txmsg.models import (
+    BulkOperation,
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    inbox_release,
+)
 from tests import factories as make
 from tests.faults import wait_until
 from tests.integration.test_ordered import (
@@ -44,16 +52,18 @@ def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
             return operator()
 
     with ThreadPoolExecutor(1) as pool:
-        with transaction.atomic(), connections["default"].cursor() as cursor:
+        with transaction.atomic():
             worker()
             acting = pool.submit(act)
-
-            def held_up() -> bool:
-                cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
-                return acting.done() or bool(cursor.fetchone()[0])
-
-            wait_until(held_up)
+            wait_until(lambda: acting.done() or held_up())
         return acting.result(60)
+
+
+def held_up() -> bool:
+    """Return whether somebody waits for a lock."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+        return bool(cursor.fetchone()[0])
 
 
 def first_of_three(destination: str) -> InboxMessage:
@@ -145,3 +155,75 @@ def test_a_paused_stage_runs_nothing_more_that_is_parked_while_its_broker_is_awa
         thread._turn()
         assert len(ran) == 1
         assert InboxMessage.objects.filter(due_at__isnull=False).count() == 2
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("here", [True, False], ids=["declared", "gone"])
+def test_what_a_worker_processes_just_then_is_not_redelivered(here: bool) -> None:
+    """It was buried unread, and a copy came that the stage can read."""
+    row = make.InboxMessageFactory(processed_at=None, stage="tests.copy")
+    make.DeadLetterFactory(message_id=row.message_id, stage=row.stage)
+
+    def redeliver() -> BulkOperation:
+        return bulk.finish(bulk.start("redeliver", {}))
+
+    with declared(effect, name="tests.copy" if here else "tests.other"):
+        operation = meanwhile(lambda: InboxMessage.objects.take(row.pk), redeliver)
+
+    assert (operation.done, operation.skipped) == (0, 1)
+    row.refresh_from_db()
+    assert row.processed_at is not None
+    assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.postgresql
+def test_an_operation_can_be_paused_while_somebody_holds_one_of_its_letters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    letter = make.DeadLetterFactory()
+    operation = bulk.start("discard", {})
+    monkeypatch.setattr(bulk, "PATIENCE", 0.2)
+
+    def work() -> int | None:
+        with closing(connections["default"]):
+            return bulk.work_batch("default")
+
+    with ThreadPoolExecutor(2) as pool, transaction.atomic():
+        DeadLetter.objects.select_for_update().get(pk=letter.pk)
+        working = pool.submit(work)
+        wait_until(lambda: working.done() or held_up())
+        assert pool.submit(pause, operation.pk).result(20)
+        assert working.result(60) is None
+    letter.refresh_from_db()
+    assert letter.resolution == "open"
+
+
+def pause(operation: int) -> bool:
+    with closing(connections["default"]):
+        return bool(BulkOperation.objects.pause(operation))
+
+
+@pytest.mark.postgresql
+def test_one_that_dies_again_while_its_letter_is_pruned_is_kept() -> None:
+    letter = make.DeadLetterFactory(resolution="discarded", resolved_at=Now())
+
+    def dies() -> int:
+        with transaction.atomic():
+            kept = burial.bury(
+                using="default",
+                message_id=letter.message_id,
+                stage=letter.stage,
+                broker="default",
+                destination=letter.destination,
+                headers={},
+                body=bytes(letter.body),
+                reason="expired",
+                failure=Failure.because("expired", "again"),
+                attempts=1,
+            )
+        return int(kept.pk)
+
+    kept = meanwhile(DeadLetter.objects.all().delete, dies)
+
+    assert kept != letter.pk
+    assert DeadLetter.objects.get().resolution == "open"
