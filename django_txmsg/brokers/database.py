@@ -69,6 +69,12 @@ class DatabaseBroker(Broker):
         found = []
         if self.using not in django_settings.DATABASES:
             found.append(f"there is no database {self.using!r} in DATABASES")
+        elif connections[self.using].vendor not in ("postgresql", "sqlite"):
+            kind = connections[self.using].vendor
+            found.append(
+                f"the database {self.using!r} is {kind}, and queues are kept in "
+                f"PostgreSQL or SQLite: database://ALIAS names another"
+            )
         for name, value in self._options.items():
             try:
                 sound = name in ("lease", "poll") and float(value) > 0

@@ -198,6 +198,18 @@ def test_a_database_of_another_vendor_is_an_error(
     assert "'other', which is mysql" in found.msg
 
 
+def test_the_embedded_broker_of_a_project_without_a_default_database_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`DATABASES["default"] = {}`, with aliases for all there is."""
+    monkeypatch.setattr(connections["other"], "vendor", "unknown")
+    with broker("database://other"):
+        found = only(check())
+
+    assert found.id == "txmsg.E003"
+    assert "'other' is unknown" in found.msg
+
+
 def test_an_sqlite_without_returning_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
