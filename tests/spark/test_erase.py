@@ -67,6 +67,8 @@ def test_what_waits_for_an_erased_message_of_its_key_waits_no_longer(
         [{"message_id": last, "processed_at": None, "waits_for": before,
           "due_at": LONG_AGO.replace(year=9000), "waits_since": LONG_AGO,
           "after_at": LONG_AGO, "key": PERSON, "body": b"1",
+          # A worker has it in hand, and is about to put it back.
+          "lease_until": LONG_AGO.replace(year=9000), "lease_token": uuid.uuid4(),
           "headers": {wire.KEY: PERSON, wire.AFTER: f"{before};at=x", "a": "b"}}]
     )  # fmt: skip
     log.insert(
@@ -77,12 +79,14 @@ def test_what_waits_for_an_erased_message_of_its_key_waits_no_longer(
     assert messages_named(log.spec, [PERSON], []) == {str(last)}
     one = str({"before": before, "last": last}[erased])
     erase_rows(log.spec, "inbox", [one], dry_run=False)
-    found = log.rows("SELECT waits_for, due_at, headers FROM django_txmsg_inboxmessage")
+    found = log.rows(
+        "SELECT waits_for, lease_token, due_at, headers FROM django_txmsg_inboxmessage"
+    )
     if erased == "last":
         assert found == []
     else:
-        [(waits_for, due_at, headers)] = found
-        assert (waits_for, str(due_at)[:4] < "9000") == (None, True)
+        [(waits_for, token, due_at, headers)] = found
+        assert (waits_for, token, str(due_at)[:4] < "9000") == (None, None, True)
         headers = json.loads(headers) if isinstance(headers, str) else headers
         assert headers == {wire.KEY: PERSON, "a": "b"}
     found = [erase_tails(log.spec, [PERSON], dry_run=dry) for dry in (True, False)]

@@ -71,11 +71,11 @@ def erase_rows(
                         f"SELECT count(*) FROM {relation} WHERE {where}"
                     )
                 else:
-                    if relation == _INBOX:
-                        _let_go(connection, where)
                     counts[relation] += connection.execute(
                         f"DELETE FROM {relation} WHERE {where}"
                     )
+                    if relation == _INBOX:
+                        _let_go(connection, where)
     return counts
 
 
@@ -91,7 +91,8 @@ def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> in
 
 
 def _let_go(connection: Connection, erased: str) -> None:
-    """Let the messages go that wait in an ordered stage for one that is erased."""
+    """Let the messages go that wait in an ordered stage for one that is erased. Who has
+    claimed one of them, and is about to put it back, has lost it."""
     postgresql = connection.vendor == "postgresql"
     now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
@@ -100,7 +101,8 @@ def _let_go(connection: Connection, erased: str) -> None:
         else f"json_remove(headers, '$.\"{wire.AFTER}\"')"
     )
     connection.execute(
-        f"UPDATE {_INBOX} SET due_at = {now}, waits_for = NULL, headers = {headers}"
+        f"UPDATE {_INBOX} SET due_at = {now}, waits_for = NULL, headers = {headers},"
+        " lease_until = NULL, lease_token = NULL"
         f" WHERE {erased.replace('message_id', 'waits_for')}"
         " AND processed_at IS NULL AND dead_at IS NULL"
     )
