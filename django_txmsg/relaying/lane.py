@@ -150,7 +150,7 @@ class Lane:
         Raises BrokerUnavailable, with what is not settled still claimed.
         """
         service = conf.get().SERVICE
-        while rows:
+        while rows := settlement.still_held(rows):
             is_new = self._session is None
             session = self._open()
             batch = [

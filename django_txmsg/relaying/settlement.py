@@ -17,7 +17,7 @@ from ..django_internals import in_block
 from ..envelope.redelivery import Dead, RedeliveryPolicy, decide
 from ..errors import BrokerError
 from ..models import OutboxMessage
-from ..models.outbox import OutboxManager
+from ..models.outbox import PENDING, OutboxManager
 from ..models.outbox_claim import Claimed
 from ..upkeep import outage
 from ..upkeep.leases import Lease
@@ -45,6 +45,21 @@ class Settlement:
 
     def _outbox(self) -> OutboxManager:
         return OutboxMessage.objects.db_manager(self.using)
+
+    def still_held(self, rows: list[Claimed]) -> list[Claimed]:
+        """Return the rows without those that somebody has cancelled, or another relay
+        has taken, since the lease has ended; of one that never has, all."""
+        if not self._lease.lapsed:
+            return rows
+        ids = [row.id for row in rows]
+        self._outbox().extend(ids, self._token, self._lease.seconds)
+        held = set(
+            self._outbox()
+            .filter(PENDING, pk__in=ids, lease_token=self._token)
+            .values_list("pk", flat=True)
+        )
+        self._lost(len(ids) - len(held))
+        return [row for row in rows if row.id in held]
 
     def give_back(self, rows: Sequence[Claimed]) -> None:
         """End the claim of those that are not settled."""

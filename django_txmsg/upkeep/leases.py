@@ -35,6 +35,13 @@ class Lease:
     def __init__(self, using: str, seconds: float, renew: Callable[[], object]) -> None:
         self.using, self.seconds, self._renew = using, seconds, renew
         self._until = time.monotonic() + seconds
+        self._lapsed = False
+
+    @property
+    def lapsed(self) -> bool:
+        """Whether it has ended at any time, as in a process that was stopped for a
+        while: others may have had what it is for, though it is renewed by now."""
+        return self._lapsed or not self.left
 
     @property
     def left(self) -> float:
@@ -53,6 +60,7 @@ class Lease:
             outage.note(self.using, error)
             log.warning("a lease cannot be renewed: %s", error)
         else:
+            self._lapsed = self.lapsed
             self._until = until
 
     def begin(self) -> None:

@@ -24,8 +24,12 @@ from django_txmsg.models import (
     DeadLetter,
     InboxMessage,
     OutboxMessage,
+    QueueMessage,
     inbox_release,
 )
+from django_txmsg.relaying.lane import Lane
+from django_txmsg.sending.outbox import send_message
+from django_txmsg.sending.pending import cancel_message
 from tests import factories as make
 from tests.faults import wait_until
 from tests.integration.test_ordered import (
@@ -227,3 +231,31 @@ def test_one_that_dies_again_while_its_letter_is_pruned_is_kept() -> None:
 
     assert kept != letter.pk
     assert DeadLetter.objects.get().resolution == "open"
+
+
+@pytest.mark.postgresql
+def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since() -> (
+    None
+):
+    """As one that was stopped for a while. What has failed before is sent last."""
+    with transaction.atomic():
+        sent, taken_back = send_message("tests.lapsed", 1), send_message("tests.b", 2)
+    OutboxMessage.objects.filter(message_id=taken_back.id).update(attempts=1)
+    lane = Lane("default", "default", longest_lease=0.5)
+
+    def relay() -> int:
+        with closing(connections["default"]):
+            return lane.dispatch()
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            cursor.execute(f"LOCK TABLE {QueueMessage._meta.db_table}")
+            relaying = pool.submit(relay)
+            wait_until(held_up)
+            rows = OutboxMessage.objects.select_for_update()
+            rows.get(message_id=taken_back.id)  # so that the lease is not renewed
+            wait_until(lambda: cancel_message(taken_back.id))
+        assert relaying.result(60) == 2
+    lane.close()
+    assert [one.queue for one in QueueMessage.objects.all()] == [sent.destination]
+    assert lane.counts["lease_lost"] == 1
