@@ -22,9 +22,9 @@ _BATCH = 100
 def bury_unread(using: str, stage: str = "") -> int:
     """Make dead letters of the parked messages that need newer code, of one stage or of
     all, in bounded transactions; return how many. Redelivered, they wait as before."""
+    rows = InboxMessage.objects.using(using)
     waiting = (
-        InboxMessage.objects.using(using)
-        .filter(due_at__isnull=False, needs_version__isnull=False)
+        rows.filter(due_at__isnull=False, needs_version__isnull=False)
         .filter(Q(lease_until=None) | Q(lease_until__lt=Now()))
         .order_by("id")
     )
@@ -36,10 +36,11 @@ def bury_unread(using: str, stage: str = "") -> int:
         last = found[-1].pk
         with transaction.atomic(using=using):
             for row in found:
-                # Whoever reads it may have come and claimed it.
+                # Whoever reads it may have come and claimed it, or be at it still.
                 token = uuid.uuid4()
                 held = {"lease_token": token, "lease_until": Now() + _LEASE}
-                if waiting.filter(pk=row.pk).update(**held):
+                free = waiting.filter(pk=row.pk).select_for_update(skip_locked=True)
+                if rows.filter(pk__in=free.values("pk")).update(**held):
                     _bury(row, token, using, brokers.get(row.stage, "default"))
                     buried += 1
     return buried

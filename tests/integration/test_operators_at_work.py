@@ -16,6 +16,7 @@ from django_txmsg.consuming import inbox, reading
 from django_txmsg.consuming.outcomes import Waiting
 from django_txmsg.consuming.parking import NO_SESSION
 from django_txmsg.dead_letters import bulk, burial
+from django_txmsg.dead_letters.unread import bury_unread
 from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable
@@ -259,3 +260,23 @@ def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since(
     lane.close()
     assert [one.queue for one in QueueMessage.objects.all()] == [sent.destination]
     assert lane.counts["lease_lost"] == 1
+
+
+@pytest.mark.postgresql
+def test_what_newer_code_is_at_is_not_buried_and_not_waited_for() -> None:
+    """Its worker has been running for longer than its lease."""
+    newer = {"parked": True, "needs_type": "shop.Order", "needs_version": 2}
+    running, other = (
+        make.InboxMessageFactory(**newer),
+        make.InboxMessageFactory(**newer),
+    )
+
+    def bury() -> int:
+        with closing(connections["default"]):
+            return bury_unread("default")
+
+    with ThreadPoolExecutor(1) as pool, transaction.atomic():
+        assert InboxMessage.objects.select_for_update().get(pk=running.pk)
+        assert pool.submit(bury).result(20) == 1
+    assert DeadLetter.objects.get().message_id == other.message_id
+    assert InboxMessage.objects.get(pk=running.pk).due_at is not None
