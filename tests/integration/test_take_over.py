@@ -25,8 +25,10 @@ from django_txmsg.management.commands.take_over_outbox_pattern import (
     Received,
 )
 from django_txmsg.models import InboxMessage, OutboxMessage
+from tests import factories as make
 from tests import services
 from tests.faults import wait_until
+from tests.integration.test_operators_at_work import meanwhile
 from tests.running import committing, declared, put, running, step, txmsg
 from tests.services.stomp_server import PASSWORD, USER, StompServer
 
@@ -230,6 +232,28 @@ def test_without_its_tables_it_says_where_it_has_looked() -> None:
     said = take_over()
 
     assert "Database 'default' has no tables of django-outbox-pattern" in said
+
+
+@pytest.mark.postgresql
+def test_what_consumers_receive_meanwhile_is_not_counted_as_taken_over(
+    published: Callable[..., None],
+) -> None:
+    known, now = uuid.uuid4(), timezone.now()
+    Received._base_manager.create(
+        id=uuid.uuid4(), msg_id="1", added=now, status=2,
+        headers={"destination": "/queue/mails", "dop-msg-id": str(known)},
+    )  # fmt: skip
+
+    def received() -> None:
+        # The command waits for the end of this one's transaction.
+        for message_id in (known, uuid.uuid4(), uuid.uuid4()):
+            make.InboxMessageFactory(stage="mails", message_id=message_id)
+
+    with declared(print, "mails"):
+        said = meanwhile(received, take_over)
+
+    assert "Took 1 id of" in said
+    assert InboxMessage.objects.count() == 3
 
 
 @pytest.mark.postgresql
