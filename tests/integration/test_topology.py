@@ -150,6 +150,16 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
     assert left == ["topic:orders.v2 tests.orders: 0 waiting"]
 
 
+def test_a_subscription_that_is_not_there_is_not_said_to_be_removed() -> None:
+    """But what was put into its queue just as it ended is."""
+    QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
+    with txmsg():
+        assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")
+        with pytest.raises(CommandError, match="Nobody subscribes to"):
+            call_command("subscriptions", "remove", TOPIC, "tests.late")
+    assert not QueueMessage.objects.exists()
+
+
 def test_many_messages_of_a_subscription_are_deleted_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,6 +12,7 @@ from ...brokers import get_broker
 from ...brokers.base import Broker
 from ...errors import BrokerError, ConfigurationError
 from ...models.fields import clock
+from ...models.queue import QueueMessage, queue_name
 from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
@@ -81,6 +82,13 @@ class Command(BaseCommand):
             used = [one.subscriber for one in stages]
             known = [one for one in self._known(using) if one.topic == topic]
             used += [one.subscriber for one in known if one.used]
+            # What a relay has put into its queue as it was removed may lie there yet.
+            lying = QueueMessage.objects.using(using).filter(
+                queue=queue_name(topic, subscriber)
+            )
+            named = {*used, *(one.subscriber for one in known)}
+            if subscriber not in named and not lying.exists():
+                raise CommandError(f"Nobody subscribes to {topic} as {subscriber!r}.")
         else:
             # A server may have one subscription of a name, whatever the topic.
             used = [one.subscriber for one in all_stages()]
