@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import hypothesis
 import pytest
 from django.conf import settings
 from django.db import connection
-from django.db.backends.postgresql.operations import DatabaseOperations
 from pytest_django import DjangoDbBlocker
 
-from django_txmsg.relaying.dispatcher import stop_dispatchers
 from tests import services
 from tests.acceptance.wheel import fresh_python, wheel  # noqa: F401 - fixtures
 from tests.faults import ManageProcess
@@ -36,32 +34,6 @@ SERVER_FIXTURES = {
 }  # fmt: skip
 
 S = TypeVar("S", bound=services.Server)
-
-_sql_flush = DatabaseOperations.sql_flush
-
-
-def _delete_where_little_is(
-    self: DatabaseOperations, style: Any, tables: Sequence[str], **how: Any
-) -> list[str]:
-    """Delete from tables with few pages, under the lock that TRUNCATE takes: that makes
-    new files for each of them, and of all their indexes, and syncs them."""
-    if not tables or not how.get("allow_cascade") or how.get("reset_sequences"):
-        return _sql_flush(self, style, tables, **how)
-    with self.connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT name, pg_relation_size(quote_ident(name)) FROM"
-            " unnest(%s::text[]) AS g(name)",
-            [list(tables)],
-        )
-        sizes = {name: size for name, size in cursor.fetchall() if size}
-    large = [name for name, size in sizes.items() if size > 1 << 20]
-    small = [self.quote_name(name) for name in sizes.keys() - large]
-    locked = [f"LOCK TABLE {', '.join(small)} IN ACCESS EXCLUSIVE MODE"] * bool(small)
-    deleted = [f"DELETE FROM {name}" for name in small]
-    return [*locked, *deleted, *_sql_flush(self, style, large, **how)]
-
-
-DatabaseOperations.sql_flush = _delete_where_little_is
 
 
 def pytest_collection_modifyitems(
@@ -100,6 +72,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the threads that a test's commits have started: what they have in hand would
     be the next one's, whose tables are empty when it begins."""
+    from django_txmsg.relaying.dispatcher import stop_dispatchers
+
     stop_dispatchers(5.0)
 
 
@@ -168,6 +142,9 @@ def django_db_setup(
     A process killed a moment ago may still have its session on the server, which
     would refuse to drop the database.
     """
+    from tests.emptying import delete_where_little_is
+
+    delete_where_little_is()
     yield
     with django_db_blocker.unblock(), connection.cursor() as cursor:
         if connection.vendor == "postgresql":
