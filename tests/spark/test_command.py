@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 from django.conf import settings
 from django.core.management import CommandError, call_command
+from django.db import connections
 from django.test import Client, override_settings
+from psycopg.conninfo import conninfo_to_dict
 
 from django_txmsg.management.commands.pipeline import job_spec, source_spec
 from django_txmsg.spark.cli import main
 from django_txmsg.spark.errors import EnvironmentFault
 from django_txmsg.spark.models import ArchiveMark, PipelineRun
 from django_txmsg.spark.runs import recorded
-from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec
 from tests.faults import wait_until
 from tests.spark.conftest import ROOT
 
@@ -103,6 +105,49 @@ def test_all_about_a_lake_comes_from_the_settings(monkeypatch) -> None:
     assert "TXMSG_PASSWORD_SHOP_READER" in out.getvalue()
 
 
+def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
+    """Else it would read another schema's log, as somebody else, in the clear."""
+    given = {
+        "ENGINE": "shop.database",  # a project's own, made of Django's
+        "OPTIONS": {
+            "sslmode": "verify-full",
+            "sslpassword": "hidden",
+            "options": "-c search_path=tenant -c statement_timeout=5s",
+            "assume_role": "the owner",
+            "pool": True,
+            "server_side_binding": True,
+        },
+        "HOST": "h",
+        "NAME": "shop",
+    }
+    for name, value in given.items():
+        monkeypatch.setitem(connections["other"].settings_dict, name, value)
+    monkeypatch.setattr(connections["other"], "vendor", "postgresql")
+
+    spec = source_spec("other", "shop")
+
+    assert "hidden" not in spec.url
+    info = conninfo_to_dict(spec.conninfo())
+    assert (info["host"], info["dbname"]) == ("h", "shop")
+    assert info["sslmode"] == "verify-full"
+    assert "pool" not in info
+    theirs = "-c search_path=tenant -c statement_timeout=5s -c role=the\\ owner "
+    assert info["options"] == f"{theirs}{SESSION}"
+
+
+def test_sqlite_by_another_name_is_read(monkeypatch) -> None:
+    engine = "django.contrib.gis.db.backends.spatialite"
+    monkeypatch.setitem(connections["other"].settings_dict, "ENGINE", engine)
+
+    assert source_spec("other", "shop").vendor == "sqlite"
+
+
+def test_a_database_of_another_kind_is_told(monkeypatch) -> None:
+    monkeypatch.setattr(connections["other"], "vendor", "mysql")
+    with pytest.raises(CommandError, match="'other' is on mysql"):
+        source_spec("other", "shop")
+
+
 def test_a_project_without_the_app_is_told() -> None:
     apps = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
     with (
@@ -133,7 +178,7 @@ def test_an_unknown_database_is_told() -> None:
 HANGING = """
 import sys
 from django_txmsg.spark.runs import recorded
-from django_txmsg.spark.spec import JobSpec, LakeSpec
+from django_txmsg.spark.spec import SESSION, JobSpec, LakeSpec
 
 with recorded(JobSpec.from_json(sys.argv[1]), "reconcile", {}):
     print("under way", flush=True)

@@ -6,21 +6,23 @@ The settings become a job specification; the job itself knows nothing of Django.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from django.apps import apps
-from django.conf import settings as django_settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, connections
 
 import django_txmsg
 
 from ... import conf, stages
+from ...django_internals import settings_of
 
 
 class Command(BaseCommand):
@@ -152,25 +154,40 @@ def source_spec(alias: str, service: str) -> Any:
     """Return a database of Django's settings as the pipeline takes it."""
     from ...spark.spec import SourceSpec, password_variable
 
-    try:
-        database: dict[str, Any] = django_settings.DATABASES[alias]
-    except KeyError:
-        raise CommandError(f"There is no database {alias!r} in the settings.") from None
-    engine = database["ENGINE"].rpartition(".")[2]
-    if engine == "sqlite3":
+    if alias not in connections:
+        raise CommandError(f"There is no database {alias!r} in the settings.")
+    connection, database = connections[alias], settings_of(connections[alias])
+    if connection.vendor == "sqlite":
         path = Path(database["NAME"]).absolute()
         return SourceSpec(service, f"sqlite:///{quote(str(path))}")
-    if not engine.startswith("postg"):
+    if connection.vendor != "postgresql":
         raise CommandError(
-            f"The pipeline reads PostgreSQL and SQLite; {alias!r} is on {engine}."
+            f"The pipeline reads PostgreSQL and SQLite; {alias!r} is on "
+            f"{connection.vendor}."
         )
-    user = quote(database.get("USER") or "", safe="")
-    port = f":{database['PORT']}" if database.get("PORT") else ""
-    host = quote(database.get("HOST") or "", safe=".")
+    user = quote(database["USER"] or "", safe="")
+    port = f":{database['PORT']}" if database["PORT"] else ""
+    host = quote(database["HOST"] or "", safe=".")
     at = f"{user}@" if user else ""
     url = f"postgresql://{at}{host}{port}/{quote(database['NAME'])}"
+    if query := urlencode(_libpq(database["OPTIONS"]), quote_via=quote):
+        url += f"?{query}"
     variable = ""
-    if database.get("PASSWORD"):
+    if database["PASSWORD"]:
         variable = password_variable(service)
         os.environ[variable] = database["PASSWORD"]
     return SourceSpec(service, url, variable)
+
+
+def _libpq(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what an alias's OPTIONS say to libpq and to the server: TLS, the schema,
+    the role. No secrets: a specification is written down."""
+    from psycopg.pq import Conninfo
+
+    known = {one.keyword.decode() for one in Conninfo.get_defaults()}
+    given = {name: str(options[name]) for name in sorted(known & options.keys())}
+    given.pop("sslpassword", None)
+    if role := options.get("assume_role"):
+        name = re.sub(r"([\\\s])", r"\\\1", role)
+        given["options"] = f"{given.get('options', '')} -c role={name}".strip()
+    return given
