@@ -5,23 +5,27 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import transaction
+from django.db import router, transaction
 from django.db.models.functions import Now
 
 from .. import wire
 from ..envelope import serializers
 from ..envelope.message import check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
-from ..models import DeadLetter, InboxMessage
+from ..models import DeadLetter, InboxMessage, Worker
 from ..models.dead_letter import Resolution
 from ..models.outbox_store import NewMessage
 from ..sending import storing
 from ..stages import all_stages
+
+#: A process whose last sign of life is no older is at work.
+LIVING = dt.timedelta(minutes=1)
 
 
 @dataclass
@@ -44,11 +48,12 @@ def redeliver(
 
     One of a stage waits in the stage's inbox again, due now: no other one gets it, and
     no broker has to be there. One of the relay leaves through the outbox, and so does
-    one of a stage that is not declared here, under that name and for this database.
+    one of a stage that is neither declared here, under that name and for this database,
+    nor run by anybody.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
-    here = _stages_here(using)
+    here = _stages_here(using, batch)
     parked, sent, reset = [], [], []
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
@@ -102,9 +107,20 @@ def _known(
     return known
 
 
-def _stages_here(using: str) -> set[str]:
-    """Return the stages whose parked messages are in this database."""
-    return {one.name for one in all_stages() if one.definition.using == using}
+def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
+    """Return the stages of the dead letters whose parked messages are in this database:
+    those declared so, and those that a process at work runs which is of another service
+    or of other code. They have buried here what this one works off."""
+    declared = {one.name: one.definition.using for one in all_stages()}
+    here = {name for name, alias in declared.items() if alias == using}
+    if all(one.stage in declared for one in batch if one.stage):
+        return here
+    workers = Worker.objects.using(router.db_for_write(Worker))
+    living = workers.filter(heartbeat_at__gte=Now() - LIVING)
+    served = {
+        name for names in living.values_list("stages", flat=True) for name in names
+    }
+    return here | (served - declared.keys())
 
 
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
@@ -160,7 +176,7 @@ def redeliver_copy(
             [letter], using, Resolution.REPLACED, by, replaced_by=copy.message_id
         ):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
-        if letter.stage in _stages_here(using):
+        if letter.stage in _stages_here(using, [letter]):
             _park_copy(letter, copy, using)
             InboxMessage.objects.db_manager(using).wait_for_copy(
                 letter.stage, letter.message_id, copy.message_id

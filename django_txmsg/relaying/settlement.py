@@ -49,7 +49,7 @@ class Settlement:
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
         """Return the rows without those that somebody has cancelled, or another relay
         has taken, since the lease has ended; of one that never has, all."""
-        if not self._lease.lapsed:
+        if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]
         self._outbox().extend(ids, self._token, self._lease.seconds)

@@ -21,6 +21,7 @@ from django_txmsg.models import (
 )
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
+from tests import factories as make
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, send, ship, step
@@ -267,6 +268,24 @@ def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
     assert Effect.objects.count() == 1
     assert resolve("redeliver", force=True).done == 1
     assert OutboxMessage.objects.filter(destination=TOPIC, dispatched_at=None).exists()
+
+
+def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> None:
+    """Two that share a database work off each other's operations."""
+    handler = Stubborn()
+    with declared(handler, TOPIC, name="shipping.a") as stage:
+        step(stage)
+        send(TOPIC)
+        step(stage, times=3)
+    make.WorkerFactory(service="shipping", stages=["shipping.a"])
+    with declared(print, TOPIC, name="billing.b"):
+        operation = resolve("redeliver")
+    assert (operation.done, operation.skipped) == (1, 0)
+    handler.mended = True
+    with declared(handler, TOPIC, name="shipping.a") as stage:
+        step(stage)
+    assert Effect.objects.count() == 1
+    assert not OutboxMessage.objects.exclude(replay_id="").exists()
 
 
 @pytest.mark.parametrize(
