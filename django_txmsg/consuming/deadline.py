@@ -23,6 +23,7 @@ from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import StageTimedOut
 from ..stages import Stage
+from ..upkeep import outage
 
 log = logging.getLogger("django_txmsg.deadline")
 
@@ -198,13 +199,14 @@ def _cancel(connection: Any) -> None:
     if connection.vendor != "postgresql":
         driver.interrupt()
     elif driver.info.transaction_status == _ACTIVE:
-        driver.cancel_safe(timeout=PATIENCE)
+        if hasattr(driver, "cancel_safe"):
+            driver.cancel_safe(timeout=PATIENCE)
+        else:  # psycopg2, and psycopg before 3.2
+            driver.cancel()
 
 
 def _is_cancelled(error: OperationalError) -> bool:
-    cause: Any = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    return state == _CANCELLED or str(error) == "interrupted"
+    return outage.sqlstate(error) == _CANCELLED or str(error) == "interrupted"
 
 
 _watch = Watch()

@@ -73,8 +73,8 @@ def guarded(using: str) -> Iterator[None]:
 def lost_conflict(error: BaseException) -> bool:
     """Return whether PostgreSQL has rolled a transaction back for another one's sake,
     which a repetition mends: a serialization failure or a deadlock."""
-    state = getattr(error.__cause__, "sqlstate", None)
-    return isinstance(error, DatabaseError) and state in ("40001", "40P01")
+    lost = isinstance(error, DatabaseError)
+    return lost and outage.sqlstate(error) in ("40001", "40P01")
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:

@@ -123,11 +123,16 @@ def raw(connection: Any) -> Any:
     return connection.connection
 
 
+def can_listen(connection: Any) -> bool:
+    """Return whether the open connection is psycopg 3's, whatever binds parameters."""
+    return hasattr(connection.connection, "pgconn")
+
+
 def begins_early(connection: Any) -> bool:
     """Return whether the statement before a transaction can begin it too, which psycopg
     3 lets it as long as it binds by itself. Does not connect."""
     return bool(
-        hasattr(connection.connection, "pgconn")
+        can_listen(connection)
         and not connection.in_atomic_block
         and connection.autocommit
         and not connection.features.uses_server_side_binding

@@ -25,7 +25,7 @@ from django.db import Error as AnyDatabaseError
 from django.db import connections, router
 
 from .. import conf
-from ..django_internals import begins_early, djangos_errors, raw
+from ..django_internals import can_listen, djangos_errors, raw
 from ..models import OutboxMessage
 from ..models.due import seconds_until_due
 from ..upkeep import outage, wakeups
@@ -135,7 +135,7 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
     """
     connection: Any = connections[alias_of(using)]
     with connection.cursor() as cursor:
-        if not begins_early(connection):
+        if not can_listen(connection):
             return None  # not psycopg 3
         cursor.execute(f"LISTEN {CHANNEL}")
     proof = _ask(using)

@@ -11,6 +11,8 @@ from typing import Any
 
 from django.db import DatabaseError, connections
 
+from ..upkeep import outage
+
 #: PostgreSQL's status texts. NULL means an id too old to be known.
 _STATUS = "SELECT pg_xact_status(CAST(%s AS text)::xid8)"
 _MARK = "SELECT CAST(pg_current_xact_id() AS text)"
@@ -49,7 +51,7 @@ def ask(using: str, mark: str) -> Verdict:
             cursor.execute(_STATUS, [mark])
             (status,) = cursor.fetchone()
     except DatabaseError as error:
-        if getattr(error.__cause__, "sqlstate", None) in _NOT_KNOWN:
+        if outage.sqlstate(error) in _NOT_KNOWN:
             return Verdict.UNKNOWN
         raise
     return Verdict.UNKNOWN if status is None else Verdict(status)

@@ -35,6 +35,13 @@ _SQLITE = (
 MAX_PAUSE = 10.0
 
 
+def sqlstate(error: BaseException) -> str:
+    """Return PostgreSQL's code for one of Django's database errors, as psycopg 3 or
+    psycopg2 tells it, or an empty text where there is none."""
+    cause: Any = error.__cause__
+    return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")
+
+
 def is_away(error: BaseException | None) -> bool:
     """Return whether the error means that the database cannot be used now, and not
     that a statement was wrong, had to wait too long, or lost a race."""
@@ -44,9 +51,9 @@ def is_away(error: BaseException | None) -> bool:
     sqlite = type(cause).__module__.partition(".")[0] == "sqlite3"
     if isinstance(error, InterfaceError):
         return not sqlite  # to SQLite it is a parameter of the wrong type
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    state = sqlstate(error)
     if state:
-        return str(state).startswith(_CLASSES)
+        return state.startswith(_CLASSES)
     if not isinstance(error, OperationalError):
         return False
     if sqlite:
@@ -79,9 +86,7 @@ def breaker(using: str) -> Breaker:
 
 def gave_up_waiting(error: BaseException) -> bool:
     """Return whether PostgreSQL has waited for a lock for as long as it was to."""
-    cause: Any = error.__cause__
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    return isinstance(error, OperationalError) and state == "55P03"
+    return isinstance(error, OperationalError) and sqlstate(error) == "55P03"
 
 
 def error(using: str) -> BaseException | None:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import DatabaseError, connection, connections, transaction
 from django.db.models import Q
@@ -75,6 +76,23 @@ def test_a_query_is_cancelled_and_the_attempt_counts(mode: Any) -> None:
     assert [one.startswith(TIMED_OUT) for one in attempts()] == [True, True]
     assert len(done()) == (3 if mode == "broker_only" else 1)
     assert not DeadLetter.objects.exists()
+
+
+@pytest.mark.postgresql
+def test_a_query_is_cancelled_by_a_driver_that_cannot_do_it_safely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """psycopg2, and psycopg before 3.2."""
+    monkeypatch.delattr(psycopg.Connection, "cancel_safe")
+    with (
+        txmsg(),
+        declared(lambda message: endless(), timeout=0.2, transaction="broker_only") as
+        slow,
+    ):  # fmt: skip
+        put(slow.destination)
+        step(slow)
+
+    assert attempts()[0].startswith(TIMED_OUT)
 
 
 def test_the_last_one_is_buried_as_any_other_failure() -> None:

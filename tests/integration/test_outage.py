@@ -19,6 +19,7 @@ from django.db import (
     transaction,
 )
 
+from django_txmsg.consuming.transaction import lost_conflict
 from django_txmsg.upkeep import outage
 from tests import services
 from tests.app.models import Effect
@@ -82,6 +83,24 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
         assert outage.is_away(error_of(lambda: ask("SELECT 1")))
     finally:
         postgres.start()
+
+
+@pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
+def test_either_driver_tells_the_servers_code(name: str) -> None:
+    """psycopg 3 says it by the one name, psycopg2 by the other."""
+
+    def told(code: str) -> OperationalError:
+        error, cause = OperationalError(), Exception()
+        setattr(cause, name, code)
+        error.__cause__ = cause
+        return error
+
+    assert outage.is_away(told("57P01"))
+    assert outage.gave_up_waiting(told("55P03"))
+    assert lost_conflict(told("40001"))
+    assert lost_conflict(told("40P01"))
+    assert not lost_conflict(told("57014"))
+    assert outage.sqlstate(OperationalError()) == ""
 
 
 @pytest.mark.postgresql

@@ -390,6 +390,17 @@ def test_what_anybody_notifies_of_disturbs_nobody() -> None:
         assert wakeups.heard("default")
 
 
+def test_a_server_that_binds_parameters_is_listened_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = connections.databases["default"]
+    options = {**given["OPTIONS"], "server_side_binding": True}
+    monkeypatch.setitem(connections.databases, "default", {**given, "OPTIONS": options})
+    with txmsg(), listener.listening({"default"}):
+        wait_until(lambda: wakeups.heard("default"))
+    wait_until(lambda: not _listens())
+
+
 def test_with_a_direct_way_it_listens_and_the_check_is_silent() -> None:
     with txmsg():
         assert checked() == []
