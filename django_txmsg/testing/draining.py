@@ -41,6 +41,7 @@ from ..relaying.dispatcher import stop_dispatchers
 from ..relaying.lane import Lane
 from ..sending.unique import message_of
 from ..stages import Stage, find
+from ..upkeep.notifier import stop_notifiers
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.
 _LEASE = 86_400
@@ -99,8 +100,10 @@ def drain(
     """
     drained = Drained()
     with ExitStack() as stack:
-        # What a dispatcher's thread has in its hands would be missed here.
+        # What a dispatcher's thread has in its hands would be missed here, and a
+        # connection that is kept would keep the test database from being dropped.
         stop_dispatchers(timeout=60)
+        stop_notifiers(timeout=60)
         stack.enter_context(embedded())
         until = timezone.now() + ahead
         workers = [_Worker(stage, drained) for stage in find(stages)]
@@ -248,7 +251,7 @@ class _Worker:
 @contextmanager
 def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     """Let the embedded broker stand in for those of TXMSG["BROKERS"], and let nobody
-    dispatch after a commit, or as `dispatch_on_commit` says."""
+    dispatch after a commit, or as `dispatch_on_commit` says. Nobody else is told."""
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
         url = split_url(options.get("URL", ""))
@@ -256,7 +259,12 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
         brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}
     given = getattr(settings, "TXMSG", None) or {}
     with override_settings(
-        TXMSG={**given, "BROKERS": brokers, "DISPATCH_ON_COMMIT": dispatch_on_commit}
+        TXMSG={
+            **given,
+            "BROKERS": brokers,
+            "DISPATCH_ON_COMMIT": dispatch_on_commit,
+            "NOTIFY": False,
+        }
     ):
         yield
 

@@ -54,15 +54,14 @@ class _Notifier:
         self._using = using
         self._lock = threading.Lock()
         self._topics: set[str] = set()
-        self._awake, self._said = threading.Event(), threading.Event()
-        self._said.set()
-        self._running = False
+        self._awake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._running = self._ending = False
 
     def add(self, topics: Collection[str]) -> None:
         """Notify of these soon."""
         with self._lock:
             self._topics.update(topics)
-            self._said.clear()
             if not self._running:
                 thread = threading.Thread(
                     target=self._run, name=f"txmsg-notify-{self._using}", daemon=True
@@ -73,39 +72,40 @@ class _Notifier:
                     # At the end of a process: the next poll finds the rows.
                     log.debug("nobody is notified: %s", error)
                     return
-                self._running = True
+                self._thread, self._running = thread, True
         self._awake.set()
 
-    def flush(self, timeout: float) -> None:
-        """Wait until all is said, for at most `timeout` seconds."""
-        if self._running:
-            self._said.wait(timeout)
+    def stop(self, timeout: float) -> None:
+        """Say what there is to say, and end the thread with its connection. Waits for
+        it for at most `timeout` seconds."""
+        with self._lock:
+            if self._thread is None or not self._running:
+                return
+            self._ending = True
+        self._awake.set()
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         gap = threading.Event()
         try:
             while True:
-                woken = self._awake.wait(IDLE)
+                woken = self._awake.wait(0 if self._ending else IDLE)
                 self._awake.clear()
                 with self._lock:
                     topics, self._topics = self._topics, set()
-                    if not topics and not woken:
-                        self._running = False
+                    if not topics and (self._ending or not woken):
+                        self._running = self._ending = False
                         return
                 if topics:
                     self._say(topics)
                     recycle()
-                    with self._lock:
-                        if not self._topics:
-                            self._said.set()
                     gap.wait(GAP)
         except Exception:
             # What is not said is found by the next poll; whoever comes next has a
             # thread again.
             log.exception("notifying in database %r failed", self._using)
             with self._lock:
-                self._running = False
-                self._said.set()
+                self._running = self._ending = False
         finally:
             connections.close_all()
 
@@ -135,17 +135,18 @@ def _notifier(using: str) -> _Notifier:
     with _lock:
         if using not in _notifiers:
             _notifiers[using] = _Notifier(using)
-            at_childs_end(flush, turn=1)
+            at_childs_end(stop_notifiers, turn=1)
         return _notifiers[using]
 
 
 @atexit.register
-def flush(timeout: float = 1.0) -> None:
-    """Wait until all that this process has to tell is told, or the time is over."""
+def stop_notifiers(timeout: float = 1.0) -> None:
+    """End this process's threads, each with at most `timeout` seconds for what it has
+    to tell. Who has more to tell starts them again."""
     with _lock:
         notifiers = list(_notifiers.values())
     for one in notifiers:
-        one.flush(timeout)
+        one.stop(timeout)
 
 
 def _forget() -> None:

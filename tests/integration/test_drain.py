@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -13,11 +14,19 @@ from django.test import SimpleTestCase, TestCase, TransactionTestCase, override_
 from django_txmsg import Message, Redeliver, RedeliveryPolicy, Refuse, send_message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.testing import ScriptedBroker, drain, outbox_messages
+from django_txmsg.testing import ScriptedBroker, drain, embedded, outbox_messages
 from tests.app.models import Order
 from tests.running import declared, txmsg
 
 HOUR = dt.timedelta(hours=1)
+#: Threads with a connection, which would keep a test database from being dropped.
+CONNECTED = ("txmsg-dispatch-", "txmsg-notify-")
+
+
+def connected() -> list[str]:
+    """Return the names of the threads that keep a connection."""
+    threads = [thread.name for thread in threading.enumerate()]
+    return [one for one in threads if one.startswith(CONNECTED)]
 
 
 class Declares(SimpleTestCase):
@@ -258,6 +267,10 @@ class TestWhereTransactionsCommit(TransactionTestCase, Declares):
                     send_message("drained.committed", number)
             drain()
             assert len(seen) == 5 * (round_ + 1)
+            assert not connected()
+        with embedded(), transaction.atomic():  # as under pytest
+            send_message("drained.committed", 5)
+        assert not connected()
 
 
 @pytest.mark.django_db

@@ -47,14 +47,14 @@ def own_threads() -> Iterator[None]:
     """End the threads that a test has started: their connections outlive it."""
     yield
     dispatcher.stop_dispatchers(30)
-    notifier.flush(30)
+    notifier.stop_notifiers(30)
 
 
 def test_what_ends_the_thread_ends_no_later_notification(
     django_db_blocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     notifier.notify("default", {"warms up"})
-    notifier.flush(30)
+    notifier.stop_notifiers(30)
     with django_db_blocker.block():
         notifier._notifiers["default"].add({"lost"})
         wait_until(lambda: "notifying in database 'default' failed" in caplog.text)
@@ -291,7 +291,7 @@ def test_a_forked_process_tells_by_itself() -> None:
             signal.alarm(30)
             try:
                 notifier.notify("default", {"queue child"})
-                notifier.flush(20)
+                notifier.stop_notifiers(20)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
