@@ -118,6 +118,12 @@ def last_hook(connection: Any) -> Callable[[], object] | None:
     return None
 
 
+def in_memory(connection: Any) -> bool:
+    """Return whether it is to SQLite in the memory of this process, as in the tests of
+    a project on SQLite. Connections to it wait for no lock of another."""
+    return connection.vendor == "sqlite" and bool(connection.is_in_memory_db())
+
+
 def raw(connection: Any) -> Any:
     """Return the driver's connection, or None while there is none."""
     return connection.connection

@@ -19,7 +19,7 @@ from django.db import connections
 
 from .. import conf, signals
 from ..brokers import get_broker
-from ..django_internals import in_block, in_testcase
+from ..django_internals import in_block, in_memory, in_testcase
 from ..errors import BrokerUnavailable
 from ..upkeep import outage, wakeups
 from ..upkeep.breaker import Breaker
@@ -166,14 +166,15 @@ def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
 
 def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
     """Receive `messages_committed`, and do what TXMSG["DISPATCH_ON_COMMIT"] says."""
-    mode = conf.get().DISPATCH_ON_COMMIT
+    mode, connection = conf.get().DISPATCH_ON_COMMIT, connections[using]
     if mode == "inline":
         # A TestCase that runs its hooks has committed nothing: nobody outside hears.
         inside = hasattr(get_broker(broker), "using")
-        if inside or not in_testcase(connections[using]):
+        if inside or not in_testcase(connection):
             dispatch_inline(using, broker, ids)
-    elif mode == "thread" and not in_block(connections[using]):
-        # Inside a block, as a test's hooks run, no other connection sees the rows.
+    elif mode == "thread" and not (in_block(connection) or in_memory(connection)):
+        # Inside a block, as a test's hooks run, no other connection sees the rows; and
+        # in memory, another one would have the test's fail with "table is locked".
         _dispatcher(using, broker).wake(ids)
     elif mode == "off" and conf.get().NOTIFY:
         notify(using, {wakeups.outbox(broker)})

@@ -122,6 +122,20 @@ def test_a_rollback_wakes_nobody() -> None:
         assert not dispatcher._dispatchers
 
 
+def test_by_no_thread_where_the_database_is_in_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the tests of a project on SQLite: a second connection fails at once where
+    the first one writes, and the first one where the second does."""
+    connections["other"].ensure_connection()
+    name = "file:memorydb_other?mode=memory&cache=shared"
+    monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        with transaction.atomic(using="other"):
+            send_message("tests.q", 1, using="other")
+        assert not dispatcher._dispatchers
+
+
 def test_without_a_transaction_when_that_is_allowed() -> None:
     with txmsg(DISPATCH_ON_COMMIT="inline", REQUIRE_ATOMIC=False):
         send_message("tests.q", 1)
@@ -222,9 +236,11 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
 def test_without_commits_the_thread_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With CONN_MAX_AGE = 0, as by default; the next commit opens another."""
+    """With CONN_MAX_AGE = 0, as by default; the next commit opens another. Who would
+    notify keeps one of its own for a while."""
     monkeypatch.setattr(dispatcher, "IDLE", 0.1)
-    with txmsg(DISPATCH_ON_COMMIT="thread"), connection.cursor() as cursor:
+    alone = txmsg(DISPATCH_ON_COMMIT="thread", NOTIFY=False)
+    with alone, connection.cursor() as cursor:
 
         def others() -> int:
             cursor.execute(

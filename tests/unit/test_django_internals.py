@@ -55,7 +55,7 @@ METHODS = {
 #: What else a connection has.
 OTHERS = ("features", "settings_dict", "wrap_database_errors")
 #: Of SQLite's connections, once they know their parameters.
-SQLITE = ("transaction_mode",)
+SQLITE = ("transaction_mode", "is_in_memory_db")
 #: Of features, of `transaction.Atomic`, of request handlers, and of views.
 FEATURES = ("uses_server_side_binding",)
 ATOMIC = ("_from_testcase",)
