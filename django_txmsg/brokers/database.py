@@ -8,7 +8,6 @@ the message. URL options: `database://ALIAS?lease=30&poll=0.1`, in seconds.
 from __future__ import annotations
 
 import contextlib
-import datetime as dt
 import logging
 import threading
 import time
@@ -22,13 +21,11 @@ from urllib.parse import parse_qsl
 from django.conf import settings as django_settings
 from django.db import DataError, connections, transaction
 from django.db import Error as AnyDatabaseError
-from django.db.models import Value
-from django.db.models.functions import Now
 
 from .. import conf, wire
 from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
-from ..models.queue import QueueMessage, QueueSubscription, queue_name
+from ..models.queue import QueueMessage, QueueSubscription, due_in, queue_name
 from ..upkeep import outage, wakeups
 from ..upkeep.leases import Lease
 from ..upkeep.notifier import notify
@@ -235,9 +232,7 @@ class DatabaseSession(Session):
                 headers=dict(one.headers),
                 body=one.body,
                 **priority(one),
-                available_at=Now() + Value(dt.timedelta(seconds=one.delay))
-                if one.delay
-                else Now(),
+                available_at=due_in(one.delay),
             )
             for one in batch
             for queue in (

@@ -58,13 +58,14 @@ def now_sql(connection: Any) -> str:
 
 
 def clock(using: str) -> dt.datetime:
-    """Return the database's present instant."""
+    """Return the database's present instant, in UTC: what is reckoned from it in Python
+    must not follow a zone's clocks, which the alias may have."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
         # With parameters, as everywhere: then `%%` means `%`.
         cursor.execute(f"SELECT {now_sql(connection)}", [])
         instant: dt.datetime = read_instant(cursor.fetchone()[0])
-    return instant
+    return instant.astimezone(dt.timezone.utc)
 
 
 def began_sql(connection: Any) -> str:
@@ -80,6 +81,20 @@ def later_sql(connection: Any) -> str:
     if connection.vendor == "postgresql":
         return "clock_timestamp() + make_interval(secs => %s)"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', %s)"
+
+
+class Later(models.Func):
+    """The database's present instant plus so many seconds, whatever the clocks of its
+    zone do meanwhile, which an interval of days follows."""
+
+    output_field = models.DateTimeField()
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def as_sql(self, compiler: Any, connection: Any, *_: Any, **context: Any) -> Any:
+        return later_sql(connection), [later_value(connection, self.seconds)]
 
 
 def later_value(connection: Any, seconds: float) -> float | str:

@@ -199,6 +199,7 @@ def _copy(
         [table, len(rows)],
     )
     numbers, now, xid = cursor.fetchone()
+    now = now.astimezone(dt.timezone.utc)  # the alias may have a zone with a DST
     numbers.sort()
     no_headers = Jsonb({})
     records = [

@@ -12,7 +12,15 @@ from django.db.models import Q
 from django.db.models.functions import Now
 
 from .claiming import bounds, claim_sql
-from .fields import began_sql, ids_sql, later_sql, later_value, now_sql, prepared
+from .fields import (
+    Later,
+    began_sql,
+    ids_sql,
+    later_sql,
+    later_value,
+    now_sql,
+    prepared,
+)
 
 #: Messages of a removed subscription that are deleted in one transaction.
 REMOVED_TOGETHER = 1000
@@ -22,6 +30,11 @@ def queue_name(destination: str, subscriber: str | None) -> str:
     """Return the queue that a destination's messages lie in; each subscriber of a
     topic has one."""
     return f"{destination}@{subscriber}" if subscriber else destination
+
+
+def due_in(seconds: float) -> models.Func:
+    """Return when a message is available that was sent with this delay."""
+    return Later(seconds) if seconds else Now()
 
 
 class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time

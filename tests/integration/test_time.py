@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, connections
+from django.db import OperationalError, connection, connections, transaction
 from django.utils import timezone
 
-from django_txmsg import stages
+from django_txmsg import send_messages, stages
+from django_txmsg.brokers.base import Outgoing
+from django_txmsg.brokers.database import DatabaseBroker
 from django_txmsg.consuming import parking
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
-from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -266,3 +269,47 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
         for row in InboxMessage.objects.all():
             assert 599 < (row.due_at - row.started_at).total_seconds() < 640
     assert runs == [1, 1]
+
+
+@pytest.mark.postgresql
+def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its days have 23 and 25 hours, too; one message and many are stored by different
+    statements."""
+    given = connections.databases["default"]
+    monkeypatch.setitem(
+        connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}
+    )
+    delays = [dt.timedelta(days=30 * month) for month in range(1, 13)]
+
+    def store() -> None:
+        many = [
+            {"destination": "tests.later", "body": 1, "delay": one, "expires": one}
+            for one in delays
+        ]
+        try:
+            with transaction.atomic():
+                send_messages(many)
+                for one in many:
+                    send_messages([one])
+            DatabaseBroker("default", "database://").open().send(
+                [Outgoing("tests.later", {}, b"1", one.total_seconds())
+                 for one in delays]
+            )  # fmt: skip
+        finally:
+            connections.close_all()
+
+    with txmsg(DISPATCH_ON_COMMIT="off"):
+        thread = threading.Thread(target=store)
+        thread.start()
+        thread.join(60)
+    second = dt.timedelta(seconds=1)
+
+    def whole(ends: Any) -> list[dt.timedelta]:
+        # Between instants in UTC, as this thread reads them.
+        return [round((end - begin) / second) * second for begin, end in ends]
+
+    outbox = OutboxMessage.objects.order_by("pk")
+    assert whole(outbox.values_list("created_at", "due_at")) == delays * 2
+    assert whole(outbox.values_list("created_at", "expires_at")) == delays * 2
+    queue = QueueMessage.objects.order_by("pk")
+    assert whole(queue.values_list("enqueued_at", "available_at")) == delays
