@@ -226,11 +226,13 @@ def _databases() -> Iterator[CheckMessage]:
                 hint="Use SQLite 3.35 or newer, or PostgreSQL.",
                 id="txmsg.E007",
             )
-        yield from _options(alias, settings_of(connection))
+        yield from _options(alias, connection)
 
 
-def _options(alias: str, options: dict[str, Any]) -> Iterator[CheckMessage]:
-    if "sqlite" in options["ENGINE"] and options.get("TIME_ZONE"):
+def _options(alias: str, connection: Any) -> Iterator[CheckMessage]:
+    # Not by the engine's name: SpatiaLite's is another.
+    options = settings_of(connection)
+    if connection.vendor == "sqlite" and options.get("TIME_ZONE"):
         yield Error(
             f"The SQLite database {alias!r} has a TIME_ZONE of its own: Django writes "
             f"instants in it, and due times and leases are computed by SQLite, which "

@@ -340,7 +340,9 @@ def test_a_database_whose_statements_would_not_do_what_they_say(
 ) -> None:
     options = connections["default"].settings_dict
     monkeypatch.setitem(options, option, value)
-    monkeypatch.setitem(options, "ENGINE", "django.db.backends.sqlite3")
+    # Whatever an engine is called that is made of Django's.
+    monkeypatch.setitem(options, "ENGINE", "django.contrib.gis.db.backends.spatialite")
+    monkeypatch.setattr(connections["default"], "vendor", "sqlite")
     with txmsg():
         assert only(check()).id == error
 
