@@ -6,10 +6,11 @@ broker) or to be dead. Here it is done, before the delivery is acknowledged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from django.db import transaction
+from django.db import DatabaseError, transaction
 
 from .. import signals, wire
 from ..brokers.base import Outgoing
@@ -23,6 +24,9 @@ from ..models.inbox_record import Seen
 from ..upkeep.connections import close_broken
 from . import reading, turns
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
+from .transaction import MAX_CONFLICTS, lost_conflict, pause_after
+
+Made = TypeVar("Made")
 
 
 def failed(
@@ -72,9 +76,11 @@ def failed(
         note()
         _hand_back(arrival, seen, decision.delay)
         return decision, seen
-    with transaction.atomic(using=arrival.using):
+    there = seen
+
+    def park() -> Outcome:
         parked = inbox.park(
-            seen.id,
+            there.id,
             delay=decision.delay,
             headers=turns.kept_headers(arrival),
             body=arrival.delivery.body,
@@ -82,11 +88,13 @@ def failed(
             token=arrival.token,
         )
         if not parked:
-            return Duplicate(), seen
+            return Duplicate()
         if stage.ordered:
-            turns.aside(arrival, seen)
+            turns.aside(arrival, there)
         note()
-    return decision, seen
+        return decision
+
+    return _durably(arrival, park), seen
 
 
 def unreadable(
@@ -142,7 +150,8 @@ def bury(
     """
     delivery, stage = arrival.delivery, arrival.stage
     close_broken(arrival.using)
-    with transaction.atomic(using=arrival.using):
+
+    def bury_it() -> Dead | Duplicate:
         rows = InboxMessage.objects.db_manager(arrival.using)
         if seen is not None and not rows.mark_dead(
             seen.id, failure.exception, arrival.token
@@ -168,7 +177,24 @@ def bury(
         if stage.ordered and seen is not None:
             turns.aside(arrival, seen)
             turns.wake(arrival)
-    return Dead(reason)
+        return Dead(reason)
+
+    return _durably(arrival, bury_it)
+
+
+def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
+    """Do it in a transaction, and again where that loses against another one: what the
+    handler did is not to be done again for it, nor to wait for its lease."""
+    conflicts = 0
+    while True:
+        try:
+            with transaction.atomic(using=arrival.using):
+                return decide_it()
+        except DatabaseError as error:
+            conflicts += 1
+            if conflicts > MAX_CONFLICTS or not lost_conflict(error):
+                raise
+        arrival.stop.wait(pause_after(conflicts))
 
 
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:

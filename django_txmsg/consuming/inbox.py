@@ -7,7 +7,6 @@ Whatever is killed between two of these steps, the next arrival goes on from the
 
 from __future__ import annotations
 
-import random
 import time
 import uuid
 from contextlib import AbstractContextManager, nullcontext
@@ -31,13 +30,11 @@ from . import reading, turns
 from .attempt import NOT_HANDLERS, LostRace, run, session_id
 from .failing import bury, failed, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
-from .transaction import is_outage, lost_conflict
+from .transaction import MAX_CONFLICTS, is_outage, lost_conflict, pause_after
 
 #: What cannot be read of a message that nobody can wait for, since its id is not to be
 #: trusted or its headers are not to be kept.
 NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_id")
-#: Times that a stage runs again at once after its transaction lost against another.
-MAX_CONFLICTS = 10
 
 
 def process(arrival: Arrival) -> Outcome:
@@ -101,7 +98,7 @@ def _process(arrival: Arrival) -> Outcome:
                 conflicts += 1
                 if stage.transaction != "outbox":
                     arrival.session.rollback()
-                if arrival.stop.wait(random.uniform(0, min(0.5, 0.002 * 2**conflicts))):  # noqa: S311
+                if arrival.stop.wait(pause_after(conflicts)):
                     return _given_back(arrival, seen)
                 message, short = _read(arrival)
                 continue

@@ -8,6 +8,7 @@ Django would roll back quietly.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -32,6 +33,9 @@ from ..sending.block import Block
 from ..upkeep import outage
 
 log = logging.getLogger("django_txmsg.demarcation")
+
+#: Repetitions of a transaction that has lost against others, at most.
+MAX_CONFLICTS = 10
 
 
 @contextmanager
@@ -75,6 +79,12 @@ def lost_conflict(error: BaseException) -> bool:
     which a repetition mends: a serialization failure or a deadlock."""
     lost = isinstance(error, DatabaseError)
     return lost and outage.sqlstate(error) in ("40001", "40P01")
+
+
+def pause_after(conflicts: int) -> float:
+    """Return the seconds after which to repeat what has lost so often: at once, then
+    further and further apart."""
+    return random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:

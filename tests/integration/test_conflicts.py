@@ -103,6 +103,41 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
     assert (row.state, row.deliveries, row.attempts) == ("processed", 1, 1)
 
 
+def test_what_becomes_of_a_failure_is_said_again_where_that_loses() -> None:
+    """As it may at the level of isolation that OPTIONS gives: the handler does not run
+    again for it, and a parked message does not wait for its lease to end."""
+    runs: list[int] = []
+
+    def handler(message: Message) -> None:
+        runs.append(message.delivery_attempt)
+        raise ValueError
+
+    with connection.cursor() as cursor:
+        # The first try of each attempt loses; a sequence remembers it.
+        cursor.execute(
+            "CREATE SEQUENCE losses;"
+            " CREATE FUNCTION lose() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+            " IF nextval('losses') % 2 = 1 THEN"
+            " RAISE EXCEPTION 'lost' USING ERRCODE = '40001'; END IF;"
+            " RETURN NEW; END $$;"
+            " CREATE TRIGGER lose BEFORE INSERT ON django_txmsg_attempt"
+            " FOR EACH ROW EXECUTE FUNCTION lose()"
+        )
+    try:
+        policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+        with declared(handler, redelivery=policy) as stage:
+            put(stage.destination)
+            step(stage, times=2)
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "DROP TRIGGER lose ON django_txmsg_attempt;"
+                " DROP FUNCTION lose(); DROP SEQUENCE losses"
+            )
+    assert runs == [1, 2]
+    assert Attempt.objects.count() == DeadLetter.objects.get().attempts == 2
+
+
 @pytest.mark.parametrize("parked", [False, True])
 def test_a_stop_between_two_tries_counts_none_and_keeps_no_lease(parked: bool) -> None:
     stop = threading.Event()
