@@ -6,7 +6,7 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.db import transaction
+from django.db import router, transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
@@ -111,14 +111,16 @@ class FindingAdmin(ReadOnlyAdmin):
         **changes: Any,
     ) -> int:
         """Change findings, and write into the admin's log who did."""
-        with transaction.atomic(using=findings.db):
-            chosen = list(findings.select_for_update().order_by("pk"))
+        using = router.db_for_write(Finding)  # the list may be read from a replica
+        with transaction.atomic(using=using):
+            rows = findings.using(using).select_for_update().order_by("pk")
+            chosen = list(rows)
             for finding in chosen:
                 audit(request, finding, text)
             keys = [finding.pk for finding in chosen]
             for start in range(0, len(keys), 500):
                 part = keys[start : start + 500]
-                Finding.objects.using(findings.db).filter(pk__in=part).update(**changes)
+                Finding.objects.using(using).filter(pk__in=part).update(**changes)
         return len(chosen)
 
     @admin.display(description="message")

@@ -8,7 +8,8 @@ import pytest
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
-from django.test import Client
+from django.db.models import Model
+from django.test import Client, override_settings
 from django.utils import timezone
 
 from django_txmsg.spark.models import Finding
@@ -98,3 +99,29 @@ def test_all_that_match_are_acknowledged(findings: list[Finding]) -> None:
     client.post(f"{URL}?verdict=never_received", chosen)
 
     assert Finding.objects.filter(note="a drill").count() == 3
+
+
+class FindingsOnAReplica:
+    """A router of a project with a replica that lags behind."""
+
+    def db_for_read(self, model: type[Model], **hints: object) -> str | None:
+        return "other" if model is Finding else None
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_what_is_read_from_a_replica_is_acknowledged_where_it_is(
+    findings: list[Finding],
+) -> None:
+    client = log_in("view_finding", "acknowledge_finding")
+    for one in findings:
+        one.save(using="other", force_insert=True)
+    chosen = {ACTION_CHECKBOX_NAME: [str(one.pk) for one in findings[:2]]}
+    router = f"{__name__}.FindingsOnAReplica"
+
+    with override_settings(DATABASE_ROUTERS=[router]):
+        asked = {"action": "acknowledge", "note": "a drill", "index": 0, **chosen}
+        assert client.post(URL, asked).status_code == 302
+
+    known = Finding.objects.exclude(acknowledged_at=None)
+    assert known.using("default").count() == 2
+    assert not known.using("other").exists()
