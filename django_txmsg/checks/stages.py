@@ -25,7 +25,6 @@ from ..monitoring import databases
 from ..stages import Stage
 
 DAY = 86_400.0
-VENDORS = ("postgresql", "sqlite")
 #: URLs of which one can tell what is behind them.
 RABBITMQ = re.compile(r"amqps?:|stomp.*[?&]dialect=rabbitmq\b")
 
@@ -213,7 +212,7 @@ def _databases() -> Iterator[CheckMessage]:
             )
             continue
         connection: Any = connections[alias]
-        if connection.vendor not in VENDORS:
+        if connection.vendor not in databases.VENDORS:
             yield Error(
                 f"{who} uses the database {alias!r}, which is {connection.vendor}.",
                 hint="Messages are kept in PostgreSQL or SQLite.",

@@ -12,6 +12,9 @@ from ..models import OutboxMessage
 from ..scheduling.timetable import recurring
 from ..stages import Stage
 
+#: What messages can be kept in.
+VENDORS = ("postgresql", "sqlite")
+
 
 def in_use() -> dict[str, str]:
     """Return the aliases that messages are stored in, and who asks for each."""
@@ -42,7 +45,9 @@ def left_out() -> list[str]:
     return [
         alias
         for alias in connections
-        if alias not in asked and router.allow_migrate_model(alias, OutboxMessage)
+        if alias not in asked
+        and connections[alias].vendor in VENDORS
+        and router.allow_migrate_model(alias, OutboxMessage)
     ]
 
 

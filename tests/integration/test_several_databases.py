@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from django.db import connections
+
 from django_txmsg.consuming.consumer import Consumer
 from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import BulkOperation, DeadLetter
+from django_txmsg.monitoring import databases
 from django_txmsg.stages import Stage, TransactionDefinition
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, step, txmsg
@@ -48,3 +52,12 @@ def test_a_stages_transaction_is_found_out_once() -> None:
                 put(stage.destination)
             wait_until(lambda: len(done) == 5)
         assert asked == []
+
+
+def test_a_database_that_holds_no_messages_is_not_said_to_be_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with txmsg():
+        assert databases.left_out() == ["other"]
+        monkeypatch.setattr(connections["other"], "vendor", "mysql")
+        assert databases.left_out() == []
