@@ -6,6 +6,8 @@ import datetime as dt
 import logging
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -39,10 +41,19 @@ def queued() -> list[bytes]:
     return [bytes(one.body) for one in rows]
 
 
-def run(relay: Relay) -> threading.Thread:
-    thread = threading.Thread(target=relay.run)
-    thread.start()
-    return thread
+@contextmanager
+def at_work(*relays: Relay) -> Iterator[None]:
+    """Relays that end with the block, also when the test fails: they would go on with
+    the next test's rows."""
+    threads = [threading.Thread(target=relay.run) for relay in relays]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for relay, thread in zip(relays, threads, strict=True):
+            relay.stop()
+            thread.join(30)
 
 
 def all_due() -> None:
@@ -90,14 +101,12 @@ def test_a_broker_that_is_down_costs_no_attempt_and_one_log_line(
 
     monkeypatch.setattr(DatabaseSession, "send", send)
     store(3)
-    relay = Relay(["default"], ["default"], lanes=1)
-    thread = run(relay)
-    wait_until(lambda: len(tries) >= 3)
-    assert not OutboxMessage.objects.filter(lease_until__isnull=False).exists()
-    down.clear()
-    wait_until(lambda: len(queued()) == 3)
-    relay.stop()
-    thread.join(30)
+    leased = OutboxMessage.objects.filter(lease_until__isnull=False)
+    with at_work(Relay(["default"], ["default"], lanes=1)):
+        wait_until(lambda: len(tries) >= 3)
+        wait_until(lambda: not leased.exists())  # between two tries
+        down.clear()
+        wait_until(lambda: len(queued()) == 3)
     assert not OutboxMessage.objects.exclude(attempts=0).exists()
     warnings = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(warnings) == 1, [one.getMessage() for one in warnings]
@@ -229,13 +238,10 @@ def test_a_database_outage_between_claim_and_settle(
     monkeypatch.setattr(OutboxManager, method, failing)
     with txmsg(RELAY={**IMPATIENT["RELAY"], "LEASE": 0.3}):
         store(4)
-        relay = Relay(["default"], ["default"], lanes=1)
-        thread = run(relay)
-        wait_until(
-            lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
-        )
-        relay.stop()
-        thread.join(30)
+        with at_work(Relay(["default"], ["default"], lanes=1)):
+            wait_until(
+                lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
+            )
     assert {one.headers["txmsg-id"] for one in QueueMessage.objects.all()} == {
         str(one.message_id) for one in OutboxMessage.objects.all()
     }
@@ -246,25 +252,19 @@ def test_two_relays_send_each_row_once() -> None:
     store(400)
     with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 20}):
         relays = [Relay(["default"], ["default"]) for _ in range(2)]
-        threads = [run(relay) for relay in relays]
-        wait_until(
-            lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
-        )
-        for relay, thread in zip(relays, threads, strict=True):
-            relay.stop()
-            thread.join(30)
+        with at_work(*relays):
+            wait_until(
+                lambda: not OutboxMessage.objects.filter(dispatched_at=None).exists()
+            )
     assert len(queued()) == 400
     assert len(set(queued())) == 400
     assert sum(relay.counts["dispatched"] for relay in relays) == 400
 
 
 def test_a_commit_elsewhere_is_seen_by_an_idle_relay() -> None:
-    relay = Relay(["default"], ["default"], lanes=1)
-    thread = run(relay)
-    store()
-    wait_until(lambda: queued() == [b"0"])
-    relay.stop()
-    thread.join(30)
+    with at_work(Relay(["default"], ["default"], lanes=1)):
+        store()
+        wait_until(lambda: queued() == [b"0"])
 
 
 def test_once_ends_when_nothing_is_due_and_raises_when_the_broker_is_down(
