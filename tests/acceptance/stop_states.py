@@ -407,19 +407,20 @@ def looks_again(world: World, command: str) -> Iterator[None]:
 def in_bulk(world: World, command: str) -> Iterator[None]:
     """In a bulk operation that takes minutes."""
     world.dispatch(1)
-    for number in range(300):
-        burial.bury(
-            using="default",
-            message_id=new_id(),
-            stage="",
-            broker="default",
-            destination="tests.nowhere",
-            headers={},
-            body=b"%d" % number,
-            reason="broker",
-            failure=Failure.because("broker", "as the test says"),
-            attempts=0,
-        )
+    with transaction.atomic():
+        for number in range(300):
+            burial.bury(
+                using="default",
+                message_id=new_id(),
+                stage="",
+                broker="default",
+                destination="tests.nowhere",
+                headers={},
+                body=b"%d" % number,
+                reason="broker",
+                failure=Failure.because("broker", "as the test says"),
+                attempts=0,
+            )
     operation = bulk.start("discard", {}, rate=5.0)
     world.start(command)
     wait_until(
