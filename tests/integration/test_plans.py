@@ -30,6 +30,10 @@ LATER = 5000
 @pytest.fixture(autouse=True)
 def backlog(impatient: None) -> list[int]:
     """A backlog that came after the server last counted: nothing was pending then."""
+    with connection.cursor() as cursor:
+        # The tests before have left empty pages, and the server plans by their number.
+        for model in (OutboxMessage, InboxMessage, QueueMessage):
+            cursor.execute(f"TRUNCATE {model._meta.db_table} CASCADE")
     store(200)
     OutboxMessage.objects.update(dispatched_at=Now())
     with connection.cursor() as cursor:
