@@ -84,7 +84,7 @@ def lost_conflict(error: BaseException) -> bool:
 def pause_after(conflicts: int) -> float:
     """Return the seconds after which to repeat what has lost so often: at once, then
     further and further apart."""
-    return random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311
+    return random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311 - no secret
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:

@@ -86,6 +86,23 @@ def let_go(row: InboxMessage) -> int:
 
 
 @pytest.mark.postgresql
+def test_the_first_one_is_let_go_also_while_a_worker_asks_it() -> None:
+    first = first_of_three("tests.asked")
+
+    went = meanwhile(
+        lambda: InboxMessage.objects.select_for_update().get(pk=first.pk),
+        lambda: let_go(first),
+    )
+
+    assert went == 1
+    first.refresh_from_db()
+    assert first.waits_for is None
+    with declared(effect, first.stage, ordered="block") as stage:
+        settle(stage, 3)
+    assert effects() == ["1", "2", "3"]
+
+
+@pytest.mark.postgresql
 def test_where_the_first_one_goes_by_itself_no_other_is_let_go() -> None:
     first = first_of_three("tests.by-itself")
     assert first.waits_for is not None

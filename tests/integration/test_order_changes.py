@@ -218,33 +218,6 @@ def test_a_stranger_holds_up_no_key_and_no_stage(ordered: Order, batch: int) -> 
     assert len(ids_done) + dead == 16 + len(ids)
 
 
-@pytest.mark.postgresql
-def test_the_first_one_is_let_go_also_while_a_worker_asks_it() -> None:
-    def let_go() -> int:
-        with closing(connections["default"]):
-            return InboxMessage.objects.let_go(stage.name, "k", link="txmsg-after")
-
-    with declared(effect, ordered="block") as stage, ThreadPoolExecutor(1) as other:
-        send_chain(stage.destination, [0, 1, 2])
-        _zero, one, two = taken(stage.destination)
-        deliver(stage.destination, one, two)
-        step(stage, times=2)
-        with transaction.atomic(), connections["default"].cursor() as cursor:
-            first = InboxMessage.objects.select_for_update().earliest("after_at", "id")
-            going = other.submit(let_go)
-
-            def held_up() -> bool:
-                cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
-                return going.done() or bool(cursor.fetchone()[0])
-
-            wait_until(held_up)
-        assert going.result(60) == 1
-        first.refresh_from_db()
-        assert first.waits_for is None
-        settle(stage, 2)
-    assert effects() == ["1", "2"]
-
-
 def test_what_is_buried_unread_lets_its_followers_go_where_the_dead_are_skipped() -> (
     None
 ):

@@ -9,7 +9,7 @@ from pyspark.sql import types as t
 from ..errors import UsageError
 from ..noted import KEY, Noted, Which
 from ..results import result_struct
-from ..transforms.reconcile import FINDING, KNOWN, SUMMARY
+from ..transforms.reconcile import FINDING, KNOWN, SUMMARY, is_finding
 from .reading import WholeLog
 
 
@@ -57,12 +57,10 @@ def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
     findings that somebody has acknowledged: they are as they should be."""
     found = kept_by(log, "verdicts", FINDING)
     found = found.where((sf.col("run_id") == run) & (sf.col("verdict") == verdict))
-    names = [name for name in KEY if name != "verdict"]
     noted = Noted(log.spec.service()).read(Which(verdict, acknowledged=True))
-    rows = [[one[name] for name in names] for one in noted]
+    rows = [[one[name] for name in KEY] for one in noted]
     settled = log.spark.createDataFrame(
-        rows, t.StructType([t.StructField(f"of_{n}", t.StringType()) for n in names])
+        rows, t.StructType([t.StructField(f"of_{n}", t.StringType()) for n in KEY])
     )
-    same = [sf.coalesce(n, sf.lit("")) == sf.col(f"of_{n}") for n in names]
-    found = found.join(sf.broadcast(settled), same, "left_anti")
+    found = found.join(sf.broadcast(settled), is_finding("of_"), "left_anti")
     return found.select("message_id").distinct()

@@ -51,10 +51,13 @@ FINDING = t.StructType(
     ]
 )
 
+#: What makes a finding the same one in another run.
+_IDENTITY = ("message_id", "destination", "consumer", "verdict")
+
 #: What is known of findings already. No consumer is an empty one.
 KNOWN = t.StructType(
     [
-        *[VERDICT[n] for n in ("message_id", "destination", "consumer", "verdict")],
+        *[VERDICT[n] for n in _IDENTITY],
         *FINDING.fields[len(VERDICT) :],
     ]
 )
@@ -169,21 +172,25 @@ def judge(
     )
 
 
+def is_finding(prefix: str) -> list[Column]:
+    """Return the conditions for a finding to be the one that columns with this prefix
+    name, in which what is not known is an empty text."""
+    return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
+
+
 def aged(verdicts: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
     """Return the FINDING rows among verdicts, each with the instant of the first run
     that found it: by KNOWN rows, several of a finding maybe, or else `now`."""
-    names = KNOWN.fieldNames()[:4]
     first = known.groupBy(
-        *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in names]
+        *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
         sf.min("found_at").alias("first_at"),
         sf.max("acknowledged_at").alias("acknowledged_at"),
     )
-    same = [sf.coalesce(name, sf.lit("")) == sf.col(f"known_{name}") for name in names]
     present = timestamp(now)
     return (
         verdicts.where(sf.col("verdict").isin(*FINDINGS))
-        .join(first, same, "left")
+        .join(first, is_finding("known_"), "left")
         .withColumn("found_at", sf.coalesce("first_at", present))
         .select(*FINDING.fieldNames())
     )
