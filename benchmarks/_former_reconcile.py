@@ -17,10 +17,12 @@ from django_txmsg.spark.spec import JobSpec
 from django_txmsg.spark.transforms.journeys import RECEIVED, SENT, arrivals, is_topic
 from django_txmsg.spark.transforms.normalise import whole_log
 from django_txmsg.spark.transforms.reconcile import (
+    FINDINGS,
     VERDICT,
     aged,
     observed,
-    summarise,
+    outcome,
+    summary,
 )
 
 _PAIR = ("message_id", "destination", "pair")
@@ -36,9 +38,11 @@ def counts(spark: SparkSession, spec: JobSpec) -> dict[str, int]:
         limit = sf.lit(log.horizon(dt.timedelta(0)))
         verdicts = _judged(sent, received, expected, limit)
         verdicts = verdicts.persist(StorageLevel.DISK_ONLY)
-        summary = summarise(verdicts)
-        found = summary.groupBy("verdict").agg(sf.sum("messages")).collect()
-        findings = aged(verdicts, known_findings(log), now)
+        told = summary(outcome(verdicts))
+        found = told.groupBy("verdict").agg(sf.sum("messages")).collect()
+        findings = aged(
+            verdicts.where(sf.col("verdict").isin(*FINDINGS)), known_findings(log), now
+        )
         findings = findings.persist(StorageLevel.DISK_ONLY)
         findings.groupBy("verdict").count().collect()
         findings.orderBy("sent_at", "message_id").limit(20).collect()

@@ -226,12 +226,12 @@ class LakeTable:
             # A path is a path, whatever characters the lake's own has.
             reader = spark.read.schema(inner).option("__globPaths__", "false")
             frame = reader.parquet(*paths)
-            day = sf.to_date(
-                sf.regexp_extract("_metadata.file_path", r"/day=([\d-]+)/", 1)
-            )
-            frame = frame.select(
-                "*", sf.lit(service).alias("service"), day.alias("day")
-            )
+            known = {"service": sf.lit(service)}
+            if "day" in struct.fieldNames():
+                path = sf.col("_metadata.file_path")
+                day = sf.regexp_extract(path, r"/day=([\d-]+)/", 1)
+                known["day"] = sf.to_date(day)
+            frame = frame.withColumns(known)
             whole = frame if whole is None else whole.unionByName(frame)
         assert whole is not None
         return whole.select(*struct.fieldNames())

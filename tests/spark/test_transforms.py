@@ -23,7 +23,8 @@ from django_txmsg.spark.transforms.reconcile import (
     SUMMARY,
     VERDICT,
     observed,
-    summarise,
+    outcome,
+    summary,
 )
 from tests.spark.conftest import analyzes
 
@@ -187,11 +188,11 @@ def test_a_summary_counts_verdicts_by_day_and_destination(spark) -> None:
         messages, received(spark), expected(spark), horizon=HORIZON, late_after=LATE
     )
 
-    summary = summarise(verdicts)
+    days = summary(outcome(verdicts))
 
-    assertSchemaEqual(summary.schema, SUMMARY, ignoreNullable=True)
+    assertSchemaEqual(days.schema, SUMMARY, ignoreNullable=True)
     assertDataFrameEqual(
-        summary,
+        days,
         spark.createDataFrame(
             [
                 (T0.date(), "q", "never_received", 2, at(0), at(5)),

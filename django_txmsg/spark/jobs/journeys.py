@@ -165,8 +165,10 @@ class Journeys:
             old = self._concerned(fresh)
         if self.through:
             fresh = merged(fresh.unionByName(self._of(old, *JOURNEY.fieldNames())))
-        # Few files: each task has some days.
-        rows = fresh.repartitionByRange("begun_at").sortWithinPartitions("begun_at")
+        # Few files: a day is one task's. To part them evenly would mean to look at rows
+        # first that are dear to make.
+        days = fresh.repartition(sf.to_date("begun_at"))
+        rows = days.sortWithinPartitions("begun_at")
         results = self.run.results(self.log.spec.lake_spec(), self.service)
         files = replace(results, clock="begun_at").write(NAME, JOURNEY, rows)
         self.on_step("written")

@@ -25,10 +25,12 @@ from ..transforms.reconcile import (
     LOST,
     SUMMARY,
     aged,
+    findings,
     judge,
     observed,
+    outcome,
     reconcile,
-    summarise,
+    summary,
 )
 from .findings import known_findings
 from .journeys import MANY, Journeys, marks_of, parted
@@ -110,33 +112,32 @@ def run_reconcile(
         again, whole = known, None
         if settled is not None and marks is not None:
             again, whole = _parts(rest, settled, marks)
-        judged = reconcile(again, expected, **judging).persist(StorageLevel.DISK_ONLY)
-        verdicts = judged
+        verdicts = reconcile(again, expected, **judging)
         if whole is not None:
-            verdicts = judged.unionByName(judge(whole, **judging))
+            verdicts = verdicts.unionByName(judge(whole, **judging))
         found = Reconciliation(horizon)
-        summary = summarise(verdicts).persist(StorageLevel.DISK_ONLY)
-        per_kind = summary.groupBy("destination", "verdict").agg(
+        told = outcome(verdicts).persist(StorageLevel.DISK_ONLY)
+        per_kind = told.groupBy("destination", "verdict").agg(
             sf.sum("messages").alias("messages")
         )
         for row in per_kind.collect():
             place = found.destinations.setdefault(row.destination or "?", {})
             place[row.verdict] = row.messages
             found.counts[row.verdict] = found.counts.get(row.verdict, 0) + row.messages
-        findings = aged(verdicts, known_findings(log), run.started_at)
-        findings = findings.persist(StorageLevel.DISK_ONLY)
-        _show(found, findings, run.started_at)
+        listed = aged(findings(told), known_findings(log), run.started_at)
+        listed = listed.persist(StorageLevel.DISK_ONLY)
+        _show(found, listed, run.started_at)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            results.save("verdicts", FINDING, findings)
-            results.save("reconciliation", SUMMARY, summary)
+            results.save("verdicts", FINDING, listed)
+            results.save("reconciliation", SUMMARY, summary(told))
             if fresh:
                 rows = [dict(zip(EXPECTED.fieldNames(), f, strict=True)) for f in fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
         if options.keep:
             noted = Noted(spec.service())
-            noted.keep(_worst(findings), run.started_at, options.since)
-        for one in (findings, summary, judged):
+            noted.keep(_worst(listed), run.started_at, options.since)
+        for one in (listed, told):
             one.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)

@@ -124,7 +124,10 @@ def steps(sent: DataFrame, received: DataFrame) -> DataFrame:
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
     """Add steps and journeys up, by what they are known by or by less of it."""
     by = by or KEY
-    return journeys.groupBy(*by).agg(
+    # There are a few steps of each, in files of their own: nothing can be added up
+    # before they meet, and to try takes longer than to bring them together.
+    together = journeys.repartition("message_id")
+    return together.groupBy(*by).agg(
         *[sf.min(name).alias(name) for name in _FIRST],
         *[sf.max(name).alias(name) for name in _LAST],
         *[sf.sum(name).alias(name) for name in _COUNTS],

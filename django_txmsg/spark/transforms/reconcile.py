@@ -73,6 +73,9 @@ SUMMARY = t.StructType(
     ]
 )
 
+#: Those of a summary, with a row for each verdict that is worth a look.
+OUTCOME = t.StructType([*SUMMARY.fields, t.StructField("finding", VERDICT)])
+
 #: Verdicts that end a run with exit code 1, and those that are worth a look.
 LOST = ("never_received", "processed_twice")
 FINDINGS = (*LOST, "dead", "late", "unknown_sender")
@@ -178,9 +181,9 @@ def is_finding(prefix: str) -> list[Column]:
     return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
 
 
-def aged(verdicts: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
-    """Return the FINDING rows among verdicts, each with the instant of the first run
-    that found it: by KNOWN rows, several of a finding maybe, or else `now`."""
+def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
+    """Return FINDING rows: verdicts that are worth a look, each with the instant of the
+    first run that found it: by KNOWN rows, several of a finding maybe, or `now`."""
     first = known.groupBy(
         *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
@@ -189,22 +192,43 @@ def aged(verdicts: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
     )
     present = timestamp(now)
     return (
-        verdicts.where(sf.col("verdict").isin(*FINDINGS))
-        .join(first, is_finding("known_"), "left")
+        findings.join(first, is_finding("known_"), "left")
         .withColumn("found_at", sf.coalesce("first_at", present))
         .select(*FINDING.fieldNames())
     )
 
 
-def summarise(verdicts: DataFrame) -> DataFrame:
-    """Return SUMMARY: verdicts counted per day, destination and kind."""
+def outcome(verdicts: DataFrame) -> DataFrame:
+    """Return OUTCOME: verdicts counted per day, destination and kind, and each finding
+    in a row of its own. All that a run has to say comes of one pass over the verdicts,
+    however many there are."""
+    finding = sf.when(
+        sf.col("verdict").isin(*FINDINGS), sf.struct(*VERDICT.fieldNames())
+    )
     return verdicts.groupBy(
-        sf.to_date("sent_at").alias("sent_on"), "destination", "verdict"
+        sf.to_date("sent_at").alias("sent_on"),
+        "destination",
+        "verdict",
+        finding.alias("finding"),
     ).agg(
         sf.count("*").alias("messages"),
         sf.min("sent_at").alias("first_sent_at"),
         sf.max("sent_at").alias("last_sent_at"),
     )
+
+
+def summary(outcome: DataFrame) -> DataFrame:
+    """Return SUMMARY: verdicts counted per day, destination and kind."""
+    return outcome.groupBy("sent_on", "destination", "verdict").agg(
+        sf.sum("messages").alias("messages"),
+        sf.min("first_sent_at").alias("first_sent_at"),
+        sf.max("last_sent_at").alias("last_sent_at"),
+    )
+
+
+def findings(outcome: DataFrame) -> DataFrame:
+    """Return the VERDICT rows that are worth a look."""
+    return outcome.where("finding IS NOT NULL").select("finding.*")
 
 
 def observed(steps: DataFrame) -> DataFrame:
