@@ -21,6 +21,7 @@ from pyarrow import fs
 from .errors import VerificationRefused
 from .rowhash import row_hashes
 from .schemas import Column
+from .tally import Tallying
 
 #: Open files of one task. Rows in the order of their ids need one or two at a time.
 MAX_OPEN = 64
@@ -29,6 +30,8 @@ GROUP_ROWS = 32_768
 GROUP_BYTES = 64 << 20
 _DAY = 86_400_000_000
 _FIRST_DAY = dt.date(1970, 1, 1)
+#: Of which day the rows of a file are, and whether they are those apart.
+_Part = tuple[dt.date, bool]
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 class DayFiles:
     """Writes batches of one service to one file a day; `clock` says which day.
     `complete` adds to the rows of many batches at once, and `ready` is called before a
-    file is made."""
+    file is made. Rows in which the column `apart` is true have files of their own,
+    which say what they come to."""
 
     def __init__(
         self,
@@ -70,12 +74,13 @@ class DayFiles:
         name: str,
         complete: Callable[[pa.Table], pa.Table] = lambda rows: rows,
         ready: Callable[[], None] = lambda: None,
+        apart: str = "",
     ) -> None:
         self.files, self.root, self.service = files, root, service
         self.clock, self.name, self.complete = clock, name, complete
-        self.ready = ready
+        self.ready, self.apart = ready, apart
         self.rows = 0
-        self._open: dict[dt.date, tuple[str, Any, Any]] = {}
+        self._open: dict[_Part, tuple[str, Any, Any, Tallying]] = {}
         self._closed: list[LakeFile] = []
         self._waiting: list[pa.RecordBatch] = []
         self._waiting_rows = self._waiting_bytes = 0
@@ -96,8 +101,8 @@ class DayFiles:
     def close(self) -> list[LakeFile]:
         """Close all files and return them."""
         self._flush()
-        for day in list(self._open):
-            self._close(day)
+        for key in list(self._open):
+            self._close(key)
         return self._closed
 
     def _flush(self) -> None:
@@ -115,24 +120,40 @@ class DayFiles:
             part = rows
             if len(unique) > 1:
                 part = rows.filter(pc.equal(days, number))
-            self._writer(day, rows.schema).write_table(part)
+            if not self.apart:
+                self._write((day, False), part)
+                continue
+            apart = part[self.apart]
+            self._write((day, True), part.filter(apart))
+            self._write((day, False), part.filter(pc.invert(apart)))
 
-    def _writer(self, day: dt.date, schema: pa.Schema) -> Any:
-        if day not in self._open:
+    def _write(self, key: _Part, rows: pa.Table) -> None:
+        if not rows.num_rows:
+            return
+        _, _, writer, tallying = self._writer(key, rows.schema)
+        writer.write_table(rows)
+        if key[1]:
+            tallying.add(rows)
+
+    def _writer(self, key: _Part, schema: pa.Schema) -> tuple[str, Any, Any, Tallying]:
+        if key not in self._open:
             if len(self._open) >= MAX_OPEN:
                 self._close(next(iter(self._open)))
             self.ready()
-            directory = directory_of(self.service, day)
+            directory = directory_of(self.service, key[0])
             path = (
                 f"{directory}/{self.name}-{len(self._closed) + len(self._open)}.parquet"
             )
             self.files.create_dir(f"{self.root}/{directory}", recursive=True)
             stream = self.files.open_output_stream(f"{self.root}/{path}")
-            self._open[day] = (path, stream, parquet_writer(stream, schema))
-        return self._open[day][2]
+            writer = parquet_writer(stream, schema)
+            self._open[key] = (path, stream, writer, Tallying())
+        return self._open[key]
 
-    def _close(self, day: dt.date) -> None:
-        path, stream, writer = self._open.pop(day)
+    def _close(self, key: _Part) -> None:
+        path, stream, writer, tallying = self._open.pop(key)
+        if key[1]:
+            writer.add_key_value_metadata(tallying.footer())
         writer.close()
         stream.close()
         info = self.files.get_file_info(f"{self.root}/{path}")
@@ -140,7 +161,7 @@ class DayFiles:
             LakeFile(
                 path=path,
                 service=self.service,
-                day=day,
+                day=key[0],
                 size=info.size,
                 rows=pq.read_metadata(
                     f"{self.root}/{path}", filesystem=self.files

@@ -56,6 +56,8 @@ class Results:
     clock: str = _CLOCK
     """The column that days go by. Where it is not the run's instant, rows are written
     as they are."""
+    apart: str = ""
+    """A column that is true in rows which have files of their own."""
 
     def save(self, name: str, struct: t.StructType, frame: DataFrame) -> int:
         """Write a DataFrame; nothing of it is visible before all of it is."""
@@ -91,7 +93,7 @@ class Results:
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
         return DayFiles(
             place.files, f"{place.root}/{name}", self.service, self.clock, unique,
-            ready=place.insist,
+            ready=place.insist, apart=self.apart,
         )  # fmt: skip
 
     def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:

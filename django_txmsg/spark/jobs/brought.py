@@ -20,7 +20,7 @@ from ..laketable import app_name
 from .reading import WholeLog
 
 #: What a journey is, and how it is told. Those of another version are made anew.
-VERSION = 1
+VERSION = 2
 #: What the Delta library does with a table without changing what is in it.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 

@@ -10,13 +10,14 @@ concerns are left as they are.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pyspark.sql.functions as sf
 from deltalake import DeltaTable
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
 from ..connection import connect_plain
@@ -26,9 +27,20 @@ from ..lakelog import Named
 from ..laketable import CommitFailedError, app_name
 from ..lock import Taken, keeping
 from ..runs import Run
+from ..tally import Tally
 from ..transforms.instants import timestamp
-from ..transforms.journeys import JOURNEY, RECEIVED, SENT, merged, steps
+from ..transforms.journeys import (
+    JOURNEY,
+    KEPT,
+    RECEIVED,
+    SENT,
+    mark,
+    merged,
+    over,
+    steps,
+)
 from .brought import Standing, Tables, batches, brought, looked_at, stands, told
+from .counted import tallies
 from .reading import WholeLog
 from .steps import Step, no_step
 
@@ -36,11 +48,13 @@ NAME = "journeys"
 #: Rows from which on those are looked for that nothing is added to. Fewer are added up
 #: and written anew together, which takes less time than looking.
 MANY = 100_000
+#: Files of a day from which on they are joined.
+CROWD = 16
 #: Messages whose marks go to every task, at most.
 BROADCAST = 1_000_000
 _STRUCT = t.StructType(
     [
-        *JOURNEY.fields,
+        *KEPT.fields,
         t.StructField("service", t.StringType()),
         t.StructField("day", t.DateType()),
     ]
@@ -69,6 +83,8 @@ class Journeys:
         self.service = log.spec.service().service
         self.app = app_name(NAME, self.service, NAME)
         self.named: list[Named] = []
+        self.known: dict[Named, Tally] = {}
+        """Files of journeys that are over, where it pays to leave some as they are."""
         self.through: Tables = {}
         self.goal: Tables = {}
         """What is in the table, and what is to be in it: nothing where it is of no use
@@ -105,6 +121,15 @@ class Journeys:
             self.through = self.goal = known
         if keep and batches(present) != batches(self.through):
             self.goal = present
+        self._count(())
+
+    def _count(self, fresh: Sequence[Named]) -> None:
+        """Read what files say of themselves: the fresh ones, once others are read."""
+        if self.large:
+            known, named = self.known, set(self.named)
+            looked = fresh if known else self.named
+            self.known = {one: known[one] for one in known if one in named}
+            self.known |= tallies(self.place, looked)
 
     def _alone(self) -> bool:
         """Hold the journeys alone until the end, if nobody else does."""
@@ -116,9 +141,13 @@ class Journeys:
             return False
         return True
 
-    def read(self) -> DataFrame | None:
-        """Return JOURNEY, a row for each of its keys, or None where there are none."""
-        return self._of(self.named, *JOURNEY.fieldNames()) if self.through else None
+    def read(self, but: Container[Named] = ()) -> DataFrame | None:
+        """Return JOURNEY, a row for each of its keys, or None where there are none;
+        without what some files hold."""
+        if not self.through:
+            return None
+        named = [one for one in self.named if one not in but]
+        return self._of(named, *JOURNEY.fieldNames())
 
     def _of(self, named: list[Named], *columns: str) -> DataFrame:
         return self.place.read(self.log.spark, named=named, columns=columns)
@@ -162,23 +191,25 @@ class Journeys:
         old = self.named
         if self.large:
             fresh = fresh.localCheckpoint()
-            old = self._concerned(fresh)
+            old = self.concerned(marks_of(fresh), crowd=CROWD)
         if self.through:
             fresh = merged(fresh.unionByName(self._of(old, *JOURNEY.fieldNames())))
         # Few files: a day is one task's. To part them evenly would mean to look at rows
         # first that are dear to make.
+        fresh = fresh.withColumns({"mark": mark(), "over": over()})
         days = fresh.repartition(sf.to_date("begun_at"))
-        rows = days.sortWithinPartitions("begun_at")
+        rows = days.sortWithinPartitions("over", "begun_at")
         results = self.run.results(self.log.spec.lake_spec(), self.service)
-        files = replace(results, clock="begun_at").write(NAME, JOURNEY, rows)
+        results = replace(results, clock="begun_at", apart="over")
+        files = results.write(NAME, KEPT, rows)
         self.on_step("written")
         self._commit(files, old)
         self.on_step("committed")
         gone = set(old)
-        self.named = [one for one in self.named if one not in gone] + [
-            Named(one.path, one.service, one.day, one.size, one.rows) for one in files
-        ]
+        new = [Named(f.path, f.service, f.day, f.size, f.rows) for f in files]
+        self.named = [one for one in self.named if one not in gone] + new
         self.through = self.goal
+        self._count(new)
         return sum(one.rows for one in files)
 
     def _commit(self, files: Sequence[LakeFile], old: Sequence[Named]) -> None:
@@ -210,36 +241,53 @@ class Journeys:
         known = tables[table].batches if tables else {}
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
-    def _concerned(self, fresh: DataFrame) -> list[Named]:
-        """Return the files of the days whose journeys new rows go on with."""
-        marks = marks_of(fresh)
+    def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
+        """Return the files that may hold journeys of the messages that are marked: of a
+        day those of journeys that are over, or the others, or all; and where there is
+        a crowd of them."""
         if marks is None:
             return self.named
-        there = self._of(self.named, "message_id", "day").withColumn("mark", _mark())
-        hits = there.join(sf.broadcast(marks), "mark", "left_semi")
-        days = {row[0] for row in hits.select("day").distinct().collect()}
-        return [one for one in self.named if one.day in days]
+        hit = set()
+        if marks.count:
+            for over in (True, False):
+                named = [one for one in self.named if (one in self.known) is over]
+                if not named:
+                    continue
+                there = self._of(named, "mark", "day")
+                found = there.join(sf.broadcast(marks.frame), "mark", "left_semi")
+                hit |= {
+                    (day, over) for (day,) in found.select("day").distinct().collect()
+                }
+        kinds = {one: (one.day, one in self.known) for one in self.named}
+        if crowd:
+            hit |= {kind for kind, n in Counter(kinds.values()).items() if n >= crowd}
+        return [one for one, kind in kinds.items() if kind in hit]
 
 
-def marks_of(rows: DataFrame) -> DataFrame | None:
+@dataclass(frozen=True)
+class Marks:
+    """A mark for each of some messages, and how many there are."""
+
+    frame: DataFrame
+    count: int
+
+
+def marks_of(rows: DataFrame) -> Marks | None:
     """Return a mark for each message of some rows, or None where they are too many to
     go to every task."""
-    marks = rows.select(_mark().alias("mark")).distinct().localCheckpoint()
-    return marks if marks.count() <= BROADCAST else None
+    frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()
+    count = frame.count()
+    return Marks(frame, count) if count <= BROADCAST else None
 
 
-def parted(rows: DataFrame, marks: DataFrame) -> tuple[DataFrame, DataFrame]:
+def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
     """Return the rows of the messages that are marked, and all others. A mark that two
     messages have by chance costs a row more, and no more."""
-    marked, names = rows.withColumn("mark", _mark()), rows.columns
+    marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
-        marked.join(sf.broadcast(marks), "mark", "left_semi").select(*names),
-        marked.join(sf.broadcast(marks), "mark", "left_anti").select(*names),
+        marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),
+        marked.join(sf.broadcast(marks.frame), "mark", "left_anti").select(*names),
     )
-
-
-def _mark() -> Column:
-    return sf.xxhash64("message_id")
 
 
 def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFrame]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import pyspark.sql.functions as sf
@@ -12,10 +13,12 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.storagelevel import StorageLevel
 
 from ... import wire
+from ..lakelog import Named
 from ..noted import MOST, Noted
 from ..results import result_struct
 from ..runs import Run
 from ..spec import JobSpec
+from ..tally import Line
 from ..transforms.instants import timestamp
 from ..transforms.journeys import is_topic
 from ..transforms.reconcile import (
@@ -32,8 +35,9 @@ from ..transforms.reconcile import (
     reconcile,
     summary,
 )
+from .counted import as_outcome, usable
 from .findings import known_findings
-from .journeys import MANY, Journeys, marks_of, parted
+from .journeys import MANY, Journeys, Marks, marks_of, parted
 from .reading import WholeLog
 
 _Subscription = tuple[str, str, dt.datetime]
@@ -94,7 +98,10 @@ def run_reconcile(
         # What is live is copied: no transaction is open while all is compared.
         log.release()
         journeys.catch_up()
-        settled = journeys.read()
+        marks = marks_of(rest) if journeys.large else None
+        tallied = _tallied(journeys, marks, options)
+        # What is counted already was sent to queues: no topic's listener is missed.
+        settled = journeys.read(but=tallied)
         known = rest if settled is None else rest.unionByName(settled)
         declared, fresh = _declared(log)
         expected = observed(known).unionByName(
@@ -108,7 +115,6 @@ def run_reconcile(
             "horizon": horizon, "late_after": options.late_after,
             "external": options.external, "since": options.since,
         }  # fmt: skip
-        marks = marks_of(rest) if journeys.large else None
         again, whole = known, None
         if settled is not None and marks is not None:
             again, whole = _parts(rest, settled, marks)
@@ -116,7 +122,11 @@ def run_reconcile(
         if whole is not None:
             verdicts = verdicts.unionByName(judge(whole, **judging))
         found = Reconciliation(horizon)
-        told = outcome(verdicts).persist(StorageLevel.DISK_ONLY)
+        told = outcome(verdicts)
+        if tallied:
+            lines = chain.from_iterable(tallied.values())
+            told = told.unionByName(as_outcome(spark, lines))
+        told = told.persist(StorageLevel.DISK_ONLY)
         per_kind = told.groupBy("destination", "verdict").agg(
             sf.sum("messages").alias("messages")
         )
@@ -149,8 +159,20 @@ def run_reconcile(
     return found
 
 
+def _tallied(
+    journeys: Journeys, marks: Marks | None, options: ReconcileOptions
+) -> dict[Named, Sequence[Line]]:
+    """Return the files that need not be read, and what they say of themselves: nothing
+    of what is marked is in them."""
+    if marks is None:
+        return {}
+    found = usable(journeys.known, options.late_after, options.since)
+    concerned = set(journeys.concerned(marks))
+    return {one: lines for one, lines in found.items() if one not in concerned}
+
+
 def _parts(
-    rest: DataFrame, settled: DataFrame, marks: DataFrame
+    rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
     """Return the steps and journeys that are to be added up, and the journeys that are
     whole as they are: those of queues that nothing is added to."""

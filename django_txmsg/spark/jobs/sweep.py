@@ -108,7 +108,8 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
                     "touched": touched(old),
                 },
             )
-    if options.compact and not options.dry_run:
+    # Journeys are joined by who keeps them, in files that say what they come to.
+    if options.compact and not options.dry_run and place.name != "journeys":
         done.compacted = place.compact(service)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))

@@ -6,6 +6,8 @@ have the same columns, and whatever is merged first, the sum is the same.
 
 from __future__ import annotations
 
+import datetime as dt
+
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
@@ -71,6 +73,21 @@ JOURNEY = t.StructType(
 )
 
 
+#: A journey as the lake keeps it. By `mark` those of a message are found, which takes
+#: less reading than by its id; `over` tells those apart that nothing is left to be said
+#: of.
+KEPT = t.StructType(
+    [
+        *JOURNEY.fields,
+        t.StructField("mark", t.LongType()),
+        t.StructField("over", t.BooleanType()),
+    ]
+)
+
+#: Within what time a message is processed whose journey is over.
+PROMPT = dt.timedelta(hours=1)
+
+
 def departures(sent: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of SENT."""
     stored = sf.col("created_at")
@@ -131,6 +148,25 @@ def merged(journeys: DataFrame, *by: str) -> DataFrame:
         *[sf.min(name).alias(name) for name in _FIRST],
         *[sf.max(name).alias(name) for name in _LAST],
         *[sf.sum(name).alias(name) for name in _COUNTS],
+    )
+
+
+def mark() -> Column:
+    """Return a message's mark. Two messages may have the same by chance."""
+    return sf.xxhash64("message_id")
+
+
+def over() -> Column:
+    """Return whether there is nothing to say of a journey but whether it was late: a
+    queue's message that was sent once and processed once, within PROMPT. Whoever
+    listens, whatever is late and whenever it is judged, the verdict is the same."""
+    took = sf.unix_micros("processed_at") - sf.unix_micros("stored_at")
+    return sf.coalesce(
+        ~is_topic(sf.col("destination"))
+        & (sf.col("stored") == 1)
+        & (sf.col("times_processed") == 1)
+        & (took <= int(PROMPT.total_seconds() * 1e6)),
+        sf.lit(False),
     )
 
 

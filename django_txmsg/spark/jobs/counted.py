@@ -1,0 +1,72 @@
+"""Journeys that need not be read to be counted: their files say what they come to."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow.parquet as pq
+from pyspark.sql import DataFrame, SparkSession
+
+from ..lakelog import Named
+from ..laketable import LakeTable
+from ..tally import Line, Tally, tally_in
+from ..transforms.reconcile import OUTCOME
+
+#: Footers that are read at once: an object store answers slowly, and many at a time.
+_AT_ONCE = 16
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+_Group = tuple[dt.date, str, str]
+
+
+def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
+    """Yield the files that say of all of their rows what they come to."""
+
+    def read(one: Named) -> Tally | None:
+        with place.files.open_input_file(f"{place.root}/{one.path}") as stream:
+            return tally_in(pq.read_metadata(stream))
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for one, tally in zip(named, pool.map(read, named), strict=True):
+            if tally is not None and tally.messages == one.rows:
+                yield one, tally
+
+
+def usable(
+    known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
+) -> dict[Named, Sequence[Line]]:
+    """Return the files that need not be read for a judgement, and what it counts of
+    each: none was late by it, and all were sent since, or none was."""
+    limit = int(late_after.total_seconds() * 1e6)
+    start = None if since is None else (since - _EPOCH) // dt.timedelta(microseconds=1)
+    found: dict[Named, Sequence[Line]] = {}
+    for one, tally in known.items():
+        if tally.slowest_us > limit:
+            continue
+        if start is None or min(line.first_us for line in tally.lines) >= start:
+            found[one] = tally.lines
+        elif max(line.last_us for line in tally.lines) < start:
+            found[one] = ()
+    return found
+
+
+def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
+    """Return OUTCOME: what judging them would come to."""
+    summed: dict[_Group, tuple[int, int, int]] = {}
+    for line in lines:
+        verdict = "redelivered_deduplicated" if line.again else "ok"
+        key = (line.sent_on, line.destination, verdict)
+        count, first, last = summed.get(key, (0, line.first_us, line.last_us))
+        summed[key] = (
+            count + line.messages, min(first, line.first_us), max(last, line.last_us)
+        )  # fmt: skip
+    rows = [
+        (*key, count, _instant(first), _instant(last), None)
+        for key, (count, first, last) in summed.items()
+    ]
+    return spark.createDataFrame(rows, OUTCOME)
+
+
+def _instant(micros: int) -> dt.datetime:
+    return _EPOCH + dt.timedelta(microseconds=micros)

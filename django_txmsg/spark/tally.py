@@ -1,0 +1,102 @@
+"""What a file of journeys that are over comes to, so that nobody reads it to count.
+
+It stands in the file's own footer: whoever writes the file's rows anew, or joins files,
+writes another file, whose footer says nothing or does not fit its rows any more.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+#: The footer's key.
+KEY = b"txmsg.over"
+#: Lines of a footer, at most. A file with more destinations is read.
+MOST = 5_000
+_BY = ("sent_on", "destination", "again")
+_EPOCH = dt.date(1970, 1, 1)
+_DAY = 86_400_000_000
+
+
+@dataclass(frozen=True)
+class Line:
+    """Messages of a day to a destination; instants in microseconds since 1970."""
+
+    sent_on: dt.date
+    destination: str
+    again: bool
+    """Whether they were delivered more than once."""
+    messages: int
+    first_us: int
+    last_us: int
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a file holds: all of its rows, counted."""
+
+    lines: tuple[Line, ...]
+    slowest_us: int
+    """The longest time between sending and processing."""
+
+    @property
+    def messages(self) -> int:
+        """How many there are."""
+        return sum(one.messages for one in self.lines)
+
+
+@dataclass
+class Tallying:
+    """Counts the rows of a file while it is written."""
+
+    slowest_us: int = 0
+    _counted: list[pa.Table] = field(default_factory=list)
+
+    def add(self, rows: pa.Table) -> None:
+        """Count rows of journeys that are over."""
+        sent, done = (
+            rows[name].cast(pa.int64()) for name in ("stored_at", "processed_at")
+        )
+        self.slowest_us = max(
+            self.slowest_us, pc.max(pc.subtract(done, sent)).as_py() or 0
+        )
+        columns = {
+            "sent_on": pa.array(sent.to_numpy() // _DAY, pa.int32()),
+            "destination": rows["destination"],
+            "again": pc.greater(rows["deliveries"], 1),
+            "sent": sent,
+        }
+        found = pa.table(columns).group_by(list(_BY))
+        self._counted.append(
+            found.aggregate([("sent", "count"), ("sent", "min"), ("sent", "max")])
+        )
+
+    def footer(self) -> dict[bytes, bytes]:
+        """Return what the file is to say."""
+        whole = pa.concat_tables(self._counted).group_by(list(_BY))
+        summed = whole.aggregate(
+            [("sent_count", "sum"), ("sent_min", "min"), ("sent_max", "max")]
+        )
+        if summed.num_rows > MOST:
+            return {}
+        names = [*_BY, "sent_count_sum", "sent_min_min", "sent_max_max"]
+        lines = list(zip(*(summed[name].to_pylist() for name in names), strict=True))
+        said = {"slowest_us": self.slowest_us, "lines": lines}
+        return {KEY: json.dumps(said).encode()}
+
+
+def tally_in(described: Any) -> Tally | None:
+    """Return what a file's footer says, if it fits the rows that the file has."""
+    said = json.loads((described.metadata or {}).get(KEY, b"null"))
+    if said is None:
+        return None
+    lines = tuple(
+        Line(_EPOCH + dt.timedelta(days=day), *rest) for day, *rest in said["lines"]
+    )
+    tally = Tally(lines, said["slowest_us"])
+    return tally if tally.messages == described.num_rows else None

@@ -1,0 +1,223 @@
+"""Journeys that are over are counted by their files' footers, and judged as all are."""
+
+from __future__ import annotations
+
+import datetime as dt
+import shutil
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from django_txmsg.spark import tally
+from django_txmsg.spark.jobs import journeys
+from django_txmsg.spark.jobs.journeys import MANY
+from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
+from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
+from django_txmsg.spark.runs import Run
+from django_txmsg.spark.schemas import INBOX, OUTBOX
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.spark.archives import archive
+from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import run
+
+SECOND, DAY = dt.timedelta(seconds=1), dt.timedelta(days=1)
+#: Journeys are looked at file by file, however few there are.
+LARGE = ReconcileOptions(grace=dt.timedelta(0), many=0)
+Counts = dict[str, dict[str, int]]
+
+
+def processed(log: Log, start: dt.datetime, count: int = 4) -> list[uuid.UUID]:
+    """Messages of a queue, one a second, each processed two seconds after it was sent,
+    or later: the last one after `count` + 1 seconds."""
+    ids = [uuid.uuid4() for _ in range(count)]
+    log.send(
+        [
+            {"message_id": one, "created_at": start + number * SECOND}
+            for number, one in enumerate(ids)
+        ]
+    )
+    log.receive(
+        [
+            {"message_id": one, "created_at": start + number * SECOND,
+             "first_received_at": start + (2 * number + 1) * SECOND,
+             "deliveries": 1 + number % 2}
+            for number, one in enumerate(ids)
+        ]
+    )  # fmt: skip
+    return ids
+
+
+def archive_all(spark: Any, log: Log, lake: LakeSpec) -> None:
+    for table in (OUTBOX, INBOX):
+        archive(spark, log, lake, table=table)
+
+
+def judged(spark: Any, spec: JobSpec, **options: Any) -> Counts:
+    found = run_reconcile(spark, spec, replace(LARGE, **options), Run("reconcile", {}))
+    return found.destinations
+
+
+def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Counts:
+    """What a run says that has none: every row is read."""
+    assert spec.lake is not None
+    shutil.rmtree(at, ignore_errors=True)
+    shutil.copytree(spec.lake.uri.removeprefix("file://"), at)
+    shutil.rmtree(at / "journeys", ignore_errors=True)
+    plain = replace(spec, lake=LakeSpec(f"file://{at}"))
+    return judged(spark, plain, keep=False, **options)
+
+
+def files_of(lake: LakeSpec) -> dict[Path, int]:
+    """The files of the journeys, and of how many rows their footers tell."""
+    root = Path(lake.uri.removeprefix("file://")) / "journeys"
+    table = DeltaTable(root)
+    found = {}
+    for path in map(root.joinpath, table.get_add_actions().column("path").to_pylist()):
+        told = tally.tally_in(pq.read_metadata(path))
+        found[path] = told.messages if told else 0
+    return found
+
+
+def spoil(path: Path) -> None:
+    """Leave nothing of a file but its footer."""
+    content = path.read_bytes()
+    footer = 8 + int.from_bytes(content[-8:-4], "little")
+    path.write_bytes(b"PAR1" + bytes(len(content) - 4 - footer) + content[-footer:])
+
+
+def test_what_is_over_is_counted_without_being_read(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    processed(log, LONG_AGO)
+    ids = processed(log, LONG_AGO + DAY)
+    log.send([{"created_at": LONG_AGO}])
+    archive_all(spark, log, lake)
+    expected = {"orders.place": {"ok": 4, "redelivered_deduplicated": 4,
+                                 "never_received": 1}}  # fmt: skip
+    assert judged(spark, spec) == expected
+
+    files = files_of(lake)
+    assert sorted(files.values()) == [0, 4, 4]
+    for path, told in files.items():
+        if told:
+            spoil(path)
+
+    assert judged(spark, spec) == expected
+    # To judge by a shorter time they must be read, and so must a part of a file.
+    middle = LONG_AGO + 2 * SECOND
+    for more in ({"late_after": SECOND}, {"since": middle}):
+        with pytest.raises(Exception, match="journeys"):
+            judged(spark, spec, **more)
+    # Days that are left out are not counted.
+    late = judged(spark, spec, since=LONG_AGO + DAY)
+    assert late == {"orders.place": {"ok": 2, "redelivered_deduplicated": 2}}
+    # What goes on with one of them reads that day's.
+    log.receive([{"message_id": ids[0]}])
+    with pytest.raises(Exception, match="journeys"):
+        judged(spark, spec)
+
+
+def test_all_is_judged_as_if_it_were_read(
+    spark, make_log, lake: LakeSpec, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    spec, topic = JobSpec((log.spec,), lake), "topic:orders.placed"
+    ids = [processed(log, LONG_AGO + number * DAY) for number in range(3)]
+    told = uuid.uuid4()
+    log.send([{"message_id": told, "destination": topic}])
+    log.receive([{"message_id": told, "destination": topic}])
+    # Processed after more than an hour; dead; stored twice; by a clock that is behind.
+    slow, dead, twice, behind = (uuid.uuid4() for _ in range(4))
+    log.send(
+        [
+            {"message_id": slow}, {"message_id": dead, "dead_at": LONG_AGO},
+            {"message_id": twice}, {"message_id": twice, "replay_id": "r"},
+            {"message_id": behind},
+        ]
+    )  # fmt: skip
+    log.receive(
+        [
+            {"message_id": slow, "first_received_at": LONG_AGO + DAY / 2},
+            {"message_id": dead, "dead_at": LONG_AGO},
+            {"message_id": twice},
+            {"message_id": behind, "first_received_at": LONG_AGO - DAY},
+        ]
+    )
+    archive_all(spark, log, lake)
+    assert judged(spark, spec) == without_journeys(spark, spec, tmp_path / "plain")
+    assert sum(files_of(lake).values()) == 13
+    # Others have happened since: processed again, sent again, erased.
+    log.receive([{"message_id": ids[0][0]}])
+    log.send([{"message_id": ids[1][0], "replay_id": "r"}])
+    archive_all(spark, log, lake)
+    judged(spark, spec)
+    log.receive([{"message_id": ids[0][1]}])
+    run(spec, "erase", "--message-id", str(ids[2][0]))
+    processed(log, LONG_AGO + DAY / 4)
+
+    for more in (
+        {},
+        {"late_after": 2 * SECOND},
+        {"since": LONG_AGO + SECOND},
+        {"since": LONG_AGO + DAY + SECOND / 1000},
+    ):
+        read = judged(spark, spec, keep=False, many=MANY, **more)
+        assert judged(spark, spec, keep=False, **more) == read, more
+    found = judged(spark, spec, keep=False)
+    assert found == without_journeys(spark, spec, tmp_path / "plain")
+    assert found["orders.place"]["processed_twice"] == 2
+
+
+def test_files_of_a_day_are_joined_when_they_are_a_crowd(
+    spark, make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journeys, "CROWD", 3)
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    for number in range(4):
+        processed(log, LONG_AGO + number * 60 * SECOND)
+        archive_all(spark, log, lake)
+        judged(spark, spec)
+        run_sweep(spec, SweepOptions(), Run("sweep", {}))
+        # A sweep does not make one of those that tell of themselves.
+        assert sum(files_of(lake).values()) == 4 * (number + 1)
+
+    assert sorted(files_of(lake).values()) == [16]
+
+
+def test_files_that_others_have_joined_are_read(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    for number in range(2):
+        processed(log, LONG_AGO + number * 60 * SECOND)
+        archive_all(spark, log, lake)
+        first = judged(spark, spec)
+    root = lake.uri.removeprefix("file://") + "/journeys"
+    DeltaTable(root).optimize.compact()
+
+    assert list(files_of(lake).values()) == [0]
+    assert judged(spark, spec) == first
+
+
+def test_a_footer_of_too_many_lines_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ["orders.place", "orders.cancel"]
+    instants = pa.array([LONG_AGO] * 2, pa.timestamp("us", "UTC"))
+    columns = {"destination": names, "deliveries": [1, 1], "stored_at": instants}
+    counted = tally.Tallying()
+    counted.add(pa.table(columns | {"processed_at": instants}))
+
+    assert counted.footer()
+    monkeypatch.setattr(tally, "MOST", 1)
+    assert counted.footer() == {}
