@@ -162,7 +162,10 @@ def ids_sql(
 
 
 def read_instant(value: Any) -> Any:
-    """Return an aware instant, or None, from a raw column: SQLite gives UTC text."""
+    """Return an aware instant, or None, from a raw column: SQLite gives UTC text. From
+    a number, which is the seconds of Unix, too."""
+    if isinstance(value, float):
+        return dt.datetime.fromtimestamp(value, dt.timezone.utc)
     if isinstance(value, str):
         value = dt.datetime.fromisoformat(value)
     if value is not None and value.tzinfo is None:

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.db import IntegrityError, connections, models, transaction
 
@@ -45,9 +45,14 @@ class NewMessage:
     skips: bool = False
 
 
-#: By message id, the primary key of each inserted row and its creation; and the id of
-#: the transaction.
-Stored = tuple[dict[uuid.UUID, tuple[int, dt.datetime]], str | None]
+class Stored(NamedTuple):
+    """By message id, the primary key of each inserted row and its creation. Where it is
+    asked for, the id of the transaction; and where a lock was taken, an instant of the
+    database's clock after that."""
+
+    created: dict[uuid.UUID, tuple[int, dt.datetime]]
+    transaction: str | None = None
+    locked_at: dt.datetime | None = None
 
 
 class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -66,8 +71,8 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         Returns those inserted: a message id that is there already is left out, and
         spoils nothing. `new_ids` says that none can be. `tell_transaction` asks for
         the transaction's id too, which only PostgreSQL knows. `lock` is an advisory
-        lock of PostgreSQL that is taken first, beside others, until the transaction
-        ends or its savepoint is rolled back; when the rows were created is read then.
+        lock of PostgreSQL that each statement takes, beside others, until the
+        transaction ends or its savepoint is rolled back; then it reads the clock.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         unique = bool([row for row in rows if row.unique])
@@ -80,11 +85,12 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                 # Where one is there already, the INSERT below leaves it out.
                 with suppress(IntegrityError), transaction.atomic(using=self.db):
                     return _copy(connection, cursor, table, rows)
-            returning = ["id", "created_at"]
+            returning = ["id", _CREATED.get(connection.vendor, "created_at")]
             if tell_transaction and connection.vendor == "postgresql":
                 returning.append(_TRANSACTION)
             # Of a lone row one knows whose answer it is.
             returning += ["message_id"] * (len(rows) > 1 or not new_ids)
+            returning += [_LOCKED_AT] * (lock is not None)
             conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
             return _insert(
                 connection, cursor, table, rows, conflict, returning, unique, lock
@@ -96,10 +102,13 @@ _OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
 _COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
 _TRANSACTION = "pg_current_xact_id()::text"
 _LOCKED = "pg_advisory_xact_lock_shared(%s)"
-#: Before an INSERT, which waits for the lock where it reads the clock. It is volatile
-#: and not NULL, so that it is neither left out nor taken for each row.
-_GUARD = f"WITH guard AS MATERIALIZED (SELECT {_LOCKED}) "
-_GUARDED_NOW = "(SELECT {now} FROM guard)"
+#: The clock, read once the lock is held: a CASE is the one expression whose parts come
+#: in a certain order. What takes the lock is not NULL.
+_LOCKED_AT = f"""
+    CASE WHEN {_LOCKED} IS NOT NULL THEN date_part('epoch', clock_timestamp()) END
+"""
+#: Instants are read sooner as numbers; to a microsecond they are the same.
+_CREATED = {"postgresql": "date_part('epoch', created_at)"}
 _INTO = f"{_COLUMNS}, created_at, due_at, expires_at"
 _INTO_UNIQUE = f"{_INTO}, unique_key"
 #: From how many rows on a COPY, which asks for their ids first, is cheaper.
@@ -127,31 +136,31 @@ def _insert(
     into = _INTO_UNIQUE if unique else _INTO
     stored: dict[uuid.UUID, tuple[int, dt.datetime]] = {}
     xid: str | None = None
+    locked_at: float | None = None
     size = _MOST_PARAMETERS // _MOST
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
-        values, parameters = _values(connection, part, unique, lock)
+        values, parameters = _values(connection, part, unique)
         cursor.execute(
-            f"{'' if lock is None else _GUARD}INSERT INTO {table} ({into})"  # noqa: S608 - constants only
-            f" VALUES {values} {conflict} RETURNING {', '.join(returning)}",
-            parameters,
+            f"INSERT INTO {table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
+            f" RETURNING {', '.join(returning)}",
+            parameters if lock is None else [*parameters, lock],
         )
-        for answer in cursor.fetchall():
-            one = dict(zip(returning, answer, strict=True))
+        for pk, instant, *answer in cursor.fetchall():
+            one = dict(zip(returning[2:], answer, strict=True))
             message_id = read_uuid(one.get("message_id", part[0].message_id))
-            stored[message_id] = one["id"], read_instant(one["created_at"])
-            xid = one.get(_TRANSACTION, xid)
-    return stored, xid
+            stored[message_id] = pk, read_instant(instant)
+            xid, locked_at = one.get(_TRANSACTION, xid), one.get(_LOCKED_AT, locked_at)
+    return Stored(stored, xid, read_instant(locked_at))
 
 
 def _values(
-    connection: Any, rows: Sequence[NewMessage], unique: bool, lock: int | None
+    connection: Any, rows: Sequence[NewMessage], unique: bool
 ) -> tuple[str, list[Any]]:
     native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
-    created = now if lock is None else _GUARDED_NOW.format(now=now)
     values: list[str] = []
-    parameters: list[Any] = [] if lock is None else [lock]
+    parameters: list[Any] = []
     for row in rows:
         identity, session_id = row.message_id, row.session_id
         parameters += [
@@ -173,7 +182,7 @@ def _values(
             places.append("%s" if value else empty)
             if value:
                 parameters.append(value)
-        places += ["0, ''", created, later if row.delay else now]
+        places += ["0, ''", now, later if row.delay else now]
         if row.delay:
             parameters.append(later_value(connection, row.delay))
         places.append("NULL" if row.expiry is None else later)
@@ -231,4 +240,4 @@ def _copy(
         copy.set_types(_COPIED_TYPES)
         for record in records:
             copy.write_row(record)
-    return {record[4]: (record[0], now) for record in records}, xid
+    return Stored({record[4]: (record[0], now) for record in records}, xid, now)

@@ -30,12 +30,11 @@ class Scope:
     messages into the broker's transaction instead of the outbox. `gathers` is the
     connection of somebody who promises to `flush()` it before its commit: plain
     messages wait until then, and share an INSERT. `stored` counts the messages stored,
-    by database alias, and `transactions` has the ids of the transactions they are in,
-    where databases tell. `join`, when set, is called before each INSERT on `using`, and
-    says as which session's the rows are stored and which lock the INSERT takes first;
-    `newest` is when the last of them was, by the database's clock. `ended` says that it
-    is over:
-    code that outlives it, as an async view's task may, has taken it along in its
+    by database alias. `join`, when set, is called before each INSERT on `using`, and
+    says as which session's the rows are stored and which lock the INSERT takes:
+    `newest` is when the last of them had it, by the database's clock. Without a lock,
+    `transaction` is the id of theirs, where databases tell. `ended` says that it is
+    over: code that outlives it, as an async view's task may, has taken it along in its
     context, and what is sent there is not of this scope.
     """
 
@@ -47,10 +46,10 @@ class Scope:
     enlist: Callable[[NewMessage], None] | None = None
     gathers: Any = None
     stored: dict[str, int] = field(default_factory=dict)
-    transactions: dict[str, str] = field(default_factory=dict)
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
+    transaction: str | None = None
     ended: bool = False
 
 

@@ -107,13 +107,14 @@ def _insert(
     rows: list[NewMessage], alias: str, new_ids: bool, derived: Collection[uuid.UUID]
 ) -> dict[uuid.UUID, tuple[int, dt.datetime]]:
     """Insert rows; return the primary key and the creation of each, by message id."""
-    current, lock = current_scope(), None
+    current, lock, alone = current_scope(), None, False
     if current is not None and current.join is not None and current.using == alias:
         session_id, lock = current.join()
+        alone = lock is None
         for row in rows:
             row.session_id = session_id
-    created, xid = OutboxMessage.objects.db_manager(alias).store(
-        rows, new_ids=new_ids, tell_transaction=current is not None, lock=lock
+    created, xid, locked_at = OutboxMessage.objects.db_manager(alias).store(
+        rows, new_ids=new_ids, tell_transaction=alone, lock=lock
     )
     missing = {row.message_id for row in rows} - created.keys()
     if not (missing <= set(derived) if missing else len(created) == len(rows)):
@@ -121,10 +122,9 @@ def _insert(
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
     if current is not None and xid is not None:
-        current.transactions[alias] = str(xid)
-    if current is not None and created and current.using == alias:
-        newest = max(instant for _, instant in created.values())
-        current.newest = max(newest, current.newest or newest)
+        current.transaction = xid
+    if current is not None and locked_at is not None:
+        current.newest = max(locked_at, current.newest or locked_at)
     return created
 
 

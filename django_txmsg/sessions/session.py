@@ -149,7 +149,7 @@ class OutboxSession:
                 self.using,
                 self._group.id if self._group else self.id,
                 metadata,
-                self._scope.transactions.get(self.using),
+                self._scope.transaction,
             )
             return
         try:
