@@ -41,8 +41,7 @@ def wrap_views(
     @functools.wraps(usual)
     def made_atomic(handler: BaseHandler, view: View) -> View:
         def without_atomic(using: str) -> View:
-            # A copy, with a set of its own: the view may be used elsewhere.
-            @functools.wraps(view)
+            # Another function, with a set of its own: the view may be used elsewhere.
             def bare(*args: Any, **kwargs: Any) -> Any:
                 return view(*args, **kwargs)
 

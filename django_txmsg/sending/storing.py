@@ -108,8 +108,9 @@ def _insert(
 ) -> dict[uuid.UUID, tuple[int, dt.datetime]]:
     """Insert rows; return the primary key and the creation of each, by message id."""
     current, lock, alone = current_scope(), None, False
-    if current is not None and current.join is not None and current.using == alias:
-        session_id, lock = current.join()
+    join = current.join if current is not None and current.using == alias else None
+    if join is not None:
+        session_id, lock = join()
         alone = lock is None
         for row in rows:
             row.session_id = session_id

@@ -27,7 +27,7 @@ from .. import conf
 from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
-from . import announce, commit_status
+from . import announce, commit_status, group_lock
 from .channels import control_channel
 
 log = logging.getLogger("django_txmsg.control")
@@ -47,6 +47,7 @@ class Group:
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()
+        self.lock = group_lock.key(self.id)
         self._groups = groups
         self._window = min(conf.get().HTTP.CONTROL_GROUP, LONGEST)
         self._valid = dt.timedelta(seconds=self._window + SPARE)

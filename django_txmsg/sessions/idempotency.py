@@ -43,8 +43,9 @@ _SOUND = re.compile(r"[\x20-\x7e]{1,255}")
 def wanted(request: HttpRequest) -> bool:
     """Return whether the request has a key that is to be obeyed."""
     return (
-        request.method not in SAFE_METHODS
-        and "Idempotency-Key" in request.headers
+        # All headers are made ready only for the few that have this one.
+        "HTTP_IDEMPOTENCY_KEY" in request.META
+        and request.method not in SAFE_METHODS
         and conf.get().HTTP.IDEMPOTENCY
     )
 

@@ -24,7 +24,7 @@ from ..errors import BrokerError, SessionError, SwallowedDatabaseError
 from ..sending import storing
 from ..sending.block import Block
 from ..sending.scope import Scope, current_scope, enter_scope
-from . import group, group_lock
+from . import group
 from .announce import announce
 
 log = logging.getLogger("django_txmsg.session")
@@ -51,7 +51,7 @@ class OutboxSession:
         self.id = new_id()
         self.metadata: dict[str, str] = {}
         self._block = Block(self.using, reading=reading)
-        self._scope: Scope | None = None
+        self._scope: SessionScope | None = None
         self._outer: Scope | None = None
         self._ended = self._joined = False
         self._joining = threading.Lock()
@@ -139,7 +139,7 @@ class OutboxSession:
                 self._joined = True
         if self._group is None:
             return self.id, None
-        return self._group.id, group_lock.key(self._group.id)
+        return self._group.id, self._group.lock
 
     def _announce(self) -> None:
         assert self._scope is not None
@@ -186,6 +186,9 @@ class OutboxSession:
                 duration=time.monotonic() - self._began,
                 stored=self.stored,
             )
+            if self._scope is not None:
+                # No circle is left for the garbage collector.
+                self._scope.session = self._scope.join = None
 
     def _check_open(self) -> None:
         if self._scope is None:
