@@ -90,8 +90,8 @@ def measure(
     lines = [
         (f"{name}; as it once was", whole["reconcile"], whole["formerly"], ">= 3 x"),
         (f"{name} making journeys; as it once was", first, whole["formerly"], ""),
-        (f"2 x {day:,} more; that first run", following, first, ">= 10 x"),
-        (f"2 x {day:,} more; as it once was", following, once, ""),
+        (f"2 x {day:,} more; that first run", following, first, ""),
+        (f"2 x {day:,} more; as it once was", following, once, ">= 10 x"),
     ]
     return [
         (what, f"{spent:.1f} s", f"{other:.1f} s", f"{other / spent:.2f} x", goal)
