@@ -84,7 +84,7 @@ def bury_outgoing(
     service = conf.get().SERVICE
     return bury(
         using=using,
-        message_id=row.message_id,
+        message_id=uuid.UUID(row.message_id),
         stage="",
         broker=broker,
         destination=row.destination,

@@ -130,6 +130,12 @@ def instant_text_sql(connection: Any, column: str) -> str:
     return f"to_char({column} AT TIME ZONE 'UTC', '{pattern}')"
 
 
+def text_sql(connection: Any, column: str) -> str:
+    """Return SQL for a UUID or JSON as text, which is cheaper than the objects that
+    drivers make. SQLite has its own text."""
+    return f"{column}::text" if connection.vendor == "postgresql" else column
+
+
 def no_wait_sql(connection: Any) -> tuple[str, str]:
     """Return a CTE and a condition with which a statement's own commit does not wait
     for the disk; nothing and a truth where that cannot be, or inside a transaction.

@@ -10,8 +10,8 @@ import datetime as dt
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from django.db import connections, models
 
@@ -27,7 +27,7 @@ from .fields import (
     now_sql,
     prepared,
     read_instant,
-    read_uuid,
+    text_sql,
 )
 
 #: "Pending" in other words than those of the index that the claim walks: that one looks
@@ -36,12 +36,13 @@ from .fields import (
 PENDING_OTHERWISE = "COALESCE({0}dispatched_at, {0}dead_at) IS NULL"
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
-    """A pending row that one relay holds until its lease ends."""
+class Claimed(NamedTuple):
+    """A pending row that one relay holds until its lease ends. A busy relay makes very
+    many of them: it is as its statement returns it, as far as that can be."""
 
     id: int
-    message_id: uuid.UUID
+    #: A UUID as its header says it.
+    message_id: str
     destination: str
     key: str
     correlation_id: str
@@ -129,7 +130,9 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                       AND e.id NOT IN (SELECT id FROM picked)))
             """,  # noqa: S608 - constants only
             returning=f"""
-                {_CLAIMED_COLUMNS}, replay_id, linked_at,
+                id, {text_sql(connection, "message_id")}, destination, key,
+                correlation_id, {text_sql(connection, "headers")}, content_type, body,
+                expires_at, attempts, replay_id, linked_at,
                 COALESCE(expires_at <= {now}, FALSE),
                 {instant_text_sql(connection, "created_at")},
                 (SELECT {first_due} FROM picked)
@@ -142,7 +145,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         ]
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
-            return sorted(map(_claimed, cursor.fetchall()), key=lambda row: row.id)
+            return sorted(map(_claimed, cursor.fetchall()), key=_by_id)
 
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
         """Give rows their places behind others, as the header `name` says it; None is
@@ -236,28 +239,28 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         return changed
 
 
-_CLAIMED_COLUMNS = ", ".join(list(Claimed.__slots__)[:-4])
+_by_id = itemgetter(0)
 
 
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
     expires_at, attempts, replay_id, linked_at, expired, created, floor = rest
     return Claimed(
-        id=pk,
-        message_id=read_uuid(message_id),
-        destination=destination,
-        key=key,
-        correlation_id=correlation_id,
-        headers={} if headers == "{}" else json.loads(headers),
-        content_type=kind,
-        body=bytes(body),
-        expires_at=read_instant(expires_at),
-        attempts=attempts,
-        unlinked=bool(key) and linked_at is None and not replay_id,
+        pk,
+        message_id if len(message_id) == 36 else str(uuid.UUID(message_id)),
+        destination,
+        key,
+        correlation_id,
+        {} if headers == "{}" else json.loads(headers),
+        kind,
+        bytes(body),
+        expires_at and read_instant(expires_at),
+        attempts,
+        bool(key) and linked_at is None and not replay_id,
         # Others wait for what is linked: that is sent in any case.
-        expired=bool(expired) and linked_at is None,
-        created=_instant_text(created),
-        floor=floor,
+        bool(expired) and linked_at is None,
+        _instant_text(created),
+        floor,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 
 from django.db import transaction
 
@@ -51,13 +50,14 @@ def _link(
     chains: dict[Chain, list[Claimed]], token: uuid.UUID, using: str, broker: str
 ) -> dict[int, str | None]:
     links: dict[int, str | None] = {}
-    ends = {chain: rows[-1].message_id for chain, rows in chains.items()}
+    ends = {chain: uuid.UUID(rows[-1].message_id) for chain, rows in chains.items()}
     longest = max(map(len, chains.values()))
     with transaction.atomic(using=using):
         joints = KeyTail.objects.db_manager(using).advance(broker, ends, longest)
         for chain, rows in chains.items():
             joint = joints[chain]
-            before, at = joint.previous_id, joint.previous_at
+            before: uuid.UUID | str | None = joint.previous_id
+            at = joint.previous_at
             for place, row in enumerate(rows, joint.last_at - len(rows) + 1):
                 links[row.id] = _text(before, at)
                 before, at = row.message_id, place
@@ -67,7 +67,7 @@ def _link(
     return links
 
 
-def _text(before: uuid.UUID | None, at: int | None) -> str | None:
+def _text(before: uuid.UUID | str | None, at: int | None) -> str | None:
     if before is None or at is None:
         return None
     instant = _EPOCH + dt.timedelta(microseconds=at)
@@ -76,4 +76,4 @@ def _text(before: uuid.UUID | None, at: int | None) -> str | None:
 
 def _linked(row: Claimed, after: str | None) -> Claimed:
     headers = row.headers if after is None else {**row.headers, wire.AFTER: after}
-    return replace(row, headers=headers, unlinked=False)
+    return row._replace(headers=headers, unlinked=False)

@@ -87,7 +87,7 @@ class Settlement:
             for row in found.stored:
                 signals.announce(
                     signals.message_dispatched,
-                    id=row.message_id,
+                    id=uuid.UUID(row.message_id),
                     destination=row.destination,
                     broker=self.broker_alias,
                     attempt=row.attempts + 1,

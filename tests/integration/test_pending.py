@@ -183,7 +183,7 @@ def test_either_the_relay_has_it_or_it_is_cancelled() -> None:
                 rows = OutboxMessage.objects.claim(
                     broker="default", token=uuid.uuid4(), lease=60, limit=1
                 )
-                claimed.update(row.message_id for row in rows)
+                claimed.update(uuid.UUID(row.message_id) for row in rows)
         finally:
             connections.close_all()
 
