@@ -27,16 +27,21 @@ def for_java(headers: dict[str, str], body: bytes) -> bytes:
     for name, twin in wire.TWINS.items():
         if name in headers:
             headers[twin] = headers[name]
-    content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
+    text = text_for_java(headers.get(wire.CONTENT_TYPE, wire.BYTES), body)
+    if text is None:
+        return body
+    headers[KIND] = "text"
+    return text
+
+
+def text_for_java(content_type: str, body: bytes) -> bytes | None:
+    """Return the body as a TextMessage has it, or None for what cannot be one."""
     json = serializers.is_json(content_type)
     if not (json or _is_text(content_type)) or not _is_utf8(body):
+        return None
+    if not _ABOVE.search(body):
         return body
-    if _ABOVE.search(body):
-        if not json:
-            return body
-        body = _ABOVE.sub(_escaped, body)
-    headers[KIND] = "text"
-    return body
+    return _ABOVE.sub(_escaped, body) if json else None
 
 
 def from_java(

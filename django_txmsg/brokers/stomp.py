@@ -20,6 +20,7 @@ from ..jms.rabbitmq_dialect import MAX_PROPERTY
 from . import java
 from .base import Broker, Delivery, Outgoing, Session
 from .stomp_errors import asked, outcome
+from .stomp_heads import Heads
 
 #: Seconds for which acknowledgements are gathered at most.
 LONGEST_GROUP = 1.0
@@ -97,9 +98,10 @@ class StompSession(Session):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        messages = [(one.destination, self._mortal(one)) for one in batch]
         if self._transacted:
             raise BrokerError("a transacted session sends by enlist()")
+        heads = Heads(self._session, self._mortal)
+        messages = [heads.item(one) for one in batch]
         keys = [one.headers.get(wire.KEY, "") for one in batch]
         outcomes = asked(
             lambda: self._session.send_batch(

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from . import destination as destinations
-from .delivery import DEFAULT, Encoded
+from .delivery import DEFAULT, Encoded, EncodedMessage, transaction_line
 from .destination import Destination
 from .errors import (
     ConnectionLostError,
@@ -32,6 +32,8 @@ from .sending import SendingSession
 from .transaction import Transaction
 
 Outcomes = list[MessagingError | None]
+#: What is to be sent: a message and where to, or one whose frame is ready.
+Item = tuple[str | Destination, Message] | Encoded
 #: Below this a transaction costs more than the receipts it saves.
 _WORTH_A_TRANSACTION = 4
 
@@ -74,7 +76,7 @@ class _OfMany(Pending):
 
 def send(
     session: SendingSession,
-    messages: Sequence[tuple[str | Destination, Message]],
+    messages: Sequence[Item],
     timeout: float,
     *,
     isolate: bool,
@@ -83,7 +85,11 @@ def send(
     """Send them all and return one outcome for each, in order."""
     outcomes: Outcomes = [None] * len(messages)
     encoded: list[tuple[int, Encoded]] = []
-    for index, (destination, message) in enumerate(messages):
+    for index, item in enumerate(messages):
+        if isinstance(item, Encoded):
+            encoded.append((index, item))
+            continue
+        destination, message = item
         try:
             if not isinstance(message, Message):
                 raise MessageFormatError(f"Send a jms.Message, not {message!r}.")
@@ -107,7 +113,8 @@ def send(
             with contextlib.suppress(MessagingError):
                 session.link.barrier(timeout=timeout).wait()
     for index, one in encoded:
-        messages[index][1]._provided = one.provided
+        if isinstance(one, EncodedMessage):
+            messages[index][1]._provided = one.provided  # type: ignore[index]  # a pair
     return outcomes
 
 
@@ -133,6 +140,8 @@ def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
     """Leave out, and mark as held back, what follows a failed message of its key."""
+    if not any(keys) or not any(outcomes):
+        return items
     failed: dict[str, int] = {}
     for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
         if key and outcome is not None:
@@ -181,7 +190,7 @@ def _with_receipts(
     receipts = Receipts(outcomes, len(part))
     entries = []
     for index, one in part:
-        what = f"message {one.provided.message_id}"
+        what = f"message {one.message_id}"
         entry = _OfMany(what, timeout, receipts, index)
         entry.receipt = link.ledger.new_receipt()
         entries.append((one.frame(entry.receipt), entry))
@@ -207,8 +216,8 @@ def _in_transaction(
     """Store the part as one; false when it was rolled back and is to be sent singly."""
     link = session.link
     transaction = Transaction(link)
-    name = transaction.name
-    data = b"".join([one.frame(transaction=name) for _, one in part])
+    line = transaction_line(transaction.name)
+    data = b"".join([one.frame_with(line) for _, one in part])
     error: MessagingError
     try:
         with link.lock, link.whole:

@@ -66,23 +66,45 @@ def new_id() -> str:
 
 
 class Encoded:
-    """The bytes of a frame around its receipt header, and what was set in it."""
+    """The bytes of a frame around its receipt header, and its message's id."""
 
-    __slots__ = ("_body", "_head", "provided", "size")
+    __slots__ = ("body", "head", "message_id", "size")
 
-    def __init__(self, head: bytes, body: bytes, provided: Provided) -> None:
-        """Keep the header lines and the body apart."""
-        self._head = head
-        self._body = body
-        self.provided = provided
+    def __init__(self, head: bytes, body: bytes, message_id: str) -> None:
+        """``head``: the header lines, but for the length of the body."""
+        self.head = head
+        self.body = body
+        self.message_id = message_id
         self.size = len(head) + len(body) + 64
 
     def frame(self, receipt: bytes = b"", transaction: str = "") -> bytes:
         """Return the whole SEND frame."""
-        extra = b"receipt:%s\n" % receipt if receipt else b""
+        lines = b"receipt:%s\n" % receipt if receipt else b""
         if transaction:
-            extra += b"transaction:%s\n" % transaction.encode()
-        return b"SEND\n%s%s\n%s\x00" % (self._head, extra, self._body)
+            lines += transaction_line(transaction)
+        return self.frame_with(lines)
+
+    def frame_with(self, lines: bytes) -> bytes:
+        """Return the whole SEND frame, with further header lines."""
+        body = self.body
+        parts = self.head, len(body), lines, body
+        return b"SEND\n%scontent-length:%d\n%s\n%s\x00" % parts
+
+
+class EncodedMessage(Encoded):
+    """The frame of a message, and what its sending sets in that."""
+
+    __slots__ = ("provided",)
+
+    def __init__(self, head: bytes, body: bytes, provided: Provided) -> None:
+        """Keep both."""
+        super().__init__(head, body, provided.message_id or "")
+        self.provided = provided
+
+
+def transaction_line(name: str) -> bytes:
+    """Return the header line of a frame that belongs to a transaction."""
+    return b"transaction:%s\n" % name.encode()
 
 
 def encode_message(
@@ -94,7 +116,7 @@ def encode_message(
     dialect: Dialect,
     address_lines: Callable[[Destination], bytes],
     transacted: bool,
-) -> Encoded:
+) -> EncodedMessage:
     """Encode a message for one destination of a broker. ``properties`` are headers
     that it has unless it says otherwise; ``address_lines`` makes the header lines that
     name a destination.
@@ -135,12 +157,11 @@ def encode_message(
                     "have a time to live as well."
                 )
             headers |= held_by
-    head = b"%s%scontent-length:%d\n%s" % (
+    head = b"%s%s%s" % (
         address_lines(via),
         dialect.mode_header(persistent=delivery.mode is DeliveryMode.PERSISTENT),
-        len(body),
         frames.header_lines(headers.items()),
     )
     mode, priority = delivery.mode, delivery.priority
     provided = Provided(message_id, target, now, mode, priority, expiration)
-    return Encoded(head, body, provided)
+    return EncodedMessage(head, body, provided)

@@ -14,7 +14,7 @@ from . import completion, restrictions
 from . import destination as destinations
 from .closing import Closing
 from .completion import CompletionFuture, CompletionListener
-from .delivery import DEFAULT, Delivery, Encoded
+from .delivery import DEFAULT, Delivery, EncodedMessage
 from .destination import Destination
 from .errors import (
     IllegalStateError,
@@ -65,7 +65,7 @@ class MessageProducer(Closing):
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
-        what = f"message {encoded.provided.message_id}"
+        what = f"message {encoded.message_id}"
         for_room, for_receipt = self._timeouts(timeout)
         if session.transacted:
             self._send_in_transaction(message, encoded, what, for_room)
@@ -131,7 +131,7 @@ class MessageProducer(Closing):
     ) -> ToldSend:
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
-        what = f"message {encoded.provided.message_id}"
+        what = f"message {encoded.message_id}"
         for_room, for_receipt = self._timeouts(timeout)
         sends, size, scope = session.sends, encoded.size, (link, session, self)
         send = ToldSend(what, for_receipt, sends, message, listener, size, scope)
@@ -154,7 +154,7 @@ class MessageProducer(Closing):
         return send
 
     def _send_in_transaction(
-        self, message: Message, encoded: Encoded, what: str, for_room: float
+        self, message: Message, encoded: EncodedMessage, what: str, for_room: float
     ) -> None:
         link = self.session.link
         with link.lock:
@@ -170,7 +170,7 @@ class MessageProducer(Closing):
                 message._provided = encoded.provided
 
     def _put_in_transaction(
-        self, encoded: Encoded, what: str, told: ToldSend | None
+        self, encoded: EncodedMessage, what: str, told: ToldSend | None
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
@@ -195,7 +195,7 @@ class MessageProducer(Closing):
             link.put(encoded.frame(told.receipt, name), told)
 
     def _wait_for_room(
-        self, message: Message, encoded: Encoded, seconds: float, *, told: bool
+        self, message: Message, encoded: EncodedMessage, seconds: float, *, told: bool
     ) -> None:
         self._check_accepts(message)
         sends = self.session.sends
@@ -220,7 +220,7 @@ class MessageProducer(Closing):
         message: Message,
         destination: str | Destination | None,
         delivery: Delivery | None,
-    ) -> Encoded:
+    ) -> EncodedMessage:
         """Find every fault of the call, and encode the frame; nothing is reserved."""
         self.session.link.refuse_inside()
         self._check_open()

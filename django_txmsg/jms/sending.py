@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from . import completion, frames
 from .closing import Closing
-from .delivery import Delivery, Encoded, encode_message
+from .delivery import Delivery, EncodedMessage, encode_message
 from .destination import Destination
 from .errors import IllegalStateError
 from .liveness import Liveness
@@ -74,7 +74,7 @@ class SendingSession(Closing):
         message: Message,
         delivery: Delivery,
         properties: Mapping[str, str] = MappingProxyType({}),
-    ) -> Encoded:
+    ) -> EncodedMessage:
         """Find every fault of a message, and encode its frame; nothing is reserved."""
         return encode_message(
             target,

@@ -98,7 +98,7 @@ class Session(SendingSession):
 
     def send_batch(
         self,
-        messages: Sequence[tuple[str | Destination, Message]],
+        messages: Sequence[batch.Item],
         *,
         timeout: float | None = None,
         isolate: bool = False,
