@@ -134,6 +134,11 @@ def can_listen(connection: Any) -> bool:
     return hasattr(connection.connection, "pgconn")
 
 
+def logs_queries(connection: Any) -> bool:
+    """Return whether somebody reads `connection.queries`, with DEBUG or in a test."""
+    return bool(connection.queries_logged)
+
+
 def begins_early(connection: Any) -> bool:
     """Return whether the statement before a transaction can begin it too, which psycopg
     3 lets it as long as it binds by itself. Does not connect."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from django.db import IntegrityError, connections, models, transaction
 
 from ..django_internals import djangos_errors
+from . import statements
 from .fields import later_sql, later_value, now_sql, read_instant, read_uuid
 
 
@@ -76,32 +77,32 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """
         connection, table = connections[self.db], self.model._meta.db_table
         unique = bool([row for row in rows if row.unique])
-        with connection.cursor() as cursor:
-            if len(rows) >= _WORTH_COPY and not unique and hasattr(cursor, "copy"):
-                if lock is not None:
-                    cursor.execute(f"SELECT {_LOCKED}", [lock])
-                if new_ids:
-                    return _copy(connection, cursor, table, rows)
-                # Where one is there already, the INSERT below leaves it out.
-                with suppress(IntegrityError), transaction.atomic(using=self.db):
-                    return _copy(connection, cursor, table, rows)
-            returning = ["id", _CREATED.get(connection.vendor, "created_at")]
-            if tell_transaction and connection.vendor == "postgresql":
-                returning.append(_TRANSACTION)
-            # Of a lone row one knows whose answer it is.
-            returning += ["message_id"] * (len(rows) > 1 or not new_ids)
-            returning += [_LOCKED_AT] * (lock is not None)
-            conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
-            return _insert(
-                connection, cursor, table, rows, conflict, returning, unique, lock
-            )
+        if len(rows) >= _WORTH_COPY and not unique:
+            with connection.cursor() as cursor:
+                if hasattr(cursor, "copy"):
+                    if lock is not None:
+                        cursor.execute(f"SELECT {_LOCKED}", [lock])
+                    if new_ids:
+                        return _copy(connection, cursor, table, rows)
+                    # Where one is there already, the INSERT below leaves it out.
+                    with suppress(IntegrityError), transaction.atomic(using=self.db):
+                        return _copy(connection, cursor, table, rows)
+        returning = ["id", _CREATED.get(connection.vendor, "created_at")]
+        if tell_transaction and connection.vendor == "postgresql":
+            returning.append(_TRANSACTION)
+        # Of a lone row one knows whose answer it is.
+        returning += ["message_id"] * (len(rows) > 1 or not new_ids)
+        returning += [_LOCKED_AT] * (lock is not None)
+        returning += [statements.PROCESS] * statements.is_unsure(connection)
+        conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
+        return _insert(connection, table, rows, conflict, returning, unique, lock)
 
 
 _REQUIRED = "message_id, broker, destination, content_type, body"
 _OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
 _COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
 _TRANSACTION = "pg_current_xact_id()::text"
-_LOCKED = "pg_advisory_xact_lock_shared(%s)"
+_LOCKED = "pg_advisory_xact_lock_shared(%s::bigint)"
 #: The clock, read once the lock is held: a CASE is the one expression whose parts come
 #: in a certain order. What takes the lock is not NULL.
 _LOCKED_AT = f"""
@@ -125,7 +126,6 @@ _COPIED_TYPES = (
 
 def _insert(
     connection: Any,
-    cursor: Any,
     table: str,
     rows: Sequence[NewMessage],
     conflict: str,
@@ -141,16 +141,19 @@ def _insert(
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         values, parameters = _values(connection, part, unique)
-        cursor.execute(
+        answers = statements.fetch(
+            connection,
             f"INSERT INTO {table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
             f" RETURNING {', '.join(returning)}",
             parameters if lock is None else [*parameters, lock],
         )
-        for pk, instant, *answer in cursor.fetchall():
+        for pk, instant, *answer in answers:
             one = dict(zip(returning[2:], answer, strict=True))
             message_id = read_uuid(one.get("message_id", part[0].message_id))
             stored[message_id] = pk, read_instant(instant)
             xid, locked_at = one.get(_TRANSACTION, xid), one.get(_LOCKED_AT, locked_at)
+            if statements.PROCESS in one:
+                statements.note(connection, one[statements.PROCESS])
     return Stored(stored, xid, read_instant(locked_at))
 
 
@@ -159,6 +162,7 @@ def _values(
 ) -> tuple[str, list[Any]]:
     native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
+    header_place = "%s::jsonb" if native else "%s"
     values: list[str] = []
     parameters: list[Any] = []
     for row in rows:
@@ -171,15 +175,15 @@ def _values(
             row.body,
         ]
         places = ["%s, %s, %s, %s, %s"]
-        for value, empty in (
-            (row.replay_id, "''"),
-            (row.key, "''"),
-            (row.correlation_id, "''"),
-            (session_id if native or not session_id else session_id.hex, "NULL"),
-            (row.headers and json.dumps(row.headers), "'{}'"),
+        for value, empty, place in (
+            (row.replay_id, "''", "%s"),
+            (row.key, "''", "%s"),
+            (row.correlation_id, "''", "%s"),
+            (session_id if native or not session_id else session_id.hex, "NULL", "%s"),
+            (row.headers and json.dumps(row.headers), "'{}'", header_place),
         ):
             # Mostly they are empty, and to pass a parameter costs more.
-            places.append("%s" if value else empty)
+            places.append(place if value else empty)
             if value:
                 parameters.append(value)
         places += ["0, ''", now, later if row.delay else now]
