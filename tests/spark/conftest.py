@@ -43,8 +43,10 @@ analyzes = since_pyspark(4, 1, 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Earlier releases leave the sockets open by which they have brought rows."""
+    """Earlier releases leave the sockets open by which they have brought rows, and warn
+    of time zones that pandas may not know, where their own assertions are imported."""
     if installed() < (4, 2):
+        os.environ.setdefault("PYARROW_IGNORE_TIMEZONE", "1")
         config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")
 
 
