@@ -70,10 +70,9 @@ def django(
     import django as framework
 
     framework.setup()
-    import gc
+    from django_txmsg.management.commands._process import stay_light
 
-    # As the commands do.
-    gc.freeze()
+    stay_light()
     call_command("migrate", verbosity=0)
 
 

@@ -132,9 +132,12 @@ def say(stream: Any, text: str) -> None:
 
 def stay_light() -> None:
     """Spare the garbage collector what is loaded by now and stays for good: a third of
-    the time that a busy relay spends on a message goes into walking over it."""
+    the time that a busy relay spends on a message goes into walking over it. What a
+    batch makes, it does without a circle: to look for one at every 700th object is a
+    tenth of the rest."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
 
 
 @contextmanager
