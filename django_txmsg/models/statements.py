@@ -24,6 +24,7 @@ PROCESS = "pg_backend_pid()"
 THRESHOLD = 3
 #: PostgreSQL's code for a prepared statement that is not there.
 _NOT_THERE = "26000"
+_DJANGOS = "django.db.backends.postgresql.base"
 #: Aliases on which somebody has thrown away what was prepared, as by DISCARD ALL.
 _given_up: set[str] = set()
 
@@ -66,10 +67,12 @@ def fetch(connection: Any, sql: str, parameters: Sequence[Any]) -> list[Any]:
 
 def _can_prepare(connection: Any) -> bool:
     """Return whether the server is reached directly, and nobody is against it: Django's
-    `"prepare_threshold": None`, written out, means never."""
-    options = settings_of(connection)["OPTIONS"]
+    `"prepare_threshold": None`, written out, means never; and cursors that are not
+    Django's may be there to trace what they execute."""
+    driver, options = raw(connection), settings_of(connection)["OPTIONS"]
     return (
-        getattr(raw(connection), "_txmsg_direct", False)
+        getattr(driver, "_txmsg_direct", False)
+        and driver.cursor_factory.__module__ == _DJANGOS
         and connection.alias not in _given_up
         and options.get("prepare_threshold", THRESHOLD) is not None
         # Django shows what psycopg has bound by itself only.

@@ -127,6 +127,24 @@ def test_django_s_own_setting_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert prepared() == []
 
 
+def test_the_cursors_of_others_are_left_alone() -> None:
+    store()
+    driver: Any = connection.connection
+
+    class Tracing(driver.cursor_factory):  # type: ignore[misc]  # known at run time
+        executed = 0
+
+        def execute(self, *arguments: Any, **options: Any) -> Any:
+            Tracing.executed += "INSERT" in str(arguments[0])
+            return super().execute(*arguments, **options)
+
+    driver.cursor_factory = Tracing
+    for _ in range(TIMES):
+        store()
+    assert Tracing.executed == TIMES
+    assert prepared() == []
+
+
 def test_who_discards_what_was_prepared_is_told_so_once(caplog: Any) -> None:
     failed = 0
     for _ in range(4):
