@@ -1,37 +1,49 @@
 """The relay, a stage and the pruning beside millions of settled rows.
 
-    python -m benchmarks.growth [--rows 2000000]
+    python -m benchmarks.growth [--rows 2000000] [--body 300] [--rounds 5]
 
-Ten days of messages lie in the outbox and as many in the inbox, the eldest day past its
+Two databases of one server take turns: one is empty before each round, the other has
+ten days of messages in its outbox and as many in its inbox, the eldest day past its
 retention. The relay's broker takes everything at once; the stage is fed by the embedded
-broker. Each is measured on empty tables first, in the same run; then a day is pruned,
-vacuumed away, and the relay measured once more.
+broker. Then a day is pruned and vacuumed away, and the relay measured once more.
+
+Ids are as the package makes them. A message that begins something has one of version
+7: its index entries come at the right edge. A stage's messages have ids made of names,
+as good as random: each meets an index page of its own, and the first change of a page
+since a checkpoint writes all of it to the log. Half of the settled rows are of either
+sort, and the relay is measured with each. Every round follows a checkpoint: its worst
+case. Autovacuum is off, lest it fall into one round and not the other; the VACUUM after
+the pruning is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
 from . import stand
 from .consume import consume
+from .relay_big_table import NEW_ID, OTHER_ID, fill, lane, rate, vacuum
 from .relay_big_table import empty as empty_tables
-from .relay_big_table import fill, lane, rate, vacuum
 
 DAYS = 10
 MESSAGES = 20_000
+TABLES = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--body", type=int, default=300, help="bytes, of settled rows")
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    rows: int = options.rows
+    rows, rounds = options.rows, options.rounds
     stand.django(
-        stand.postgresql(),
+        stand.postgresql("empty"),
         {
             "SERVICE": "bench",
             "DISPATCH_ON_COMMIT": "off",
@@ -39,78 +51,144 @@ def main() -> None:
             "RETENTION": {"OUTBOX": DAYS - 1, "INBOX": DAYS - 1},
         },
     )
-    works: dict[str, Callable[[], float]] = {"the relay": relayed, "a stage": consumed}
-    before = {name: measured(work) for name, work in works.items()}
-    empty_tables()
+    stand.postgresql("grown")
+    from django.core.management import call_command
+
+    execute("ALTER SYSTEM SET autovacuum = off", "SELECT pg_reload_conf()")
+    use("grown")
+    call_command("migrate", verbosity=0)
     began = time.perf_counter()
-    grow(rows)
-    print(f"{rows:,} rows in each table: {size()}, in {since(began)}")
-    beside = f"{rows:,} settled rows"
+    grow(rows, options.body)
+    print(f"{rows:,} rows in each table: {size()}, in {since(began)}", flush=True)
+    works: dict[str, Callable[[], float]] = {
+        "the relay": functools.partial(relayed, NEW_ID),
+        "the relay of stages' messages": functools.partial(relayed, OTHER_ID),
+        "a stage": consumed,
+    }
     for name, work in works.items():
-        compare(f"{name} beside {beside}", measured(work), before[name])
+        compare(f"{name} beside {rows:,} settled rows", work, rounds)
+    use("grown")
     began = time.perf_counter()
     pruned = prune()
     print(f"{pruned:,} rows of one day pruned in {since(began)}; left: {size()}")
     began = time.perf_counter()
     vacuum_all()
-    print(f"vacuumed in {since(began)}")
-    compare("the relay after the pruning", measured(relayed), before["the relay"])
+    print(f"vacuumed in {since(began)}", flush=True)
+    for name in ("the relay", "the relay of stages' messages"):
+        compare(f"{name} after the pruning", works[name], rounds)
 
 
-def compare(what: str, figures: list[float], others: list[float]) -> None:
-    """Print the ratio, and keep it for the table."""
-    pairs = zip(figures, others, strict=True)
+def compare(what: str, work: Callable[[], float], rounds: int) -> None:
+    """Print the ratio of the two databases, turn by turn, and keep it for the table."""
+
+    def empty() -> float:
+        use("empty")
+        empty_tables()
+        return work()
+
+    def grown() -> float:
+        use("grown")
+        return work()
+
+    contenders = {"empty tables": empty, what: grown}
+    stand.turns(contenders, 1)  # warms up
+    figures = stand.turns(contenders, rounds)
+    pairs = zip(figures[what], figures["empty tables"], strict=True)
     ratios = [one / other for one, other in pairs]
-    middle = statistics.median(figures)
-    print(f"{what}: {middle:,.0f}/s, ratio {statistics.median(ratios):.2f}")
+    middle = statistics.median(figures[what])
+    print(f"{what}: {middle:,.0f}/s, ratio {statistics.median(ratios):.2f}", flush=True)
     stand.note(what, "empty tables", ratios, "≥ 0.9")
 
 
-def measured(work: Callable[[], float]) -> list[float]:
-    """Return three rates, after one that warms up."""
-    return [work() for _ in range(4)][1:]
+def use(database: str) -> None:
+    """Let what follows, in any thread, connect to this database."""
+    from django.db import connections
+
+    connections["default"].close()
+    connections.databases["default"]["NAME"] = database
 
 
-def relayed() -> float:
-    """Return the rate at which messages are claimed and settled."""
-    fill(MESSAGES, dispatched=False)
+def execute(*statements: str) -> None:
+    """Run statements outside of any transaction."""
+    from django.db import connection
+
+    with connection.cursor() as cursor:
+        for statement in statements:
+            cursor.execute(statement)
+
+
+def relayed(new_id: str) -> float:
+    """Return the rate at which messages with such ids are claimed and settled."""
+    fill(MESSAGES, dispatched=False, new_id=new_id)
     vacuum()
     return rate(MESSAGES, lane())
 
 
 def consumed() -> float:
     """Return the rate of a stage that inserts a row and sends a message."""
+    vacuum_all()
     return consume(2000, empty=False)
 
 
-def grow(rows: int) -> None:
+def grow(rows: int, body: int) -> None:
     """Insert what ten days have left behind."""
+    new, other = NEW_ID.format(at="at"), OTHER_ID
+    source = f"""
+        (SELECT CASE WHEN number % 2 = 0 THEN {new} ELSE {other} END AS message_id, at
+         FROM (SELECT number, now() - interval '{DAYS} days' * (1 - number / {rows}.0)
+               FROM generate_series(1, {rows}) AS number) AS numbers (number, at)
+        ) AS settled
+    """
+    inserts = (
+        f"""
+        INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,
+            destination, key, correlation_id, headers, content_type, body,
+            attempts, last_error, created_at, due_at, dispatched_at)
+        SELECT message_id, '', 'default', 'bench.big', '', '', '{{}}',
+            'application/octet-stream', convert_to(repeat('x', {body}), 'UTF8'), 0,
+            '', at, at, at
+        FROM {source}
+        """,
+        f"""
+        INSERT INTO django_txmsg_inboxmessage (stage, message_id, destination,
+            deliveries, attempts, correlation_id, first_received_at,
+            last_received_at, processed_at, service, last_error)
+        SELECT 'bench.big', message_id, 'bench.big', 1, 1, '', at, at, at, '', ''
+        FROM {source}
+        """,
+    )
+    for table, insert in zip(TABLES, inserts, strict=True):
+        drop, create = indexes(table)
+        # Random ids would take hours to enter an index of many millions one by one.
+        execute(*drop, insert, "SET maintenance_work_mem = '1GB'", *create)
+    vacuum_all()
+
+
+def indexes(table: str) -> tuple[list[str], list[str]]:
+    """Return the statements that drop a table's indexes, and those that make them."""
     from django.db import connection
 
-    age = f"now() - interval '{DAYS} days' * (1 - number / {rows}.0)"
     with connection.cursor() as cursor:
         cursor.execute(
-            f"""
-            INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,
-                destination, key, correlation_id, headers, content_type, body,
-                attempts, last_error, created_at, due_at, dispatched_at)
-            SELECT gen_random_uuid(), '', 'default', 'bench.big', '', '', '{{}}',
-                'application/octet-stream', convert_to(repeat('x', 300), 'UTF8'), 0, '',
-                {age}, {age}, {age}
-            FROM generate_series(1, {rows}) AS number
-            """
+            "SELECT i.indexrelid::regclass::text, pg_get_indexdef(i.indexrelid),"
+            " c.conname, pg_get_constraintdef(c.oid) FROM pg_index i"
+            " LEFT JOIN pg_constraint c ON c.conindid = i.indexrelid"
+            " WHERE i.indrelid = %s::regclass",
+            [table],
         )
-        cursor.execute(
-            f"""
-            INSERT INTO django_txmsg_inboxmessage (stage, message_id, destination,
-                deliveries, attempts, correlation_id, first_received_at,
-                last_received_at, processed_at, service, last_error)
-            SELECT 'bench.big', gen_random_uuid(), 'bench.big', 1, 1, '', {age}, {age},
-                {age}, '', ''
-            FROM generate_series(1, {rows}) AS number
-            """
+        found = cursor.fetchall()
+    drop, create = [], []
+    for index, definition, constraint, key in found:
+        alter = f"ALTER TABLE {table}"
+        drop.append(
+            f"{alter} DROP CONSTRAINT {constraint}"
+            if constraint
+            else f"DROP INDEX {index}"
         )
-    vacuum_all()
+        create.append(
+            f"{alter} ADD CONSTRAINT {constraint} {key}" if constraint else definition
+        )
+    return drop, create
 
 
 def prune() -> int:
@@ -123,10 +201,7 @@ def prune() -> int:
 
 def vacuum_all() -> None:
     """Do what autovacuum would have done by now."""
-    from django.db import connection
-
-    with connection.cursor() as cursor:
-        cursor.execute("VACUUM ANALYZE django_txmsg_inboxmessage")
+    execute("VACUUM ANALYZE django_txmsg_inboxmessage")
     vacuum()
 
 
@@ -136,15 +211,14 @@ def size() -> str:
 
     told = []
     with connection.cursor() as cursor:
-        for name in ("outbox", "inbox"):
-            table = f"django_txmsg_{name}message"
+        for table in TABLES:
             cursor.execute(
                 "SELECT pg_size_pretty(pg_table_size(%s)),"
                 " pg_size_pretty(pg_indexes_size(%s))",
                 [table, table],
             )
-            heap, indexes = cursor.fetchone()
-            told.append(f"{name} {heap} and {indexes} of indexes")
+            heap, of_indexes = cursor.fetchone()
+            told.append(f"{table} {heap} and {of_indexes} of indexes")
     return ", ".join(told)
 
 

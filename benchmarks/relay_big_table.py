@@ -18,6 +18,14 @@ from typing import Any
 
 from . import stand
 
+#: SQL for an id of version 7 that was made `at` an instant, as `send_message` makes it.
+NEW_ID = (
+    "overlay(replace(gen_random_uuid()::text, '-', '') PLACING lpad(to_hex((extract("
+    "epoch FROM {at}) * 1000)::bigint), 12, '0') || '7' FROM 1)::uuid"
+)
+#: SQL for one that says nothing of time, as a stage's messages have.
+OTHER_ID = "gen_random_uuid()"
+
 
 def main() -> None:
     """Measure and print what was asked for."""
@@ -65,9 +73,17 @@ def lane() -> Any:
     return made
 
 
-def fill(count: int, *, dispatched: bool, due: str = "clock_timestamp()") -> None:
+def fill(
+    count: int,
+    *,
+    dispatched: bool,
+    due: str = "clock_timestamp()",
+    new_id: str = NEW_ID,
+) -> None:
     """Insert rows as a long life would have left them."""
     from django.db import connection
+
+    message_id = new_id.format(at="clock_timestamp()")
 
     when = "now() - interval '1 day'" if dispatched else "NULL"
     with connection.cursor() as cursor:
@@ -76,7 +92,7 @@ def fill(count: int, *, dispatched: bool, due: str = "clock_timestamp()") -> Non
             INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,
                 destination, key, correlation_id, headers, content_type, body,
                 attempts, last_error, created_at, due_at, dispatched_at)
-            SELECT gen_random_uuid(), '', 'default', 'bench.big', '', '', '{{}}',
+            SELECT {message_id}, '', 'default', 'bench.big', '', '', '{{}}',
                 'application/octet-stream', convert_to(repeat('x', 300), 'UTF8'), 0, '',
                 now(), {due}, {when}
             FROM generate_series(1, %s)
