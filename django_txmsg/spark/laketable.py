@@ -229,7 +229,8 @@ class LakeTable:
             known = {"service": sf.lit(service)}
             if "day" in struct.fieldNames():
                 path = sf.col("_metadata.file_path")
-                day = sf.regexp_extract(path, r"/day=([\d-]+)/", 1)
+                # The lake's own address may have a day, too.
+                day = sf.regexp_extract(path, r"/day=([\d-]+)/[^/]*$", 1)
                 known["day"] = sf.to_date(day)
             frame = frame.withColumns(known)
             whole = frame if whole is None else whole.unionByName(frame)
