@@ -30,7 +30,8 @@ def rewritten(
     with files.open_output_stream(f"{root}/{path}") as stream:
         for batch in rows_of(files, f"{root}/{file.path}"):
             kept = keep(batch)
-            writer = writer or parquet_writer(stream, batch.schema)
+            # What a file says of its rows is told of those that leave it, too.
+            writer = writer or parquet_writer(stream, batch.schema.remove_metadata())
             writer.write_batch(kept)
             rows += kept.num_rows
             total += checksum(kept)
