@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 KEY = b"txmsg.over"
 #: Lines of a footer, at most. A file with more destinations is read.
 MOST = 5_000
-_BY = ("sent_on", "destination", "again")
+_BY = ["sent_on", "destination", "again"]
+_SUMS = {"sent_count": "sum", "sent_min": "min", "sent_max": "max"}
 _EPOCH = dt.date(1970, 1, 1)
 _DAY = 86_400_000_000
 
@@ -52,13 +53,15 @@ class Tally:
 
 @dataclass
 class Tallying:
-    """Counts the rows of a file while it is written."""
+    """Counts the rows of a file while it is written, as long as MOST lines do."""
 
     slowest_us: int = 0
     _counted: list[pa.Table] = field(default_factory=list)
 
     def add(self, rows: pa.Table) -> None:
         """Count rows of journeys that are over."""
+        if self._counted and self._counted[0].num_rows > MOST:
+            return
         sent, done = (
             rows[name].cast(pa.int64()) for name in ("stored_at", "processed_at")
         )
@@ -71,21 +74,21 @@ class Tallying:
             "again": pc.greater(rows["deliveries"], 1),
             "sent": sent,
         }
-        found = pa.table(columns).group_by(list(_BY))
+        found = pa.table(columns).group_by(_BY)
         self._counted.append(
             found.aggregate([("sent", "count"), ("sent", "min"), ("sent", "max")])
         )
+        whole = pa.concat_tables(self._counted).group_by(_BY)
+        summed = whole.aggregate(list(_SUMS.items()))
+        names = [*_BY, *(f"{name}_{how}" for name, how in _SUMS.items())]
+        self._counted = [summed.select(names).rename_columns([*_BY, *_SUMS])]
 
     def footer(self) -> dict[bytes, bytes]:
         """Return what the file is to say."""
-        whole = pa.concat_tables(self._counted).group_by(list(_BY))
-        summed = whole.aggregate(
-            [("sent_count", "sum"), ("sent_min", "min"), ("sent_max", "max")]
-        )
+        [summed] = self._counted
         if summed.num_rows > MOST:
             return {}
-        names = [*_BY, "sent_count_sum", "sent_min_min", "sent_max_max"]
-        lines = list(zip(*(summed[name].to_pylist() for name in names), strict=True))
+        lines = list(zip(*(one.to_pylist() for one in summed.columns), strict=True))
         said = {"slowest_us": self.slowest_us, "lines": lines}
         return {KEY: json.dumps(said).encode()}
 

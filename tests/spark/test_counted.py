@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import shutil
 import uuid
 from dataclasses import replace
@@ -15,6 +16,8 @@ import pytest
 from deltalake import DeltaTable
 
 from django_txmsg.spark import tally
+from django_txmsg.spark.errors import EnvironmentFault
+from django_txmsg.spark.jobs import counted as by_footers
 from django_txmsg.spark.jobs import journeys
 from django_txmsg.spark.jobs.journeys import MANY
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
@@ -209,15 +212,113 @@ def test_files_that_others_have_joined_are_read(
     assert judged(spark, spec) == first
 
 
+def to(*destinations: str) -> pa.Table:
+    """Rows of journeys that are over: one to each destination."""
+    count = len(destinations)
+    instants = pa.array([LONG_AGO] * count, pa.timestamp("us", "UTC"))
+    columns = {"destination": destinations, "deliveries": [1] * count}
+    return pa.table(columns | {"stored_at": instants, "processed_at": instants})
+
+
 def test_a_footer_of_too_many_lines_is_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = ["orders.place", "orders.cancel"]
-    instants = pa.array([LONG_AGO] * 2, pa.timestamp("us", "UTC"))
-    columns = {"destination": names, "deliveries": [1, 1], "stored_at": instants}
     counted = tally.Tallying()
-    counted.add(pa.table(columns | {"processed_at": instants}))
+    counted.add(to("orders.place", "orders.cancel"))
 
     assert counted.footer()
     monkeypatch.setattr(tally, "MOST", 1)
     assert counted.footer() == {}
+
+
+def test_lines_are_summed_up_while_a_file_is_written() -> None:
+    """Where each message has a destination of its own, such as that of its answer,
+    they are as many as the rows."""
+    counted, before = tally.Tallying(), pa.total_allocated_bytes()
+    for number in range(20):
+        counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))
+
+    # Half of what is counted is held, and not all of it.
+    assert pa.total_allocated_bytes() - before < 20 * 25_000
+    assert counted.footer() == {}
+    few = tally.Tallying()
+    for _ in range(3):
+        few.add(to("orders.place", "orders.cancel"))
+    said = json.loads(few.footer()[tally.KEY])
+    assert sorted((line[1], line[3]) for line in said["lines"]) == [
+        ("orders.cancel", 3), ("orders.place", 3)
+    ]  # fmt: skip
+
+
+def test_more_lines_than_are_held_at_once_are_read(
+    spark, make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_footers, "LINES", 3)
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    for number in range(2):
+        processed(log, LONG_AGO + number * DAY, 4 + number)
+    archive_all(spark, log, lake)
+    expected = {"orders.place": {"ok": 5, "redelivered_deduplicated": 4}}
+    assert judged(spark, spec) == expected
+
+    larger, smaller = sorted(files_of(lake), key=lambda path: path.parent, reverse=True)
+    spoil(larger)
+    assert judged(spark, spec) == expected
+    spoil(smaller)
+    with pytest.raises(Exception, match="journeys"):
+        judged(spark, spec)
+
+
+def test_a_lake_may_be_at_an_address_with_a_day(
+    spark, make_log, tmp_path: Path
+) -> None:
+    log: Log = make_log("sqlite")
+    lake = LakeSpec(f"file://{tmp_path}/day=2020-01-01/lake")
+    spec = JobSpec((log.spec,), lake)
+    ids = processed(log, LONG_AGO)
+    archive_all(spark, log, lake)
+    judged(spark, spec)
+    log.receive([{"message_id": ids[0]}])
+    expected = {"orders.place": {"ok": 1, "redelivered_deduplicated": 2,
+                                 "processed_twice": 1}}  # fmt: skip
+
+    assert judged(spark, spec) == expected
+    archive_all(spark, log, lake)
+    assert judged(spark, spec) == expected
+
+
+def test_nothing_of_what_is_erased_is_in_a_footer(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    ids = processed(log, LONG_AGO)
+    archive_all(spark, log, lake)
+    judged(spark, spec)
+    run(spec, "erase", "--message-id", str(ids[0]))
+
+    [path] = files_of(lake)
+    assert tally.KEY not in pq.read_metadata(path).metadata
+    assert judged(spark, spec)["orders.place"]["ok"] == 1
+
+
+@pytest.mark.parametrize("how", ["lost", "damaged"])
+def test_a_file_without_its_footer_is_named(
+    spark, make_log, lake: LakeSpec, how: str
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    processed(log, LONG_AGO)
+    archive_all(spark, log, lake)
+    expected = judged(spark, spec)
+    [path] = files_of(lake)
+    if how == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:100])
+
+    with pytest.raises(EnvironmentFault, match=f"{path.name} cannot be read"):
+        judged(spark, spec)
+    shutil.rmtree(path.parents[2])
+    assert judged(spark, spec) == expected

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow.parquet as pq
 from pyspark.sql import DataFrame, SparkSession
 
+from ..errors import EnvironmentFault
 from ..lakelog import Named
 from ..laketable import LakeTable
 from ..tally import Line, Tally, tally_in
@@ -16,21 +17,36 @@ from ..transforms.reconcile import OUTCOME
 
 #: Footers that are read at once: an object store answers slowly, and many at a time.
 _AT_ONCE = 16
+#: Lines of footers that are held at once, at most: some 150 MB.
+LINES = 500_000
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 _Group = tuple[dt.date, str, str]
 
 
 def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
-    """Yield the files that say of all of their rows what they come to."""
+    """Yield the files that say of all of their rows what they come to, the largest
+    first, until these are LINES. Raises EnvironmentFault for one that is not there, or
+    is damaged."""
 
     def read(one: Named) -> Tally | None:
-        with place.files.open_input_file(f"{place.root}/{one.path}") as stream:
-            return tally_in(pq.read_metadata(stream))
+        path = f"{place.root}/{one.path}"
+        try:
+            with place.files.open_input_file(path) as stream:
+                return tally_in(pq.read_metadata(stream))
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(
+                f"{path} cannot be read ({error}). Run again; if it is lost, remove "
+                f"the directory {place.root}, which the next run makes anew."
+            ) from error
 
+    left = LINES
+    named = sorted(named, key=lambda one: -one.rows)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for one, tally in zip(named, pool.map(read, named), strict=True):
-            if tally is not None and tally.messages == one.rows:
-                yield one, tally
+            if tally is None or tally.messages != one.rows or len(tally.lines) > left:
+                continue
+            left -= len(tally.lines)
+            yield one, tally
 
 
 def usable(
