@@ -9,6 +9,7 @@ process tells: a pooler gives its clients one of its own making.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,13 @@ def is_unsure(connection: Any) -> bool:
 def note(connection: Any, process: int) -> None:
     """Know which process of the server has executed a statement."""
     driver = raw(connection)
-    driver._txmsg_direct = driver.info.backend_pid == process
+    names: Any = getattr(driver, "_prepared", None)
+    known = driver.info.backend_pid == process and hasattr(names, "_prepared_idx")
+    driver._txmsg_direct = known
+    if known:
+        # psycopg counts names from 0 on each connection. Behind a pooler that is not
+        # known as one, somebody else's statement is then not there, and not another.
+        names._prepared_idx = secrets.randbits(62)
 
 
 def fetch(connection: Any, sql: str, parameters: Sequence[Any]) -> list[Any]:

@@ -41,10 +41,10 @@ def store(using: str = "default", **more: Any) -> None:
         send_message("orders", {"n": 1}, using=using, **more)
 
 
-def prepared(using: str = "default") -> list[str]:
+def prepared(using: str = "default", what: str = "statement") -> list[str]:
     with connections[using].cursor() as cursor:
-        cursor.execute("SELECT statement FROM pg_prepared_statements")
-        return [sql for (sql,) in cursor.fetchall()]
+        cursor.execute(f"SELECT {what} FROM pg_prepared_statements")
+        return [told for (told,) in cursor.fetchall()]
 
 
 def test_it_is_planned_once_for_a_connection() -> None:
@@ -117,6 +117,18 @@ def test_behind_a_pooler_nothing_is_prepared(
 
     assert _in_threads(work) == [[]] * 4
     assert OutboxMessage.objects.count() == 4 * TIMES
+
+
+def test_no_two_connections_have_a_name_in_common() -> None:
+    """A pooler that is not known as one could execute another's by its name."""
+
+    def work() -> list[str]:
+        for _ in range(TIMES):
+            store()
+        return prepared("default", "name")
+
+    (one,), (two,), (three,), (four,) = _in_threads(work)
+    assert len({one, two, three, four}) == 4
 
 
 def test_django_s_own_setting_can_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
