@@ -33,6 +33,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("store", [], ["--rows", "500", "--rounds", "2"]),
     ("enqueue", [], ["--rows", "300", "--rounds", "2"]),
     ("relay", ["--peer", "--rounds", "7"], ["--messages", "1000", "--rounds", "2"]),
+    ("relay", ["--apart", "--rounds", "7"], ["--messages", "1000", "--rounds", "2"]),
     ("relay", ["--broker", "rabbitmq"], []),
     ("amqp", [], ["--messages", "1000", "--rounds", "1"]),
     ("relay_big_table", [], ["--dispatched", "20000", "--pending", "43000",

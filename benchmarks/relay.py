@@ -3,6 +3,7 @@
     python -m benchmarks.relay [--messages 10000] [--rounds 3] [--broker activemq]
                                [--lanes N]  # instead of the setting's default
                                [--peer]     # beside django-outbox-pattern 3.2.1
+                               [--apart]    # the broker on a processor of its own
 
 The bare producer sends the same bytes from memory, by the same batches, over the same
 number of connections, through the same client; what is missing in its way is Django
@@ -46,12 +47,15 @@ def main() -> None:
     )
     parser.add_argument("--lanes", type=int, default=LANES)
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--apart", action="store_true")
     options = parser.parse_args()
     LANES = options.lanes
     from tests import services
 
     kinds = {"activemq": services.ActiveMQ, "rabbitmq": services.RabbitMQ}
     broker: Any = services.shared(kinds[options.broker])
+    if options.apart:
+        stand.set_apart(broker.process.pid)
     database = stand.postgresql()
     stand.django(
         database,
@@ -76,11 +80,13 @@ def main() -> None:
         relay(broker, count)
     figures = stand.turns(contenders, options.rounds)
     stand.table(
-        f"relay to {options.broker}",
+        f"relay to {options.broker}" + ", with a processor of its own" * options.apart,
         figures,
         next(iter(contenders)),
         goals={"relay": 0.85},
     )
+    if options.apart:
+        return
     if options.peer:
         peer = "django-outbox-pattern 3.2.1"
         beside = {name: figures[name] for name in (peer, "relay")}
