@@ -47,6 +47,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("wakeups", [], ["--part", "commits", "--rounds", "1"]),
     ("typed", [], ["--messages", "300", "--rounds", "2"]),
     ("http_outbox", [], ["--seconds", "1", "--rounds", "2"]),
+    ("http_outbox", ["--apart"], []),
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),
     ("celery_outbox", [], ["--calls", "200", "--rounds", "2"]),
 ]  # fmt: skip

@@ -80,7 +80,7 @@ def main() -> None:
         relay(broker, count)
     figures = stand.turns(contenders, options.rounds)
     stand.table(
-        f"relay to {options.broker}" + ", with a processor of its own" * options.apart,
+        f"relay to {options.broker}" + ", the broker apart" * options.apart,
         figures,
         next(iter(contenders)),
         goals={"relay": 0.85},
