@@ -38,7 +38,12 @@ class StompBroker(Broker):
         named = {} if subscriber is None else {"client_id": subscriber}
         try:
             factory = jms.ConnectionFactory(self._url, **named)
-            return StompSession(factory.create_connection(), transacted, self.open)
+            connection = factory.create_connection()
+            try:
+                return StompSession(connection, transacted, self.open)
+            except BaseException:  # the broker has hung up already
+                connection.close()
+                raise
         except (jms.MessagingError, OSError, RuntimeError, ValueError) as error:
             # OSError: of a certificate's file. RuntimeError: no thread for it, as at
             # the end of a process.

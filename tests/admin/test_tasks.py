@@ -31,7 +31,7 @@ def hide(destination: str, headers: dict[str, str], body: Any) -> Any:
 def task(db: None) -> Iterator[Any]:
     """A task that has failed: a dead letter."""
     with override_settings(TASKS={"default": {"BACKEND": BACKEND}}):
-        result = jobs.fail.enqueue("4111", card="5500")
+        result = jobs.fail.enqueue("4111 1111", card="5500 0000")
         drain(raises=False)
         yield result
 
@@ -47,7 +47,7 @@ def test_the_lists_name_it(task: Any, viewer: Client) -> None:
     for path in ("outboxmessage/", "deadletter/", "deadletter/?resolution=open"):
         page = page_of(viewer, LISTS + path)
         assert PATH in page, path
-        assert "4111" not in page
+        assert "4111 1111" not in page
         assert "Mrs Smith" not in page, "a header of that name in other messages"
     assert DeadLetter.objects.exclude(pk=other.pk).count() == 1
 
@@ -61,23 +61,23 @@ def test_its_page_shows_the_call_masked(task: Any, somebody: Any) -> None:
     views = ("view_outboxmessage", "view_deadletter")
     reader = somebody(*views, "view_message_body")
 
-    assert f"{PATH}(&#x27;4111&#x27;, card=&#x27;5500&#x27;)" in page_of(
+    assert f"{PATH}(&#x27;4111 1111&#x27;, card=&#x27;5500 0000&#x27;)" in page_of(
         reader, address
     )
-    assert "4111" not in page_of(somebody(*views), address)
+    assert "4111 1111" not in page_of(somebody(*views), address)
     masked = {**settings.TXMSG, "MASK": f"{__name__}.hide"}
     with override_settings(TXMSG=masked):
         page = page_of(reader, address)
     assert f"{PATH}(&#x27;***&#x27;, card=&#x27;***&#x27;)" in page
-    assert "4111" not in page
-    assert "5500" not in page
+    assert "4111 1111" not in page
+    assert "5500 0000" not in page
 
 
 def test_the_command_names_it(task: Any, capsys: pytest.CaptureFixture[str]) -> None:
     call_command("dead_letters", "list")
     assert PATH in capsys.readouterr().out
     call_command("dead_letters", "show", str(DeadLetter.objects.get().pk))
-    assert f"task: {PATH}('4111', card='5500')" in capsys.readouterr().out
+    assert f"task: {PATH}('4111 1111', card='5500 0000')" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ is relayed, and that one ends in the dead letters."""
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from django.db import transaction
 from django.db.models.functions import Now
 
 from django_txmsg import tasks
+from django_txmsg.brokers.stomp import StompBroker
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_messages
@@ -149,3 +152,16 @@ def test_on_a_real_server(rabbitmq: RabbitMQ, destination: str, way: str) -> Non
         settle(WAYS[way])
     assert states() == {"dispatched": 30, "dead": 1}
     assert DeadLetter.objects.get().attempts == ATTEMPTS
+
+
+def test_who_hangs_up_at_once_leaves_no_connection_behind() -> None:
+    with ScriptedBroker(RABBITMQ) as broker:
+        broker.on("CONNECT").cut_after(answered=True)
+        ends = 0
+        while ends < 3:
+            try:
+                StompBroker("default", broker.url).open().close()
+            except BrokerUnavailable:
+                ends += 1
+        # It warns of what was not closed, and a warning is an error here.
+        gc.collect()
