@@ -7,13 +7,13 @@ ten days of messages in its outbox and as many in its inbox, the eldest day past
 retention. The relay's broker takes everything at once; the stage is fed by the embedded
 broker. Then a day is pruned and vacuumed away, and the relay measured once more.
 
-Ids are as the package makes them. A message that begins something has one of version
-7: its index entries come at the right edge. A stage's messages have ids made of names,
-as good as random: each meets an index page of its own, and the first change of a page
-since a checkpoint writes all of it to the log. Half of the settled rows are of either
-sort, and the relay is measured with each. Every round follows a checkpoint: its worst
-case. Autovacuum is off, lest it fall into one round and not the other; the VACUUM after
-the pruning is timed.
+Ids as the package makes them begin with an instant: a message's own, or, of what a
+stage sends, that of the message behind it. Their index entries come at the right edge.
+Ids that others give may be random: each meets an index page of its own, and the first
+change of a page since a checkpoint writes all of it to the log. Half of the settled
+rows have such ids, and the relay is measured with each sort. Every round follows a
+checkpoint: its worst case. Autovacuum is off, lest it fall into one round and not the
+other; the VACUUM after the pruning is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from collections.abc import Callable
 
 from . import stand
 from .consume import consume
-from .relay_big_table import NEW_ID, OTHER_ID, fill, lane, rate, vacuum
+from .relay_big_table import (
+    NEW_ID,
+    OTHER_ID,
+    STAGE_ID,
+    fill,
+    lane,
+    rate,
+    vacuum,
+)
 from .relay_big_table import empty as empty_tables
 
 DAYS = 10
@@ -62,11 +70,13 @@ def main() -> None:
     print(f"{rows:,} rows in each table: {size()}, in {since(began)}", flush=True)
     works: dict[str, Callable[[], float]] = {
         "the relay": functools.partial(relayed, NEW_ID),
-        "the relay of stages' messages": functools.partial(relayed, OTHER_ID),
+        "the relay of stages' messages": functools.partial(relayed, STAGE_ID),
+        "the relay of random ids": functools.partial(relayed, OTHER_ID),
         "a stage": consumed,
     }
     for name, work in works.items():
-        compare(f"{name} beside {rows:,} settled rows", work, rounds)
+        goal = "" if "random" in name else "≥ 0.9"
+        compare(f"{name} beside {rows:,} settled rows", work, rounds, goal)
     use("grown")
     began = time.perf_counter()
     pruned = prune()
@@ -75,10 +85,10 @@ def main() -> None:
     vacuum_all()
     print(f"vacuumed in {since(began)}", flush=True)
     for name in ("the relay", "the relay of stages' messages"):
-        compare(f"{name} after the pruning", works[name], rounds)
+        compare(f"{name} after the pruning", works[name], rounds, "≥ 0.9")
 
 
-def compare(what: str, work: Callable[[], float], rounds: int) -> None:
+def compare(what: str, work: Callable[[], float], rounds: int, goal: str) -> None:
     """Print the ratio of the two databases, turn by turn, and keep it for the table."""
 
     def empty() -> float:
@@ -97,7 +107,7 @@ def compare(what: str, work: Callable[[], float], rounds: int) -> None:
     ratios = [one / other for one, other in pairs]
     middle = statistics.median(figures[what])
     print(f"{what}: {middle:,.0f}/s, ratio {statistics.median(ratios):.2f}", flush=True)
-    stand.note(what, "empty tables", ratios, "≥ 0.9")
+    stand.note(what, "empty tables", ratios, goal)
 
 
 def use(database: str) -> None:

@@ -23,7 +23,11 @@ NEW_ID = (
     "overlay(replace(gen_random_uuid()::text, '-', '') PLACING lpad(to_hex((extract("
     "epoch FROM {at}) * 1000)::bigint), 12, '0') || '7' FROM 1)::uuid"
 )
-#: SQL for one that says nothing of time, as a stage's messages have.
+#: SQL for one of a stage's message: it begins as that of the message behind it.
+STAGE_ID = NEW_ID.replace("'7'", "'8'").replace(
+    "{at}", "({at} - random() * interval '5 seconds')"
+)
+#: SQL for one that says nothing of time, as others may give.
 OTHER_ID = "gen_random_uuid()"
 
 

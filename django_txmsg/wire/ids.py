@@ -13,8 +13,11 @@ from .instants import format_instant
 IDS_OF_OTHERS = ("cap-msg-id", "dop-msg-id")
 
 #: Ids that are made of names live in this namespace, so that they never meet others.
-#: One formula, one namespace: who changes what an id is made of takes a new one.
+#: One formula, one namespace or UUID version: whoever changes what an id is made of
+#: takes a new one, and no id of the one is an id of the other.
 NAMESPACE = uuid.UUID("86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22")
+#: The bits of an id behind its instant and its version.
+_BEHIND = (1 << 76) - 1
 
 
 def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid.UUID:
@@ -22,9 +25,13 @@ def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid
 
     A stage that runs again sends the same ids, and every inbox catches the copies.
     Two services that consume one topic send different ones, whatever their stages
-    are called.
+    are called. It begins as its cause's id does where that begins with an instant, so
+    that an index on ids grows at one end: version 8 (RFC 9562, section 5.8), else 5.
     """
-    return _named("sent", service, str(cause), stage, ordinal)
+    named = _named("sent", service, str(cause), stage, ordinal)
+    if cause.version not in (7, 8):
+        return named
+    return uuid.UUID(int=cause.int >> 80 << 80 | 0x8 << 76 | named.int & _BEHIND)
 
 
 def session_id(service: str, cause: uuid.UUID, stage: str) -> uuid.UUID:
