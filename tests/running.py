@@ -25,6 +25,7 @@ from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.consuming.throttle import Throttle
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.upkeep.activity import Activity
 from django_txmsg.upkeep.breaker import Breaker
@@ -167,6 +168,21 @@ def ship(using: str = "default", broker: str = "default") -> int:
         return sum(iter(lane.dispatch, 0))
     finally:
         lane.close()
+
+
+@contextmanager
+def at_work(*relays: Relay) -> Iterator[None]:
+    """Relays that end with the block, also when the test fails: they would go on with
+    the next test's rows."""
+    threads = [threading.Thread(target=relay.run) for relay in relays]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for relay, thread in zip(relays, threads, strict=True):
+            relay.stop()
+            thread.join(30)
 
 
 def drained(destination: str, broker: str = "default") -> list[Delivery]:

@@ -25,6 +25,7 @@ from .links import link
 from .receipts import judge
 from .settlement import Settlement
 from .sweep import Sweep
+from .turn import Turn
 
 log = logging.getLogger("django_txmsg.relay")
 
@@ -47,14 +48,17 @@ class Lane:
         batch_size: int | None = None,
         longest_lease: float = math.inf,
         stop: threading.Event | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        """`stop`, once set, ends waiting for a database that is away."""
+        """`stop`, once set, ends waiting for a database that is away; `turn` is shared
+        by lanes that work side by side."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
         self._links = settings.LINK_KEYS
         self._lease = min(settings.LEASE, longest_lease)
         self._stop = stop or threading.Event()
+        self._turn = turn or Turn()
         self._session: Session | None = None
         self._sweep = Sweep()
         self.counts: Counter[str] = Counter()
@@ -70,7 +74,8 @@ class Lane:
         # First the broker, then the claim: an outage must not shuffle leases.
         self._open()
         token = uuid.uuid4()
-        claimed = self._claim(token, ids, session_id)
+        with self._turn.at_database():
+            claimed = self._claim(token, ids, session_id)
         if not claimed:
             return 0
         self.in_flight = len(claimed)
@@ -82,7 +87,12 @@ class Lane:
                 lambda: self._outbox().extend(held, token, self._lease),
             ) as lease:
                 settlement = Settlement(
-                    self.broker_alias, token, lease, self.counts, self._stop
+                    self.broker_alias,
+                    token,
+                    lease,
+                    self.counts,
+                    self._stop,
+                    self._turn,
                 )
                 if self._links:
                     claimed = link(
@@ -162,7 +172,8 @@ class Lane:
                 for row in rows
             ]
             try:
-                outcomes = session.send(batch, isolate=apart)
+                with self._turn.at_broker():
+                    outcomes = session.send(batch, isolate=apart)
             except BrokerError as error:
                 self.close()
                 if not is_new:

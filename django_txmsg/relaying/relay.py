@@ -23,11 +23,15 @@ from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
 from .lane import Lane
 from .listener import listening
+from .turn import Turn
 
 log = logging.getLogger("django_txmsg.relay")
 
 #: Seconds after which a lane that waits to be woken looks whether it is to stop.
 REST = 0.3
+#: One of so many lanes is at the database at a time: a batch is there for about a
+#: quarter of its way.
+LANES_A_PLACE = 4
 
 
 class Relay:
@@ -50,8 +54,16 @@ class Relay:
         count = lanes or conf.get().RELAY.LANES
         max_pause = conf.get().RELAY.BREAKER_MAX_PAUSE
         self._breakers = {name: Breaker(name, max_pause) for name in brokers}
+        places = max(1, count * len(brokers) // LANES_A_PLACE)
+        turns = {alias: Turn(places) for alias in using}
         self.lanes = [
-            Lane(alias, broker, batch_size=batch_size, stop=self._stop)
+            Lane(
+                alias,
+                broker,
+                batch_size=batch_size,
+                stop=self._stop,
+                turn=turns[alias],
+            )
             for broker in brokers
             for alias in using
             for _ in range(count)

@@ -22,6 +22,7 @@ from ..models.outbox_claim import Claimed
 from ..upkeep import outage
 from ..upkeep.leases import Lease
 from .receipts import Receipts
+from .turn import Turn
 
 log = logging.getLogger("django_txmsg.relay")
 
@@ -37,11 +38,12 @@ class Settlement:
         lease: Lease,
         counts: Counter[str],
         stop: threading.Event,
+        turn: Turn,
     ) -> None:
         """`stop`, once set, ends waiting for a database that is away."""
         self.using, self.broker_alias = lease.using, broker
         self._token, self._lease = token, lease
-        self._counts, self._stop = counts, stop
+        self._counts, self._stop, self._turn = counts, stop, turn
 
     def _outbox(self) -> OutboxManager:
         return OutboxMessage.objects.db_manager(self.using)
@@ -122,7 +124,8 @@ class Settlement:
         pause, repeated = 0.05, False
         while True:
             try:
-                changed = statement()
+                with self._turn.at_database():
+                    changed = statement()
                 return count if repeated else changed
             except AnyDatabaseError as error:
                 connection.close()

@@ -16,9 +16,10 @@ from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.lane import Lane
+from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import wait_until
-from tests.running import IMPATIENT, committing, ship, txmsg
+from tests.running import IMPATIENT, at_work, committing, ship, txmsg
 
 pytestmark = [
     committing,
@@ -164,3 +165,42 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
     assert slow.is_set()
     assert lane.counts == {"dispatched": COUNT}
     assert set(copies().values()) == {1}
+
+
+def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lanes take turns at the database, and two of them stay there."""
+    batch_size, real = COUNT // 2, DatabaseSession.send
+    statement = "SELECT 1 FROM django_txmsg_outboxmessage WHERE message_id = %s"
+    with psycopg.connect(**connection.get_connection_params()) as operator:
+
+        def send(session: Any, batch: Any, **options: Any) -> Any:
+            outcomes = real(session, batch, **options)
+            if len(batch) == batch_size:
+                operator.execute(
+                    f"{statement} FOR UPDATE", [batch[0].headers["txmsg-id"]]
+                )
+            return outcomes
+
+        monkeypatch.setattr(DatabaseSession, "send", send)
+        relay = Relay(["default"], ["default"], batch_size=batch_size, lanes=4)
+        with at_work(relay):
+            wait_until(lambda: waiting_for_locks() == 2)
+            with transaction.atomic():
+                send_messages({"destination": "tests.q", "body": n} for n in range(9))
+            wait_until(lambda: relay.counts["dispatched"] == 9)
+            operator.rollback()
+            wait_until(lambda: relay.counts["dispatched"] == COUNT + 9)
+    assert set(copies().values()) == {1}
+
+
+def waiting_for_locks() -> int:
+    """Return how many sessions wait for another one of this database."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND datname = current_database()"
+        )
+        (count,) = cursor.fetchone()
+    return int(count)

@@ -6,8 +6,6 @@ import datetime as dt
 import logging
 import threading
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import wait_until
-from tests.running import IMPATIENT, committing, ship, txmsg
+from tests.running import IMPATIENT, at_work, committing, ship, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -39,21 +37,6 @@ def store(count: int = 1, **arguments: Any) -> None:
 def queued() -> list[bytes]:
     rows = QueueMessage.objects.filter(queue="tests.q").order_by("id")
     return [bytes(one.body) for one in rows]
-
-
-@contextmanager
-def at_work(*relays: Relay) -> Iterator[None]:
-    """Relays that end with the block, also when the test fails: they would go on with
-    the next test's rows."""
-    threads = [threading.Thread(target=relay.run) for relay in relays]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        for relay, thread in zip(relays, threads, strict=True):
-            relay.stop()
-            thread.join(30)
 
 
 def all_due() -> None:

@@ -1,0 +1,96 @@
+"""Lanes take turns at their database, and none waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from django_txmsg.relaying import turn as turns
+from django_txmsg.relaying.turn import Turn
+
+#: Seconds after which one who has not come in is taken to wait.
+A_WHILE = 0.2
+
+
+@contextmanager
+def another(turn: Turn) -> Iterator[threading.Event]:
+    """A lane beside this one. The event says that it is at the database."""
+    came = threading.Event()
+
+    def work() -> None:
+        with turn.at_database():
+            came.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield came
+    finally:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LONGEST", 20.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_one_waits_for_the_other_while_the_broker_is_at_work() -> None:
+    turn = Turn()
+    with ExitStack() as here, turn.at_broker():
+        here.enter_context(turn.at_database())
+        with another(turn) as came:
+            assert not came.wait(A_WHILE)
+            here.close()
+            assert came.wait(5)
+
+
+@pytest.mark.usefixtures("patient")
+def test_with_a_place_more_there_is_room_for_the_other() -> None:
+    turn = Turn(2)
+    with turn.at_broker(), turn.at_database(), another(turn) as came:
+        assert came.wait(5)
+
+
+@pytest.mark.usefixtures("patient")
+def test_two_go_while_the_broker_has_nothing_to_do_and_no_third() -> None:
+    turn = Turn()
+    with ExitStack() as first, turn.at_database():
+        with another(turn) as second:
+            assert second.wait(5)
+        first.enter_context(turn.at_database())
+        with another(turn) as third:
+            assert not third.wait(A_WHILE)
+            first.close()
+            assert third.wait(5)
+
+
+@pytest.mark.usefixtures("patient")
+def test_one_who_waits_goes_as_soon_as_the_broker_is_left() -> None:
+    turn = Turn()
+    with turn.at_database(), ExitStack() as broker:
+        broker.enter_context(turn.at_broker())
+        with another(turn) as came:
+            assert not came.wait(A_WHILE)
+            broker.close()
+            assert came.wait(5)
+
+
+def test_nobody_waits_for_one_who_does_not_come_back() -> None:
+    turn = Turn()
+    with turn.at_broker(), turn.at_database(), another(turn) as came:
+        assert came.wait(5)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_error_gives_the_turn_back() -> None:
+    turn = Turn()
+    with turn.at_broker():
+        with pytest.raises(ValueError, match="deadlock"), turn.at_database():
+            raise ValueError("deadlock")
+        with another(turn) as came:
+            assert came.wait(5)
