@@ -96,9 +96,10 @@ def mono(text: object, title: object = "") -> SafeString:
 
 
 def short_id(message_id: Any) -> SafeString:
-    """Return enough of a message id to tell it from its neighbours."""
+    """Return enough of a message id to tell it from its neighbours, whose ids begin as
+    it does."""
     text = str(message_id)
-    return mono(f"{text[:8]}…{text[-4:]}", text)
+    return mono(f"…{text[-12:]}", text)
 
 
 def first_line(text: str) -> str:

@@ -50,8 +50,8 @@ class Lane:
         stop: threading.Event | None = None,
         turn: Turn | None = None,
     ) -> None:
-        """`stop`, once set, ends waiting for a database that is away; `turn` is shared
-        by lanes that work side by side."""
+        """`stop`, once set, ends claiming, and waiting for a database that is away;
+        `turn` is shared by lanes that work side by side."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
@@ -75,7 +75,9 @@ class Lane:
         self._open()
         token = uuid.uuid4()
         with self._turn.at_database():
-            claimed = self._claim(token, ids, session_id)
+            # It may have been stopped while it waited for its turn.
+            stopped = self._stop.is_set()
+            claimed = [] if stopped else self._claim(token, ids, session_id)
         if not claimed:
             return 0
         self.in_flight = len(claimed)

@@ -73,9 +73,7 @@ class Settlement:
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:
-            kept = self._fenced(
-                len(stored), lambda: self._outbox().mark_dispatched(stored, self._token)
-            )
+            kept = self._fenced(len(stored), lambda: self._mark(stored))
             self._counts["dispatched"] += len(stored)
             self._lost(len(stored) - kept)
         if returned:
@@ -94,6 +92,11 @@ class Settlement:
                     broker=self.broker_alias,
                     attempt=row.attempts + 1,
                 )
+
+    def _mark(self, stored: list[int]) -> int:
+        # What the broker refuses is seldom, and noted row by row, without the turn.
+        with self._turn.at_database():
+            return self._outbox().mark_dispatched(stored, self._token)
 
     def bury(self, row: Claimed, reason: str, error: str) -> None:
         """Make a row dead, with its dead letter in the same transaction."""
@@ -124,8 +127,7 @@ class Settlement:
         pause, repeated = 0.05, False
         while True:
             try:
-                with self._turn.at_database():
-                    changed = statement()
+                changed = statement()
                 return count if repeated else changed
             except AnyDatabaseError as error:
                 connection.close()

@@ -16,7 +16,7 @@ LONGEST = 0.1
 
 
 class Turn:
-    """Shared by lanes: so many are at the database at a time, and twice as many while
+    """Shared by lanes: so many claim or mark a batch at a time, and twice as many while
     the broker has nothing to do."""
 
     def __init__(self, places: int = 1) -> None:
@@ -47,7 +47,7 @@ class Turn:
         finally:
             with self._changed:
                 self._at_broker -= 1
-                self._changed.notify()
+                self._changed.notify_all()
 
     def _is_free(self) -> bool:
         places = self._places if self._at_broker else 2 * self._places

@@ -25,8 +25,9 @@ def derived_id(service: str, cause: uuid.UUID, stage: str, ordinal: int) -> uuid
 
     A stage that runs again sends the same ids, and every inbox catches the copies.
     Two services that consume one topic send different ones, whatever their stages
-    are called. It begins as its cause's id does where that begins with an instant, so
-    that an index on ids grows at one end: version 8 (RFC 9562, section 5.8), else 5.
+    are called. It begins as its cause's id does where that is taken to begin with an
+    instant, in versions 7 and 8, so that an index on ids grows at one end: version 8
+    (RFC 9562, section 5.8), else 5.
     """
     named = _named("sent", service, str(cause), stage, ordinal)
     if cause.version not in (7, 8):

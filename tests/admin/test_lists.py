@@ -64,6 +64,18 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
     ]
 
 
+def test_ids_of_one_flow_are_told_apart(viewer: Client) -> None:
+    """They begin alike, and end alike once in 65,536 times."""
+    flow = "019e2f6c-0123-84a1-966a-"
+    ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
+    for message_id in ids:
+        factories.OutboxMessageFactory(message_id=uuid.UUID(message_id))
+    page = viewer.get(OUTBOX).content.decode()
+    shown = re.findall(r'class="txmsg-id" title="([^"]+)">([^<]+)<', page)
+    assert {full for full, _ in shown} == ids
+    assert len({short for _, short in shown}) == 2
+
+
 def test_messages_are_found_by_their_exact_ids(viewer: Client) -> None:
     row = factories.OutboxMessageFactory(key="customer-7", correlation_id="flow-1")
     factories.OutboxMessageFactory.create_batch(3)

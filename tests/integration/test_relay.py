@@ -6,6 +6,7 @@ import datetime as dt
 import logging
 import threading
 import uuid
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from django_txmsg.errors import BrokerUnavailable, DispatchRejected, DispatchUnk
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.models.outbox import OutboxManager
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying import turn
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_message, send_messages
@@ -229,6 +231,45 @@ def test_a_database_outage_between_claim_and_settle(
         str(one.message_id) for one in OutboxMessage.objects.all()
     }
     assert not OutboxMessage.objects.exclude(attempts=0).exists()
+
+
+def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(turn, "LONGEST", 20.0)
+    store(40)
+    relay = Relay(["default"], ["default"], batch_size=10)
+    shared, waiting = relay.lanes[0]._turn, threading.Event()
+    is_free = shared._is_free
+
+    def seen() -> bool:
+        free = is_free()
+        if not free:
+            waiting.set()
+        return free
+
+    monkeypatch.setattr(shared, "_is_free", seen)
+    with ExitStack() as held:
+        for _ in range(2):
+            held.enter_context(shared.at_database())
+        with at_work(relay):
+            assert waiting.wait(30)
+            relay.stop()
+            held.close()
+    assert not relay.counts
+    assert queued() == []
+
+
+def test_what_is_noted_row_by_row_waits_for_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a lane beside two that are held up needs minutes for a batch."""
+    monkeypatch.setattr(turn, "LONGEST", 1.0)
+    store(100, expires=dt.timedelta(0))
+    relay = Relay(["default"], ["default"], lanes=1)
+    at_database = relay.lanes[0]._turn.at_database
+    with at_database(), at_database(), at_work(relay):
+        wait_until(lambda: relay.counts["dead"] == 100, deadline=30)
 
 
 def test_two_relays_send_each_row_once() -> None:

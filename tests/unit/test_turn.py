@@ -16,13 +16,18 @@ A_WHILE = 0.2
 
 
 @contextmanager
-def another(turn: Turn) -> Iterator[threading.Event]:
-    """A lane beside this one. The event says that it is at the database."""
+def another(
+    turn: Turn, leave: threading.Event | None = None
+) -> Iterator[threading.Event]:
+    """A lane beside this one. The event says that it is at the database, where it
+    stays until it is to leave."""
     came = threading.Event()
 
     def work() -> None:
         with turn.at_database():
             came.set()
+            if leave:
+                leave.wait(30)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -70,14 +75,18 @@ def test_two_go_while_the_broker_has_nothing_to_do_and_no_third() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_one_who_waits_goes_as_soon_as_the_broker_is_left() -> None:
-    turn = Turn()
-    with turn.at_database(), ExitStack() as broker:
+def test_all_for_whom_there_is_room_go_as_soon_as_the_broker_is_left() -> None:
+    turn = Turn(2)
+    with turn.at_database(), turn.at_database(), ExitStack() as broker:
         broker.enter_context(turn.at_broker())
-        with another(turn) as came:
-            assert not came.wait(A_WHILE)
+        leave = threading.Event()
+        with another(turn, leave) as third, another(turn, leave) as fourth:
+            assert not third.wait(A_WHILE)
+            assert not fourth.is_set()
             broker.close()
-            assert came.wait(5)
+            assert third.wait(5)
+            assert fourth.wait(5)
+            leave.set()
 
 
 def test_nobody_waits_for_one_who_does_not_come_back() -> None:
