@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from celery import chain
+from celery import chain, signals
 from django.db import transaction
 
 from django_txmsg.celery import Celery, OnceTask
@@ -42,6 +42,16 @@ def die_once() -> None:
         note.unlink()
         if whole_worker:
             os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@signals.task_success.connect
+def die_late(sender: Any = None, **_: Any) -> None:
+    """Kill this process, once, when it has called what follows a task, and before the
+    task's message is acknowledged."""
+    note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE_LATE", "/nowhere"))
+    if note.exists() and note.read_text() == sender.request.id:
+        note.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

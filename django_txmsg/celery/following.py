@@ -16,6 +16,7 @@ from kombu.exceptions import EncodeError
 
 from ..brokers.celery.publication import Publication
 from . import publishing, running
+from .link_ids import cause_of, identified
 
 log = logging.getLogger("django_txmsg.celery")
 
@@ -34,7 +35,9 @@ def go_on(task: Any, result: Any) -> None:
     be done and its chain lost. Raises Reject instead.
     """
     request, app = task.request, task.app
-    links, chain = request.callbacks or [], request.chain or []
+    cause = cause_of(request)
+    links = identified(request.callbacks, f"{cause}/link")
+    chain = identified(request.chain, f"{cause}/chain")
     request.callbacks = request.chain = None
     given: dict[str, Any] = {
         "parent_id": request.id,
@@ -59,6 +62,12 @@ def go_on(task: Any, result: Any) -> None:
     finally:
         running.enter(outer)
     send(task, run.later)
+
+
+def identify_errbacks(request: Any) -> None:
+    """Give what is called when the task has failed the same ids at each delivery."""
+    if request.errbacks:
+        request.errbacks = identified(request.errbacks, f"{cause_of(request)}/error")
 
 
 def send(task: Any, later: list[Publication]) -> None:

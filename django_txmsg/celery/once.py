@@ -73,6 +73,10 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
         )  # fmt: skip
         threading.Event().wait(following.PAUSE)
         raise Reject(error, requeue=True) from error
+    finally:
+        # Celery calls them when this has failed; not before, since a retry and a
+        # replacement take them over as they are.
+        following.identify_errbacks(task.request)
 
 
 class _Once:

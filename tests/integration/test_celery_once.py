@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from celery import chord
+from celery import chord, group
 from celery.app.trace import build_tracer
 from celery.exceptions import (
     Ignore,
@@ -27,7 +28,7 @@ from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.errors import SwallowedDatabaseError, TaskGivenUp
 from django_txmsg.models import InboxMessage, OutboxMessage
 from tests.app.models import Effect
-from tests.celery_shop import app, step
+from tests.celery_shop import app, charge, failing, step
 from tests.celery_worker import BROKERS, forget_connections
 from tests.running import committing, txmsg
 
@@ -230,6 +231,94 @@ def test_while_what_follows_cannot_be_called_the_message_goes_back(
     assert deliver(task, **given) == 1
     assert effects() == ["worked"]
     assert len(sent()) == (2 if follows == "chord" else 1)
+
+
+def work_off() -> None:
+    """Do what a worker does until its queue is empty."""
+    while messages := sent():
+        for message in messages:
+            args, kwargs, embedded = message.decode()
+            task = app.tasks[message.headers["task"]]
+            request = {**message.headers, **embedded, "delivery_info": {}}
+            trace = build_tracer(task.name, task, app=app)
+            trace(message.headers["id"], args, kwargs, request)
+
+
+SHAPES: dict[str, Any] = {
+    "a task": lambda: charge.s(1),
+    "a chain": lambda: charge.s(1) | charge.s(2) | charge.s(3),
+    "a group": lambda: group(charge.s(1), charge.s(2)),
+    "a group in a chain": lambda: charge.s(1) | group(charge.s(2), charge.s(3)),
+    "a chain in a group": lambda: group(charge.s(1) | charge.s(2), charge.s(3)),
+    "a chord": lambda: chord([charge.s(1), charge.s(2)], charge.s(3)),
+    "a group and what follows": lambda: (
+        charge.s(1) | group(charge.s(2), charge.s(3)) | charge.s(4)
+    ),
+    "a link's link": lambda: charge.s(1).set(link=[charge.s(2).set(link=charge.s(3))]),
+    "a link of a plain task's": lambda: step.s(1).set(link=[charge.s(2)]),
+    "a chain's link": lambda: (charge.s(1) | charge.s(2)).set(link=[charge.s(3)]),
+    "a link_error of a link's": lambda: failing.si().set(link_error=[charge.si(1)]),
+}
+
+
+@pytest.mark.parametrize("linked", SHAPES)
+@pytest.mark.parametrize("option", ["callbacks", "chain"])
+def test_what_a_copy_calls_again_takes_effect_once(linked: str, option: str) -> None:
+    """Whatever its shape, and wherever Celery had drawn an id at each call."""
+    app.conf.result_backend = "cache+memory://"
+    forget_connections()
+    task, call = once_task(lambda: 0), json.loads(json.dumps(SHAPES[linked]()))
+    sent()
+    try:
+        for _ in range(2):
+            deliver(task, **{option: [call]})
+        work_off()
+    finally:
+        app.conf.result_backend = None
+
+    called = effects()
+    once = [name for name in called if name.startswith("charge")]
+    assert once
+    assert len(set(once)) == len(once), called
+
+
+def test_what_is_linked_twice_is_called_twice() -> None:
+    task, link = once_task(lambda: 0), json.loads(json.dumps(charge.s(1)))
+    sent()
+    deliver(task, callbacks=[link, link])
+    work_off()
+    assert effects().count("charge [0, 1]") == 2
+
+
+def test_an_id_that_the_caller_gave_a_link_stays() -> None:
+    task = once_task(lambda: 0)
+    sent()
+    deliver(task, callbacks=[charge.s(1).set(task_id="mine")])
+    assert [message.headers["id"] for message in sent()] == ["mine"]
+
+
+def test_a_replacement_calls_its_links_under_ids_of_its_own() -> None:
+    """It has the id of the task that it replaces, and is another one."""
+    task = once_task(lambda: 0)
+    link = json.loads(json.dumps(charge.s(1)))
+    sent()
+    for nesting in (0, 1):
+        deliver(task, callbacks=[link], replaced_task_nesting=nesting)
+    assert len({message.headers["id"] for message in sent()}) == 2
+
+
+def test_what_is_called_for_a_failure_is_called_under_the_same_ids() -> None:
+    def work() -> None:
+        raise ValueError("no good")
+
+    task = once_task(work)
+    errors = json.loads(json.dumps([charge.s(1), charge.s(2)]))
+    sent()
+    for _ in range(2):
+        assert isinstance(deliver(task, errbacks=errors), ValueError)
+    work_off()
+    called = [name for name in effects() if name.startswith("charge")]
+    assert called == ['charge ["one", 1]', 'charge ["one", 2]']
 
 
 def test_a_retry_is_raised_whatever_it_is_told() -> None:

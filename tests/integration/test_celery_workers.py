@@ -201,6 +201,40 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
     assert (first.state, first.attempts) == ("processed", 1)
 
 
+def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
+    worker: Start, tmp_path: Path
+) -> None:
+    """Called twice, once by the one that was killed: worked once, nested ones too."""
+    links = [
+        charge.s(2).set(link=charge.s(3)),
+        chain(charge.s(4), charge.s(5)),
+        group(charge.s(6), charge.s(7)),
+    ]
+    with transaction.atomic():
+        result = charge.apply_async((1,), link=links)
+    note = tmp_path / "late"
+    note.write_text(result.id)
+
+    one = worker(TXMSG_TEST_CELERY_DIE_LATE=str(note))
+    rows = InboxMessage.objects.filter(processed_at__isnull=False)
+
+    def called_twice() -> bool:
+        ship(broker="celery")
+        return sorted(rows.values_list("deliveries", flat=True)) == [2] * 7
+
+    wait_until(called_twice, deadline=60, message=one.said)
+    assert not note.exists()
+    assert sorted(effects("charge")) == [
+        "charge [1]",
+        "charge [[1], 2]",
+        "charge [[1], 4]",
+        "charge [[1], 6]",
+        "charge [[1], 7]",
+        "charge [[[1], 2], 3]",
+        "charge [[[1], 4], 5]",
+    ]
+
+
 DIES_AFTER_ITS_COMMIT = """
 import os, signal, django
 django.setup()
