@@ -1,0 +1,23 @@
+"""The page of the first run, typed to the letter after the quickstart, prints what it
+says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT
+from tests.docs.typing import Typist
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_the_first_run_prints_what_its_page_says(tmp_path: Path) -> None:
+    with Typist(tmp_path, Path(sys.executable).parent) as typist:
+        typist.follow(ROOT / "docs" / "quickstart.md")
+        typist.follow(ROOT / "docs" / "how-to" / "pipeline.md")
+
+        assert (tmp_path / "report.html").exists()
+        assert typist.typed[-1].startswith("python manage.py pipeline replay")
