@@ -9,7 +9,6 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from ..models import Worker
-from ..monitoring.attendance import SILENT
 from . import display
 from .base import ReadOnlyAdmin
 
@@ -33,8 +32,7 @@ class WorkerAdmin(ReadOnlyAdmin):
     @admin.display(description="state")
     def state(self, worker: Worker) -> SafeString:
         """Alive, or silent for too long."""
-        silent = timezone.now() - worker.heartbeat_at > SILENT
-        return display.badge("silent" if silent else "alive")
+        return display.badge("alive" if worker.lives(timezone.now()) else "silent")
 
     @admin.display(description="stages")
     def consumes(self, worker: Worker) -> SafeString | str:

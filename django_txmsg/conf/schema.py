@@ -57,7 +57,8 @@ class ConsumeSettings:
     THROTTLE_PAUSE: float = 1.0
     """Seconds between messages of a throttled stage."""
     HEARTBEAT: float = 5.0
-    """Seconds between a worker's heartbeats."""
+    """Seconds between a worker's heartbeats, at most 60. Three of them and 15 seconds
+    after its last one, a worker counts as dead."""
     MAX_MESSAGES: int = 0
     """Deliveries after which `consume` ends in good order; 0: never."""
     MAX_MEMORY: float = 0.0

@@ -22,6 +22,9 @@ MAX_NUMBER = 2**31 - 1
 #: A hundred years.
 MAX_DAYS = 36_525
 MAX_SERVICE_LENGTH = 100
+#: Smaller limits of single keys. A worker counts as dead three heartbeats after its
+#: last one, and until then its messages and its stages count as attended.
+_MOST = {"HEARTBEAT": 60}
 #: What the tables hold of a broker's alias.
 MAX_ALIAS_LENGTH = 64
 #: What `every()` takes, for an entry of SCHEDULE; EXPIRES is in seconds.
@@ -98,7 +101,7 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
 def _number_problems(
     kind: Any, name: str, value: float, where: str
 ) -> Iterator[Problem]:
-    most = MAX_DAYS if kind is RetentionSettings else MAX_NUMBER
+    most = MAX_DAYS if kind is RetentionSettings else _MOST.get(name, MAX_NUMBER)
     if value < 0 or (value == 0 and name in _POSITIVE):
         yield Problem(where, f"must be greater than zero, not {value!r}.")
     elif not value <= most:  # nor is NaN

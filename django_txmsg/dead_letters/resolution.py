@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +20,9 @@ from ..errors import InvalidMessage, TxmsgError
 from ..models import DeadLetter, InboxMessage, Worker
 from ..models.dead_letter import Resolution
 from ..models.outbox_store import NewMessage
+from ..models.worker import living
 from ..sending import storing
 from ..stages import all_stages
-
-#: A process whose last sign of life is no older is at work.
-LIVING = dt.timedelta(minutes=1)
 
 
 @dataclass
@@ -115,10 +112,9 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
         return here
-    workers = Worker.objects.using(router.db_for_write(Worker))
-    living = workers.filter(heartbeat_at__gte=Now() - LIVING)
+    workers = Worker.objects.using(router.db_for_write(Worker)).filter(living())
     served = {
-        name for names in living.values_list("stages", flat=True) for name in names
+        name for names in workers.values_list("stages", flat=True) for name in names
     }
     return here | (served - declared.keys())
 

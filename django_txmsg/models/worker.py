@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 from django.db import models
+from django.db.models import DateTimeField, ExpressionWrapper, F, Q
 from django.db.models.functions import Now
+from django.db.models.lookups import GreaterThanOrEqual
+
+
+def silent_after(heartbeat: float) -> dt.timedelta:
+    """Return how old a worker's last heartbeat is when the worker counts as dead.
+
+    `heartbeat` is the worker's interval between heartbeats, in seconds. Two heartbeats
+    may be late or lost, and a slow database may take 15 seconds for one.
+    """
+    return dt.timedelta(seconds=3 * heartbeat + 15)
+
+
+def living() -> Q:
+    """Return the condition of workers that live, by the database's clock."""
+    until = ExpressionWrapper(
+        F("heartbeat_at") + F("silent_after"), output_field=DateTimeField()
+    )
+    return Q(GreaterThanOrEqual(until, Now()))
 
 
 class Worker(models.Model):
-    """A running process. It deletes its row when it stops in good order."""
+    """A running process. It deletes its row when it stops in good order.
+
+    A worker lives until its last heartbeat is older than its own `silent_after`: every
+    process applies the same rule, whatever heartbeat its own settings have.
+    """
 
     id = models.BigAutoField(primary_key=True)
     name = models.CharField(max_length=255, unique=True)
@@ -19,6 +44,15 @@ class Worker(models.Model):
     in_flight = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField(db_default=Now())
     heartbeat_at = models.DateTimeField(db_default=Now())
+    silent_after = models.DurationField(
+        default=silent_after(5.0),
+        db_default=silent_after(5.0),
+        help_text="Age of the last heartbeat from which the worker counts as dead.",
+    )
 
     def __str__(self) -> str:
         return self.name
+
+    def lives(self, now: dt.datetime) -> bool:
+        """Return whether it lives at this instant of the database's clock."""
+        return now - self.heartbeat_at <= self.silent_after

@@ -8,12 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from django.db.models import Q
-
 from ..models import Worker
-
-#: A worker that has been silent for so long may be dead.
-SILENT = dt.timedelta(seconds=30)
+from ..models.worker import living
 
 #: The most processes that are looked at, those with the latest signs of life.
 MOST = 1_000
@@ -29,7 +25,7 @@ class Attendance:
     @property
     def living(self) -> list[Worker]:
         """Those whose heart beats."""
-        return [one for one in self.workers if not self._is_silent(one)]
+        return [one for one in self.workers if one.lives(self.now)]
 
     @property
     def lost(self) -> list[Worker]:
@@ -38,7 +34,7 @@ class Attendance:
         return [
             one
             for one in self.workers
-            if self._is_silent(one)
+            if not one.lives(self.now)
             and not any(
                 other.kind == one.kind
                 and other.started_at > one.heartbeat_at
@@ -67,9 +63,6 @@ class Attendance:
         served = self.serving
         return sorted(name for name in stages if name not in served)
 
-    def _is_silent(self, worker: Worker) -> bool:
-        return self.now - worker.heartbeat_at > SILENT
-
 
 def read(using: str, now: dt.datetime) -> Attendance:
     """Return the processes with a recent heartbeat, in one query."""
@@ -79,5 +72,5 @@ def read(using: str, now: dt.datetime) -> Attendance:
 
 def read_living(using: str, now: dt.datetime) -> Attendance:
     """Return the living processes, without the silent ones."""
-    living = Q(heartbeat_at__gte=now - SILENT)
-    return Attendance(now, list(Worker.objects.using(using).filter(living)[:MOST]))
+    rows = Worker.objects.using(using).filter(living())
+    return Attendance(now, list(rows[:MOST]))

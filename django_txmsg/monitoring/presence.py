@@ -15,6 +15,7 @@ from .. import conf
 from ..errors import ConfigurationError
 from ..models import Worker
 from ..models.fields import clock
+from ..models.worker import silent_after
 from ..upkeep import outage
 from . import attendance
 
@@ -39,7 +40,12 @@ class Presence:
 
         def beat() -> None:
             own = workers.filter(name=self.name)
-            said = {"host": self.host, "pid": self.pid, "in_flight": in_flight}
+            said = {
+                "host": self.host,
+                "pid": self.pid,
+                "in_flight": in_flight,
+                "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
+            }
             if not own.update(heartbeat_at=Now(), **said):
                 workers.create(
                     name=self.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import html
 import io
 import json
@@ -15,8 +16,11 @@ from django.test import Client
 
 from django_txmsg import tasks
 from django_txmsg.models import Worker
+from django_txmsg.models.worker import silent_after
 from django_txmsg.monitoring import status
+from django_txmsg.monitoring.presence import Presence
 from tests import factories
+from tests.running import txmsg
 
 URL = "/admin/django_txmsg/"
 HEALTH = "/txmsg/health/"
@@ -92,6 +96,37 @@ def test_a_silent_worker_is_nobody_at_work(
     # The killed one has been started again.
     Worker.objects.filter(pk=older.pk).update(started_at=factories.ago(minutes=2))
     assert "All is well." in viewer.get(URL).content.decode()
+
+
+@pytest.mark.parametrize(
+    ("age", "heartbeat", "lives"),
+    [(29, 5, True), (40, 5, False), (120, 60, True), (200, 60, False)],
+)
+def test_a_worker_lives_by_its_own_heartbeat_on_every_page(
+    viewer: Client,
+    declared: Callable[..., None],
+    age: int,
+    heartbeat: int,
+    lives: bool,
+) -> None:
+    declared("orders.place")
+    factories.WorkerFactory(kind="relay", stages=[])
+    factories.WorkerFactory(
+        heartbeat_at=factories.ago(seconds=age), silent_after=silent_after(heartbeat)
+    )
+
+    assert status.read().attendance.consumed is lives
+    assert viewer.get(HEALTH).json()["workers"]["consumer"] == int(lives)
+    assert ("All is well." in viewer.get(URL).content.decode()) is lives
+    workers = viewer.get(URL + "worker/").content.decode()
+    assert ("silent" in workers) is not lives
+
+
+@pytest.mark.django_db
+def test_a_process_tells_others_when_it_counts_as_dead() -> None:
+    with txmsg(CONSUME={"HEARTBEAT": 60}):
+        Presence("relay", "default").beat(0)
+    assert Worker.objects.get().silent_after == dt.timedelta(seconds=195)
 
 
 def test_a_paused_stage_is_a_notice_and_no_alarm(

@@ -20,6 +20,7 @@ from django_txmsg.models import (
     OutboxMessage,
 )
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.models.worker import silent_after
 from django_txmsg.sending.outbox import send_message
 from tests import factories as make
 from tests.app.models import Effect
@@ -268,6 +269,30 @@ def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
     assert Effect.objects.count() == 1
     assert resolve("redeliver", force=True).done == 1
     assert OutboxMessage.objects.filter(destination=TOPIC, dispatched_at=None).exists()
+
+
+@pytest.mark.parametrize(
+    ("age", "heartbeat", "lives"),
+    [(0, 5, True), (40, 5, False), (120, 60, True), (200, 60, False)],
+)
+def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
+    age: int, heartbeat: int, lives: bool
+) -> None:
+    """A worker lives for three heartbeats and 15 seconds after its last one."""
+    handler = Stubborn()
+    with declared(handler, TOPIC, name="shipping.a") as stage:
+        step(stage)
+        send(TOPIC)
+        step(stage, times=3)
+    make.WorkerFactory(
+        service="shipping",
+        stages=["shipping.a"],
+        heartbeat_at=make.ago(seconds=age),
+        silent_after=silent_after(heartbeat),
+    )
+    with declared(print, TOPIC, name="billing.b"):
+        operation = resolve("redeliver")
+    assert (operation.done, operation.skipped) == (lives, not lives)
 
 
 def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> None:

@@ -28,6 +28,7 @@ from django_txmsg.models import (
     Worker,
     queue,
 )
+from django_txmsg.models.worker import silent_after
 from django_txmsg.sending.outbox import send_message
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
@@ -37,6 +38,8 @@ from tests.running import committing, declared, send, ship, step, txmsg
 
 pytestmark = committing
 
+#: A worker whose CONSUME["HEARTBEAT"] is 60 seconds.
+SLOW = {"silent_after": silent_after(60)}
 TOPIC, MAIL = "topic:orders.placed", "mail.send"
 
 
@@ -226,11 +229,16 @@ def test_two_services_in_one_database_do_not_run_stages_of_one_name(
     [
         ({"service": "billing"}, True),
         ({"service": "billing", "heartbeat_at": ago(minutes=5)}, False),
+        ({"service": "billing", "heartbeat_at": ago(seconds=40)}, False),
+        ({"service": "billing", "heartbeat_at": ago(minutes=2), **SLOW}, True),
         ({"service": "billing", "stages": ["elsewhere"]}, False),
         ({"service": "tests"}, False),
         ({"service": ""}, False),  # of an earlier version
     ],
-    ids=["at work", "silent", "other stages", "ourselves", "unknown"],
+    ids=[
+        *("at work", "silent", "silent for its heartbeat", "with a slow heartbeat"),
+        *("other stages", "ourselves", "unknown"),
+    ],
 )
 def test_who_is_in_whose_way(other: dict[str, Any], refused: bool) -> None:
     with txmsg(), declared(note) as stage:

@@ -72,6 +72,7 @@ def test_defaults_are_the_contract() -> None:
         ({"REDELIVERY": {"JITTER": 2}}, 'TXMSG["REDELIVERY"]["JITTER"]', "0 and 1"),
         ({"RELAY": {"LEASE": math.nan}}, 'TXMSG["RELAY"]["LEASE"]', "at most"),
         ({"RELAY": {"LEASE": math.inf}}, 'TXMSG["RELAY"]["LEASE"]', "at most"),
+        ({"CONSUME": {"HEARTBEAT": 61}}, 'TXMSG["CONSUME"]["HEARTBEAT"]', "most 60"),
         ({"RETENTION": {"INBOX": 1e9}}, 'TXMSG["RETENTION"]["INBOX"]', "36,525"),
         ({"SERVICE": ""}, 'TXMSG["SERVICE"]', "letters, digits"),
         ({"SERVICE": "my shop/1"}, 'TXMSG["SERVICE"]', "letters, digits"),
