@@ -39,7 +39,8 @@ reason, error."""
 
 messages_committed = Signal()
 """Rows of the outbox were committed: the dispatcher's wake-up. Arguments: using,
-broker, ids (of rows)."""
+broker, ids (of rows). A savepoint that was rolled back by hand leaves ids of rows that
+are gone."""
 
 lease_lost = Signal()
 """Somebody else has claimed what this relay held. Arguments: count, broker."""

@@ -37,7 +37,6 @@ from ..envelope.transaction_definition import TransactionDefinition
 from ..errors import TaskGivenUp
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
-from ..sending import storing
 from ..sending.scope import Scope, in_scope
 from ..upkeep import outage
 from . import following, memo, running
@@ -194,7 +193,6 @@ class _Once:
                         except Ignore as error:
                             # It is done, or done by its replacement.
                             ignored = error
-                    storing.flush(self.using)
                 slow = time.monotonic() - began > MARK_AGAIN_AFTER
                 self._keep(seen, run.later, result, ignored, slow)
         except Retry:
@@ -215,7 +213,6 @@ class _Once:
             using=self.using,
             cause=cause,
             stage=cause.destination,
-            gathers=connections[self.using],
         )
 
     def _keep(

@@ -28,7 +28,6 @@ from ..errors import (
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..models.outbox_store import NewMessage
-from ..sending import storing
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from . import turns
@@ -114,10 +113,8 @@ def _in_transaction(
                 if not inbox.take(seen.id, arrival.token, arrival.turn):
                     raise LostRace
             # Left before the commit: its hooks are no part of the stage any more.
-            with in_scope(scope):
-                with guarded(arrival.using):
-                    stage.handler(message)
-                storing.flush(arrival.using)
+            with in_scope(scope), guarded(arrival.using):
+                stage.handler(message)
             if stage.transaction != "outbox":
                 # The last moment at which a dead broker costs nothing.
                 session.ping()
@@ -161,8 +158,6 @@ def stage_scope(arrival: Arrival, message: Message) -> Scope:
             arrival.session.enlist(Outgoing(row.destination, headers, row.body))
 
         entered.enlist = enlist
-    else:
-        entered.gathers = connections[arrival.using]
     return entered
 
 

@@ -18,7 +18,6 @@ from ..envelope.message import Message
 from ..errors import DecodeError
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
-from ..sending import storing
 from ..sending.scope import in_scope
 from . import failing, inbox, reading, turns
 from .attempt import NOT_HANDLERS, announce_processed, stage_scope
@@ -102,7 +101,6 @@ def _together(
                 _run_one(item, using, savepoints, failures, durations)
                 if seen.id in durations:
                     admission.note(message.id)
-            storing.flush(using)
             rows.finish(list(durations))
             turns.wake_all([one for one, _, seen in work if seen.id in durations])
     except NOT_HANDLERS:

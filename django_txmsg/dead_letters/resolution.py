@@ -232,14 +232,11 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         ]
     )
     by_message = {one.message_id: one for one in letters}
-    by_broker: dict[str, tuple[list[int], list[Any]]] = {}
+    by_broker: dict[str, dict[int, uuid.UUID]] = {}
     for pk, message_id in stored:
-        letter = by_message[message_id]
-        pks, rows = by_broker.setdefault(letter.broker, ([], []))
-        pks.append(pk)
-        rows.append(letter)
-    for broker, (pks, rows) in by_broker.items():
-        storing.after_commit(using, broker, pks, rows)
+        by_broker.setdefault(by_message[message_id].broker, {})[pk] = message_id
+    for broker, rows in by_broker.items():
+        storing.after_commit(using, broker, new=rows)
 
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:

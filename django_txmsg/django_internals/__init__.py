@@ -103,15 +103,9 @@ def under_savepoint(connection: Any, name: str) -> Iterator[None]:
         connection.savepoint_ids.pop()
 
 
-def registered_hooks(connection: Any) -> list[Callable[[], object]]:
-    """Return the functions that are to run after the commit, as far as no savepoint's
-    rollback has dropped them."""
-    return [hook for _, hook, *_ in connection.run_on_commit]
-
-
 def last_hook(connection: Any) -> Callable[[], object] | None:
-    """Return the hook registered last, if it was under the very savepoints that are
-    open now: whatever drops one that is registered now would drop that one too."""
+    """Return the hook registered last, if it was registered under the savepoints that
+    are open now: what drops a hook registered now would drop that one too."""
     for savepoints, hook, *_ in connection.run_on_commit[-1:]:
         if connection.in_atomic_block and savepoints == set(connection.savepoint_ids):
             return hook  # type: ignore[no-any-return]  # Django has no types here
@@ -132,11 +126,6 @@ def raw(connection: Any) -> Any:
 def can_listen(connection: Any) -> bool:
     """Return whether the open connection is psycopg 3's, whatever binds parameters."""
     return hasattr(connection.connection, "pgconn")
-
-
-def logs_queries(connection: Any) -> bool:
-    """Return whether somebody reads `connection.queries`, with DEBUG or in a test."""
-    return bool(connection.queries_logged)
 
 
 def begins_early(connection: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from django.db import IntegrityError, connections, models, transaction
 
 from ..django_internals import djangos_errors
-from . import statements
-from .fields import later_sql, later_value, now_sql, read_instant, read_uuid
+from .fields import ids_sql, later_sql, later_value, now_sql, read_instant, read_uuid
 
 
 @dataclass(slots=True)
@@ -93,9 +92,21 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         # Of a lone row one knows whose answer it is.
         returning += ["message_id"] * (len(rows) > 1 or not new_ids)
         returning += [_LOCKED_AT] * (lock is not None)
-        returning += [statements.PROCESS] * statements.is_unsure(connection)
         conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
         return _insert(connection, table, rows, conflict, returning, unique, lock)
+
+    def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
+        """Return primary key, message id and destination of the rows that are there,
+        of those with these primary keys, in their order."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        having, keys = ids_sql(connection, "id", ids)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT id, message_id, destination FROM {table}"  # noqa: S608 - constants only
+                f" WHERE {having} ORDER BY id",
+                keys,
+            )
+            return [(pk, read_uuid(one), name) for pk, one, name in cursor.fetchall()]
 
 
 _REQUIRED = "message_id, broker, destination, content_type, body"
@@ -141,19 +152,18 @@ def _insert(
     for start in range(0, len(rows), size):
         part = rows[start : start + size]
         values, parameters = _values(connection, part, unique)
-        answers = statements.fetch(
-            connection,
-            f"INSERT INTO {table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
-            f" RETURNING {', '.join(returning)}",
-            parameters if lock is None else [*parameters, lock],
-        )
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {table} ({into}) VALUES {values} {conflict}"  # noqa: S608 - constants only
+                f" RETURNING {', '.join(returning)}",
+                parameters if lock is None else [*parameters, lock],
+            )
+            answers = cursor.fetchall()
         for pk, instant, *answer in answers:
             one = dict(zip(returning[2:], answer, strict=True))
             message_id = read_uuid(one.get("message_id", part[0].message_id))
             stored[message_id] = pk, read_instant(instant)
             xid, locked_at = one.get(_TRANSACTION, xid), one.get(_LOCKED_AT, locked_at)
-            if statements.PROCESS in one:
-                statements.note(connection, one[statements.PROCESS])
     return Stored(stored, xid, read_instant(locked_at))
 
 

@@ -30,7 +30,7 @@ from ..errors import InvalidMessage, TransactionRequired
 from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage
 from .scope import Scope, current_scope
-from .storing import MAX_GATHERED, gather, plain, store
+from .storing import store
 from .typed_name import TypedName
 from .unique import store_unique
 
@@ -147,17 +147,8 @@ def store_ready(
     `new_ids` says that none of them can be stored already; of the `derived` ids one is,
     when what stored it runs again. Raises DuplicateMessage.
     """
-    current, connection = current_scope(), connections[alias]
-    if (
-        current is not None
-        and current.gathers is connection
-        and in_block(connection)
-        and len(rows) < MAX_GATHERED
-        and (new_ids or len(derived) == len(rows))
-        and all(map(plain, rows))
-    ):
-        created = gather(rows, alias, rows[0].broker, derived=bool(derived))
-    elif in_block(connection):
+    current = current_scope()
+    if in_block(connections[alias]):
         created = store(rows, alias, new_ids=new_ids, derived=derived)
     else:
         # Without REQUIRE_ATOMIC: still all of them or none.

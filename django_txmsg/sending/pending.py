@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 
-from django.db import connections, router, transaction
+from django.db import router, transaction
 
-from ..django_internals import in_block
 from ..envelope.message import check_duration
 from ..errors import InvalidMessage
 from ..models import OutboxMessage
 from .scope import current_scope
-from .storing import after_commit, flush
+from .storing import after_commit
 
 
 def cancel_message(
@@ -60,7 +59,7 @@ def reschedule_message(
         changed = rows.make_due(message_id, delay=seconds, at=at)
         if seconds == 0.0:
             for pk, broker in changed:
-                after_commit(alias, broker, [pk], [])
+                after_commit(alias, broker, due=[pk])
     return bool(changed)
 
 
@@ -68,7 +67,4 @@ def _alias(message_id: object, using: str | None) -> str:
     if not isinstance(message_id, uuid.UUID):
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
     current = current_scope()
-    alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
-    if current is not None and in_block(connections[alias]):
-        flush(alias)  # it may be among those that wait for their INSERT
-    return alias
+    return using or (current and current.using) or router.db_for_write(OutboxMessage)

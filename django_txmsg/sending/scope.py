@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..envelope.message import Message
 from ..models.outbox_store import NewMessage
@@ -27,15 +26,13 @@ class Scope:
 
     `cause` is the message that a stage processes; its own messages get ids derived
     from it, and `worker` is the process that does so. `enlist`, when set, takes
-    messages into the broker's transaction instead of the outbox. `gathers` is the
-    connection of somebody who promises to `flush()` it before its commit: plain
-    messages wait until then, and share an INSERT. `stored` counts the messages stored,
-    by database alias. `join`, when set, is called before each INSERT on `using`, and
-    says as which session's the rows are stored and which lock the INSERT takes:
-    `newest` is when the last of them had it, by the database's clock. Without a lock,
-    `transaction` is the id of theirs, where databases tell. `ended` says that it is
-    over: code that outlives it, as an async view's task may, has taken it along in its
-    context, and what is sent there is not of this scope.
+    messages into the broker's transaction instead of the outbox. `stored` counts the
+    messages stored, by database alias. `join`, when set, is called before each INSERT
+    on `using`, and says as which session's the rows are stored and which lock the
+    INSERT takes: `newest` is when the last of them had it, by the database's clock.
+    Without a lock, `transaction` is the id of theirs, where databases tell. `ended`
+    says that it is over: code that outlives it, as an async view's task may, has taken
+    it along in its context, and what is sent there is not of this scope.
     """
 
     session_id: uuid.UUID
@@ -44,7 +41,6 @@ class Scope:
     stage: str = ""
     worker: str = ""
     enlist: Callable[[NewMessage], None] | None = None
-    gathers: Any = None
     stored: dict[str, int] = field(default_factory=dict)
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None

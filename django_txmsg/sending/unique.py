@@ -112,7 +112,7 @@ def _in_their_place(
                 raise _conflict(row, holder.message_id)
             found[row.message_id] = message_of(holder)
             # A dispatcher may have passed it over, as it is held.
-            after_commit(alias, holder.broker, [holder.pk], [])
+            after_commit(alias, holder.broker, due=[holder.pk])
     return found
 
 

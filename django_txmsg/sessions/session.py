@@ -21,7 +21,6 @@ from .. import conf, signals
 from ..django_internals import in_block
 from ..envelope.message import check_headers, new_id
 from ..errors import BrokerError, SessionError, SwallowedDatabaseError
-from ..sending import storing
 from ..sending.block import Block
 from ..sending.scope import Scope, current_scope, enter_scope
 from . import group
@@ -91,7 +90,6 @@ class OutboxSession:
             session_id=self.id,
             using=self.using,
             session=self,
-            gathers=connections[self.using],
             join=self._join,
         )
         if outer is not None:
@@ -121,7 +119,6 @@ class OutboxSession:
                 return
             self._warn_of_other_databases()
             if self.stored:
-                storing.flush(self.using)
                 self._announce()
         except BaseException as error:
             self._end("failed", error)

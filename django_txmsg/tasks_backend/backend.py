@@ -20,7 +20,6 @@ from ..envelope.message import MAX_NAME_LENGTH, Message
 from ..models import OutboxMessage
 from ..models.fields import clock
 from ..monitoring import databases
-from ..sending import storing
 from ..sending.outbox import send_message
 from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
@@ -119,8 +118,6 @@ class TransactionalBackend(BaseTaskBackend):
         except ValueError:
             raise TaskResultDoesNotExist(result_id) from None
         for alias in databases.with_tables():
-            # It may wait for its INSERT until right before the commit.
-            storing.flush(alias)
             rows = OutboxMessage.objects.using(alias).filter(message_id=message_id)
             # An operator may have sent one again that the broker had refused.
             row = rows.order_by("pk").last()

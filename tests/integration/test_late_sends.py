@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import DatabaseError, connection, transaction
 from django.dispatch import Signal
 
 from django_txmsg import outbox_session, send_message, signals
-from django_txmsg.envelope.message import Message, new_id
+from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.sending.scope import Scope, in_scope
 from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.running import committing, declared, send, step, txmsg
@@ -169,6 +168,34 @@ def test_a_receiver_of_a_sessions_signal(signal: Signal, key: str | None) -> Non
     assert inside.exists() == (signal is signals.control_message_sent)
 
 
+def test_the_dispatcher_is_woken_though_nobody_can_be_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The look for what is there, after the commit, fails."""
+    woken = list[int]()
+
+    def refuse(execute: Any, sql: str, *given: Any) -> Any:
+        if sql.startswith("SELECT") and not connection.in_atomic_block:
+            raise DatabaseError("the disk is full")
+        return execute(sql, *given)
+
+    def wake(ids: list[int], **_: Any) -> None:
+        woken.extend(ids)
+
+    signals.messages_committed.connect(wake)
+    try:
+        with (
+            caplog.at_level(logging.INFO),
+            connection.execute_wrapper(refuse),
+            transaction.atomic(),
+        ):
+            send_message(LATE, None)
+    finally:
+        signals.messages_committed.disconnect(wake)
+    assert woken == [OutboxMessage.objects.get().pk]
+    assert "Error calling django_txmsg.outbox in on_commit()" in caplog.text
+
+
 @pytest.mark.parametrize("key", KEYS)
 def test_a_sessions_hooks(key: str | None) -> None:
     def hook() -> None:
@@ -183,34 +210,3 @@ def test_a_sessions_hooks(key: str | None) -> None:
         with outbox_session(), transaction.atomic():
             transaction.on_commit(hook)
     assert late() == 6
-
-
-def never_flushed() -> None:
-    """Accept a message in a scope that promises to flush, and does not."""
-    scope = Scope(session_id=new_id(), using="default", gathers=connections["default"])
-    with transaction.atomic():
-        with in_scope(scope):
-            send_message(LATE, None)
-        assert late() == 0
-
-
-def test_a_commit_without_a_flush_loses_nothing_and_is_told_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    never_flushed()
-    assert late() == 1
-    assert "gathered in a transaction that committed without a flush" in caplog.text
-
-
-def test_what_cannot_be_stored_late_is_told_of_by_django(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def refuse(execute: Any, sql: str, *given: Any) -> Any:
-        if "INSERT" in sql:
-            raise DatabaseError("the disk is full")
-        return execute(sql, *given)
-
-    with caplog.at_level(logging.ERROR), connection.execute_wrapper(refuse):
-        never_flushed()
-    assert late() == 0
-    assert "Error calling django_txmsg.outbox in on_commit()" in caplog.text

@@ -53,7 +53,7 @@ METHODS = {
     "set_rollback": ("rollback",),
 }
 #: What else a connection has.
-OTHERS = ("features", "queries_logged", "settings_dict", "wrap_database_errors")
+OTHERS = ("features", "settings_dict", "wrap_database_errors")
 #: Of SQLite's connections, once they know their parameters.
 SQLITE = ("transaction_mode", "is_in_memory_db")
 #: Of features, of `transaction.Atomic`, of request handlers, and of views.

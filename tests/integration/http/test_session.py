@@ -71,13 +71,13 @@ def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
     """Not in its parent's block, in which the parent said nothing to the server yet."""
     connections.close_all()
     with outbox_session() as session:
-        send_message("http.orders", {"number": "parent"})
         child = multiprocessing.get_context("fork").Process(
             target=place, args=("child",)
         )
         child.start()
         child.join(60)
         assert child.exitcode == 0
+        send_message("http.orders", {"number": "parent"})
         transaction.on_commit(lambda: place("hook"))
     numbers = Order.objects.order_by("pk").values_list("number", flat=True)
     assert list(numbers) == ["child", "hook"]
