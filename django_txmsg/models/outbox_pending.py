@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 from django.db import connections, models
@@ -50,22 +50,46 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         value = later_value(connection, delay or 0.0)
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
-    def hold(self, unique_keys: Collection[str]) -> list[int]:
-        """Keep the rows with these unique keys from leaving before the open transaction
-        ends, and return their primary keys. What has expired loses its key."""
+    def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
+        """Keep the rows with these unique keys as they are until the open transaction
+        ends, and return their primary keys.
+
+        `wanted` says for each key in how many seconds the message expires that goes on
+        with the row, or None for never: the row expires no sooner from now on. A row
+        that has expired loses its key.
+        """
         connection, table = connections[self.db], self.model._meta.db_table
-        having, keys = ids_sql(connection, "unique_key", unique_keys)
+        now, later = now_sql(connection), later_sql(connection)
         # In the words of the index.
-        pending = f"{having} AND dispatched_at IS NULL AND dead_at IS NULL"
-        # A claim skips the row then, and who else wants to hold it does not wait.
-        lock = "FOR KEY SHARE" if connection.vendor == "postgresql" else ""
+        pending = "{} AND dispatched_at IS NULL AND dead_at IS NULL"
+        # A claim skips the row then; who wants to change it waits for our end, and who
+        # wants to hold it too does not.
+        lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
+        having, keys = ids_sql(connection, "unique_key", wanted)
+        by_expiry: dict[float | None, list[str]] = {}
+        for key, expiry in wanted.items():
+            by_expiry.setdefault(expiry, []).append(key)
         with connection.cursor() as cursor:
             cursor.execute(
-                f"UPDATE {table} SET unique_key = NULL WHERE {pending}"  # noqa: S608 - constants only
-                f" AND expires_at <= {now_sql(connection)}",
+                f"UPDATE {table} SET unique_key = NULL"  # noqa: S608 - constants only
+                f" WHERE {pending.format(having)} AND expires_at <= {now}",
                 keys,
             )
-            cursor.execute(f"SELECT id FROM {table} WHERE {pending} {lock}", keys)  # noqa: S608 - constants only
+            for expiry, some in by_expiry.items():
+                some_have, given = ids_sql(connection, "unique_key", some)
+                value, sooner, seconds = "NULL", "IS NOT NULL", list[Any]()
+                if expiry is not None:
+                    value, sooner = later, f"< {later}"
+                    seconds = [later_value(connection, expiry)]
+                cursor.execute(
+                    f"UPDATE {table} SET expires_at = {value}"  # noqa: S608 - constants only
+                    f" WHERE {pending.format(some_have)} AND expires_at {sooner}",
+                    [*seconds, *given, *seconds],
+                )
+            cursor.execute(
+                f"SELECT id FROM {table} WHERE {pending.format(having)} {lock}",  # noqa: S608 - constants only
+                keys,
+            )
             return [pk for (pk,) in cursor.fetchall()]
 
     def _change(

@@ -3,8 +3,9 @@
 A partial unique index of the outbox holds the key from the row's INSERT until a relay
 takes the row in hand, or it is settled otherwise. A transaction that wants a key
 another one has taken waits for that one's end. A transaction that goes on with the
-message of another one keeps it from leaving before its own commit: its receiver is to
-see what both have changed.
+message of another one holds it until its own end: it neither leaves, so that its
+receiver sees what both have changed, nor is cancelled; and it expires no sooner than
+the message that was not stored.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ def _first_of_each(rows: Sequence[NewMessage]) -> tuple[list[NewMessage], _Insid
         if holder is not row:
             if not row.skips:
                 raise _conflict(row, holder.message_id)
+            if row.expiry is None or holder.expiry is None:
+                holder.expiry = None
+            else:
+                holder.expiry = max(row.expiry, holder.expiry)
             inside.pairs.append((row, holder))
     skipped = {row.message_id for row, _ in inside.pairs}
     return [row for row in rows if row.message_id not in skipped], inside
@@ -90,8 +95,10 @@ def _in_their_place(
     """Return, for each row that is to be skipped, the message that is there. Nothing,
     when those have left meanwhile."""
     known = OutboxMessage.objects.using(alias)
-    keys = [row.unique for row in rows if row.unique]
-    held = OutboxMessage.objects.db_manager(alias).hold(keys)
+    wanted = {
+        row.unique: row.expiry if row.skips else 0.0 for row in rows if row.unique
+    }
+    held = OutboxMessage.objects.db_manager(alias).hold(wanted)
     holders = {one.unique_key: one for one in known.filter(PENDING, pk__in=held)}
     ids = [row.message_id for row in rows]
     stored = {

@@ -15,16 +15,20 @@ from django.db import IntegrityError, connection, connections, transaction
 from django_txmsg import (
     Destination,
     cancel_message,
+    reschedule_message,
     send_message,
     send_messages,
     signals,
 )
 from django_txmsg.errors import AlreadyPending, DuplicateMessage, InvalidMessage
 from django_txmsg.models import OutboxMessage
+from django_txmsg.models.fields import clock
 from django_txmsg.testing import drain
+from tests.faults import wait_until
 from tests.running import committing, declared, ship, txmsg
 
 PLACE = "tests.unique"
+HOUR, SECOND = dt.timedelta(hours=1), dt.timedelta(seconds=1)
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +127,104 @@ def test_what_another_transaction_goes_on_with_leaves_after_its_commit() -> None
         signals.messages_committed.disconnect(wake)
     assert ship() == 1
     assert bodies() == ["1"]
+
+
+@committing
+@pytest.mark.postgresql
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("change", ["cancel", "reschedule"])
+def test_who_changes_what_is_gone_on_with_waits_for_that_transaction(
+    change: str, commits: bool
+) -> None:
+    """Or what that one has changed would be told to nobody."""
+    with transaction.atomic():
+        first = send(1)
+    changed: list[bool] = []
+
+    def other() -> None:
+        try:
+            if change == "cancel":
+                changed.append(cancel_message(first.id))
+            else:
+                changed.append(reschedule_message(first.id, delay=HOUR))
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=other)
+    with suppress(KeyError), transaction.atomic():
+        assert send(2).id == first.id
+        thread.start()
+        wait_until(lambda: waiting() == 1)
+        assert OutboxMessage.objects.get().state.value == "pending"
+        assert changed == []
+        if not commits:
+            raise KeyError
+    thread.join(60)
+
+    assert changed == [True]
+
+
+def waiting() -> int:
+    """Return how many wait for a lock. Asked anew: a transaction sees one moment."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_stat_clear_snapshot()")
+        cursor.execute(
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
+        return int(cursor.fetchone()[0])
+
+
+@committing
+@pytest.mark.parametrize("expires", [None, HOUR])
+def test_what_is_gone_on_with_does_not_expire_before_it_could_leave(
+    expires: dt.timedelta | None,
+) -> None:
+    with transaction.atomic():
+        first = send(1, expires=2 * SECOND)
+    with transaction.atomic():
+        assert send(2, expires=expires).id == first.id
+        row = OutboxMessage.objects.get()
+        wait_until(lambda: clock("default") > row.created_at + 2 * SECOND)
+    ship()
+
+    assert OutboxMessage.objects.get().state.value == "dispatched"
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("one_call", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second", "last"),
+    [(1, 2, 2), (2, 1, 2), (1, None, None), (None, 1, None), (1, 1, 1)],
+)
+def test_the_later_expiry_holds(
+    first: int | None, second: int | None, last: int | None, one_call: bool
+) -> None:
+    given = [
+        {"destination": PLACE, "body": hours, "unique": "k", "on_conflict": "skip"}
+        | ({"expires": hours * HOUR} if hours else {})
+        for hours in (first, second)
+    ]
+    if one_call:
+        send_messages(given)
+    else:
+        for one in given:
+            send_messages([one])
+
+    row = OutboxMessage.objects.get()
+    assert (row.expires_at is None) == (last is None)
+    if row.expires_at is not None:
+        assert abs(row.expires_at - row.created_at - (last or 0) * HOUR) < 60 * SECOND
+
+
+@pytest.mark.django_db
+def test_who_is_refused_changes_no_expiry() -> None:
+    send(1, expires=HOUR)
+    before = OutboxMessage.objects.get().expires_at
+    with pytest.raises(AlreadyPending):
+        send(2, on_conflict="error")
+
+    assert OutboxMessage.objects.get().expires_at == before
 
 
 @pytest.mark.django_db
