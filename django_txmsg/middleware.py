@@ -8,12 +8,15 @@ opens its own inside `sync_to_async()`. See docs/explanation/http-outbox.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
+from django.db import OperationalError
 from django.http import HttpRequest
 from django.http.response import HttpResponseBase
 
@@ -92,7 +95,7 @@ class OutboxMiddleware:
             if _session(request) is None and idempotency.wanted(request):
                 return idempotency.impossible()
             return None
-        reading = request.method in idempotency.SAFE_METHODS
+        reading = request.method in idempotency.SAFE_METHODS and view not in _writing
         session = OutboxSession(using, reading=reading)
         # Known first: a request that is cancelled meanwhile ends it.
         request.outbox_session = session  # type: ignore[attr-defined]  # kept on the request
@@ -177,7 +180,30 @@ def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> 
     @functools.wraps(view)
     def run(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         session = _session(request)
-        mine = atomic if session is None else without_atomic(session.using)
+        if session is None:
+            return atomic(request, *args, **kwargs)
+        mine = without_atomic(session.using)
+        try:
+            return mine(request, *args, **kwargs)
+        except OperationalError as error:
+            if not session.refused_to_write(error):
+                raise
+            log.info("%s writes after it has read: it runs again: %s", view, error)
+        with contextlib.suppress(TypeError):  # not every callable can be remembered
+            _writing.add(view)
+        _begin_again(request, session)
         return mine(request, *args, **kwargs)
 
     return run
+
+
+#: Views whose GET has turned out to write: on SQLite they begin with the lock for it.
+_writing: WeakSet[View] = WeakSet()
+
+
+def _begin_again(request: HttpRequest, session: OutboxSession) -> None:
+    session.rollback()
+    again = OutboxSession(session.using)
+    again.metadata = session.metadata
+    request.outbox_session = again  # type: ignore[attr-defined]  # kept on the request
+    again.begin()

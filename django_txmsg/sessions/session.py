@@ -49,6 +49,7 @@ class OutboxSession:
         self.using = using or conf.get().HTTP.USING
         self.id = new_id()
         self.metadata: dict[str, str] = {}
+        self._reading = reading
         self._block = Block(self.using, reading=reading)
         self._scope: SessionScope | None = None
         self._outer: Scope | None = None
@@ -77,6 +78,12 @@ class OutboxSession:
     def spoiled(self) -> bool:
         """Whether an error that was caught leaves nothing but to roll back."""
         return self._block.spoiled
+
+    def refused_to_write(self, error: Exception) -> bool:
+        """Whether SQLite refused a write because this session began by `reading`, and
+        somebody else has written since."""
+        sqlite = connections[self.using].vendor == "sqlite"
+        return self._reading and sqlite and "database is locked" in str(error)
 
     def begin(self) -> None:
         """Open the transaction, which begins with the first use of the database.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import threading
+import time
 import unittest
 from collections.abc import Iterator
 from typing import Any
@@ -24,9 +27,10 @@ from django.template.response import TemplateResponse
 from django.test import AsyncClient, Client, TestCase, override_settings
 from django.urls import path
 
-from django_txmsg import no_outbox, outbox_session, send_message
+from django_txmsg import middleware, no_outbox, outbox_session, send_message
 from django_txmsg.models import OutboxMessage
 from tests.app.models import Order
+from tests.faults import wait_until
 
 from .conftest import MIDDLEWARE, control_messages, nothing_happened, txmsg
 from .urls import order, place
@@ -72,6 +76,33 @@ def writing_get(request: HttpRequest) -> HttpResponse:
     if "fail" in request.GET:
         raise RuntimeError
     return HttpResponse(status=201)
+
+
+RUNS: list[str] = []
+
+
+def late_write(request: HttpRequest) -> HttpResponse:
+    """Read, give another process time to write, and write."""
+    RUNS.append(request.GET["number"])
+    before = Order.objects.count()
+    with contextlib.suppress(TimeoutError):
+        others_have_written(more_than=before)
+    place(request.GET["number"])
+    return HttpResponse(status=201)
+
+
+def others_have_written(more_than: int, seconds: float = 0.5) -> None:
+    """Wait for another process's next commit. Raises TimeoutError."""
+    other, until = connections["default"].copy(), time.monotonic() + seconds
+    try:
+        with other.cursor() as cursor:
+            while time.monotonic() < until:
+                cursor.execute("SELECT count(*) FROM app_order")
+                if cursor.fetchone()[0] > more_than:
+                    return
+    finally:
+        other.close()
+    raise TimeoutError
 
 
 def inner(request: HttpRequest) -> HttpResponse:
@@ -133,6 +164,7 @@ urlpatterns = [
     path("nothing", nothing),
     path("read", read),
     path("writing_get", writing_get),
+    path("late_write", late_write),
     path("inner", inner),
     path("tries_again", tries_again),
     path("durable", durable),
@@ -146,6 +178,7 @@ urlpatterns = [
 @pytest.fixture
 def client(web: Any) -> Iterator[Client]:
     HOOKS.clear()
+    RUNS.clear()
     with override_settings(ROOT_URLCONF=__name__):
         yield Client(raise_request_exception=False)
 
@@ -264,6 +297,54 @@ def test_a_get_that_writes_and_sends_does_both_or_neither(client) -> None:
     assert client.get("/writing_get?number=1").status_code == 201
     assert (Order.objects.count(), OutboxMessage.objects.count()) == (1, 2)
     assert control_messages() == 1
+
+
+#: Commits one order after another, until its input ends.
+WRITER = """
+import select, sqlite3, sys
+database = sqlite3.connect(sys.argv[1], timeout=20, isolation_level=None)
+number = 0
+while not select.select([sys.stdin], [], [], 0.01)[0]:
+    number += 1
+    database.execute(
+        "INSERT INTO app_order (number, total, note) VALUES (?, 0, 'theirs')",
+        [f"theirs {number}"],
+    )
+"""
+
+
+@pytest.fixture
+def writer() -> Iterator[None]:
+    """Another process that writes all the time."""
+    name = connection.settings_dict["NAME"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(name)], stdin=subprocess.PIPE
+    )
+    try:
+        wait_until(lambda: Order.objects.exists())
+        yield
+    finally:
+        assert process.poll() is None
+        process.communicate(timeout=60)
+
+
+@pytest.mark.sqlite
+@pytest.mark.parametrize("served", ["wsgi", "asgi"])
+def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
+    client, writer, atomic_requests, served
+) -> None:
+    middleware._writing.clear()
+    get = client.get
+    if served == "asgi":
+        get = async_to_sync(AsyncClient(raise_request_exception=False).get)
+    numbers = [str(number) for number in range(5)]
+    for number in numbers:
+        assert get(f"/late_write?number={number}").status_code == 201
+
+    assert ["0", *numbers] == RUNS  # it is known from its first collision on
+    ours = Order.objects.exclude(note="theirs").values_list("number", flat=True)
+    assert sorted(ours) == numbers
+    assert OutboxMessage.objects.count() == 2 * len(numbers)
 
 
 def test_blocks_inside_are_savepoints(client) -> None:
