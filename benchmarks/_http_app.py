@@ -38,7 +38,7 @@ settings.configure(
         "django.contrib.auth.middleware.AuthenticationMiddleware",
         "django.contrib.messages.middleware.MessageMiddleware",
         "django.middleware.clickjacking.XFrameOptionsMiddleware",
-        *["django_txmsg.middleware.OutboxMiddleware"] * (KIND == "outbox"),
+        *["django_txmsg.middleware.OutboxMiddleware"] * (KIND in ("outbox", "bulk")),
     ],
     ROOT_URLCONF=__name__,
     SECRET_KEY="bench",
@@ -52,7 +52,7 @@ from django.urls import path  # noqa: E402
 
 application = get_wsgi_application()
 
-from django_txmsg import send_message  # noqa: E402
+from django_txmsg import send_message, send_messages  # noqa: E402
 from tests.app.models import Order  # noqa: E402
 
 _local = threading.local()
@@ -67,6 +67,11 @@ def place(request: HttpRequest) -> HttpResponse:
             send_message(destination, BODY)
         else:
             send_directly(destination)
+    if KIND == "bulk":
+        send_messages(
+            {"destination": destination, "body": BODY}
+            for destination in ("bench.pay", "bench.ship")
+        )
     if KIND in ("hand", "rows"):
         rows = [Order(number=uuid.uuid4().hex, note="x" * 400) for _ in range(2)]
         Order.objects.bulk_create(rows)

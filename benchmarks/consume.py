@@ -46,6 +46,8 @@ def main() -> None:
     contenders = {
         "a bare loop: three inserts and a commit": lambda: loop(count),
         "outbox, concurrency 1": lambda: consume(count, concurrency=1),
+        "outbox, three messages": lambda: consume(count, handler=three),
+        "outbox, three by send_messages": lambda: consume(count, handler=three_at_once),
         "outbox, concurrency 4": lambda: consume(count, concurrency=4),
         "outbox, batch=50, concurrency 1": lambda: consume(count, batch=50),
         "best_effort_1pc, concurrency 1": lambda: consume(
@@ -72,6 +74,9 @@ def main() -> None:
         "outbox, concurrency 1",
         "outbox, beside a stage that may not subscribe",
     )
+    sends = {name: one for name, one in figures.items() if "three" in name}
+    if alone in figures and sends:
+        stand.table("a stage's sends", {alone: figures[alone], **sends}, alone)
     if {alone, beside} <= set(figures):
         pair = {name: figures[name] for name in (alone, beside)}
         stand.table("a stage's neighbour", pair, alone, goals={beside: 0.95})
@@ -84,6 +89,24 @@ def handler(message: Any) -> None:
 
     Effect.objects.create(name="placed", message_id=message.id)
     send_message("bench.next", BODY)
+
+
+def three(message: Any) -> None:
+    """The same with three outgoing messages, one after the other."""
+    from django_txmsg import send_message
+
+    handler(message)
+    for _ in range(2):
+        send_message("bench.next", BODY)
+
+
+def three_at_once(message: Any) -> None:
+    """The same, stored together."""
+    from django_txmsg import send_messages
+    from tests.app.models import Effect
+
+    Effect.objects.create(name="placed", message_id=message.id)
+    send_messages({"destination": "bench.next", "body": BODY} for _ in range(3))
 
 
 def loop(count: int) -> float:
