@@ -1,60 +1,56 @@
 # One command each. `make demo` and `make test` need Python 3.10+ and nothing else.
 PYTHON ?= .venv/bin/python
-BIN = $(dir $(PYTHON))
 # Set to nothing by those who bring an environment of their own.
 FOR_DEMO ?= .venv/.for-demo
-FOR_TEST ?= .venv/.for-test
+# tox, the servers of the tests, and every Python that pyenv has: its shims refuse.
+TOX = $(PYTHON) -m tox
+FOR_TOX = .venv/.for-tox
+PYTHONS = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/*/bin)
+export PATH := $(PATH)$(shell printf %s $(addprefix :,$(PYTHONS)))
 
 .DEFAULT_GOAL = help
 .PHONY: help demo test test-matrix soak lint bench docs pictures clean
 
 help:
 	@echo "make demo   an order travels through the example project, and ends"
-	@echo "make test   lint, then every test on SQLite and on PostgreSQL"
-	@echo "make test-matrix  the same on Python 3.10, 3.12, 3.13 and Django 5.2, 6.0, 6.1"
+	@echo "make test   lint, then every test: on SQLite, on PostgreSQL, and with Spark"
+	@echo "make test-matrix  the same on every Python, Django and PySpark of tox.ini"
 	@echo "make soak   long runs under faults, on PostgreSQL; an hour of chaos among them,"
 	@echo "            or TXMSG_SOAK_SECONDS of it"
 	@echo "make lint   ruff, mypy, import-linter"
 	@echo "make bench  the benchmarks, and one table of their ratios"
 	@echo "make docs   the documentation as a site, in build/site, and what it shows is run"
 	@echo "make pictures  the documentation's pictures, from the running example"
-	@echo "make clean  remove the environment and every cache"
+	@echo "make clean  remove the environments and every cache"
 
 demo: $(FOR_DEMO)
 	$(PYTHON) example_project/demo.py
 
-test: lint
-	@$(PYTHON) scripts/side_by_side.py \
-		"$(PYTHON) -m tests.on_postgresql -m 'database and not soak'" \
-		"$(PYTHON) -m pytest --ignore=tests/spark" \
-		"$(PYTHON) scripts/matrix.py --newest" \
-		"$(PYTHON) -m pytest tests/spark"
+# Two at a time: while one waits for its servers, the other computes.
+test: $(FOR_TOX)
+	$(TOX) run-parallel --parallel 2 -e sqlite,postgresql,spark43,lint
 
-test-matrix: $(FOR_TEST)
-	$(PYTHON) scripts/matrix.py
+test-matrix: $(FOR_TOX)
+	$(TOX) run-parallel --parallel 2
 
-soak: $(FOR_TEST)
-	$(PYTHON) -m tests.on_postgresql -m soak
+soak: $(FOR_TOX)
+	$(TOX) run -e dev -- python -m tests.on_postgresql -m soak
 
-lint: $(FOR_TEST)
-	$(BIN)ruff check .
-	$(BIN)ruff format --check .
-	$(BIN)mypy
-	$(BIN)lint-imports
+lint: $(FOR_TOX)
+	$(TOX) run -e lint
 
-bench: $(FOR_TEST)
-	$(PYTHON) -m benchmarks
+bench: $(FOR_TOX)
+	$(TOX) run -e dev -- python -m benchmarks
 
-docs: $(FOR_TEST)
-	$(PYTHON) -m sphinx -W --keep-going -q -b html docs build/site
-	$(PYTHON) -m pytest -q tests/docs
+docs: $(FOR_TOX)
+	$(TOX) run -e docs
 	@echo "build/site/index.html"
 
-pictures: $(FOR_TEST)
-	$(PYTHON) -m tests.docs.pictures
+pictures: $(FOR_TOX)
+	$(TOX) run -e dev -- python -m tests.docs.pictures
 
 clean:
-	rm -rf .venv .matrix build dist htmlcov *.egg-info .coverage .hypothesis \
+	rm -rf .venv .tox build dist htmlcov *.egg-info .coverage .hypothesis \
 		.import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -63,6 +59,6 @@ clean:
 	scripts/install.sh demo
 	@touch $@
 
-.venv/.for-test: pyproject.toml scripts/install.sh
+.venv/.for-tox: scripts/install.sh
 	scripts/install.sh test
-	@touch $@ .venv/.for-demo
+	@touch $@

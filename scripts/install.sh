@@ -2,7 +2,7 @@
 # Makes .venv and, for the tests, installs the servers they talk to.
 #
 #   scripts/install.sh demo    the package and what the example project needs
-#   scripts/install.sh test    every extra, and Debian's packages where we may
+#   scripts/install.sh test    tox, and Debian's packages where we may
 #
 # Nothing of Debian's is started by this: the tests run servers of their own.
 set -eu
@@ -116,11 +116,7 @@ demo)
 test)
     install_servers
     make_environment
-    pip_install --editable \
-        '.[amqp,celery,docs,example,opentelemetry,postgres,prometheus,spark,stomp,tasks,test,typed]'
-    # Apart and without what it needs: it wants stomp.py 8.
-    pip_install --no-deps --upgrade --target .venv/others \
-        'django-outbox-pattern==3.2.1' 'request-id-django-log>=0.2,<0.3'
+    pip_install 'tox>=4.22'
     ;;
 *)
     say "usage: scripts/install.sh demo|test"

@@ -133,6 +133,29 @@ def s3() -> services.S3:
     return ask_for(services.S3)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[object]:
+    """Escape lone surrogates in what a worker reports: no pipe carries them."""
+    data = yield
+    return _sendable(data)
+
+
+def _sendable(data: object) -> object:
+    if isinstance(data, str):
+        return data.encode(errors="backslashreplace").decode()
+    if isinstance(data, dict):
+        return {_sendable(key): _sendable(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(map(_sendable, data))
+    return data
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings_parallel_suffix() -> None:
+    """Keep the databases' names under pytest-xdist and tox: a process that a test
+    starts knows them by the settings. Each worker has its own server and files."""
+
+
 @pytest.fixture(scope="session")
 def django_db_setup(
     django_db_setup: None, django_db_blocker: DjangoDbBlocker

@@ -1,17 +1,20 @@
 """Runs pytest with a PostgreSQL server of its own as the default database.
 
     python -m tests.on_postgresql tests/integration -k relay
+    python -m tests.on_postgresql -n 3 tests/integration
     python -m tests.on_postgresql --pgbouncer tests/integration -k relay
 
-The server lives in this process, so that the fixture `postgres` is the very server
-the tests' rows are in, and killing it is a test like any other. `--pgbouncer` puts a
-pooler in transaction mode before it.
+The server lives in the process that runs the tests, so that the fixture `postgres` is
+the very server the tests' rows are in, and killing it is a test like any other. Each
+worker of pytest-xdist has one of its own. `--pgbouncer` puts a pooler in transaction
+mode before it.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,16 +23,29 @@ from . import services
 
 def main(arguments: list[str]) -> int:
     """Run pytest; without PostgreSQL say what to install, and fail where `CI=true`."""
-    pooled = "--pgbouncer" in arguments
-    kind = services.PgBouncer if pooled else services.PostgreSQL
+    kind = services.PgBouncer if "--pgbouncer" in arguments else services.PostgreSQL
     absent = services.PostgreSQL.missing() or kind.missing()
     if absent:
         sys.stderr.write(f"Not run on PostgreSQL: {absent}\n")
         return 1 if os.environ.get("CI") == "true" else 0
-    arguments = [argument for argument in arguments if argument != "--pgbouncer"]
-    server = services.shared(kind)
-    os.environ["TXMSG_TEST_DATABASE_URL"] = server.url()
-    return pytest.main(arguments)
+    return pytest.main(["-p", "tests.on_postgresql", *arguments])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let it be asked for a pooler."""
+    parser.addoption("--pgbouncer", action="store_true", help="a pooler before it")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
+    """Start the server before Django reads its settings: in each process that runs
+    tests, and so not in the one that hands them out to workers."""
+    given = early_config.known_args_namespace
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or not getattr(given, "numprocesses", None):
+        kind = services.PgBouncer if given.pgbouncer else services.PostgreSQL
+        os.environ["TXMSG_TEST_DATABASE_URL"] = services.shared(kind).url()
+    yield
 
 
 if __name__ == "__main__":

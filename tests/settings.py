@@ -18,12 +18,21 @@ import environ
 
 
 def state_directory() -> Path:
-    """Return the run's directory; the process that makes it also removes it."""
+    """Return the run's directory; the process that makes it also removes it.
+
+    Each worker of pytest-xdist makes one of its own, and adds its name to that of the
+    database. The processes that it starts use the same.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     inherited = os.environ.get("TXMSG_TEST_DIR")
-    if inherited:
+    if inherited and os.environ.get("TXMSG_TEST_WORKER", "") == worker:
         return Path(inherited)
-    made = Path(tempfile.mkdtemp(prefix="txmsg-tests-"))
+    made = Path(tempfile.mkdtemp(prefix=f"txmsg-tests-{worker}"))
     os.environ["TXMSG_TEST_DIR"] = str(made)
+    os.environ["TXMSG_TEST_WORKER"] = worker
+    if worker and os.environ.get("TXMSG_TEST_DATABASE_URL"):
+        name, *query = os.environ["TXMSG_TEST_DATABASE_URL"].split("?")
+        os.environ["TXMSG_TEST_DATABASE_URL"] = "?".join([f"{name}_{worker}", *query])
     owner = os.getpid()
 
     def remove() -> None:
