@@ -38,9 +38,9 @@ message_buried = Signal()
 reason, error."""
 
 messages_committed = Signal()
-"""Rows of the outbox were committed: the dispatcher's wake-up. Arguments: using,
-broker, ids (of rows). A savepoint that was rolled back by hand leaves ids of rows that
-are gone."""
+"""Rows of the outbox were committed: the dispatcher's wake-up. A savepoint that was
+rolled back by hand leaves ids of rows that are gone. Arguments: using, broker, ids (of
+rows)."""
 
 lease_lost = Signal()
 """Somebody else has claimed what this relay held. Arguments: count, broker."""

@@ -10,6 +10,8 @@ from django.core.management.base import BaseCommand, CommandParser
 
 from ... import __name__ as package
 from ..contracts import Command as Contracts
+from ..doctor import Command as Doctor
+from ..init import Command as Init
 from ..pending import Cancel, Reschedule
 from ..schedule import Command as Schedule
 from ._run import Command as Run
@@ -27,6 +29,8 @@ class Command(BaseCommand):
         self._verbs: dict[str, BaseCommand] = {
             "cancel": Cancel(),
             "contracts": Contracts(),
+            "doctor": Doctor(),
+            "init": Init(),
             "reschedule": Reschedule(),
             "run": Run(),
             "schedule": Schedule(),

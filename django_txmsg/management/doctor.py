@@ -1,0 +1,327 @@
+"""`manage.py txmsg doctor`: can this installation do all that it has to?
+
+`check` reads the settings; this connects. It sends one message through each broker,
+writes and rolls back one row in each database, and says what to do about what fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import django
+from django.apps import apps
+from django.conf import settings
+from django.core import checks
+from django.core.management.base import BaseCommand
+from django.db import Error as AnyDatabaseError
+from django.db import connections, router, transaction
+from django.db.migrations.executor import MigrationExecutor
+from django.utils import timezone
+
+from .. import conf, wire
+from ..brokers import Outgoing, Session, get_broker, receives
+from ..envelope.message import new_id
+from ..errors import TxmsgError
+from ..models import OutboxMessage, Worker
+from ..models.fields import clock
+from ..monitoring import attendance
+from ..monitoring.databases import with_tables
+from ..relaying.listener import alias_of, hears
+from ..sending.outbox import send_message
+from ..stages import all_stages
+
+GOOD, WARNING, BAD = "good", "warning", "bad"
+
+#: Seconds that a message may take through a broker and back.
+ROUND_TRIP = 10.0
+#: Seconds by which the clocks of this machine and of a database may differ.
+SKEW = 2.0
+#: Distributions whose versions are worth a line.
+DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One thing that was tried, how it is, and the cure if it is not good."""
+
+    subject: str
+    state: str
+    said: str
+    cure: str = ""
+
+
+class Command(BaseCommand):
+    """Try what this installation needs, and say what to do about what fails."""
+
+    help = (
+        "Tries databases, brokers, notifications and workers, and says what to do "
+        "about what fails. Exit code 1 if something does."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        found = []
+        for one in examine():
+            found.append(one)
+            if not options["json"]:
+                self._print(one)
+        bad = [one for one in found if one.state == BAD]
+        if options["json"]:
+            report = {"well": not bad, "examined": [asdict(one) for one in found]}
+            self.stdout.write(json.dumps(report, indent=2))
+        elif not bad:
+            self.stdout.write(self.style.SUCCESS("Everything that was tried works."))
+        if bad:
+            sys.exit(1)
+
+    def _print(self, one: Examined) -> None:
+        style: Callable[[str], str] = {
+            GOOD: self.style.SUCCESS,
+            WARNING: self.style.WARNING,
+            BAD: self.style.ERROR,
+        }[one.state]
+        self.stdout.write(f"{style(f'{one.state:<8}')} {one.subject}: {one.said}")
+        if one.cure:
+            self.stdout.write(f"{'':<8}   -> {one.cure}")
+
+
+def examine() -> Iterator[Examined]:
+    """Try everything, the settings first: nothing else can be tried without them."""
+    yield _versions()
+    yield from _settings()
+    if conf.problems():
+        return
+    reached = []
+    for alias in with_tables():
+        found = list(_database(alias))
+        yield from found
+        if not any(one.state == BAD for one in found):
+            reached.append(alias)
+    for alias in sorted(conf.get().BROKERS):
+        yield from _broker(alias)
+    home = router.db_for_write(Worker)
+    if home in reached:
+        yield from _workers(home)
+
+
+def _versions() -> Examined:
+    named = [
+        f"django_txmsg {metadata.version('django_txmsg')}",
+        f"Django {django.get_version()}",
+        f"Python {platform.python_version()}",
+    ]
+    for name in DRIVERS:
+        try:
+            named.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return Examined("versions", GOOD, ", ".join(named))
+
+
+def _settings() -> Iterator[Examined]:
+    found = [
+        one
+        for one in checks.run_checks(
+            tags=["txmsg"], include_deployment_checks=not settings.DEBUG
+        )
+        if (one.id or "").startswith("txmsg.") and not one.is_silenced()
+    ]
+    for one in found:
+        state = BAD if one.level >= checks.ERROR else WARNING
+        yield Examined(f"settings ({one.id})", state, one.msg, one.hint or "")
+    if not found:
+        yield Examined("settings", GOOD, "manage.py check has no complaint")
+
+
+def _database(alias: str) -> Iterator[Examined]:
+    subject, connection = f"database {alias!r}", connections[alias]
+    try:
+        there = clock(alias)
+        version = ".".join(map(str, connection.get_database_version()))
+    except AnyDatabaseError as error:
+        yield Examined(
+            subject, BAD, _one_line(error), "Check DATABASES, and that it runs."
+        )
+        return
+    yield Examined(subject, GOOD, f"{connection.display_name} {version} answers")
+    yield _migrations(alias)
+    yield _writes(alias)
+    skew = abs((timezone.now() - there).total_seconds())
+    if skew > SKEW:
+        yield Examined(
+            f"clock of {subject}",
+            WARNING,
+            f"differs from this machine's by {skew:.1f} s",
+            "Due times use the database's clock. Let NTP set both.",
+        )
+    if connection.vendor == "postgresql":
+        yield _isolation(alias)
+        if conf.get().NOTIFY:
+            yield _notifications(alias)
+
+
+def _migrations(alias: str) -> Examined:
+    executor = MigrationExecutor(connections[alias])
+    ours = {"django_txmsg", "txmsg_spark"} & {
+        one.label for one in apps.get_app_configs()
+    }
+    ends = [one for one in executor.loader.graph.leaf_nodes() if one[0] in ours]
+    missing = [f"{one.app_label}.{one.name}" for one, _ in executor.migration_plan(ends)
+               if one.app_label in ours]  # fmt: skip
+    subject = f"tables in database {alias!r}"
+    if not missing:
+        return Examined(subject, GOOD, "all migrations are applied")
+    where = "" if alias == "default" else f" --database {alias}"
+    return Examined(
+        subject,
+        BAD,
+        f"{len(missing)} migrations are missing, the first {missing[0]}",
+        f"Run manage.py migrate{where}.",
+    )
+
+
+def _writes(alias: str) -> Examined:
+    subject = f"writing to database {alias!r}"
+    try:
+        with transaction.atomic(using=alias):
+            send_message(_destination(), "doctor", using=alias)
+            transaction.set_rollback(True, using=alias)
+    except AnyDatabaseError as error:
+        return Examined(
+            subject,
+            BAD,
+            _one_line(error),
+            "The user needs SELECT, INSERT, UPDATE and DELETE on the tables of "
+            "django_txmsg, on a server that takes writes.",
+        )
+    return Examined(subject, GOOD, "a message was stored and rolled back")
+
+
+def _isolation(alias: str) -> Examined:
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SHOW default_transaction_isolation")
+        level = cursor.fetchone()[0]
+    subject = f"isolation of database {alias!r}"
+    if level == "read committed":
+        return Examined(subject, GOOD, level)
+    return Examined(
+        subject,
+        WARNING,
+        f"{level}: transactions that meet are retried",
+        "READ COMMITTED suffices. Ask for more where a stage needs it: "
+        '@stage(isolation="serializable").',
+    )
+
+
+def _notifications(alias: str) -> Examined:
+    subject = f"LISTEN in database {alias!r}"
+    try:
+        heard = hears(alias)
+    except AnyDatabaseError as error:
+        return Examined(subject, WARNING, _one_line(error))
+    finally:
+        connections[alias_of(alias)].close()
+    if heard:
+        return Examined(subject, GOOD, "a notification was heard")
+    if heard is None:
+        return Examined(
+            subject,
+            WARNING,
+            "the driver cannot listen: workers poll",
+            'pip install "django_txmsg[postgres]"',
+        )
+    return Examined(
+        subject,
+        WARNING,
+        "a notification was not heard: workers poll",
+        "Behind a pooler in transaction mode, name a direct way in "
+        'TXMSG["LISTEN_DATABASE"].',
+    )
+
+
+def _broker(alias: str) -> Iterator[Examined]:
+    subject, step = f"broker {alias!r}", "connect"
+    try:
+        broker = get_broker(alias)
+        with broker.open() as session:
+            yield Examined(subject, GOOD, "reached and logged in")
+            if not receives(alias):
+                return  # its messages are another program's to read
+            step = "send to and receive from"
+            yield Examined(subject, GOOD, _goes_round(session))
+    except TxmsgError as error:
+        yield Examined(
+            subject,
+            BAD,
+            f"cannot {step} it: {_one_line(error)}",
+            f'Check TXMSG["BROKERS"]["{alias}"] and what its user may do: declare, '
+            f"write to and read the queues of its stages.",
+        )
+
+
+def _goes_round(session: Session) -> str:
+    destination = _destination()
+    message_id, began = str(new_id()), time.monotonic()
+    headers = {wire.MESSAGE_ID: message_id, wire.SERVICE: conf.get().SERVICE,
+               wire.CREATED: wire.format_instant(timezone.now()),
+               wire.CONTENT_TYPE: wire.JSON}  # fmt: skip
+    session.subscribe(destination, prefetch=1)
+    (outcome,) = session.send([Outgoing(destination, headers, b'"doctor"')])
+    if outcome is not None:
+        raise outcome
+    while time.monotonic() < began + ROUND_TRIP:
+        delivery = session.receive(0.5)
+        if delivery is None:
+            continue
+        # Another doctor's, or one that an earlier one left: each of us takes one.
+        session.ack([delivery])
+        if delivery.headers.get(wire.MESSAGE_ID) == message_id:
+            took = (time.monotonic() - began) * 1000
+            return f"a message went through {destination!r} and back in {took:.0f} ms"
+    raise TxmsgError(
+        f"the message {message_id} was stored in {destination!r} and did not come back "
+        f"within {ROUND_TRIP:g} s"
+    )
+
+
+def _destination() -> str:
+    return f"{conf.get().SERVICE}.doctor"
+
+
+def _workers(home: str) -> Iterator[Examined]:
+    present = attendance.read_living(home, clock(home))
+    start = "Start manage.py txmsg run (or relay and consume)."
+    if present.relayed:
+        yield Examined("relay", GOOD, "at work")
+    else:
+        waits = OutboxMessage.objects.using(home).filter(dispatched_at=None)[:1]
+        said = "none is at work, and messages wait" if waits else "none is at work"
+        yield Examined("relay", WARNING, said, start)
+    alone = present.unattended([stage.name for stage in all_stages()])
+    if alone:
+        names = _some(alone)
+        yield Examined("stages", WARNING, f"no worker runs {names}", start)
+    elif all_stages():
+        yield Examined("stages", GOOD, "each has a worker")
+    else:
+        yield Examined("stages", GOOD, "none is declared")
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+    return ", ".join(listed[:5]) + more
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

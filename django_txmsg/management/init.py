@@ -1,0 +1,138 @@
+"""`manage.py txmsg init` prints what this project still has to add."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from django.apps import apps
+from django.conf import settings
+from django.core.management.base import BaseCommand
+from django.db import connections, router
+from django.urls import NoReverseMatch, reverse
+from django.utils.module_loading import module_has_submodule
+
+from ..models import OutboxMessage
+
+MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
+
+_STAGE = """
+from django_txmsg import Message, stage
+
+@stage("payments.charge")
+def charge(message: Message) -> None:
+    ...  # your database work; send_message() here commits with it"""
+
+_LOGGING = """
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "handlers": {"console": {"class": "logging.StreamHandler"}},
+    "loggers": {"django_txmsg": {"handlers": ["console"], "level": "INFO"}},
+}"""
+
+_URLS = """
+from django.urls import include, path
+
+urlpatterns += [path("txmsg/", include("django_txmsg.urls"))]"""
+
+
+class Command(BaseCommand):
+    """Print what to add to this project, with the reason for each."""
+
+    help = "Prints what to add to this project, by its settings. Changes nothing."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """It takes no arguments of its own."""
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        for number, (title, why, text) in enumerate(_steps(), 1):
+            self.stdout.write(self.style.MIGRATE_HEADING(f"\n{number}. {title}"))
+            self.stdout.write(why)
+            for line in text.strip("\n").splitlines():
+                self.stdout.write(f"    {line}".rstrip())
+
+
+def _steps() -> Iterator[tuple[str, str, str]]:
+    """Yield a title, a reason and the lines of each step that is left to do."""
+    where = _path(getattr(settings, "SETTINGS_MODULE", ""))
+    project = (settings.ROOT_URLCONF or "project").partition(".")[0]
+    if not getattr(settings, "TXMSG", {}).get("SERVICE"):
+        yield (
+            f"Name this service, in {where}",
+            "The name prefixes its own destinations and stamps its messages. Without "
+            "BROKERS, messages travel through tables of your database.",
+            f'TXMSG = {{"SERVICE": "{project}"}}\n'
+            f'# With RabbitMQ: pip install "django_txmsg[amqp]", and\n'
+            f'# TXMSG = {{"SERVICE": "{project}", "BROKERS": '
+            f'{{"default": {{"URL": "amqp://user:password@localhost"}}}}}}',
+        )
+    if MIDDLEWARE not in settings.MIDDLEWARE:
+        yield (
+            f"Add the middleware as the last one, in {where}",
+            "It opens a transaction for each request and makes sure that its messages "
+            "leave after the commit. Without it, wrap senders in transaction.atomic().",
+            f'MIDDLEWARE = [..., "{MIDDLEWARE}"]',
+        )
+    alias = router.db_for_write(OutboxMessage)
+    database = connections[alias]
+    if database.vendor == "sqlite" and "transaction_mode" not in (
+        database.settings_dict.get("OPTIONS", {})
+    ):
+        yield (
+            f"Let SQLite's writers wait for each other, in {where}",
+            "SQLite lets one process write at a time.",
+            f'DATABASES["{alias}"]["OPTIONS"] = '
+            f'{{"transaction_mode": "IMMEDIATE", "timeout": 20}}',
+        )
+    try:
+        reverse("django_txmsg:health")
+    except (NoReverseMatch, AttributeError):
+        yield (
+            f"Serve health and metrics, in {_path(settings.ROOT_URLCONF)}",
+            "They need no login: restrict them at your proxy.",
+            _URLS,
+        )
+    if "django_txmsg" not in settings.LOGGING.get("loggers", {}):
+        yield (
+            f"Show its log lines, in {where}",
+            "Without a handler, Python prints warnings only.",
+            _LOGGING,
+        )
+    yield from _stages()
+    yield (
+        "Make the tables, and try what you have",
+        "doctor connects to databases and brokers, and says what to do about failures.",
+        "python manage.py migrate\n"
+        "python manage.py check\n"
+        "python manage.py txmsg doctor",
+    )
+    yield (
+        "Run it beside your web server",
+        "One process relays, runs stages and prunes. Let systemd, Compose or "
+        "Kubernetes restart it.",
+        "python manage.py txmsg run",
+    )
+
+
+def _stages() -> Iterator[tuple[str, str, str]]:
+    own = [one for one in apps.get_app_configs() if _is_yours(one)]
+    if any(module_has_submodule(one.module, "stages") for one in own if one.module):
+        return
+    name = own[0].name.replace(".", "/") if own else "app"
+    yield (
+        f"Write a handler, in {name}/stages.py",
+        "Stages are found in each installed app's module named stages.",
+        _STAGE,
+    )
+
+
+def _is_yours(config: Any) -> bool:
+    """Return whether an app is the project's own, as far as its path tells."""
+    ours = config.name.partition(".")[0] in ("django", "django_txmsg")
+    return not ours and "site-packages" not in config.path
+
+
+def _path(module: str | None) -> str:
+    return f"{module.replace('.', '/')}.py" if module else "your settings"

@@ -1,0 +1,195 @@
+"""`txmsg doctor` tries an installation; `txmsg init` prints what it lacks."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connection
+from django.test import override_settings
+
+from django_txmsg.envelope.message import Message
+from django_txmsg.models import OutboxMessage
+from tests.faults import ManageProcess, wait_until
+from tests.running import committing, declared, txmsg
+from tests.services import free_port
+from tests.services.rabbitmq import READER
+
+
+def doctor() -> tuple[int, list[dict[str, str]]]:
+    """Return the exit code, and what was examined."""
+    output, code = StringIO(), 0
+    try:
+        call_command("txmsg", "doctor", "--json", stdout=output)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    report = json.loads(output.getvalue())
+    assert report["well"] is (code == 0)
+    return code, report["examined"]
+
+
+def of(examined: list[dict[str, str]], subject: str) -> list[dict[str, str]]:
+    """Return what was said of one subject."""
+    return [one for one in examined if one["subject"] == subject]
+
+
+def printed(command: str) -> str:
+    """Return what a verb of `txmsg` prints."""
+    output = StringIO()
+    call_command("txmsg", command, stdout=output)
+    return output.getvalue()
+
+
+@committing
+def test_a_healthy_installation_is_well_and_left_as_it_was() -> None:
+    with txmsg():
+        code, examined = doctor()
+
+    assert code == 0
+    said = {one["subject"]: one["said"] for one in examined}
+    assert said["tables in database 'default'"] == "all migrations are applied"
+    assert "rolled back" in said["writing to database 'default'"]
+    assert "went through 'tests.doctor' and back" in said["broker 'default'"]
+    assert not OutboxMessage.objects.exists()
+
+
+@committing
+@pytest.mark.parametrize("kind", ["activemq", "rabbitmq", "rabbitmq_amqp"])
+def test_a_message_goes_through_each_broker_and_back(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    server = request.getfixturevalue(kind)
+    # AMQP and STOMP each have a queue of their own.
+    service = f"doctor-{kind.replace('_', '-')}"
+    with txmsg(SERVICE=service, BROKERS={"default": {"URL": server.url()}}):
+        code, examined = doctor()
+        again, _ = doctor()
+
+    assert (code, again) == (0, 0), examined
+    assert "and back" in of(examined, "broker 'default'")[-1]["said"]
+
+
+@committing
+def test_a_broker_that_is_not_there_is_bad_and_the_rest_is_tried() -> None:
+    wrong = f"amqp://user:secret@127.0.0.1:{free_port()}"
+    with txmsg(BROKERS={"default": {"URL": wrong}, "good": {"URL": "database://"}}):
+        code, examined = doctor()
+
+    (bad,) = of(examined, "broker 'default'")
+    assert (code, bad["state"]) == (1, "bad")
+    assert "cannot connect" in bad["said"]
+    assert 'TXMSG["BROKERS"]["default"]' in bad["cure"]
+    assert "secret" not in json.dumps(examined)
+    assert of(examined, "broker 'good'")[-1]["state"] == "good"
+
+
+@committing
+def test_a_user_who_may_not_write_is_bad(rabbitmq_amqp: Any) -> None:
+    url = rabbitmq_amqp.url(user=READER)
+    with txmsg(SERVICE="doctor-reader", BROKERS={"default": {"URL": url}}):
+        code, examined = doctor()
+
+    found = of(examined, "broker 'default'")
+    assert code == 1
+    assert [one["state"] for one in found] == ["good", "bad"]
+    assert "access" in found[1]["said"].lower()
+
+
+@committing
+def test_a_stage_without_a_worker_is_named_until_one_runs() -> None:
+    def handler(message: Message) -> None: ...
+
+    with txmsg(), declared(handler, "tests.doctored"):
+        _, examined = doctor()
+        (stages,) = of(examined, "stages")
+        assert stages["state"] == "warning"
+        assert "tests.doctored" in stages["said"]
+        assert of(examined, "relay")[0]["said"].startswith("none is at work")
+
+        with ManageProcess("relay"):
+            wait_until(lambda: of(doctor()[1], "relay")[0]["state"] == "good")
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_server_that_takes_no_writes_is_bad() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET default_transaction_read_only = on")
+    try:
+        with txmsg():
+            code, examined = doctor()
+    finally:
+        connection.close()
+
+    (bad,) = of(examined, "writing to database 'default'")
+    assert (code, bad["state"]) == (1, "bad")
+    assert "read-only" in bad["said"]
+
+
+@committing
+def test_a_missing_migration_is_named_with_its_command() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "DELETE FROM django_migrations WHERE app = 'django_txmsg' AND name ="
+            " (SELECT max(name) FROM django_migrations WHERE app = 'django_txmsg')"
+            " RETURNING name"
+        )
+        (name,) = cursor.fetchone()
+    try:
+        with txmsg():
+            code, examined = doctor()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO django_migrations (app, name, applied)"
+                " VALUES ('django_txmsg', %s, CURRENT_TIMESTAMP)",
+                [name],
+            )
+
+    (bad,) = of(examined, "tables in database 'default'")
+    assert code == 1
+    assert name in bad["said"]
+    assert bad["cure"] == "Run manage.py migrate."
+
+
+def test_settings_that_cannot_be_read_are_said_and_nothing_is_connected() -> None:
+    with override_settings(TXMSG={"BROKER": {}}):
+        code, examined = doctor()
+
+    assert code == 1
+    assert [one["subject"] for one in examined] == [
+        "versions",
+        "settings (txmsg.E001)",
+    ]
+    assert "BROKERS" in examined[1]["cure"]
+
+
+def test_init_prints_what_a_bare_project_lacks() -> None:
+    bare = "django.contrib.auth.urls"
+    with override_settings(TXMSG={}, MIDDLEWARE=[], LOGGING={}, ROOT_URLCONF=bare):
+        said = printed("init")
+
+    for line in (
+        'TXMSG = {"SERVICE": "django"}',
+        'path("txmsg/", include("django_txmsg.urls"))',
+        'MIDDLEWARE = [..., "django_txmsg.middleware.OutboxMiddleware"]',
+        '"loggers": {"django_txmsg": {"handlers": ["console"], "level": "INFO"}},',
+        "python manage.py migrate",
+        "python manage.py txmsg run",
+    ):
+        assert line in said
+
+
+def test_init_leaves_out_what_is_there() -> None:
+    with override_settings(
+        MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
+        LOGGING={"loggers": {"django_txmsg": {}}},
+    ):
+        said = printed("init")
+
+    for word in ("MIDDLEWARE", "LOGGING", "SERVICE"):
+        assert word not in said
+    assert said.strip().startswith("1. ")
