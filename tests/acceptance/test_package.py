@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -32,6 +33,19 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         for path in (CHECKOUT / "django_txmsg").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+
+
+def test_an_index_shows_the_readme_with_links_that_lead_somewhere(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith("METADATA")]
+        shown = archive.read(metadata).decode()
+
+    links = re.findall(r"\]\(([^)]+)\)", shown)
+    assert len(links) > 20
+    assert [link for link in links if not link.startswith("https://")] == []
+    for link in links:
+        _, ours, path = link.partition("/django_txmsg/blob/main/")
+        assert not ours or (CHECKOUT / path.partition("#")[0]).exists(), link
 
 
 @pytest.mark.parametrize(
