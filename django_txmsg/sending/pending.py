@@ -22,8 +22,8 @@ def cancel_message(
     Returns False, and changes nothing, when it has left, is dead, is on its way just
     now, or is not there; and when it has a key and a relay has had it in hand: the next
     of its key is to come after it. Inside a transaction it is cancelled if that
-    commits. `why` is kept with it. What had to be sent again for want of a receipt may
-    have arrived.
+    commits. `why` is kept with it. A message that a relay sent without an answer, or
+    sends still though its lease has ended, may arrive all the same.
 
     Raises InvalidMessage for what is no id.
     """
@@ -43,7 +43,8 @@ def reschedule_message(
 
     Returns False, and changes nothing, when it has left, is dead, is on its way just
     now, or is not there. Messages of its key that were stored after it leave after it.
-    When it expires stays as it was.
+    When it expires stays as it was. A message that a relay sent without an answer, or
+    sends still though its lease has ended, may arrive earlier, and again when due.
 
     Raises InvalidMessage for what is no id or no time.
     """
