@@ -28,7 +28,7 @@ from .backends import without_asking
 from .running import current_run
 
 if TYPE_CHECKING:
-    from ..models.outbox_store import NewMessage
+    from ..models.outbox_store import NewMessage, Origin
     from ..sending.scope import Scope
 
 #: Takes the task's id and the producer, and further options by name.
@@ -92,14 +92,15 @@ def call(
                 f"call and your own queries in transaction.atomic(using={alias!r})."
             )
         return send(task_id, producer, **hidden)
-    is_new, derived = task_id is None, False
+    origin: Origin = "caller"
     if task_id is None:
         derived = current is not None and current.cause is not None
+        origin = "derived" if derived else "new"
         task_id = str(_derived(current) if derived and current else new_id())
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **hidden)
-    _store(app, name, task_id, stand_in.published, alias, current, is_new, derived)
+    _store(app, name, task_id, stand_in.published, alias, current, origin)
     return result
 
 
@@ -179,10 +180,9 @@ def _store(
     published: Sequence[Publication],
     alias: str,
     current: Scope | None,
-    is_new: bool,
-    derived: bool,
+    origin: Origin,
 ) -> None:
-    from ..sending.outbox import store_ready
+    from ..sending.storing import store
 
     task, *task.then = published
     if len(task.body) > conf.get().MAX_MESSAGE_BYTES:
@@ -192,9 +192,8 @@ def _store(
             f"Store them elsewhere and send an id."
         )
     row = _row(app, name, task_id, task, current)
-    store_ready(
-        [row], alias, new_ids=is_new and not derived, derived=[row.message_id] * derived
-    )
+    row.origin = origin
+    store([row], alias)
 
 
 def _row(

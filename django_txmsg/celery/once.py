@@ -185,14 +185,13 @@ class _Once:
             with StageTransaction(definition, begun=begun):
                 if not begun and not self.inbox.take(seen.id):
                     raise _LostRace
-                with in_scope(self._scope()):
-                    result = None
-                    with guarded(self.using):
-                        try:
-                            result = self.task.run(*self.args, **self.kwargs)
-                        except Ignore as error:
-                            # It is done, or done by its replacement.
-                            ignored = error
+                result = None
+                with in_scope(self._scope()), guarded(self.using):
+                    try:
+                        result = self.task.run(*self.args, **self.kwargs)
+                    except Ignore as error:
+                        # It is done, or done by its replacement.
+                        ignored = error
                 slow = time.monotonic() - began > MARK_AGAIN_AFTER
                 self._keep(seen, run.later, result, ignored, slow)
         except Retry:

@@ -178,7 +178,7 @@ def redeliver_copy(
                 letter.stage, letter.message_id, copy.message_id
             )
         else:
-            storing.store([copy], using, new_ids=True)
+            storing.store([copy], using)
     return copy.message_id
 
 

@@ -12,12 +12,17 @@ import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from django.db import IntegrityError, connections, models, transaction
 
 from ..django_internals import djangos_errors
 from .fields import ids_sql, later_sql, later_value, now_sql, read_instant, read_uuid
+
+#: Whose a message id is. One of a "caller" may be stored already, which is an error. A
+#: "derived" one is stored already when its stage is made to run again by force.
+Origin = Literal["new", "caller", "derived"]
 
 
 @dataclass(slots=True)
@@ -43,6 +48,9 @@ class NewMessage:
     unique: str = ""
     #: Whether it is left out where its unique key is taken.
     skips: bool = False
+    origin: Origin = "new"
+    #: The body as its sender has it.
+    given: object = None
 
 
 class Stored(NamedTuple):
@@ -109,9 +117,29 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
             return [(pk, read_uuid(one), name) for pk, one, name in cursor.fetchall()]
 
 
-_REQUIRED = "message_id, broker, destination, content_type, body"
-_OPTIONAL = "replay_id, key, correlation_id, session_id, headers"
-_COLUMNS = f"{_REQUIRED}, {_OPTIONAL}, attempts, last_error"
+class _Column(NamedTuple):
+    """A column that a field of NewMessage is stored in. `type` is PostgreSQL's. `empty`
+    is the SQL of an empty value, where there can be one: a parameter costs more."""
+
+    name: str
+    type: str
+    empty: str | None = None
+
+
+_GIVEN = (
+    _Column("message_id", "uuid"),
+    _Column("broker", "text"),
+    _Column("destination", "text"),
+    _Column("content_type", "text"),
+    _Column("body", "bytea"),
+    _Column("replay_id", "text", "''"),
+    _Column("key", "text", "''"),
+    _Column("correlation_id", "text", "''"),
+    _Column("session_id", "uuid", "NULL"),
+    _Column("headers", "jsonb", "'{}'"),
+)
+_given = attrgetter(*[column.name for column in _GIVEN])
+_COLUMNS = ", ".join([*[column.name for column in _GIVEN], "attempts", "last_error"])
 _TRANSACTION = "pg_current_xact_id()::text"
 _LOCKED = "pg_advisory_xact_lock_shared(%s::bigint)"
 #: The clock, read once the lock is held: a CASE is the one expression whose parts come
@@ -127,11 +155,11 @@ _INTO_UNIQUE = f"{_INTO}, unique_key"
 _WORTH_COPY = 8
 #: Parameters of a row at most, and of a statement: SQLite takes 32,766 (since 3.32),
 #: PostgreSQL 65,535.
-_MOST, _MOST_PARAMETERS = 13, 30_000
+_MOST, _MOST_PARAMETERS = len(_GIVEN) + 3, 30_000
 _COPIED_TYPES = (
     *("int8", "timestamptz", "timestamptz", "timestamptz"),
-    *("uuid", "text", "text", "text", "bytea"),
-    *("text", "text", "text", "uuid", "jsonb", "int4", "text"),
+    *[column.type for column in _GIVEN],
+    *("int4", "text"),
 )
 
 
@@ -172,30 +200,21 @@ def _values(
 ) -> tuple[str, list[Any]]:
     native = connection.vendor == "postgresql"
     now, later = now_sql(connection), later_sql(connection)
-    header_place = "%s::jsonb" if native else "%s"
     values: list[str] = []
     parameters: list[Any] = []
     for row in rows:
-        identity, session_id = row.message_id, row.session_id
-        parameters += [
-            identity if native else identity.hex,
-            row.broker,
-            row.destination,
-            row.content_type,
-            row.body,
-        ]
-        places = ["%s, %s, %s, %s, %s"]
-        for value, empty, place in (
-            (row.replay_id, "''", "%s"),
-            (row.key, "''", "%s"),
-            (row.correlation_id, "''", "%s"),
-            (session_id if native or not session_id else session_id.hex, "NULL", "%s"),
-            (row.headers and json.dumps(row.headers), "'{}'", header_place),
-        ):
-            # Mostly they are empty, and to pass a parameter costs more.
-            places.append(place if value else empty)
-            if value:
-                parameters.append(value)
+        places: list[str] = []
+        for column, value in zip(_GIVEN, _given(row), strict=True):
+            if not value and column.empty is not None:
+                places.append(column.empty)
+                continue
+            place = "%s"
+            if column.type == "jsonb":
+                value, place = json.dumps(value), "%s::jsonb" if native else "%s"
+            elif column.type == "uuid" and not native:
+                value = value.hex
+            places.append(place)
+            parameters.append(value)
         places += ["0, ''", now, later if row.delay else now]
         if row.delay:
             parameters.append(later_value(connection, row.delay))
@@ -224,23 +243,16 @@ def _copy(
     numbers, now, xid = cursor.fetchone()
     now = now.astimezone(dt.timezone.utc)  # the alias may have a zone with a DST
     numbers.sort()
-    no_headers = Jsonb({})
     records = [
         (
             pk,
             now,
             now + dt.timedelta(seconds=row.delay) if row.delay else now,
             None if row.expiry is None else now + dt.timedelta(seconds=row.expiry),
-            row.message_id,
-            row.broker,
-            row.destination,
-            row.content_type,
-            row.body,
-            row.replay_id,
-            row.key,
-            row.correlation_id,
-            row.session_id,
-            Jsonb(row.headers) if row.headers else no_headers,
+            *[
+                Jsonb(value) if column.type == "jsonb" else value
+                for column, value in zip(_GIVEN, _given(row), strict=True)
+            ],
             0,
             "",
         )

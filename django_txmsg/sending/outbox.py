@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from django.db import connections, router, transaction
@@ -28,9 +28,9 @@ from ..envelope.message import (
 )
 from ..errors import InvalidMessage, TransactionRequired
 from ..models import OutboxMessage
-from ..models.outbox_store import NewMessage
-from .scope import Scope, current_scope
-from .storing import store
+from ..models.outbox_store import NewMessage, Origin
+from .scope import current_scope
+from .storing import as_sent, store
 from .typed_name import TypedName
 from .unique import store_unique
 
@@ -63,18 +63,19 @@ def send_message(
     carried, DuplicateMessage when `message_id` is stored already, AlreadyPending when
     `unique` is held. Nothing is stored then, and the transaction can go on.
     """
-    one: dict[str, Any] = {
-        "destination": destination,
-        "body": body,
-        "headers": headers,
-        "message_id": message_id,
-        "key": key,
-        "delay": delay,
-        "expires": expires,
-    }
-    if unique is not None:
-        one |= {"unique": unique, "on_conflict": on_conflict}
-    return send_messages([one], using=using, broker=broker)[0]
+    row = _new_message(
+        destination,
+        body,
+        headers=headers,
+        message_id=message_id,
+        key=key,
+        delay=delay,
+        expires=expires,
+        broker=broker,
+        unique=unique,
+        on_conflict=on_conflict,
+    )
+    return _send([row], using)[0]
 
 
 def send_messages(
@@ -88,75 +89,35 @@ def send_messages(
     All are checked before the first is stored. Raises as send_message() does; after a
     DuplicateMessage, none of them is stored.
     """
-    settings = conf.get()
-    if broker not in settings.BROKERS:
-        raise InvalidMessage(
-            f'No broker {broker!r} under TXMSG["BROKERS"]; '
-            f"known: {', '.join(sorted(settings.BROKERS))}."
-        )
+    return _send([_from_dict(one, broker) for one in messages], using)
+
+
+def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
     current = current_scope()
-    given = list(messages)
-    prepared = [_prepare(one, current, broker, settings) for one in given]
     if current is not None and current.enlist is not None:
-        now = timezone.now()
-        for row in prepared:
-            if row.unique:
-                raise InvalidMessage(
-                    "unique= needs the outbox, and this stage's messages belong to the "
-                    'transaction of its broker. Use transaction="outbox".'
-                )
-            if row.expiry is not None:
-                row.expires_at = now + dt.timedelta(seconds=row.expiry)
-            current.enlist(row)
-        return _messages(given, prepared, [now] * len(prepared), settings.SERVICE)
+        return [_enlist(row, current.enlist) for row in rows]
     alias = using or (current and current.using) or router.db_for_write(OutboxMessage)
-    if not prepared:
+    if not rows:
         return []
-    require_transaction(alias, prepared[0].destination)
-    new_ids = not any(one.get("message_id") for one in given)
-    inside = current is not None and current.cause is not None
-    derived = {
-        row.message_id
-        for row, one in zip(prepared, given, strict=True)
-        if inside and not one.get("message_id")
-    }
-    if [row for row in prepared if row.unique]:
+    require_transaction(alias, rows[0].destination)
+    if any(row.unique for row in rows):
         with transaction.atomic(using=alias):
-            instants, there = store_unique(prepared, alias, derived=derived)
-        if current is not None:
-            current.stored[alias] = current.stored.get(alias, 0) + len(instants)
-        now = timezone.now()
-        created = [instants.get(row.message_id, now) for row in prepared]
-        found = _messages(given, prepared, created, settings.SERVICE)
-        return [there.get(one.id, one) for one in found]
-    created = store_ready(
-        prepared, alias, new_ids=new_ids and not derived, derived=derived
-    )
-    return _messages(given, prepared, created, settings.SERVICE)
+            return store_unique(rows, alias)
+    return list(map(as_sent, rows, store(rows, alias)))
 
 
-def store_ready(
-    rows: list[NewMessage],
-    alias: str,
-    *,
-    new_ids: bool,
-    derived: Collection[uuid.UUID] = (),
-) -> list[dt.datetime]:
-    """Store rows that need no more checks, and return when each was created.
-
-    `new_ids` says that none of them can be stored already; of the `derived` ids one is,
-    when what stored it runs again. Raises DuplicateMessage.
-    """
-    current = current_scope()
-    if in_block(connections[alias]):
-        created = store(rows, alias, new_ids=new_ids, derived=derived)
-    else:
-        # Without REQUIRE_ATOMIC: still all of them or none.
-        with transaction.atomic(using=alias):
-            created = store(rows, alias, new_ids=new_ids, derived=derived)
-    if current is not None:
-        current.stored[alias] = current.stored.get(alias, 0) + len(rows)
-    return created
+def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
+    """Let a message leave in the transaction of its stage's broker."""
+    if row.unique:
+        raise InvalidMessage(
+            "unique= needs the outbox, and this stage's messages belong to the "
+            'transaction of its broker. Use transaction="outbox".'
+        )
+    now = timezone.now()
+    if row.expiry is not None:
+        row.expires_at = now + dt.timedelta(seconds=row.expiry)
+    enlist(row)
+    return as_sent(row, now)
 
 
 def require_transaction(alias: str, destination: str) -> None:
@@ -174,78 +135,94 @@ def require_transaction(alias: str, destination: str) -> None:
     )
 
 
-def _prepare(
-    given: Mapping[str, Any],
-    current: Scope | None,
+def _from_dict(given: Mapping[str, Any], broker: str) -> NewMessage:
+    try:
+        return _new_message(**given, broker=broker)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # by what the arguments are, and not by their names
+        why = str(error).partition("() ")[2] or error
+        raise InvalidMessage(
+            f"A message is a dict of send_message()'s arguments; this one {why}."
+        ) from None
+
+
+def _new_message(
+    destination: str | TypedName[Any],
+    body: object,
+    *,
+    headers: Mapping[str, str] | None = None,
+    message_id: uuid.UUID | None = None,
+    key: str | None = None,
+    delay: dt.timedelta | None = None,
+    expires: dt.timedelta | None = None,
     broker: str,
-    settings: conf.Settings,
+    unique: str | None = None,
+    on_conflict: Literal["error", "skip"] = "error",
 ) -> NewMessage:
-    if not _NEEDED <= given.keys() <= _ARGUMENTS:
+    """Return what send_message() is to store. Raises InvalidMessage."""
+    settings, current = conf.get(), current_scope()
+    if broker not in settings.BROKERS:
         raise InvalidMessage(
-            f"A message is a dict with destination and body, and perhaps "
-            f"{', '.join(sorted(_ARGUMENTS - _NEEDED))}; "
-            f"got {', '.join(sorted(map(str, given)))}."
+            f'No broker {broker!r} under TXMSG["BROKERS"]; '
+            f"known: {', '.join(sorted(settings.BROKERS))}."
         )
-    body, content_type, body_type = encoded(given["destination"], given["body"])
-    if len(body) > settings.MAX_MESSAGE_BYTES:
+    content, content_type, body_type = encoded(destination, body)
+    if len(content) > settings.MAX_MESSAGE_BYTES:
         raise InvalidMessage(
-            f"The body has {len(body)} bytes; at most {settings.MAX_MESSAGE_BYTES} are "
-            f'taken (TXMSG["MAX_MESSAGE_BYTES"]). Store it elsewhere and send a link.'
+            f"The body has {len(content)} bytes; at most {settings.MAX_MESSAGE_BYTES} "
+            f'are taken (TXMSG["MAX_MESSAGE_BYTES"]). Store it elsewhere and send a '
+            f"link."
         )
-    headers = check_headers(given.get("headers"))
-    correlation_id = headers.pop(wire.CORRELATION_ID, "")
+    own_headers = check_headers(headers)
+    correlation_id = own_headers.pop(wire.CORRELATION_ID, "")
     if len(correlation_id) > wire.MAX_CORRELATION_ID:
         raise InvalidMessage(
             f"The header 'correlation-id' is longer than {wire.MAX_CORRELATION_ID}."
         )
     if body_type:
-        headers[wire.TYPE] = body_type
-    message_id = given.get("message_id")
+        own_headers[wire.TYPE] = body_type
     if message_id is not None and not isinstance(message_id, uuid.UUID):
         raise InvalidMessage(f"message_id must be a uuid.UUID, not {message_id!r}.")
-    if current is not None and current.cause is not None:
-        cause = current.cause
-        ordinal = next(current.ordinals)
-        message_id = message_id or wire.derived_id(
-            settings.SERVICE, cause.id, current.stage, ordinal
-        )
-        correlation_id = correlation_id or cause.correlation_id or str(cause.id)
-    message_id = message_id or new_id()
-    destination = given["destination"]
-    if isinstance(destination, TypedName):
-        destination = destination.name
-    destination = check_destination(destination)
-    tracing.stored(message_id, destination, headers)
-    if current is not None and current.cause is not None:
-        inherited = wire.traceparent(current.cause.headers)
-        if inherited is not None:
-            headers.setdefault(wire.TRACEPARENT, inherited)
-    delay = check_duration("delay", given.get("delay"))
-    row = NewMessage(
-        message_id=message_id,
-        broker=broker,
-        destination=destination,
-        key=check_key(given.get("key")),
-        correlation_id=correlation_id,
-        session_id=current.session_id if current else None,
-        headers=headers,
-        content_type=content_type,
-        body=body,
-        delay=delay.total_seconds() if delay else 0.0,
-        expiry=_seconds(check_duration("expires", given.get("expires"))),
-    )
-    if "unique" in given:
-        row.unique, row.skips = _unique(given)
-    return row
-
-
-def _unique(given: Mapping[str, Any]) -> tuple[str, bool]:
-    unique, on_conflict = given["unique"], given.get("on_conflict", "error")
     if on_conflict not in ("error", "skip"):
         raise InvalidMessage(
             f'on_conflict={on_conflict!r} is neither "error" nor "skip".'
         )
-    return check_key(unique), on_conflict == "skip"
+    origin: Origin = "new" if message_id is None else "caller"
+    cause = None if current is None else current.cause
+    if current is not None and cause is not None:
+        ordinal = next(current.ordinals)
+        if message_id is None:
+            origin = "derived"
+            message_id = wire.derived_id(
+                settings.SERVICE, cause.id, current.stage, ordinal
+            )
+        correlation_id = correlation_id or cause.correlation_id or str(cause.id)
+    message_id = message_id or new_id()
+    name = check_destination(
+        destination.name if isinstance(destination, TypedName) else destination
+    )
+    tracing.stored(message_id, name, own_headers)
+    inherited = None if cause is None else wire.traceparent(cause.headers)
+    if inherited is not None:
+        own_headers.setdefault(wire.TRACEPARENT, inherited)
+    return NewMessage(
+        message_id=message_id,
+        origin=origin,
+        broker=broker,
+        destination=name,
+        key=check_key(key),
+        correlation_id=correlation_id,
+        session_id=current.session_id if current else None,
+        headers=own_headers,
+        content_type=content_type,
+        body=content,
+        given=body,
+        delay=_seconds(check_duration("delay", delay)) or 0.0,
+        expiry=_seconds(check_duration("expires", expires)),
+        unique=check_key(unique),
+        skips=on_conflict == "skip",
+    )
 
 
 def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
@@ -259,31 +236,6 @@ def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
     if typed is None:
         return *serializers.encode(body), ""
     return typed.encode(body), wire.JSON, typed.header if typed.name else ""
-
-
-_NEEDED = frozenset({"destination", "body"})
-_ARGUMENTS = frozenset(
-    {
-        *("destination", "body", "headers", "message_id", "key", "delay", "expires"),
-        *("unique", "on_conflict"),
-    }
-)
-
-
-def _messages(given: Any, prepared: Any, created: Any, service: str) -> list[Message]:
-    return [
-        Message(
-            id=row.message_id,
-            destination=row.destination,
-            body=one["body"],
-            headers=row.headers,
-            key=row.key or None,
-            created_at=instant,
-            correlation_id=row.correlation_id or None,
-            service=service,
-        )
-        for one, row, instant in zip(given, prepared, created, strict=True)
-    ]
 
 
 def _seconds(duration: dt.timedelta | None) -> float | None:

@@ -6,30 +6,28 @@ import datetime as dt
 import uuid
 from collections.abc import Collection, Mapping
 
-from django.db import connections
+from django.db import connections, transaction
 from django.utils import timezone
 
-from .. import signals
-from ..django_internals import last_hook
+from .. import conf, signals
+from ..django_internals import in_block, last_hook
+from ..envelope.message import Message
 from ..errors import DuplicateMessage
 from ..models import OutboxMessage
 from ..models.outbox_store import NewMessage
 from .scope import current_scope
 
 
-def store(
-    rows: list[NewMessage],
-    alias: str,
-    *,
-    new_ids: bool = False,
-    derived: Collection[uuid.UUID] = (),
-) -> list[dt.datetime]:
+def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
     """Insert ready rows into the outbox and return when each was created.
 
-    Raises DuplicateMessage, with nothing stored, when one of the ids is there already;
-    `new_ids` says that none can be. One of the `derived` ids is there when its stage
-    is made to run again by force: it is left as it is.
+    Raises DuplicateMessage, with nothing stored, when one of the ids is there already.
+    A derived id that is there is left as it is, but for one with a unique key.
     """
+    if not in_block(connections[alias]):
+        # Without REQUIRE_ATOMIC: still all of them or none.
+        with transaction.atomic(using=alias):
+            return store(rows, alias)
     current, lock, alone = current_scope(), None, False
     join = current.join if current is not None and current.using == alias else None
     if join is not None:
@@ -38,10 +36,14 @@ def store(
         for row in rows:
             row.session_id = session_id
     created, xid, locked_at = OutboxMessage.objects.db_manager(alias).store(
-        rows, new_ids=new_ids, tell_transaction=alone, lock=lock
+        rows,
+        new_ids=all(row.origin == "new" and not row.unique for row in rows),
+        tell_transaction=alone,
+        lock=lock,
     )
-    missing = {row.message_id for row in rows} - created.keys()
-    if not (missing <= set(derived) if missing else len(created) == len(rows)):
+    missing = [row for row in rows if row.message_id not in created]
+    refused = [row for row in missing if row.origin != "derived" or row.unique]
+    if refused or len(created) + len(missing) < len(rows):
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
@@ -49,6 +51,8 @@ def store(
         current.transaction = xid
     if current is not None and locked_at is not None:
         current.newest = max(locked_at, current.newest or locked_at)
+    if current is not None:
+        current.stored[alias] = current.stored.get(alias, 0) + len(created)
     by_broker: dict[str, dict[int, uuid.UUID]] = {}
     for row in rows:
         if row.message_id in created:
@@ -58,6 +62,20 @@ def store(
         after_commit(alias, broker, new=stored)
     now = timezone.now()
     return [created.get(row.message_id, (0, now))[1] for row in rows]
+
+
+def as_sent(row: NewMessage, created_at: dt.datetime) -> Message:
+    """Return a stored row as the message that its sender gets."""
+    return Message(
+        id=row.message_id,
+        destination=row.destination,
+        body=row.given,
+        headers=row.headers,
+        key=row.key or None,
+        created_at=created_at,
+        correlation_id=row.correlation_id or None,
+        service=conf.get().SERVICE,
+    )
 
 
 def after_commit(

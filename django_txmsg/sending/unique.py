@@ -10,9 +10,8 @@ the message that was not stored.
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ..envelope import serializers
 from ..envelope.message import Message
@@ -20,44 +19,49 @@ from ..errors import AlreadyPending, DuplicateMessage
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..models.outbox_store import NewMessage
-from .storing import after_commit, store
+from .storing import after_commit, as_sent, store
 
 #: A holder that leaves between the INSERT and the look at it frees its key: so often
 #: in a row it does not.
 _TRIES = 20
 
 
-def store_unique(
-    rows: Sequence[NewMessage], alias: str, *, derived: Collection[uuid.UUID]
-) -> tuple[dict[uuid.UUID, dt.datetime], dict[uuid.UUID, Message]]:
+def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
     """Insert rows of which some have a unique key, as `store()` does.
 
-    Returns when each was created that is stored, and for each that is skipped the
-    message that is there in its place, both by message id. Raises AlreadyPending and
-    DuplicateMessage, with nothing stored.
+    Returns each as its sender gets it, or for one that is skipped the message that is
+    there in its place. Raises AlreadyPending and DuplicateMessage, with nothing stored.
     """
-    taken, inside = _first_of_each(rows)
+    holders = _first_of_each(rows)
     there: dict[uuid.UUID, Message] = {}
-    others = set(derived) - {row.message_id for row in rows if row.unique}
     for _ in range(_TRIES):
-        kept = [row for row in taken if row.message_id not in there]
+        kept = [
+            row
+            for row in rows
+            if row.message_id not in there and row.message_id not in holders
+        ]
         try:
-            instants = store(kept, alias, derived=others) if kept else []
+            instants = store(kept, alias) if kept else []
         except DuplicateMessage:
-            there |= _in_their_place(kept, alias, derived)
+            there |= _in_their_place(kept, alias)
             continue
-        created = {row.message_id: at for row, at in zip(kept, instants, strict=True)}
-        return created, there | inside(created, there)
+        there |= {
+            row.message_id: as_sent(row, at)
+            for row, at in zip(kept, instants, strict=True)
+        }
+        ids = [row.message_id for row in rows]
+        return [there[holders.get(message_id, message_id)] for message_id in ids]
     raise AlreadyPending(
         f"The unique keys of {len(rows)} messages were freed and taken again "
         f"{_TRIES} times while they were stored. Try again."
     )
 
 
-def _first_of_each(rows: Sequence[NewMessage]) -> tuple[list[NewMessage], _Inside]:
-    """Return the rows without those whose key an earlier one of them takes."""
-    inside = _Inside()
+def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
+    """Return, for each row that is skipped for an earlier one of the same call, the
+    message id of that one, which expires no sooner. Raises AlreadyPending."""
     first: dict[str, NewMessage] = {}
+    holders: dict[uuid.UUID, uuid.UUID] = {}
     for row in rows:
         holder = first.setdefault(row.unique, row) if row.unique else row
         if holder is not row:
@@ -67,31 +71,11 @@ def _first_of_each(rows: Sequence[NewMessage]) -> tuple[list[NewMessage], _Insid
                 holder.expiry = None
             else:
                 holder.expiry = max(row.expiry, holder.expiry)
-            inside.pairs.append((row, holder))
-    skipped = {row.message_id for row, _ in inside.pairs}
-    return [row for row in rows if row.message_id not in skipped], inside
+            holders[row.message_id] = holder.message_id
+    return holders
 
 
-class _Inside:
-    """Rows of one call that share a key with an earlier one of the same call."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[NewMessage, NewMessage]] = []
-
-    def __call__(
-        self, created: dict[uuid.UUID, dt.datetime], there: dict[uuid.UUID, Message]
-    ) -> dict[uuid.UUID, Message]:
-        """Return the message in the place of each."""
-        return {
-            row.message_id: there.get(holder.message_id)
-            or _message(holder, created[holder.message_id])
-            for row, holder in self.pairs
-        }
-
-
-def _in_their_place(
-    rows: Sequence[NewMessage], alias: str, derived: Collection[uuid.UUID]
-) -> dict[uuid.UUID, Message]:
+def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
     """Return, for each row that is to be skipped, the message that is there. Nothing,
     when those have left meanwhile."""
     known = OutboxMessage.objects.using(alias)
@@ -107,7 +91,7 @@ def _in_their_place(
     found: dict[uuid.UUID, Message] = {}
     for row in rows:
         if row.message_id in stored:
-            if row.message_id not in derived:
+            if row.origin != "derived":
                 raise DuplicateMessage(
                     f"Message {row.message_id} is stored already, and an id is stored "
                     f"once. If this is a retry, the first call has done the work."
@@ -141,17 +125,5 @@ def message_of(row: OutboxMessage) -> Message:
         headers=row.headers,
         key=row.key or None,
         created_at=row.created_at,
-        correlation_id=row.correlation_id or None,
-    )
-
-
-def _message(row: NewMessage, created_at: dt.datetime) -> Message:
-    return Message(
-        id=row.message_id,
-        destination=row.destination,
-        body=serializers.decode(row.body, row.content_type),
-        headers=row.headers,
-        key=row.key or None,
-        created_at=created_at,
         correlation_id=row.correlation_id or None,
     )

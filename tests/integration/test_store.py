@@ -183,6 +183,7 @@ def test_a_thousand_are_a_few_inserts(
         ({"message_id": "not a uuid"}, "message_id"),
         ({"body": b"x" * 101}, "MAX_MESSAGE_BYTES"),
         ({"broker": "nowhere"}, "nowhere"),
+        ({"on_conflict": "wait"}, "on_conflict"),
     ],
 )
 def test_what_cannot_travel_is_refused_at_the_call(
@@ -201,9 +202,39 @@ def test_what_cannot_travel_is_refused_at_the_call(
 def test_one_bad_message_of_many_stores_none() -> None:
     with transaction.atomic(), pytest.raises(InvalidMessage):
         send_messages([{"destination": "orders", "body": n} for n in (1, object())])
-    with transaction.atomic(), pytest.raises(InvalidMessage, match="destination"):
-        send_messages([{"body": 1}])
     assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"body": 1}, "destination"),
+        ({"destination": "orders"}, "body"),
+        ({"destination": "orders", "body": 1, "dealy": None}, "dealy"),
+        ({"destination": "orders", "body": 1, "using": "default"}, "using"),
+        ({"destination": "orders", "body": 1, "broker": "default"}, "broker"),
+        ({"destination": "orders", "body": 1, 7: 8}, "strings"),
+        ("orders", "mapping"),
+        (None, "mapping"),
+    ],
+)
+def test_what_is_no_dict_of_a_messages_arguments_is_refused(
+    given: Any, words: str
+) -> None:
+    good = {"destination": "orders", "body": 1}
+    with transaction.atomic(), pytest.raises(InvalidMessage, match=words) as caught:
+        send_messages([good, given])
+    assert "a dict of send_message()'s arguments" in str(caught.value)
+    assert not OutboxMessage.objects.exists()
+
+
+def test_an_error_of_a_bodys_own_is_not_taken_for_a_wrong_argument() -> None:
+    class Bad(dict[str, int]):
+        def items(self) -> Any:
+            raise TypeError("of its own")
+
+    with transaction.atomic(), pytest.raises(TypeError, match="of its own"):
+        send_messages([{"destination": "orders", "body": 1, "headers": Bad(a=1)}])
 
 
 def test_without_a_transaction_when_that_is_allowed() -> None:
