@@ -143,7 +143,7 @@ def _from_dict(given: Mapping[str, Any], broker: str) -> NewMessage:
             raise  # by what the arguments are, and not by their names
         why = str(error).partition("() ")[2] or error
         raise InvalidMessage(
-            f"A message is a dict of send_message()'s arguments; this one {why}."
+            f"A message is a dict of send_message()'s arguments: {why}."
         ) from None
 
 

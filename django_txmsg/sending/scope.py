@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..envelope.message import Message
 from ..models.outbox_store import NewMessage
@@ -30,9 +31,10 @@ class Scope:
     messages stored, by database alias. `join`, when set, is called before each INSERT
     on `using`, and says as which session's the rows are stored and which lock the
     INSERT takes: `newest` is when the last of them had it, by the database's clock.
-    Without a lock, `transaction` is the id of theirs, where databases tell. `ended`
-    says that it is over: code that outlives it, as an async view's task may, has taken
-    it along in its context, and what is sent there is not of this scope.
+    Without a lock, `transactions` has the id of theirs, where databases tell, by their
+    connection: threads may share a scope. `ended` says that it is over: code that
+    outlives it, as an async view's task may, has taken it along in its context, and
+    what is sent there is not of this scope.
     """
 
     session_id: uuid.UUID
@@ -45,7 +47,7 @@ class Scope:
     ordinals: Iterator[int] = field(default_factory=itertools.count)
     join: Callable[[], tuple[uuid.UUID, int | None]] | None = None
     newest: dt.datetime | None = None
-    transaction: str | None = None
+    transactions: dict[Any, str] = field(default_factory=dict)
     ended: bool = False
 
 

@@ -47,12 +47,12 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         ids = [pk for pk, _ in created.values()]
         OutboxMessage.objects.using(alias).filter(pk__in=ids).delete()
         raise DuplicateMessage(_duplicates(rows, set(created)))
-    if current is not None and xid is not None:
-        current.transaction = xid
-    if current is not None and locked_at is not None:
-        current.newest = max(locked_at, current.newest or locked_at)
     if current is not None:
         current.stored[alias] = current.stored.get(alias, 0) + len(created)
+        if xid is not None:
+            current.transactions[connections[alias]] = xid
+        if locked_at is not None:
+            current.newest = max(locked_at, current.newest or locked_at)
     by_broker: dict[str, dict[int, uuid.UUID]] = {}
     for row in rows:
         if row.message_id in created:

@@ -153,7 +153,7 @@ class OutboxSession:
                 self.using,
                 self._group.id if self._group else self.id,
                 metadata,
-                self._scope.transaction,
+                self._scope.transactions.get(connections[self.using]),
             )
             return
         try:

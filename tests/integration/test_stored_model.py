@@ -382,7 +382,7 @@ def announced() -> Iterator[list[uuid.UUID]]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, fails=st.booleans())
 @example([("savepoint", 0, False), ("send",), ("roll back to", 0, False)], False)
 @example([("savepoint", 0, True), ("send",), ("roll back to", 0, True)], False)

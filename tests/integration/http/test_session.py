@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import copy_context
 
 import pytest
 from django.db import IntegrityError, connection, connections, transaction
@@ -13,6 +15,7 @@ from django.test import override_settings
 from django_txmsg import outbox_session, send_message
 from django_txmsg.errors import SessionError, SwallowedDatabaseError
 from django_txmsg.models import OutboxMessage, QueueMessage
+from django_txmsg.sessions import commit_status
 from django_txmsg.sessions.session import OutboxSession
 from tests.app.models import Order
 
@@ -64,6 +67,25 @@ def place(number: str) -> None:
     with transaction.atomic():
         Order.objects.create(number=number)
         send_message("http.orders", {"number": number})
+
+
+@pytest.mark.postgresql
+def test_a_control_message_names_the_transaction_of_its_session() -> None:
+    """And not one of another thread, which has the session in a copy of its context."""
+
+    def elsewhere() -> None:
+        place("elsewhere")
+        connections.close_all()
+
+    with outbox_session():
+        send_two()
+        thread = threading.Thread(target=copy_context().run, args=[elsewhere])
+        thread.start()
+        thread.join(60)
+        own = commit_status.transaction_id(connection)
+    (control,) = QueueMessage.objects.using("other").all()
+    assert control.headers["txmsg-transaction"] == own
+    assert OutboxMessage.objects.count() == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
