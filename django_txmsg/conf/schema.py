@@ -140,6 +140,9 @@ class Settings:
     """Everything under TXMSG."""
 
     SERVICE: str = "service"
+    FORMER_SERVICES: tuple[str, ...] = ()
+    """Names that this service had before. Its relay sends what was stored under
+    them."""
     BROKERS: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: {"default": {"URL": "database://"}}
     )
@@ -192,6 +195,11 @@ class Settings:
     LAKE: LakeSettings | None = None
     """The pipeline's lake: its URI, or all about it."""
     RETENTION: RetentionSettings = field(default_factory=RetentionSettings)
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The names under which this service stores messages, and has stored them."""
+        return (self.SERVICE, *self.FORMER_SERVICES)
 
 
 @cache

@@ -81,7 +81,7 @@ def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
     """Keep a message that could not leave: expired, or refused by the broker."""
-    service = conf.get().SERVICE
+    service = row.service or conf.get().SERVICE
     return bury(
         using=using,
         message_id=uuid.UUID(row.message_id),

@@ -13,7 +13,7 @@ from typing import Any
 from django.db import router, transaction
 from django.db.models.functions import Now
 
-from .. import wire
+from .. import conf, wire
 from ..envelope import serializers
 from ..envelope.message import check_headers, new_id
 from ..errors import InvalidMessage, TxmsgError
@@ -166,6 +166,7 @@ def redeliver_copy(
         headers=_copied_headers(letter, headers),
         content_type=content_type,
         body=body,
+        service=_sender(letter),
     )
     with transaction.atomic(using=using):
         if not _resolve(
@@ -227,6 +228,7 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
                 "key": one.headers.get(wire.KEY, ""),
                 "headers": wire.of_a_copy(one.headers),
                 "replay_id": f"dead-letter-{one.pk}-{one.deaths}",
+                "service": _sender(one),
             }
             for one in letters
         ]
@@ -237,6 +239,13 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
         by_broker.setdefault(by_message[message_id].broker, {})[pk] = message_id
     for broker, rows in by_broker.items():
         storing.after_commit(using, broker, new=rows)
+
+
+def _sender(letter: DeadLetter) -> str:
+    """Return the service whose relay sends the message again: the one that stored it,
+    whose broker that is, or, of a stage's message that came from anywhere, this one."""
+    stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
+    return stored[:100] or conf.get().SERVICE
 
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:

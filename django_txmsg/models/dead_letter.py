@@ -35,20 +35,22 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
     ) -> list[tuple[int, uuid.UUID]]:
         """Copy dead letters into the outbox, body and all, within the database.
 
-        Each of `again` says `id`, and the new row's `key`, `headers` and `replay_id`.
+        Each of `again` says `id`, and the new row's `key`, `headers`, `replay_id` and
+        `service`.
         Returns row id and message id of what was stored.
         """
         connection = connections[self.db]
         source = _given(connection, id="bigint", key="text", headers="jsonb",
-                        replay_id="text")  # fmt: skip
+                        replay_id="text", service="text")  # fmt: skip
         now = now_sql(connection)
         with connection.cursor() as cursor:
             cursor.execute(
-                "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id, broker,"
-                " destination, key, correlation_id, headers, content_type, body,"
-                " attempts, last_error, created_at, due_at)"
-                " SELECT letter.message_id, again.replay_id, letter.broker,"
-                " letter.destination, again.key, letter.correlation_id, again.headers,"
+                "INSERT INTO django_txmsg_outboxmessage (message_id, replay_id,"
+                " service, broker, destination, key, correlation_id, headers,"
+                " content_type, body, attempts, last_error, created_at, due_at)"
+                " SELECT letter.message_id, again.replay_id, again.service,"
+                " letter.broker, letter.destination, again.key, letter.correlation_id,"
+                " again.headers,"
                 " CASE letter.content_type WHEN '' THEN %s"
                 " ELSE letter.content_type END, letter.body, 0, '', {now}, {now}"
                 " FROM {source} JOIN django_txmsg_deadletter letter"

@@ -21,21 +21,25 @@ _LOOK = f"""
     SELECT 'outbox ' || name, EXTRACT(EPOCH FROM (
         SELECT due_at FROM {_OUTBOX}
         WHERE dispatched_at IS NULL AND dead_at IS NULL AND broker = name
+          AND service = ANY(%s::text[])
           AND (lease_until IS NULL OR lease_until < statement_timestamp())
         ORDER BY due_at, id LIMIT 1) - statement_timestamp())
     FROM unnest(%s::text[]) name
 """  # noqa: S608 - constants only
 
 
-def seconds_until_due(using: str, topics: Collection[str]) -> dict[str, float]:
+def seconds_until_due(
+    using: str, topics: Collection[str], services: Collection[str] = ()
+) -> dict[str, float]:
     """Return for each topic of which there are rows when the first is due, in seconds
-    from now: zero or less when one is."""
-    kinds = [
+    from now: zero or less when one is. Of the outbox, only rows that one of `services`
+    stored, or an earlier release."""
+    queues, outboxes = [
         [one.removeprefix(kind) for one in topics if one.startswith(kind)]
         for kind in (wakeups.queue(""), wakeups.outbox(""))
     ]
     with connections[using].cursor() as cursor:
-        cursor.execute(_LOOK, kinds)
+        cursor.execute(_LOOK, [queues, ["", *services], outboxes])
         return {
             topic: float(seconds)
             for topic, seconds in cursor.fetchall()

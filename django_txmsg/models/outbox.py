@@ -43,6 +43,14 @@ class OutboxMessage(models.Model):
         blank=True,
         help_text="What stored this id again: a dead letter's redelivery, a replay.",
     )
+    service = models.CharField(
+        max_length=100,
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The service that stored this message, and whose relay sends it. "
+        "Empty: stored by an earlier release, sent by any.",
+    )
     broker = models.CharField(max_length=64, default="default")
     destination = models.CharField(max_length=255)
     key = models.CharField(max_length=255, default="", blank=True)

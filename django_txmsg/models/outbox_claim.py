@@ -58,6 +58,8 @@ class Claimed(NamedTuple):
     created: str
     #: When the first of those claimed together was due, as its database writes it.
     floor: str
+    #: The service that stored it; "" of an earlier release.
+    service: str
 
 
 class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -73,9 +75,12 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         ids: list[int] | None = None,
         session_id: uuid.UUID | None = None,
         floor: str | None = None,
+        services: Sequence[str] | None = None,
     ) -> list[Claimed]:
         """Take due rows for `lease` seconds, oldest first; no other relay gets them.
-        At most `limit` of them, and no more bytes than claiming.MAX_BYTES.
+        At most `limit` of them, and no more bytes than claiming.MAX_BYTES. Only rows
+        that one of `services` stored, or a release that did not note its service; None
+        takes the rows of all services.
 
         A row with a key is taken only together with all earlier pending rows of that
         key; one that is due later than its followers, for another try, goes before
@@ -86,7 +91,10 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         now = began_sql(connection)
         narrow, pending = "", "c.dispatched_at IS NULL AND c.dead_at IS NULL"
         earlier = PENDING_OTHERWISE.format("e.")
-        parameters: list[Any] = [broker]
+        stored_by = [] if services is None else ["", *services]
+        among = f"IN ({', '.join(['%s'] * len(stored_by))})"
+        ours = "TRUE" if services is None else f"{{0}}.service {among}"
+        parameters: list[Any] = [broker, *stored_by]
         if ids is not None:
             pending = PENDING_OTHERWISE.format("c.")
             condition, values = ids_sql(connection, "c.id", ids)
@@ -100,6 +108,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         if floor is not None:
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
+        parameters += stored_by
         no_wait, waits_not = no_wait_sql(connection)
         first_due = "min(due)"
         if connection.vendor == "postgresql":
@@ -110,12 +119,12 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             before=no_wait,
             due="due_at",
             where=f"""
-                {pending} AND c.broker = %s AND c.due_at <= {now}
+                {pending} AND c.broker = %s AND {ours.format("c")} AND c.due_at <= {now}
                 AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
                 AND (c.key = '' OR NOT EXISTS (
                     SELECT 1 FROM {table} e
                     WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
-                      AND e.broker = c.broker AND {earlier}
+                      AND e.broker = c.broker AND {earlier} AND {ours.format("e")}
                       AND (e.due_at > c.due_at OR e.lease_until >= {now})))
             """,  # noqa: S608 - constants only
             # From now on it will not do for who wants its unique key: its receiver may
@@ -126,7 +135,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 {waits_not} AND (o.key = '' OR NOT EXISTS (
                     SELECT 1 FROM {table} e
                     WHERE e.key = o.key AND NOT (e.key = '') AND e.id < o.id
-                      AND e.broker = o.broker AND {earlier}
+                      AND e.broker = o.broker AND {earlier} AND {ours.format("e")}
                       AND e.id NOT IN (SELECT id FROM picked)))
             """,  # noqa: S608 - constants only
             returning=f"""
@@ -135,13 +144,14 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 expires_at, attempts, replay_id, linked_at,
                 COALESCE(expires_at <= {now}, FALSE),
                 {instant_text_sql(connection, "created_at")},
-                (SELECT {first_due} FROM picked)
+                (SELECT {first_due} FROM picked), service
             """,  # noqa: S608 - constants only
         )
         parameters += [
             *bounds(limit),
             later_value(connection, lease),
             prepared(self.model, "lease_token", token, connection),
+            *stored_by,
         ]
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
@@ -244,7 +254,8 @@ _by_id = itemgetter(0)
 
 def _claimed(row: Sequence[Any]) -> Claimed:
     pk, message_id, destination, key, correlation_id, headers, kind, body, *rest = row
-    expires_at, attempts, replay_id, linked_at, expired, created, floor = rest
+    expires_at, attempts, replay_id, linked_at, expired, created, *last = rest
+    floor, service = last
     return Claimed(
         pk,
         message_id if len(message_id) == 36 else str(uuid.UUID(message_id)),
@@ -261,6 +272,7 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         bool(expired) and linked_at is None,
         _instant_text(created),
         floor,
+        service,
     )
 
 

@@ -37,6 +37,8 @@ class NewMessage:
     content_type: str
     body: bytes
     broker: str = "default"
+    #: Whose relay sends it.
+    service: str = ""
     replay_id: str = ""
     key: str = ""
     correlation_id: str = ""
@@ -128,6 +130,7 @@ class _Column(NamedTuple):
 
 _GIVEN = (
     _Column("message_id", "uuid"),
+    _Column("service", "text", "''"),
     _Column("broker", "text"),
     _Column("destination", "text"),
     _Column("content_type", "text"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import quote
 
-from .. import wire
+from .. import conf, wire
 from .lengths import duration
 from .status import Place, Status, consumers_of_queues
 from .turns import at_least
@@ -39,6 +39,7 @@ def of(status: Status) -> list[Alarm]:
     """Return what is wrong, worst first; nothing where all is well."""
     return [
         *_nobody_consumes(status),
+        *_unrelayed(status),
         *_outbox(status),
         *_queues(status),
         *_redeliveries(status),
@@ -90,6 +91,20 @@ def _outbox(status: Status) -> Iterator[Alarm]:
         f"{'are' if many else 'is'} overdue",
         f"{_since(waiting, status.now)}, to {_late(late)}. {why}",
     )  # fmt: skip
+
+
+def _unrelayed(status: Status) -> Iterator[Alarm]:
+    for name, waiting in list(status.unrelayed.items())[:LINES]:
+        if name == conf.get().SERVICE:
+            continue  # another alarm says so
+        many = waiting.overdue != 1
+        yield Alarm(
+            "bad", "outboxmessage", "?state=overdue",
+            f"{capped(waiting.overdue)} message{'s' * many} of service {name} "
+            f"wait{'s' * (not many)}, and no relay of {name} is running",
+            f"{_since(waiting, status.now)}. Start one. If this service was called "
+            f'{name} before, add the name to TXMSG["FORMER_SERVICES"].',
+        )  # fmt: skip
 
 
 def _queues(status: Status) -> Iterator[Alarm]:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from .. import conf
 from ..models import Worker
 from ..models.worker import living
 
@@ -45,8 +46,16 @@ class Attendance:
 
     @property
     def relayed(self) -> bool:
-        """Whether a relay is running."""
-        return any(one.kind == "relay" for one in self.living)
+        """Whether a relay of this service is running."""
+        own = {"", conf.get().SERVICE}  # "": of an earlier release
+        return any(one.kind == "relay" and one.service in own for one in self.living)
+
+    @property
+    def relayed_services(self) -> set[str]:
+        """The services whose stored messages a running relay sends, as far as this
+        process knows: another service's former names are known to that one alone."""
+        found = {one.service for one in self.living if one.kind == "relay"}
+        return found | set(conf.get().FORMER_SERVICES if self.relayed else ())
 
     @property
     def consumed(self) -> bool:

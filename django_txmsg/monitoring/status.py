@@ -67,6 +67,9 @@ class Status:
 
     now: dt.datetime
     destinations: dict[str, Place] = field(default_factory=dict)
+    services: dict[str, Waiting] = field(default_factory=dict)
+    """The pending messages by the service that stored them; "" are of an earlier
+    release."""
     stages: dict[str, Place] = field(default_factory=dict)
     queues: dict[str, Waiting] = field(default_factory=dict)
     unconsumed: dict[str, str] = field(default_factory=dict)
@@ -131,6 +134,16 @@ class Status:
         return self.attendance.unattended(declared)
 
     @property
+    def unrelayed(self) -> dict[str, Waiting]:
+        """Services with overdue messages in the outbox of which no relay is running."""
+        relayed = self.attendance.relayed_services
+        return {
+            name: waiting
+            for name, waiting in self.services.items()
+            if name and waiting.overdue and name not in relayed
+        }
+
+    @property
     def paused(self) -> list[Place]:
         """The stages that an operator holds."""
         return [place for place in self.stages.values() if place.paused_at]
@@ -191,12 +204,13 @@ class Status:
 
 
 def read(using: str = "default") -> Status:
-    """Return the whole picture, in twelve queries."""
+    """Return the whole picture, in thirteen queries."""
     status = Status(now=clock(using))
     states = list(StageState.objects.using(using))
     held = {state.stage: state for state in states if state.paused_at is not None}
     for name, waiting in in_outbox(using).items():
         _place(status.destinations, name).waiting = waiting
+    status.services = in_outbox(using, by="service")
     elsewhere = set()  # tasks, say, for Celery's workers
     for name, (last, broker) in recent.last_dispatched(using).items():
         _place(status.destinations, name).last = last

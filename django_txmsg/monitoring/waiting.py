@@ -77,11 +77,11 @@ def total(parts: Iterable[Waiting]) -> Waiting:
     return summed
 
 
-def in_outbox(using: str) -> dict[str, Waiting]:
-    """Return what is pending, by destination."""
+def in_outbox(using: str, by: str = "destination") -> dict[str, Waiting]:
+    """Return what is pending, by destination, or by another column."""
     return _waiting(
         using,
-        "SELECT destination AS name, due_at, attempts > 0 AS retried,"
+        f"SELECT {by} AS name, due_at, attempts > 0 AS retried,"  # noqa: S608 - constants only
         " lease_until >= {now} AS leased FROM django_txmsg_outboxmessage"
         " WHERE dispatched_at IS NULL AND dead_at IS NULL"
         " ORDER BY due_at, id LIMIT {limit}",

@@ -148,6 +148,7 @@ class Lane:
                 ids=ids,
                 session_id=session_id,
                 floor=floor,
+                services=conf.get().services,
             )
 
         narrowed = ids is not None or session_id is not None
@@ -168,7 +169,7 @@ class Lane:
             batch = [
                 Outgoing(
                     row.destination,
-                    wire.headers_of(row, service, row.created),
+                    wire.headers_of(row, row.service or service, row.created),
                     row.body,
                 )
                 for row in rows

@@ -106,7 +106,7 @@ class Listener:
     def _look(self) -> float:
         """Ring for what is due, and return in how many seconds to look again."""
         waiting = wakeups.topics(self._using)
-        due = seconds_until_due(self._alias, waiting)
+        due = seconds_until_due(self._alias, waiting, conf.get().services)
         if not wakeups.heard(self._using):
             wakeups.ring(self._using, {wakeups.ALL})
         wakeups.proved(self._using, PROVED)

@@ -29,6 +29,9 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         with transaction.atomic(using=alias):
             return store(rows, alias)
     current, lock, alone = current_scope(), None, False
+    service = conf.get().SERVICE
+    for row in rows:
+        row.service = row.service or service
     join = current.join if current is not None and current.using == alias else None
     if join is not None:
         session_id, lock = join()

@@ -260,9 +260,10 @@ class Staging:
         )
         return connection.execute(
             f"INSERT INTO {_OUTBOX} ({fields}, replay_id, created_at, due_at, attempts,"
-            f" last_error) SELECT {fields}, run, {now}, {due}, 0, '' FROM {_STAGED}"
-            " WHERE run = %s ORDER BY position, id"
+            f" last_error, service) SELECT {fields}, run, {now}, {due}, 0, '', %s"
+            f" FROM {_STAGED} WHERE run = %s ORDER BY position, id"
             " ON CONFLICT (message_id, replay_id) DO NOTHING",
+            self.spec.service,
             self.run,
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.db import router
 
+from ... import conf
 from ...models import OutboxMessage, SessionRecord
 from ...monitoring import alarms, status
 from ...monitoring.lengths import duration
@@ -59,6 +60,9 @@ class Command(BaseCommand):
         if picture.muted:
             dead += f", and {picture.muted} muted"
         line(f"{'dead letters:':<31}{dead}")
+        for name, waiting in sorted(picture.services.items()):
+            if name not in ("", conf.get().SERVICE):
+                line(f"  of service {name}: {_waiting(waiting, now)}")
         for title, places in (
             ("destination", picture.destinations),
             ("stage", picture.stages),
@@ -121,6 +125,7 @@ def facts(picture: Status) -> dict[str, Any]:
             "oldest_age": _seconds(picture.oldest_dead, now),
             "muted": picture.muted,
         },
+        "services": {n: waiting(w) for n, w in picture.services.items()},
         "destinations": {n: place(p) for n, p in picture.destinations.items()},
         "stages": {
             n: place(p)
