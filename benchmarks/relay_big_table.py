@@ -189,6 +189,7 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
 
     from django.db import connection
 
+    from django_txmsg import conf
     from django_txmsg.models import InboxMessage, OutboxMessage
 
     def milliseconds(work: Callable[[], object]) -> float:
@@ -201,7 +202,11 @@ def waiting(dispatched: int, delayed: int, parked: int) -> None:
 
     def claim() -> object:
         return OutboxMessage.objects.claim(
-            broker="default", token=uuid.uuid4(), lease=60, limit=500
+            broker="default",
+            services=conf.get().services,
+            token=uuid.uuid4(),
+            lease=60,
+            limit=500,
         )
 
     inbox = InboxMessage.objects

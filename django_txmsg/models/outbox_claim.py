@@ -157,6 +157,31 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             cursor.execute(sql, parameters)
             return sorted(map(_claimed, cursor.fetchall()), key=_by_id)
 
+    def held_back(self, ids: list[int], limit: int) -> list[int]:
+        """Return the primary keys of due rows among `ids` that nobody has claimed and
+        whose key earlier pending rows hold back, with those earlier rows, in the order
+        in which they leave: the first `limit` of them."""
+        connection, table = connections[self.db], self.model._meta.db_table
+        condition, values = ids_sql(connection, "c.id", ids)
+        now = now_sql(connection)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"""
+                WITH held AS MATERIALIZED (
+                    SELECT c.key, max(c.id) AS last FROM {table} c
+                    WHERE {condition} AND {PENDING_OTHERWISE.format("c.")}
+                      AND NOT (c.key = '') AND c.due_at <= {now}
+                      AND (c.lease_until IS NULL OR c.lease_until < {now})
+                    GROUP BY c.key)
+                SELECT e.id FROM held JOIN {table} e
+                    ON e.key = held.key AND e.id <= held.last
+                WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.format("e.")}
+                ORDER BY e.id LIMIT %s
+                """,  # noqa: S608 - constants only
+                [*values, limit],
+            )
+            return [pk for (pk,) in cursor.fetchall()]
+
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
         """Give rows their places behind others, as the header `name` says it; None is
         the first place. Returns how many were still this lease's."""

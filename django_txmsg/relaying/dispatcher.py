@@ -7,6 +7,7 @@ down, `manage.py relay` and the control message find in the outbox.
 from __future__ import annotations
 
 import atexit
+import heapq
 import logging
 import os
 import queue
@@ -36,6 +37,9 @@ MAX_WAITING = 10_000
 #: so many seconds. Under load commits gather meanwhile, and requests keep most of their
 #: processor; the first commit after a pause waits for nothing.
 REST, LONGEST_REST = 4.0, 0.25
+#: Seconds before rows are tried again that earlier ones of their keys have held back:
+#: another process is sending those. Then it is left to the relay.
+AGAIN = (0.05, 0.1, 0.2, 0.4, 0.8)
 #: Seconds without a commit after which the thread gives its connections back, as far as
 #: CONN_MAX_AGE says so, and looks at their age again.
 IDLE = 5.0
@@ -47,6 +51,8 @@ class Dispatcher:
     def __init__(self, using: str, broker: str) -> None:
         self.using, self.broker = using, broker
         self._waiting: queue.Queue[list[int] | None] = queue.Queue(MAX_WAITING)
+        #: When to try rows again, how often they were, and which: the next one first.
+        self._again: list[tuple[float, int, list[int]]] = []
         self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
         self._stopping = threading.Event()
         self._thread = threading.Thread(
@@ -77,10 +83,12 @@ class Dispatcher:
         rested = 0.0
         while not stopping:
             try:
-                ids = self._waiting.get(timeout=IDLE)
+                ids = self._waiting.get(timeout=self._until_again())
             except queue.Empty:
-                recycle(idle=True)
-                continue
+                if not self._again:
+                    recycle(idle=True)
+                    continue
+                ids = []
             stopping = ids is None
             batch = list(ids or ())
             early = rested - time.monotonic()
@@ -95,25 +103,40 @@ class Dispatcher:
                     break
                 stopping = more is None
                 batch += more or ()
-            if batch and not self._breaker.remaining and outage.usable(self.using):
-                self._dispatch(lane, batch)
-                recycle()
+            for tries, some in [(0, batch), *self._due_again()]:
+                usable = not self._breaker.remaining and outage.usable(self.using)
+                if some and usable:
+                    self._dispatch(lane, some, tries)
+                    recycle()
             ended = time.monotonic()
             rested = ended + min(LONGEST_REST, REST * (ended - began))
         lane.close()
         connections.close_all()
 
-    def _dispatch(self, lane: Lane, ids: list[int]) -> None:
+    def _until_again(self) -> float:
+        if not self._again:
+            return IDLE
+        return max(0.0, self._again[0][0] - time.monotonic())
+
+    def _due_again(self) -> list[tuple[int, list[int]]]:
+        """Take what is to be tried again now: how often it was tried, and the rows."""
+        due = []
+        while self._again and self._again[0][0] <= time.monotonic():
+            _, tries, ids = heapq.heappop(self._again)
+            due.append((tries, ids))
+        return due
+
+    def _dispatch(self, lane: Lane, ids: list[int], tries: int) -> None:
         try:
             try:
-                self._dispatch_all(lane, ids)
+                self._dispatch_all(lane, ids, tries)
             except AnyDatabaseError as error:
                 if not outage.note(self.using, error):
                     raise
                 # A server that was restarted has ended the connection, which only its
                 # next use tells. What is claimed already stays with its lease.
                 log.info("once more, with another database connection: %s", error)
-                self._dispatch_all(lane, ids)
+                self._dispatch_all(lane, ids, tries)
         except BrokerUnavailable as error:
             lane.close()
             if isinstance(error.__cause__, RuntimeError):
@@ -127,11 +150,18 @@ class Dispatcher:
             lane.close()
             connections[self.using].close()
 
-    def _dispatch_all(self, lane: Lane, ids: list[int]) -> None:
+    def _dispatch_all(self, lane: Lane, ids: list[int], tries: int) -> None:
         left = len(ids)
         while left > 0 and (claimed := lane.dispatch(ids=ids)):
             left -= claimed
         self._breaker.worked()
+        held = lane.held_back(ids) if left > 0 else []
+        if held and tries < len(AGAIN):
+            # With the rows that go first: their process may have died.
+            at = time.monotonic() + AGAIN[tries]
+            heapq.heappush(self._again, (at, tries + 1, held))
+        elif held and conf.get().NOTIFY:
+            notify(self.using, {wakeups.outbox(self.broker)})
 
 
 _dispatchers: dict[tuple[str, str], Dispatcher] = {}

@@ -105,6 +105,11 @@ class Lane:
             self.in_flight = 0
         return len(held)
 
+    def held_back(self, ids: list[int]) -> list[int]:
+        """Return those of the rows that are due and wait for earlier rows of their
+        keys, with the earlier ones: a batch of them at most."""
+        return self._outbox().held_back(ids, self._batch_size)
+
     def _work(self, claimed: list[Claimed], settlement: Settlement) -> None:
         for row in claimed:
             if row.expired:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import multiprocessing
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +56,49 @@ def test_by_a_thread_without_waiting_for_a_poll() -> None:
             send()
         wait_until(lambda: not pending())
     assert QueueMessage.objects.count() == 21
+
+
+def test_a_row_follows_soon_when_another_process_has_sent_the_one_before() -> None:
+    """No relay is running: the dispatcher of the follower's process looks again."""
+    with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
+        send_message("tests.q", 1, key="hot")
+    token = uuid.uuid4()
+    (first,) = OutboxMessage.objects.claim(
+        broker="default", token=token, lease=60, limit=1
+    )
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        with transaction.atomic():
+            send_message("tests.q", 2, key="hot")
+        held = dispatcher._dispatcher("default", "default")
+        wait_until(lambda: held._again)
+        assert pending() == 2
+        OutboxMessage.objects.mark_dispatched([first.id], token)
+        wait_until(lambda: not pending(), deadline=5)
+    assert QueueMessage.objects.count() == 1
+
+
+def test_a_row_takes_along_earlier_ones_of_its_key_that_nobody_sends() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
+        send_message("tests.q", 1, key="hot")
+        send_message("tests.q", 2, key="another")
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        with transaction.atomic():
+            send_message("tests.q", 3, key="hot")
+        wait_until(lambda: pending() == 1, deadline=5)
+    bodies = QueueMessage.objects.order_by("id").values_list("body", flat=True)
+    assert [bytes(one) for one in bodies] == [b"1", b"3"]
+
+
+def test_rows_that_are_not_due_or_in_other_hands_are_not_tried_again() -> None:
+    with txmsg(DISPATCH_ON_COMMIT="thread"):
+        with transaction.atomic():
+            send_message("tests.q", 1, key="later", delay=dt.timedelta(hours=1))
+            send_message("tests.q", 2, key="now")
+        wait_until(lambda: pending() == 1)
+        held = dispatcher._dispatcher("default", "default")
+        send()
+        wait_until(lambda: pending() == 1)
+        assert not held._again
 
 
 def test_inline_before_the_commit_returns() -> None:

@@ -25,6 +25,10 @@ pytestmark = [
 ]
 
 BACKLOG = 3000
+AS_A_RELAY: dict[str, Any] = {
+    "broker": "default",
+    "services": ["tests", "tests-before"],
+}
 #: Messages whose time has not come: much more than what a claim may read.
 LATER = 5000
 
@@ -87,7 +91,7 @@ def steps(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def claim(**options: Any) -> uuid.UUID:
     token = uuid.uuid4()
     claimed = OutboxMessage.objects.claim(
-        broker="default", token=token, lease=60, limit=100, **options
+        **AS_A_RELAY, token=token, lease=60, limit=100, **options
     )
     assert claimed
     return token
@@ -96,6 +100,11 @@ def claim(**options: Any) -> uuid.UUID:
 def test_rows_that_are_named_are_not_looked_for(backlog: list[int]) -> None:
     few = backlog[-10:]
     assert read_for(lambda: claim(ids=few)) < 200
+
+
+def test_rows_that_are_held_back_are_looked_up(backlog: list[int]) -> None:
+    few = backlog[-10:]
+    assert read_for(lambda: OutboxMessage.objects.held_back(few, 100)) < 200
 
 
 def test_settling_walks_over_nothing_else(backlog: list[int]) -> None:
@@ -128,7 +137,7 @@ def copies(model: Any, **columns: str) -> None:
 
 def nothing_due() -> None:
     claimed = OutboxMessage.objects.claim(
-        broker="default", token=uuid.uuid4(), lease=60, limit=100
+        **AS_A_RELAY, token=uuid.uuid4(), lease=60, limit=100
     )
     assert claimed == []
 
