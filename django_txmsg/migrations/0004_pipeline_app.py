@@ -11,6 +11,7 @@ from typing import Any
 from django.db import migrations
 
 from ..spark.migrations import _tables
+from ._workers import refuse_beside_workers
 
 
 class RemoveFromSqlite(migrations.RemoveField):
@@ -31,7 +32,10 @@ class RemoveFromSqlite(migrations.RemoveField):
 
 def forwards(apps: Any, schema_editor: Any) -> None:
     connection = schema_editor.connection
-    if _tables.is_kept(connection):
+    kept = _tables.is_kept(connection)
+    if not kept or connection.vendor != "postgresql":
+        refuse_beside_workers(apps, schema_editor)
+    if kept:
         _tables.move_content_types(connection, "django_txmsg", _tables.LABEL)
         return
     _tables.unmark_changes(schema_editor)

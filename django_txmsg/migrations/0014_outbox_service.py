@@ -1,5 +1,7 @@
 from django.db import migrations, models
 
+from ._workers import refuse_beside_workers
+
 
 class Migration(migrations.Migration):
     dependencies = [("django_txmsg", "0013_worker_silent_after")]
@@ -19,4 +21,5 @@ class Migration(migrations.Migration):
                 max_length=100,
             ),
         ),
+        migrations.RunPython(migrations.RunPython.noop, refuse_beside_workers),
     ]

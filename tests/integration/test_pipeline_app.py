@@ -16,8 +16,10 @@ from django.db.migrations.executor import MigrationExecutor
 from django.test import override_settings
 from pytest_django import DjangoDbBlocker
 
-from django_txmsg.models import OutboxMessage
+from django_txmsg.errors import ConfigurationError
+from django_txmsg.models import OutboxMessage, Worker
 from django_txmsg.models.outbox_store import NewMessage
+from tests.factories import ago
 
 ALIAS = "upgraded"
 BEFORE = ("django_txmsg", "0003_worker_service")
@@ -232,6 +234,39 @@ def test_an_installation_without_the_app_pays_for_nothing_and_loses_nothing(
     assert [one["message_id"] for one in left][:2] == [
         one["message_id"] for one in messages
     ]
+
+
+def test_columns_are_not_dropped_under_a_running_process(database) -> None:
+    """Neither on the way here nor on the way back."""
+    with override_settings(INSTALLED_APPS=WITHOUT):
+        apps = migrate(BEFORE)
+        workers = apps.get_model("django_txmsg", "Worker").objects.using(ALIAS)
+        old = workers.create(name="w", kind="consumer", host="web-1", pid=4711)
+        with pytest.raises(ConfigurationError, match="consumer 4711 on web-1"):
+            migrate()
+        assert columns_of_pipeline(database) == 4
+        # Killed, and not seen since.
+        workers.filter(pk=old.pk).update(heartbeat_at=ago(seconds=31))
+        migrate()
+        assert columns_of_pipeline(database) == 0
+
+        new = Worker.objects.using(ALIAS).create(
+            name="n", kind="relay", host="web-2", pid=4712
+        )
+        with pytest.raises(ConfigurationError, match="relay 4712 on web-2"):
+            migrate(BEFORE)
+        store_and_change()  # it lives on
+        new.delete(using=ALIAS)
+        migrate(BEFORE)
+
+
+@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+def test_columns_that_stay_are_migrated_beside_a_running_process(database) -> None:
+    apps = migrate(BEFORE, ("contenttypes", "0002_remove_content_type_name"))
+    workers = apps.get_model("django_txmsg", "Worker").objects.using(ALIAS)
+    workers.create(name="w", kind="consumer", host="web-1", pid=4711)
+    migrate()
+    assert columns_of_pipeline(database) == 4
 
 
 @pytest.mark.parametrize("database", ["postgres"], indirect=True)
