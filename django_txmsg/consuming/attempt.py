@@ -17,6 +17,7 @@ from django.utils import timezone
 from .. import conf, signals, tracing, wire
 from ..brokers.base import Outgoing
 from ..django_internals import raw
+from ..envelope.failure import is_interrupt
 from ..envelope.message import Message
 from ..errors import (
     BrokerError,
@@ -41,9 +42,12 @@ inbox_log = logging.getLogger("django_txmsg.inbox")
 #: Seconds in a handler from which on a row marked before it is marked again after it,
 #: so that `processed_at` is no more than this too early.
 MARK_AGAIN_AFTER = 0.02
-#: What ends the attempt and is not the handler's failure. Whatever else it raises is,
-#: the time-outs and cancellations that are no `Exception` included.
-NOT_HANDLERS = (BrokerUnavailable, KeyboardInterrupt)
+
+
+def is_handlers(error: BaseException) -> bool:
+    """Return whether it is the handler's failure that ended an attempt. Whatever it
+    raises is, the time-outs and cancellations that are no `Exception` included."""
+    return not (isinstance(error, BrokerUnavailable) or is_interrupt(error))
 
 
 class LostRace(Exception):
@@ -73,15 +77,13 @@ def run(
 
         def final(error: BaseException) -> bool:
             """What is not the message's fault is no middleware's affair."""
-            faultless = isinstance(error, NOT_HANDLERS) or lost_conflict(error)
-            return faultless or is_outage(error, on)
+            faultless = lost_conflict(error) or is_outage(error, on)
+            return faultless or not is_handlers(error)
 
         try:
             outside.run(message, transact, final)
-        except KeyboardInterrupt:
-            raise
         except BaseException as late:
-            if not ended:
+            if not ended or is_interrupt(late):
                 raise
             inbox_log.exception(
                 "a middleware around stage %r raised after the commit; the message is "

@@ -20,7 +20,7 @@ from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..sending.scope import in_scope
 from . import failing, inbox, reading, turns
-from .attempt import NOT_HANDLERS, announce_processed, stage_scope
+from .attempt import announce_processed, is_handlers, stage_scope
 from .outcomes import Arrival, Duplicate, Outcome, Processed
 from .savepoints import Savepoints
 from .transaction import StageTransaction, guarded, is_outage, lost_conflict
@@ -103,10 +103,8 @@ def _together(
                     admission.note(message.id)
             rows.finish(list(durations))
             turns.wake_all([one for one, _, seen in work if seen.id in durations])
-    except NOT_HANDLERS:
-        raise
     except BaseException as error:
-        if is_outage(error, on):
+        if is_outage(error, on) or not is_handlers(error):
             raise
         # The commit failed for all: run each in a transaction of its own, so that the
         # one at fault is found.
@@ -129,7 +127,12 @@ def _together(
         else:
             outcomes[id(arrival)] = outcome
     for arrival, _, seen in early:
-        outcomes[id(arrival)] = turns.lost(arrival, seen, attempts=0)
+        waiting = turns.out_of_turn(arrival, seen, attempts=0)
+        if waiting is None:
+            # It has come by now: a message of the batch before it is dead, and passed.
+            _go_alone(using, [(arrival, seen)], alone)
+        else:
+            outcomes[id(arrival)] = waiting
 
 
 def _go_alone(
@@ -153,9 +156,9 @@ def _run_one(
     began = time.monotonic()
     try:
         copy_context().run(_handle, arrival, message, using, savepoints)
-    except NOT_HANDLERS:
-        raise
     except BaseException as error:
+        if not is_handlers(error):
+            raise
         if must_roll_back(connections[using]) or lost_conflict(error):
             # The savepoint could not be rolled back, or the transaction cannot commit
             # any more: this ends it as a whole.

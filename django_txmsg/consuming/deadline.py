@@ -19,6 +19,7 @@ from typing import Any
 from django.db import OperationalError, connections
 
 from ..django_internals import in_block, in_testcase, raw
+from ..envelope.failure import text_of
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import StageTimedOut
@@ -206,7 +207,7 @@ def _cancel(connection: Any) -> None:
 
 
 def _is_cancelled(error: OperationalError) -> bool:
-    return outage.sqlstate(error) == _CANCELLED or str(error) == "interrupted"
+    return outage.sqlstate(error) == _CANCELLED or text_of(error) == "interrupted"
 
 
 _watch = Watch()

@@ -27,7 +27,7 @@ from ..stages import Stage
 from ..upkeep import outage
 from ..upkeep.leases import Lease
 from . import reading, turns
-from .attempt import NOT_HANDLERS, LostRace, run, session_id
+from .attempt import LostRace, is_handlers, run, session_id
 from .failing import bury, failed, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
 from .transaction import MAX_CONFLICTS, is_outage, lost_conflict, pause_after
@@ -85,9 +85,9 @@ def _process(arrival: Arrival) -> Outcome:
             return copy_context().run(run, arrival, given, seen, begun)
         except LostRace:
             return turns.lost(arrival, seen)
-        except NOT_HANDLERS:
-            raise
         except BaseException as error:
+            if not is_handlers(error):
+                raise
             if begun:
                 abandon(connections[arrival.using])
             begun = False

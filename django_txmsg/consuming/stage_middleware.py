@@ -22,6 +22,7 @@ from django.core.exceptions import MiddlewareNotUsed
 from django.utils.module_loading import import_string
 
 from .. import conf
+from ..envelope.failure import cause_of
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import ConfigurationError, MiddlewareMisused
@@ -128,7 +129,7 @@ class Chain:
         except BaseException as error:
             raised = call.error
             if raised is not None and raised is not error and final(raised):
-                raise raised from raised.__cause__  # by which it is known
+                raise raised from cause_of(raised)  # by which it is known
             raise
         finally:
             self._call.reset(token)

@@ -70,7 +70,9 @@ def cause_of_rollback(connection: Any) -> BaseException | None:
 
 def refuses_durable(error: BaseException) -> bool:
     """Return whether this is what Django says of `atomic(durable=True)` in a block."""
-    return isinstance(error, RuntimeError) and "durable atomic" in str(error)
+    # Not by its text: that of a handler's own error may raise.
+    said = error.args[0] if type(error) is RuntimeError and error.args else None
+    return type(said) is str and "durable atomic" in said
 
 
 def hear_rollbacks(connection: Any, hear: Callable[[bool], None]) -> Callable[[], None]:

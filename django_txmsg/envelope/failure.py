@@ -1,16 +1,19 @@
 """An exception as it is kept: its text, its traceback, and a fingerprint to group by.
 
-Pure: no Django, no I/O.
+An exception is its author's code: its text, its cause, its notes, the names of its
+class may raise, and it is the failure that it is all the same. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import threading
 import traceback as tb
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 #: Longest text kept of an exception and of a traceback, in characters.
 MAX_EXCEPTION = 2_000
@@ -35,10 +38,10 @@ class Failure:
         """Return what is kept of `error`: its type and the module and function of the
         innermost application frame make the fingerprint, without line numbers, so
         that it survives an edit."""
-        name = f"{type(error).__module__}.{type(error).__qualname__}"
-        name = name.removeprefix("builtins.")
-        text = f"{name}: {error}".rstrip(": ")
-        trace = "".join(tb.format_exception(error))
+        name = _name(type(error))
+        text = f"{name}: {text_of(error)}".rstrip(": ")
+        trace = _asked(lambda: "".join(tb.format_exception(error)))
+        trace = trace or "".join([*tb.format_tb(_traceback_of(error)), text])
         where = _application_frame(error)
         digest = hashlib.sha256(f"2|{name}|{where}".encode()).hexdigest()
         return cls(
@@ -57,8 +60,56 @@ class Failure:
         return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])
 
 
+def text_of(error: BaseException) -> str:
+    """Return what an exception says, or which error its own text raised."""
+    return _asked(lambda: str(error), "<str() raised {}>")
+
+
+def class_name(error: BaseException) -> str:
+    """Return the name of its class, without the module."""
+    return _bare_name(type(error))
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether this is Ctrl-C, which Python raises in the main thread alone (and
+    a command of ours nowhere). In another thread it is what somebody's code raised, and
+    a failure like any other."""
+    main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt) and main
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """Return what an exception was raised from, whatever its class makes of that."""
+    cause: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
+    return cause
+
+
+def _traceback_of(error: BaseException) -> TracebackType | None:
+    trace: TracebackType | None = vars(BaseException)["__traceback__"].__get__(error)
+    return trace
+
+
+def _asked(question: Callable[[], str], otherwise: str = "") -> str:
+    """Return the answer of code that is not ours as a plain text, or `otherwise` with
+    the name of what it raised."""
+    try:
+        return "".join([question()])
+    except BaseException as failed:
+        return otherwise.format(_name(type(failed)))
+
+
+def _name(kind: type[BaseException]) -> str:
+    name = _asked(lambda: f"{kind.__module__}.{kind.__qualname__}")
+    return (name or _bare_name(kind)).removeprefix("builtins.")
+
+
+def _bare_name(kind: type[BaseException]) -> str:
+    # Past a metaclass that hides it.
+    return str(vars(type)["__name__"].__get__(kind))
+
+
 def _application_frame(error: BaseException) -> str:
-    frames = [frame for frame, _ in tb.walk_tb(error.__traceback__)]
+    frames = [frame for frame, _ in tb.walk_tb(_traceback_of(error))]
     for frame in reversed(frames):
         path = frame.f_code.co_filename
         library = "site-packages" in path or "/lib/python" in path

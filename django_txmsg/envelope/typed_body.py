@@ -16,11 +16,9 @@ from .. import wire
 from ..errors import ConfigurationError, DecodeError, InvalidMessage, NewerCodeNeeded
 from . import serializers, upgraders
 from .codec import Codec, Misfit, from_json
+from .failure import class_name, is_interrupt
 from .message_type import class_of, unaliased
 from .type_header import TypeHeader
-
-#: What ends the reading of a body, and says nothing of it.
-NOT_THE_BODYS = (MemoryError, KeyboardInterrupt)
 
 
 @dataclass(frozen=True)
@@ -108,10 +106,12 @@ class BodyReader:
         value = from_json(text)
         try:
             value = upgraders.upgraded(known.name, value, version, known.version)
-        except NOT_THE_BODYS:
+        except MemoryError:
             raise
         except BaseException as error:
-            _refuse(f"upgrade from {version}: {type(error).__name__}")
+            if is_interrupt(error):
+                raise
+            _refuse(f"upgrade from {version}: {class_name(error)}")
         return self._decoded(known, value, parsed=True)
 
     def _unnamed(self) -> BodyType:
@@ -132,12 +132,14 @@ class BodyReader:
             return decode(known.annotation, body)
         except Misfit as error:
             _refuse(str(error))
-        except (ConfigurationError, DecodeError, *NOT_THE_BODYS):
+        except (ConfigurationError, DecodeError, MemoryError):
             raise
         except BaseException as error:
+            if is_interrupt(error):
+                raise
             # A validator of the user's own: no repetition mends that either. One that
             # raises SystemExit would stop each worker that the message comes to.
-            _refuse(f"$: {type(error).__name__}")
+            _refuse(f"$: {class_name(error)}")
 
 
 def members(annotation: Any) -> list[Any]:

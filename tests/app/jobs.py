@@ -12,6 +12,7 @@ from django.db import transaction
 
 from django_txmsg import Redeliver, Refuse, send_message
 from django_txmsg.models import QueueMessage
+from tests.hostile_errors import SilentError
 
 from .models import Effect
 
@@ -54,6 +55,18 @@ def fail() -> None:
 def leave() -> None:
     """Fail with what is no Exception."""
     raise SystemExit("This Task failed due to SystemExit")
+
+
+@task
+def fail_without_text() -> None:
+    """Fail with an exception whose text raises."""
+    raise SilentError
+
+
+@task
+def interrupt() -> None:
+    """Raise what Ctrl-C does, where nobody has pressed it."""
+    raise KeyboardInterrupt("its own")
 
 
 @task

@@ -30,6 +30,7 @@ from django_txmsg.models import InboxMessage, OutboxMessage
 from tests.app.models import Effect
 from tests.celery_shop import app, charge, failing, step
 from tests.celery_worker import BROKERS, forget_connections
+from tests.hostile_errors import SilentError
 from tests.running import committing, txmsg
 
 pytestmark = committing
@@ -121,6 +122,19 @@ def test_a_result_that_cannot_be_kept_is_none_for_a_copy(
     assert deliver(task) is not None
     assert "cannot be kept" in caplog.text
     assert deliver(task) is None
+
+
+def test_an_exception_whose_text_raises_is_kept_as_what_it_is() -> None:
+    def work() -> None:
+        effect("gone")
+        raise SilentError
+
+    deliver(once_task(work))
+
+    row = InboxMessage.objects.get()
+    assert row.dead_at is not None
+    assert row.last_error.endswith("SilentError: <str() raised KeyError>")
+    assert effects() == []
 
 
 def test_calls_and_messages_are_of_the_task_s_transaction() -> None:

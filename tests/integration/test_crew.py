@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from django_txmsg.errors import WorkerFailed
 from django_txmsg.models import DeadLetter, InboxMessage, Worker
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
+from django_txmsg.testing import drain
 from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -37,6 +39,7 @@ WORST: dict[str, type[BaseException]] = {
     "exit": GeneratorExit,
     "time-out": TimedOut,
     "system": SystemExit,
+    "interrupt": KeyboardInterrupt,
 }
 
 
@@ -94,24 +97,17 @@ def test_a_crew_ends_together_and_says_why() -> None:
 def hook() -> None:
     """In the worker: end the thread that the test names, in its own user's code."""
 
-    def interrupted(message: Message) -> None:
-        raise KeyboardInterrupt
-
-    stages.stage("tests.crew")(interrupted)
-
     def receiver(**_: Any) -> None:
         raise GeneratorExit
 
     which = os.environ["TXMSG_TEST_ENDS"]
-    if which != "stage":
-        getattr(signals, which).connect(receiver, weak=False)
+    getattr(signals, which).connect(receiver, weak=False)
 
 
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize(
     ("command", "which"),
     [
-        ("consume", "stage"),
         ("consume", "control_message_handled"),
         ("relay", "message_dispatched"),
     ],
@@ -133,3 +129,42 @@ def test_a_thread_that_ends_ends_its_process(
     assert worker.wait() == 1
     assert "ended, and its process with it" in worker.output
     assert not Worker.objects.exists()
+
+
+def declare() -> None:
+    """In the worker: a stage that leaves effects, and raises what it is told to."""
+    stages.stage("tests.crew")(handler)
+
+
+def test_a_handlers_own_keyboard_interrupt_fails_its_message_and_ctrl_c_still_stops(
+    manage: Manage,
+) -> None:
+    with txmsg():
+        for body in (b'"interrupt"', b'"next"'):
+            put("tests.crew", body)
+        worker = manage(
+            "consume", txmsg=IMPATIENT, hook="tests.integration.test_crew.declare"
+        )
+        wait_until(lambda: DeadLetter.objects.exists() and Effect.objects.exists())
+        put("tests.crew", b'"after"')
+        wait_until(lambda: Effect.objects.filter(name="after").exists())
+        worker.interrupt()
+    assert worker.wait() == 0
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 3)
+    assert letter.exception == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ctrl_c_in_a_test_ends_the_test(batch: int) -> None:
+    """A stage runs in the main thread there, where Python raises it."""
+
+    def pressed(message: Message) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with txmsg(), declared(pressed, batch=batch) as stage:
+        for _ in range(2):
+            put(stage.destination)
+        with pytest.raises(KeyboardInterrupt):
+            drain(stage.name)
+    assert not InboxMessage.objects.filter(dead_at__isnull=False).exists()

@@ -33,6 +33,7 @@ from django_txmsg.models import (
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.queue import QueueMessage, QueueSubscription
 from django_txmsg.sending.outbox import send_message, send_messages
+from django_txmsg.testing import drain
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, ship, step, txmsg
@@ -298,6 +299,20 @@ def test_dead_with_skip_holds_up_nobody_and_runs_late() -> None:
         redeliver(DeadLetter.objects.get())
         settle(stage, 4)
     assert effects() == ["0", "2", "3", "1"]
+
+
+@pytest.mark.parametrize("batch", [1, 10])
+def test_skip_passes_a_dead_one_of_its_own_batch_at_once(batch: int) -> None:
+    """`drain()` waits for nothing: whoever is put off is left behind by it."""
+    handler = refusing(1, 3)
+    with declared(handler, ordered="skip", batch=batch) as stage:
+        with transaction.atomic():
+            for body in range(7):
+                send_message(stage.destination, body, key="order-17")
+        drained = drain(stage.name)
+    assert effects() == ["0", "2", "4", "5", "6"]
+    assert (drained.processed, drained.dead) == (5, 2)
+    assert not InboxMessage.objects.filter(due_at__isnull=False).exists()
 
 
 @pytest.mark.parametrize("ordered", ["block", "skip"])

@@ -9,6 +9,7 @@ import pytest
 from django_txmsg import stages
 from django_txmsg.envelope.failure import MAX_EXCEPTION, MAX_TRACEBACK, Failure
 from django_txmsg.errors import ConfigurationError
+from tests.hostile_errors import HOSTILE, misspelt
 
 
 def raised(error: BaseException) -> BaseException:
@@ -107,3 +108,21 @@ def test_a_verdict_holds_what_every_database_can_store() -> None:
     failure = Failure.because("invalid_body", "a\x00b\ud800")
 
     assert failure.exception == "a\\x00b\\ud800"
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_an_exception_whose_code_raises_is_kept_as_what_it_is(kind: str) -> None:
+    error, said = HOSTILE[kind]
+
+    failure = Failure.of(raised(error("no stock")))
+
+    assert failure.exception.partition(": no stock")[0].endswith(said)
+    assert "in raised" in failure.traceback
+    again = Failure.of(raised(error("other")))
+    assert failure.fingerprint == again.fingerprint
+    assert failure.fingerprint != Failure.of(otherwise_raised(error())).fingerprint
+
+
+def test_a_misspelt_validation_error_is_kept_as_one() -> None:
+    failure = Failure.of(raised(misspelt()))
+    assert failure.exception.endswith("ValidationError: <str() raised KeyError>")

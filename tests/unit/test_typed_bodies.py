@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Annotated, Any, Generic, Literal, NewType, TypeVar
@@ -611,6 +612,9 @@ def test_a_validator_that_ends_programs_ends_no_worker(number: int) -> None:
     assert "upgrade from 2: SystemExit" in str(refused(Order, {}, "typed.Order;v=2"))
     with pytest.raises(KeyboardInterrupt):
         read(Raising, {"number": 3})
+    with ThreadPoolExecutor(1) as elsewhere:  # as a worker does, and no Ctrl-C comes
+        error = elsewhere.submit(refused, Raising, {"number": 3}).result()
+    assert str(error) == "$: KeyboardInterrupt"
 
 
 def test_an_annotation_of_what_pydantic_does_not_know_is_refused() -> None:
