@@ -29,9 +29,15 @@ from django.db.models.functions import Now
 from .. import conf, signals, wire
 from ..brokers.celery.publication import Publication
 from ..consuming.attempt import MARK_AGAIN_AFTER
-from ..consuming.transaction import StageTransaction, guarded, lost_conflict
-from ..django_internals import abandon, begins_early, in_block
-from ..envelope.failure import Failure
+from ..consuming.transaction import (
+    StageTransaction,
+    Undecided,
+    guarded,
+    lost_conflict,
+    ours,
+)
+from ..django_internals import abandon, begins_early, in_block, raw
+from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
 from ..envelope.transaction_definition import TransactionDefinition
 from ..errors import TaskGivenUp
@@ -53,7 +59,8 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     that has done its work before.
 
     Raises what the task raises, with everything rolled back; Reject, to have the
-    message delivered again, while the database or Celery's broker is away.
+    message delivered again, while the database or Celery's broker is away, or refuses
+    what we ask around the task.
     """
     once = _Once(task, args, kwargs)
     try:
@@ -61,13 +68,15 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
         if not task.request.is_eager:
             following.go_on(task, result)
         return result
-    except (DatabaseError, InterfaceError) as error:
-        if task.request.is_eager or not outage.is_away(error):
-            raise
+    except (DatabaseError, InterfaceError, Undecided) as raised:
+        refused = isinstance(raised, Undecided)
+        error = raised.error if isinstance(raised, Undecided) else raised
+        if task.request.is_eager or not (refused or outage.is_away(error)):
+            raise error from cause_of(error)  # by which it is known
         connections[once.using].close()
         once.take_back()
         log.warning(
-            "task %s[%s] goes back to its queue, since the database is away: %s",
+            "task %s[%s] goes back to its queue, since the database refuses it: %s",
             task.name, task.request.id, error,
         )  # fmt: skip
         threading.Event().wait(following.PAUSE)
@@ -121,7 +130,7 @@ class _Once:
                 else:
                     self._fail(seen, rejected)
                 raise
-            except (Retry, Ignore):
+            except (Retry, Ignore, Undecided):
                 raise
             except Exception as error:
                 if begun:
@@ -157,10 +166,10 @@ class _Once:
                 seen, taken = self.inbox.record_and_begin(
                     stage, self.message, None, mark
                 )
-            except DatabaseError as error:
-                if outage.is_away(error):
+            except DatabaseError:
+                if getattr(raw(connection), "closed", True):
                     raise
-                # A lock's time-out, perhaps: once more, step by step.
+                # A lock's time-out, or no room for the second half: step by step.
                 abandon(connection)
                 already = self.inbox.recorded(stage, self.message, mark)
                 if already is not None:
@@ -183,7 +192,9 @@ class _Once:
             began = time.monotonic()
             definition = TransactionDefinition(using=self.using)
             with StageTransaction(definition, begun=begun):
-                if not begun and not self.inbox.take(seen.id):
+                with ours():
+                    taken = begun or self.inbox.take(seen.id)
+                if not taken:
                     raise _LostRace
                 result = None
                 with in_scope(self._scope()), guarded(self.using):
@@ -193,7 +204,8 @@ class _Once:
                         # It is done, or done by its replacement.
                         ignored = error
                 slow = time.monotonic() - began > MARK_AGAIN_AFTER
-                self._keep(seen, run.later, result, ignored, slow)
+                with ours():
+                    self._keep(seen, run.later, result, ignored, slow)
         except Retry:
             # Rolled back, and only now does the next attempt leave.
             following.send(self.task, run.later)

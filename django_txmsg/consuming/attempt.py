@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 
+from django.db import Error as AnyDatabaseError
 from django.db import connections
 from django.utils import timezone
 
@@ -33,7 +34,14 @@ from ..sending.scope import Scope, in_scope
 from ..stages import Stage
 from . import turns
 from .outcomes import Arrival, Processed
-from .transaction import StageTransaction, guarded, is_outage, lost_conflict
+from .transaction import (
+    StageTransaction,
+    Undecided,
+    guarded,
+    is_outage,
+    lost_conflict,
+    ours,
+)
 
 #: Not named after this module: log configurations watch the names that they have had.
 log = logging.getLogger("django_txmsg.arrival")
@@ -47,7 +55,8 @@ MARK_AGAIN_AFTER = 0.02
 def is_handlers(error: BaseException) -> bool:
     """Return whether it is the handler's failure that ended an attempt. Whatever it
     raises is, the time-outs and cancellations that are no `Exception` included."""
-    return not (isinstance(error, BrokerUnavailable) or is_interrupt(error))
+    others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
+    return not others
 
 
 class LostRace(Exception):
@@ -112,7 +121,9 @@ def _in_transaction(
         with StageTransaction(stage.definition, begun=begun) as transaction:
             if stage.transaction == "outbox" and not begun:
                 assert seen is not None
-                if not inbox.take(seen.id, arrival.token, arrival.turn):
+                with ours():
+                    taken = inbox.take(seen.id, arrival.token, arrival.turn)
+                if not taken:
                     raise LostRace
             # Left before the commit: its hooks are no part of the stage any more.
             with in_scope(scope), guarded(arrival.using):
@@ -120,18 +131,34 @@ def _in_transaction(
             if stage.transaction != "outbox":
                 # The last moment at which a dead broker costs nothing.
                 session.ping()
-            elif seen and time.monotonic() - began > MARK_AGAIN_AFTER:
-                inbox.finish([seen.id])
-            if stage.ordered:
-                turns.wake(arrival)
+            with ours():
+                late = time.monotonic() - began > MARK_AGAIN_AFTER
+                if stage.transaction == "outbox" and seen and late:
+                    inbox.finish([seen.id])
+                if stage.ordered:
+                    turns.wake(arrival)
         employed = transaction.employed
     acknowledged = stage.transaction != "outbox"
     if acknowledged:
         _commit_broker(arrival, employed)
         if seen is not None:
-            inbox.finish([seen.id])
+            _note_processed(arrival, seen)
     announce_processed(stage, message, time.monotonic() - began, employed)
     return Processed(acknowledged and arrival.parked is None)
+
+
+def _note_processed(arrival: Arrival, seen: Seen) -> None:
+    """Mark what was recorded of a message whose work is committed everywhere. Where
+    that is refused, nothing is lost but the mark."""
+    try:
+        InboxMessage.objects.db_manager(arrival.using).finish([seen.id])
+    except AnyDatabaseError as error:
+        log.warning(
+            "stage %r: message %s is processed, and cannot be marked so: %s",
+            arrival.stage.name,
+            seen.message_id,
+            error,
+        )
 
 
 def stage_scope(arrival: Arrival, message: Message) -> Scope:

@@ -19,6 +19,7 @@ from ..errors import DecodeError
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..sending.scope import in_scope
+from ..upkeep import outage
 from . import failing, inbox, reading, turns
 from .attempt import announce_processed, is_handlers, stage_scope
 from .outcomes import Arrival, Duplicate, Outcome, Processed
@@ -43,7 +44,8 @@ def process(batch: Sequence[Arrival]) -> list[Outcome]:
         except (DecodeError, MemoryError):
             alone.append(arrival)
             continue
-        if message.id in readable or not reading.has_identity(arrival.delivery):
+        again = message.id in readable or arrival.counted.row is not None
+        if again or not reading.has_identity(arrival.delivery):
             alone.append(arrival)
         else:
             readable[message.id] = (arrival, message)
@@ -69,16 +71,14 @@ def _together(
     messages = [message for _, message in given]
     recorded = rows.record(stage.name, messages, together=True)
     work: list[Work] = []
-    apart: list[tuple[Arrival, Seen]] = []
     for arrival, message in given:
-        seen = recorded[message.id]
+        seen = arrival.count(recorded[message.id], attempt=False)
         # What has failed before, or killed its worker, takes no others along again.
         ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
         if ordinary and not reading.expired(message, arrival.delivery, seen.now):
             work.append((arrival, message.attempted(1), seen))
         else:
-            apart.append((arrival, seen))
-    _go_alone(using, apart, alone)
+            alone.append(arrival)
     if not work:
         return
     failures: list[tuple[Work, BaseException, float]] = []
@@ -108,7 +108,7 @@ def _together(
             raise
         # The commit failed for all: run each in a transaction of its own, so that the
         # one at fault is found.
-        _go_alone(using, [(arrival, seen) for arrival, _, seen in work], alone)
+        alone += [arrival for arrival, _, _ in work]
         return
     for arrival, message, seen in work:
         if seen.id in durations:
@@ -117,32 +117,19 @@ def _together(
         elif seen.id not in locked:
             outcomes[id(arrival)] = Duplicate()
     for (arrival, message, seen), reason, duration in failures:
-        seen = seen.attempted(rows.start_again(seen.id))
-        outcome, again = failing.failed(arrival, message, seen, reason, duration)
+        seen = arrival.count(seen.attempted(rows.start_again(seen.id)))
+        outcome, _ = failing.failed(arrival, message, seen, reason, duration)
         if outcome is None:
-            # Blocking redelivery has counted the attempt, as recording it anew does.
-            assert again is not None
-            rows.unrecord([again.id], attempts=1)
-            alone.append(arrival)
+            alone.append(arrival)  # blocking redelivery has counted the attempt
         else:
             outcomes[id(arrival)] = outcome
     for arrival, _, seen in early:
         waiting = turns.out_of_turn(arrival, seen, attempts=0)
         if waiting is None:
             # It has come by now: a message of the batch before it is dead, and passed.
-            _go_alone(using, [(arrival, seen)], alone)
+            alone.append(arrival)
         else:
             outcomes[id(arrival)] = waiting
-
-
-def _go_alone(
-    using: str, given: list[tuple[Arrival, Seen]], alone: list[Arrival]
-) -> None:
-    """Give arrivals a pass of their own. It records them anew when their turn comes, so
-    what is recorded of them is taken back."""
-    if given:
-        InboxMessage.objects.db_manager(using).unrecord([seen.id for _, seen in given])
-        alone.extend(arrival for arrival, _ in given)
 
 
 def _run_one(
@@ -159,9 +146,10 @@ def _run_one(
     except BaseException as error:
         if not is_handlers(error):
             raise
-        if must_roll_back(connections[using]) or lost_conflict(error):
+        whole = must_roll_back(connections[using]) or lost_conflict(error)
+        if whole or outage.lacks_resources(error):
             # The savepoint could not be rolled back, or the transaction cannot commit
-            # any more: this ends it as a whole.
+            # any more, or is too large for what is left: this ends it as a whole.
             raise
         failures.append((item, error, time.monotonic() - began))
     else:

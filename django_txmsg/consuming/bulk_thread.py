@@ -5,7 +5,6 @@ While it looks at a database anyway, it counts what its charts show of the time 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Collection
@@ -16,11 +15,7 @@ from ..models.period_count import PERIOD
 from ..monitoring import periods
 from ..upkeep import outage, wakeups
 from ..upkeep.activity import RARELY, Activity
-from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
-
-#: Not named after this module: log configurations watch the name that it has had.
-log = logging.getLogger("django_txmsg.consumer")
 
 
 class BulkThread:
@@ -30,20 +25,15 @@ class BulkThread:
         self, databases: Collection[str], stop: threading.Event, activity: Activity
     ) -> None:
         self._stopping, self._activity = stop, activity
-        self._breakers = {
-            using: Breaker(
-                using,
-                60.0,
-                kind="bulk operations in database",
-                follows="they are taken up again",
-            )
+        self._retries = {
+            using: outage.Retry(using, f"bulk operations in database {using!r} wait")
             for using in databases
         }
         self._looked = dict.fromkeys(databases, 0.0)
 
     def run(self) -> None:
         """Work off until told to stop."""
-        asked = {using: wakeups.Wakeup(using, wakeups.WORK) for using in self._breakers}
+        asked = {using: wakeups.Wakeup(using, wakeups.WORK) for using in self._retries}
         kept_at = time.monotonic()
         while not self._stopping.wait(1.0):
             counting = time.monotonic() - kept_at > PERIOD.total_seconds()
@@ -53,7 +43,7 @@ class BulkThread:
                     self._work_off(using, counting)
 
     def _is_time(self, using: str, asked: wakeups.Wakeup, counting: bool) -> bool:
-        if self._breakers[using].remaining or not outage.usable(using):
+        if not self._retries[using].ready:
             return False
         calm = asked.heard and self._activity.calm
         recent = time.monotonic() - self._looked[using] < RARELY
@@ -67,10 +57,8 @@ class BulkThread:
             if counting:
                 # Counted now, nobody has to wait for the chart later.
                 periods.remember(using, clock(using))
-            self._breakers[using].worked()
+            self._retries[using].worked()
         except Exception as error:
-            if not outage.note(using, error):
-                log.debug("a bulk operation failed", exc_info=True)
-                self._breakers[using].failed(error)
+            self._retries[using].failed(error)
         finally:
             recycle()

@@ -213,13 +213,10 @@ class Consumer:
     def _obey(self) -> None:
         """Hold the stages that an operator has paused."""
         using = router.db_for_write(StageState)
-        if not outage.usable(using):
-            return
-        try:
-            paused = StageState.objects.db_manager(using).paused()
-        except AnyDatabaseError as error:
-            if not outage.note(using, error):
-                log.warning("cannot read which stages are paused: %s", error)
+        states = StageState.objects.db_manager(using)
+        looking = outage.retry(using, "cannot read which stages are paused")
+        paused = looking.run(states.paused)
+        if paused is None:
             return
         for thread in self.threads:
             if thread.stage.name in paused:

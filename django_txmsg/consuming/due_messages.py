@@ -5,18 +5,13 @@ One query for each database finds out, for all the threads of a process.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-
-from django.db import Error as AnyDatabaseError
+from functools import partial
 
 from ..models import InboxMessage
 from ..upkeep import outage
 from . import turns
 from .stage_thread import StageThread
-
-#: Not named after this module: log configurations watch the name that it has had.
-log = logging.getLogger("django_txmsg.consumer")
 
 
 def wake_for_parked(threads: Iterable[StageThread]) -> None:
@@ -29,14 +24,11 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
         named = by_alias.setdefault(thread.using, {})
         named.setdefault(thread.stage.name, []).append(thread)
     for using, named in by_alias.items():
-        if not outage.usable(using):
-            continue
-        try:
-            reads = {name: threads[0].stage.reads for name, threads in named.items()}
-            due = InboxMessage.objects.db_manager(using).due_stages(reads)
-        except AnyDatabaseError as error:
-            if not outage.note(using, error):
-                log.warning("cannot see which parked messages are due: %s", error)
+        reads = {name: threads[0].stage.reads for name, threads in named.items()}
+        inbox = InboxMessage.objects.db_manager(using)
+        looking = outage.retry(using, "cannot see which parked messages are due")
+        due = looking.run(partial(inbox.due_stages, reads))
+        if due is None:
             continue
         for name, threads in named.items():
             if threads[0].stage.ordered:
@@ -51,11 +43,11 @@ def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
     """Ask at an ordered stage whose turn has come, if something is due there, and
     whether there is room for more that wait."""
     stage = threads[0].stage
-    try:
+
+    def ask() -> None:
         if due:
             turns.ask(stage, all(one.has_received(turns.grace()) for one in threads))
         for room in {thread.room for thread in threads if thread.room is not None}:
             room.look()
-    except AnyDatabaseError as error:
-        if not outage.note(using, error):
-            log.warning("cannot ask whose turn it is at %r: %s", stage.name, error)
+
+    outage.retry(using, f"cannot ask whose turn it is at {stage.name!r}").run(ask)

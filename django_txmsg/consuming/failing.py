@@ -46,7 +46,8 @@ def failed(
     close_broken(arrival.using)
     inbox = InboxMessage.objects.db_manager(arrival.using)
     if seen is None:
-        seen = inbox.record(stage.name, [message], idempotent=True)[message.id]
+        rows = inbox.record(stage.name, [message], idempotent=True)
+        seen = arrival.count(rows[message.id])
     decision = decide(stage.policy, seen.attempt, error)
     failure = Failure.of(error)
     note = partial(_note_attempt, arrival, seen, failure, duration)

@@ -17,7 +17,7 @@ from django.db import DatabaseError, connections, transaction
 
 from .. import signals
 from ..django_internals import abandon, begins_early, raw
-from ..envelope.failure import Failure
+from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
 from ..errors import DecodeError, DispatchRejected, NewerCodeNeeded
 from ..models import InboxMessage, OutboxMessage
@@ -30,8 +30,17 @@ from . import reading, turns
 from .attempt import LostRace, is_handlers, run, session_id
 from .failing import bury, failed, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
-from .transaction import MAX_CONFLICTS, is_outage, lost_conflict, pause_after
+from .transaction import (
+    MAX_CONFLICTS,
+    Undecided,
+    is_outage,
+    lost_conflict,
+    pause_after,
+)
 
+#: Attempts for whose work the database has no room that are no failures of a message:
+#: about a minute of them, while it has room for a probe.
+MAX_CROWDED = 10
 #: What cannot be read of a message that nobody can wait for, since its id is not to be
 #: trusted or its headers are not to be kept.
 NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_id")
@@ -85,6 +94,9 @@ def _process(arrival: Arrival) -> Outcome:
             return copy_context().run(run, arrival, given, seen, begun)
         except LostRace:
             return turns.lost(arrival, seen)
+        except Undecided as refused:
+            # By its cause it is known.
+            raise refused.error from cause_of(refused.error)
         except BaseException as error:
             if not is_handlers(error):
                 raise
@@ -92,6 +104,10 @@ def _process(arrival: Arrival) -> Outcome:
                 abandon(connections[arrival.using])
             begun = False
             if stage.transaction == "outbox" and is_outage(error, on):
+                # It may be this message that ends the server.
+                arrival.count_again(error)
+                raise
+            if _is_crowded_out(arrival, error):
                 raise
             if conflicts < MAX_CONFLICTS and lost_conflict(error):
                 # Nobody's fault, and no attempt: at once again, then further apart.
@@ -108,6 +124,19 @@ def _process(arrival: Arrival) -> Outcome:
                 return outcome
             # Read again: the handler may have changed what it was given.
             message, short = _read(arrival)
+
+
+def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
+    """Return whether the database had no room for the handler's work. That is nobody's
+    fault, unless it has room whenever it is asked, and never for this message."""
+    if not outage.lacks_resources(error):
+        return False
+    arrival.counted.crowded += 1
+    if arrival.counted.crowded > MAX_CROWDED:
+        return False
+    if arrival.stage.transaction != "outbox":
+        arrival.session.rollback()
+    return True
 
 
 def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
@@ -144,7 +173,7 @@ def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
     if seen is not None and arrival.token is not None:
         rows.unpark(seen.id, arrival.token)
     elif seen is not None:
-        rows.unrecord([seen.id], attempts=1)
+        rows.unrecord(seen.id)
     return Interrupted()
 
 
@@ -178,14 +207,16 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
 
     Returns what is known of the message, and whether its transaction has begun.
     """
-    if arrival.parked is not None:
-        return arrival.parked.seen, False
     stage, using = arrival.stage, arrival.using
     inbox = InboxMessage.objects.db_manager(using)
+    before = _recorded(arrival)
+    if before is not None:
+        return before, False
     if stage.transaction != "outbox":
         if not reading.came_before(arrival.delivery):
             return None, False
-        return inbox.record(stage.name, [message], idempotent=True)[message.id], False
+        rows = inbox.record(stage.name, [message], idempotent=True)
+        return arrival.count(rows[message.id]), False
     transaction.get_autocommit(using=using)  # which connects
     connection = connections[using]
     # What surrounds the transaction comes before its beginning.
@@ -199,20 +230,36 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
                 mark,
                 arrival.turn,
             )
-        except DatabaseError as error:
-            if outage.is_away(error):
+        except DatabaseError:
+            if getattr(raw(connection), "closed", True):
                 raise
-            # A lock's time-out, perhaps: once more, step by step.
+            # A lock's time-out, or no room for the second half: step by step.
             abandon(connection)
             already = inbox.recorded(stage.name, message, mark)
             if already is not None:
-                return already, False
+                return arrival.count(already), False
         else:
+            arrival.count(seen)
             if taken and not _reason_not_to_run(arrival, message, seen):
                 return seen, True
             abandon(connection)
             return seen, False
-    return inbox.record(stage.name, [message])[message.id], False
+    return arrival.count(inbox.record(stage.name, [message])[message.id]), False
+
+
+def _recorded(arrival: Arrival) -> Seen | None:
+    """Return what is known of an arrival that is recorded already, as a parked one is
+    by its claim, and one that comes here again since nothing could be decided."""
+    counted, parked = arrival.counted, arrival.parked
+    if counted.row is None:
+        return None if parked is None else arrival.count(parked.seen)
+    inbox = InboxMessage.objects.db_manager(arrival.using)
+    if parked is not None and arrival.token is not None:
+        inbox.extend(counted.row, arrival.token, parked.lease)
+    seen = inbox.recall(counted.row)
+    if seen is None or counted.attempt or _nothing_to_do(arrival, seen):
+        return seen
+    return arrival.count(seen.attempted(inbox.start_again(seen.id, arrival.token)))
 
 
 def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
@@ -221,6 +268,9 @@ def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
         case "settled":
             _ship_what_is_left(arrival, message)
             return Duplicate()
+        case "worker_lost" if arrival.counted.error is not None:
+            failure = Failure.of(arrival.counted.error)
+            return bury(arrival, seen, "attempts_exhausted", failure)
         case "worker_lost" as reason:
             return bury(arrival, seen, reason, _worker_lost(arrival.stage))
         case "expired" as reason:

@@ -47,6 +47,9 @@ class IntakeThread:
             follows=f"{destination} is not taken in",
         )
         self._using = router.db_for_write(DeadLetter)
+        self._retry = outage.Retry(
+            self._using, f"{destination}: a message cannot be taken in, and is kept"
+        )
 
     def run(self) -> None:
         """Take in until told to stop."""
@@ -90,18 +93,15 @@ class IntakeThread:
     def _buried(self, delivery: Delivery) -> bool:
         """Bury a delivery, kept in hand as long as that is not possible. Returns False
         when told to stop before it is."""
-        while not self._stopping.is_set():
+        while True:
             try:
                 self._bury(delivery)
             except Exception as error:
-                if outage.is_away(error):
-                    outage.outlast(self._using, error, self._stopping)
-                else:
-                    log.exception("%s: it is tried again", self._destination)
-                    self._stopping.wait(1.0)
+                if not self._retry.after(error, self._stopping):
+                    return False
             else:
+                self._retry.worked()
                 return True
-        return False
 
     def _bury(self, delivery: Delivery) -> None:
         reason = _first(delivery.headers, _REASONS)

@@ -11,6 +11,7 @@ from .. import wire
 from ..brokers.base import Delivery, Session
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..models.inbox_parked import Parked
+from ..models.inbox_record import Seen
 from ..models.inbox_turn import Turn
 from ..stages import Stage
 
@@ -61,6 +62,19 @@ Outcome = (
 )
 
 
+@dataclass(slots=True)
+class Counted:
+    """What was counted in the inbox of an arrival: once, however often it is processed
+    until something can be decided."""
+
+    row: int | None = None
+    attempt: bool = False
+    #: What ended the attempt before, if another one is to be counted for that.
+    error: BaseException | None = None
+    #: Attempts that ended as the database had no room for their handler's work.
+    crowded: int = 0
+
+
 @dataclass(frozen=True)
 class Arrival:
     """A delivery in the hands of one worker thread, for one stage.
@@ -78,11 +92,22 @@ class Arrival:
     parked: Parked | None = None
     token: uuid.UUID | None = None
     woken: threading.Event = field(default_factory=threading.Event)
+    counted: Counted = field(default_factory=Counted)
 
     @property
     def using(self) -> str:
         """The database alias of the stage's transaction, and of its inbox."""
         return self.stage.definition.using
+
+    def count(self, seen: Seen, *, attempt: bool = True) -> Seen:
+        """Note that the arrival is recorded as `seen`, with an attempt or without."""
+        self.counted.row, self.counted.attempt = seen.id, attempt
+        return seen
+
+    def count_again(self, error: BaseException) -> None:
+        """Have the next try counted as another attempt: this error may come each time,
+        and the message has to end."""
+        self.counted.attempt, self.counted.error = False, error
 
     @cached_property
     def turn(self) -> Turn | None:

@@ -8,12 +8,13 @@ and comes again counts against the limit that some brokers have.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from django.db import Error as AnyDatabaseError
 
@@ -27,7 +28,7 @@ from ..upkeep.activity import Activity
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import leave_blocks, open_caches, recycle
 from . import batch as batches
-from . import inbox, reading
+from . import reading
 from .allowance import Allowance
 from .outcomes import Arrival, Interrupted, Outcome, Processed
 from .parking import NO_SESSION, Parking
@@ -37,10 +38,6 @@ from .subscription import Subscription
 from .throttle import Throttle
 
 log = logging.getLogger("django_txmsg.stage_thread")
-
-#: Longest pause, in seconds, before a delivery is tried again of which nothing could be
-#: decided.
-LONGEST_PAUSE = 10.0
 
 
 class StageThread:
@@ -77,6 +74,11 @@ class StageThread:
         #: Of an ordered stage: whether it may take in messages that would wait.
         self.room = room or (Room(self.stage) if self.stage.ordered else None)
         self._settings = conf.get()
+        said = f"stage {self.stage.name!r}: nothing could be decided about a message, "
+        self._undecided = outage.Retry(self.using, f"{said}which is kept")
+        self._looking = outage.Retry(
+            self.using, f"stage {self.stage.name!r}: cannot look for messages"
+        )
 
     def run(self) -> None:
         """Work until told to stop; what breaks outside is waited for."""
@@ -101,12 +103,12 @@ class StageThread:
                 self._stopping.wait(min(self._subscription.pause, 0.5))
             else:
                 self._step()
+                self._looking.worked()
         except BrokerUnavailable as error:
             self.dry = False
             self._subscription.failed(error)
         except AnyDatabaseError as error:
-            if not outage.outlast(self.using, error, self._stopping):
-                self._report_ours()
+            self._looking.after(error, self._stopping)
         except Exception:
             self._report_ours()
         finally:
@@ -181,7 +183,7 @@ class StageThread:
 
     def _work(self, session: Session, deliveries: Sequence[Delivery]) -> None:
         arrivals_ = [self._arrival(session, delivery) for delivery in deliveries]
-        outcomes = self._decided(lambda: batches.process(arrivals_))
+        outcomes = self._decided(arrivals_)
         if outcomes is None:
             self._close()  # told to stop: what is in hand goes back untouched
             return
@@ -198,35 +200,22 @@ class StageThread:
             if self.room is not None:
                 self.room.note(delivery, outcome)
 
-    def _decided(
-        self, process: Callable[[], list[Outcome]], *, once: bool = False
-    ) -> list[Outcome] | None:
-        """Return what `process` says, asked until it can say something: while the
-        database is away, or something else keeps us from deciding, the delivery stays
-        in hand. None when told to stop before that, or after one failure (`once`)."""
-        tries = 0
-        while not tries or not (once or self._stopping.is_set()):
+    def _decided(self, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
+        """Return what becomes of arrivals, asked until it can be said: while the
+        database is away, or refuses what decides, they stay in hand and are counted
+        once. None when told to stop before that."""
+        while True:
             recycle()
             self.busy_since = time.monotonic()
             try:
-                return process()
+                outcomes = batches.process(arrivals)
             except BrokerUnavailable:
                 raise
             except Exception as error:
-                self.busy_since = None
-                tries += 1
-                if outage.is_away(error):
-                    outage.outlast(self.using, error, self._stopping)
-                    continue
-                pause = min(LONGEST_PAUSE, 0.1 * 2 ** min(tries, 10))
-                log.warning(
-                    "stage %r: nothing could be decided about a message; it is kept, "
-                    "and tried again in %.1f s",
-                    self.stage.name,
-                    pause,
-                    exc_info=True,
-                )
-                self._stopping.wait(pause)
+                refused = error
+            else:
+                self._undecided.worked()
+                return outcomes
             finally:
                 self.busy_since = None
                 for alias in leave_blocks():
@@ -237,7 +226,13 @@ class StageThread:
                         alias,
                     )
                 recycle()
-        return None
+            if not outage.may_pass(refused):
+                # An error of ours, or a value of the message that is not to be stored:
+                # it has to end.
+                for arrival in arrivals:
+                    arrival.count_again(refused)
+            if not self._undecided.after(refused, self._stopping):
+                return None
 
     def _work_parked(self, session: Session) -> bool:
         """Run one parked message that has become due, if there is one."""
@@ -252,9 +247,10 @@ class StageThread:
         )
         arrival = self._arrival(session, delivery, parked)
         with self._throttle.turn():
-            # Once: its claim counted the attempt, and it comes again when its lease
-            # ends. Repeated in hand, what brings a server down would do so for ever.
-            outcomes = self._decided(lambda: [inbox.process(arrival)], once=True)
+            outcomes = self._decided([arrival])
+        if outcomes is None and arrival.counted.attempt:
+            with contextlib.suppress(AnyDatabaseError):  # its lease ends by itself
+                self._parking.give_back(parked)
         for outcome in outcomes or ():
             self._note(outcome)
         return True

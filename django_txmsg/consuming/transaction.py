@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from django.db import DatabaseError, connections
+from django.db import Error as AnyDatabaseError
 
 from ..django_internals import (
     depth,
@@ -94,6 +95,30 @@ def is_outage(error: BaseException, raw: Any) -> bool:
     if isinstance(error, BrokerUnavailable):
         return True
     return outage.is_away(error) and bool(getattr(raw, "closed", False))
+
+
+class Undecided(Exception):
+    """The database has refused a statement of ours, as `error` says. That is no failure
+    of the message, nor of its handler."""
+
+    def __init__(self, error: AnyDatabaseError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def ours() -> Iterator[None]:
+    """Around statements of our own in a stage's transaction.
+
+    Raises Undecided for what the database refuses and may take another time; not for a
+    conflict, which is repeated at once.
+    """
+    try:
+        yield
+    except AnyDatabaseError as error:
+        if lost_conflict(error) or not outage.may_pass(error):
+            raise
+        raise Undecided(error) from error
 
 
 class StageTransaction:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, models
 
 from ..django_internals import raw
-from .fields import ids_sql, no_wait_sql, now_sql, prepared, read_instant, read_uuid
+from .fields import no_wait_sql, now_sql, prepared, read_instant, read_uuid
 from .inbox_turn import Turn, turn_sql
 
 if TYPE_CHECKING:
@@ -139,13 +139,23 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         """Return what `record_and_begin()` has recorded before it failed, if it has:
         a setting of the session that was made in a transaction ends with that, unless
         it commits."""
+        return self._seen(
+            f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
+            [message.id, stage, mark],
+        )
+
+    def recall(self, pk: int) -> Seen | None:
+        """Return what is known of a message whose arrival was recorded before, if it is
+        not forgotten."""
+        return self._seen("id = %s", [pk])
+
+    def _seen(self, condition: str, parameters: list[Any]) -> Seen | None:
         now = now_sql(connections[self.db])
         with connections[self.db].cursor() as cursor:
             cursor.execute(
                 f"SELECT {SEEN_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
-                " WHERE message_id = %s AND stage = %s"
-                f" AND current_setting('{_MARK}', true) = %s",
-                [message.id, stage, mark],
+                f" WHERE {condition}",
+                parameters,
             )
             row = cursor.fetchone()
         return None if row is None else read_seen(row)
@@ -190,17 +200,12 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         """  # noqa: S608 - constants only
         return sql, parameters
 
-    def unrecord(self, ids: list[int], *, attempts: int = 0) -> None:
-        """Take back an arrival that is to be recorded anew, and so many attempts that
-        were counted with it and not started."""
-        connection = connections[self.db]
-        condition, parameters = ids_sql(connection, "id", ids)
-        with connection.cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {self._table} SET deliveries = deliveries - 1,"  # noqa: S608 - constants only
-                f" attempts = attempts - %s WHERE {condition}",
-                [attempts, *parameters],
-            )
+    def unrecord(self, pk: int) -> None:
+        """Take back an arrival that is to be recorded anew, and the attempt that was
+        counted with it."""
+        self.filter(pk=pk).update(
+            deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
+        )
 
     @property
     def _table(self) -> str:

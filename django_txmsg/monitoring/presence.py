@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import uuid
 from collections.abc import Callable, Sequence
 
-from django.db import Error as AnyDatabaseError
 from django.db.models.functions import Now
 
 from .. import conf
@@ -18,8 +16,6 @@ from ..models.fields import clock
 from ..models.worker import silent_after
 from ..upkeep import outage
 from . import attendance
-
-log = logging.getLogger("django_txmsg.worker")
 
 
 class Presence:
@@ -92,10 +88,5 @@ class Presence:
         self._quietly(lambda: workers.filter(name=self.name).delete())
 
     def _quietly(self, action: Callable[[], object]) -> None:
-        if not outage.usable(self._using):
-            return
-        try:
-            action()
-        except AnyDatabaseError as error:
-            outage.note(self._using, error)
-            log.warning("worker %s cannot tell that it lives: %s", self.name, error)
+        what = f"worker {self.name} cannot tell that it lives"
+        outage.retry(self._using, what).run(action)

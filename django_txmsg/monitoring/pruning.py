@@ -9,8 +9,7 @@ import logging
 import random
 import threading
 from collections.abc import Sequence
-
-from django.db import Error as AnyDatabaseError
+from functools import partial
 
 from ..upkeep import outage
 from ..upkeep.connections import recycle
@@ -36,17 +35,12 @@ class Pruner:
         while not self._stop.wait(pause * random.uniform(0.75, 1.25)):  # noqa: S311 - jitter
             pause = EVERY
             for using in self._databases:
-                if outage.usable(using):
-                    self._prune(using)
+                pruning = outage.retry(using, f"rows of database {using!r} stay")
+                pruning.run(partial(self._prune, using))
             recycle(idle=True)
 
     def _prune(self, using: str) -> None:
         for kind in retention.kinds():
-            try:
-                deleted = retention.prune(kind, using, stop=self._stop)
-            except AnyDatabaseError as error:
-                outage.note(using, error)
-                log.warning("%s of database %r stay: %s", kind.name, using, error)
-                return
+            deleted = retention.prune(kind, using, stop=self._stop)
             if deleted:
                 log.info("%s of database %r: %d deleted", kind.name, using, deleted)

@@ -15,7 +15,6 @@ import threading
 import time
 from typing import Any
 
-from django.db import Error as AnyDatabaseError
 from django.db import connections
 
 from .. import conf, signals
@@ -54,6 +53,7 @@ class Dispatcher:
         #: When to try rows again, how often they were, and which: the next one first.
         self._again: list[tuple[float, int, list[int]]] = []
         self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
+        self._retry = outage.Retry(using, "what was committed is left to the relay")
         self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"txmsg-dispatch-{using}-{broker}", daemon=True
@@ -104,8 +104,7 @@ class Dispatcher:
                 stopping = more is None
                 batch += more or ()
             for tries, some in [(0, batch), *self._due_again()]:
-                usable = not self._breaker.remaining and outage.usable(self.using)
-                if some and usable:
+                if some and not self._breaker.remaining and self._retry.ready:
                     self._dispatch(lane, some, tries)
                     recycle()
             ended = time.monotonic()
@@ -128,15 +127,9 @@ class Dispatcher:
 
     def _dispatch(self, lane: Lane, ids: list[int], tries: int) -> None:
         try:
-            try:
-                self._dispatch_all(lane, ids, tries)
-            except AnyDatabaseError as error:
-                if not outage.note(self.using, error):
-                    raise
-                # A server that was restarted has ended the connection, which only its
-                # next use tells. What is claimed already stays with its lease.
-                log.info("once more, with another database connection: %s", error)
-                self._dispatch_all(lane, ids, tries)
+            # A server that was restarted has ended the connection, which only its next
+            # use tells: once more then. What is claimed already stays with its lease.
+            self._retry.run(lambda: self._dispatch_all(lane, ids, tries))
         except BrokerUnavailable as error:
             lane.close()
             if isinstance(error.__cause__, RuntimeError):

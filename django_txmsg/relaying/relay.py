@@ -120,6 +120,8 @@ class Relay:
     def _work(self, lane: Lane, once: bool) -> None:
         breaker = self._breakers[lane.broker_alias]
         interval = conf.get().RELAY.POLL_INTERVAL
+        # What is claimed has its lease.
+        retry = outage.Retry(lane.using, "the outbox cannot be dispatched")
         wakeup = wakeups.Wakeup(lane.using, wakeups.outbox(lane.broker_alias))
         while not self._stop.is_set():
             if not once and not outage.wait(lane.using, self._stop):
@@ -137,20 +139,14 @@ class Relay:
                     raise
                 continue
             except AnyDatabaseError as error:
-                if once:
+                if once or not outage.may_pass(error):
                     raise
-                if outage.is_away(error):
-                    outage.outlast(lane.using, error, self._stop)
-                elif outage.may_pass(error):
-                    # A deadlock, a lock's time-out: what is claimed has its lease.
-                    log.warning("%s; going on", error)
-                    self._stop.wait(interval)
-                else:
-                    raise
+                retry.after(error, self._stop)
                 continue
             finally:
                 recycle()
             breaker.worked()
+            retry.worked()
             if claimed:
                 continue
             if once:

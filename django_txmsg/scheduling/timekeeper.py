@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 
 from django.db import DataError, IntegrityError, transaction
@@ -68,25 +69,14 @@ class Timekeeper:
         self._stop.set()
 
     def run(self) -> None:
-        """Store what is due until stopped. Raises what no waiting mends."""
+        """Store what is due until stopped. What the database refuses is tried again."""
         while not self._stop.is_set():
             wait = LONGEST_WAIT
             for using in self._using:
-                if not outage.usable(using):
-                    wait = min(wait, 1.0)
-                    continue
-                try:
-                    wait = min(wait, self._keep(using))
-                except AnyDatabaseError as error:
-                    if outage.note(using, error):
-                        wait = min(wait, 1.0)
-                    elif outage.may_pass(error):
-                        log.warning("%s; going on", error)
-                        wait = min(wait, 1.0)
-                    else:
-                        raise
-                finally:
-                    recycle()
+                keeping = outage.retry(using, "recurring messages cannot be stored")
+                left = keeping.run(partial(self._keep, using))
+                wait = min(wait, 1.0 if left is None else left)
+                recycle()
             self._stop.wait(wait)
 
     def tick(self) -> None:

@@ -109,22 +109,25 @@ def _look_safely(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """Return the session's outcome, or raise LookAgain, whatever is broken."""
-    if not outage.usable(control.using):
+    looking = outage.retry(control.using, "sessions cannot be looked after")
+    if not looking.ready:
         raise LookAgain(look.pause(0.2, 5.0))
     try:
-        return _look(control, look, dispatch)
+        outcome = _look(control, look, dispatch)
     except LookAgain:
         raise
     except Exception as error:
-        if outage.note(control.using, error):
-            log.info("session %s waits for the database: %s", control.session_id, error)
-            raise LookAgain(look.pause(0.2, 5.0)) from error
-        if isinstance(error, BrokerError) or outage.may_pass(error):
+        if outage.may_pass(error):
+            looking.failed(error)
+        elif isinstance(error, BrokerError):
             log.info("session %s waits: %s", control.session_id, error)
         else:
             log.exception("cannot look after session %s yet", control.session_id)
-        if look.patient():
+        if outage.is_away(error) or look.patient():
             raise LookAgain(look.pause(0.2, 5.0)) from error
+    else:
+        looking.worked()
+        return outcome
     return _left_to_relay(control, "looking after it fails again and again")
 
 

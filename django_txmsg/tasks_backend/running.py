@@ -130,7 +130,7 @@ def _asked(using: str, question: Callable[[], T]) -> T:
         try:
             return question()
         except AnyDatabaseError as error:
-            if not outage.is_away(error):
+            if not outage.may_pass(error):
                 raise
             connections[using].close()
             if tries == 2:

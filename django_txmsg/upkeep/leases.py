@@ -58,7 +58,7 @@ class Lease:
         except Exception as error:
             # Whatever it was: the thread has the leases of others to renew.
             outage.note(self.using, error)
-            log.warning("a lease cannot be renewed: %s", error)
+            outage.report("a lease cannot be renewed", error)
         else:
             self._lapsed = self.lapsed
             self._until = until

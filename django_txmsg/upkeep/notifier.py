@@ -15,7 +15,6 @@ import threading
 from collections.abc import Collection
 from typing import Any
 
-from django.db import Error as AnyDatabaseError
 from django.db import connections
 
 from ..django_internals import in_block
@@ -113,18 +112,14 @@ class _Notifier:
         payload = "\n".join(sorted(topics))
         if len(payload.encode()) > MAX_BYTES:
             payload = wakeups.ALL
-        for last in (False, True):
-            try:
-                if outage.usable(self._using):
-                    with connections[self._using].cursor() as cursor:
-                        cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, payload])
-                return
-            except AnyDatabaseError as error:
-                # A server that was restarted has ended the connection, which only its
-                # next use tells.
-                if last or not outage.note(self._using, error):
-                    log.debug("nobody is notified of %s: %s", payload, error)
-                    return
+
+        def say() -> None:
+            with connections[self._using].cursor() as cursor:
+                cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, payload])
+
+        # At once again on another connection: a server that was restarted has ended
+        # this one, which only its next use tells.
+        outage.retry(self._using, "waiting processes are not notified").run(say)
 
 
 _notifiers: dict[str, _Notifier] = {}

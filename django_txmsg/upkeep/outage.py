@@ -1,44 +1,67 @@
-"""Beside all hops that use a database: is it away, and what is done about it.
+"""Beside all hops that use a database: what it refuses, and what is done about it.
 
-One answer to "is the database away?" and one reaction, for every thread that uses one:
-close the connection, wait, as all threads of this process do, until one thread's probe
-gets an answer, and continue. An error that is not an outage is left to the caller: a
-deadlock, a lock's or a statement's time-out, a constraint.
+One answer and one reaction, for every thread that uses one. While the database is away,
+or has no room, all threads of this process wait until one thread's probe can write.
+Where the probe can write and a statement is refused all the same (a lock's time-out, a
+trigger, a missing privilege), a `Retry` has its thread pause, each time longer. Nothing
+was decided then, so nothing is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import random
 import threading
-from typing import Any
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections
+from django.apps import apps
+from django.db import (
+    DatabaseError,
+    DataError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
 from django.db import Error as AnyDatabaseError
 
 from ..django_internals import raw
+from ..envelope.failure import cause_of, text_of
 from .breaker import Breaker
+
+log = logging.getLogger("django_txmsg.outage")
+
+Result = TypeVar("Result")
 
 #: SQLSTATE classes and codes that say: not this server, or not now. 08 connection
 #: exceptions, 57P operator's intervention (shutdown, crash, starting up), 25006 a
-#: server that takes no writes (a primary that was demoted), 53300 and 53100 no
-#: connection, no disk left.
-_CLASSES = ("08", "57P", "25006", "53300", "53100")
+#: server that takes no writes (a primary that was demoted), 58030 an error of its disk.
+_CLASSES = ("08", "57P", "25006", "58030")
+#: Insufficient resources: 53100 no room on the disk, 53200 in memory, 53300 no
+#: connection.
+_RESOURCES = "53"
 #: What SQLite says when it cannot get at its file, or cannot write it.
-_SQLITE = (
-    "unable to open",
-    "readonly database",
-    "disk i/o error",
-    "database or disk is full",
-)
-#: Longest pause, in seconds, between probes.
+_SQLITE = ("unable to open", "readonly database", "disk i/o error")
+_SQLITE_FULL = "database or disk is full"
+#: Longest pause, in seconds, between probes, and between two tries of one thread.
 MAX_PAUSE = 10.0
+#: Seconds before the second try of what was refused once; doubled each time.
+FIRST_PAUSE = 0.2
+#: Seconds between two log lines of a process about what is refused.
+SAY_EVERY = 1.0
+#: Bytes that a probe writes: more than fit on a page that others have left half empty.
+PROBE_BYTES = 16_384
 
 
 def sqlstate(error: BaseException) -> str:
     """Return PostgreSQL's code for one of Django's database errors, as psycopg 3 or
     psycopg2 tells it, or an empty text where there is none."""
-    cause: Any = error.__cause__
+    cause: Any = cause_of(error)
     return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")
 
 
@@ -47,27 +70,52 @@ def is_away(error: BaseException | None) -> bool:
     that a statement was wrong, had to wait too long, or lost a race."""
     if not isinstance(error, DatabaseError | InterfaceError):
         return False
-    cause: Any = error.__cause__
-    sqlite = type(cause).__module__.partition(".")[0] == "sqlite3"
+    cause = cause_of(error)
     if isinstance(error, InterfaceError):
-        return not sqlite  # to SQLite it is a parameter of the wrong type
+        return not _is_sqlite(cause)  # to SQLite it is a parameter of the wrong type
+    if lacks_resources(error):
+        return True
     state = sqlstate(error)
     if state:
         return state.startswith(_CLASSES)
     if not isinstance(error, OperationalError):
         return False
-    if sqlite:
-        return any(words in str(error).lower() for words in _SQLITE)
+    if _is_sqlite(cause):
+        return any(words in _said(cause) for words in _SQLITE)
     # The server said nothing, or the driver nothing that it said: no connection, one
     # that broke, none to be had from the pool in time. Errors that Python code of ours
     # or of Django raises by itself have no cause.
     return cause is not None
 
 
+def lacks_resources(error: BaseException | None) -> bool:
+    """Return whether the database answers, and has no room, memory or connection left
+    for what was asked: nobody's fault, whoever asked it."""
+    if not isinstance(error, DatabaseError):
+        return False
+    cause = cause_of(error)
+    full = _is_sqlite(cause) and _SQLITE_FULL in _said(cause)
+    return full or sqlstate(error).startswith(_RESOURCES)
+
+
 def may_pass(error: BaseException | None) -> bool:
-    """Return whether the same may succeed another time: the database is away, or a lock
-    or the time ran out, a race was lost."""
-    return isinstance(error, OperationalError) or is_away(error)
+    """Return whether the same may succeed another time: the database is away, a lock or
+    the time ran out, a race was lost, a trigger, a policy or a missing privilege
+    refused. No time mends a value that the database cannot hold, nor an error that
+    it has not raised."""
+    if isinstance(error, OperationalError) or is_away(error):
+        return True
+    if not isinstance(error, DatabaseError) or isinstance(error, DataError):
+        return False
+    return cause_of(error) is not None
+
+
+def _is_sqlite(cause: BaseException | None) -> bool:
+    return type(cause).__module__.partition(".")[0] == "sqlite3"
+
+
+def _said(cause: BaseException | None) -> str:
+    return "" if cause is None else text_of(cause).lower()
 
 
 def breaker(using: str) -> Breaker:
@@ -135,10 +183,90 @@ def wait(using: str, stop: threading.Event) -> bool:
     return not stop.is_set()
 
 
-def outlast(using: str, error: BaseException, stop: threading.Event) -> bool:
-    """Close this thread's connection and wait until the database is usable: at once
-    where only the connection had broken. Returns False, at once, when `stop` is set."""
-    return not stop.is_set() and note(using, error) and wait(using, stop)
+class Retry:
+    """When to try again what the database has refused, in one place: pause, probe, go
+    on. `what` begins the log lines about it, of which a process writes one a second.
+
+    The tries of one thread, or of threads that are refused the same.
+    """
+
+    def __init__(self, using: str, what: str) -> None:
+        self._using, self._what = using, what
+        self._failures = 0
+        self._until = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Whether to try now: the pause is over, and the database can be used."""
+        return time.monotonic() >= self._until and usable(self._using)
+
+    def failed(self, error: BaseException) -> None:
+        """Note what was refused. At once again where only the connection had broken;
+        else after a pause, or when the database is back.
+
+        Call it outside of any atomic block.
+        """
+        broke = note(self._using, error) and not lacks_resources(error)
+        if breaker(self._using).error is not None:
+            return  # all wait, and one line has said so
+        self._failures += 1
+        if broke and self._failures == 1:
+            return
+        pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(self._failures - 1, 10))
+        pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter
+        self._until = time.monotonic() + pause
+        report(f"{self._what}; again in {pause:.1f} s", error)
+
+    def worked(self) -> None:
+        """Note that it is refused no longer."""
+        self._failures, self._until = 0, 0.0
+
+    def after(self, error: BaseException, stop: threading.Event) -> bool:
+        """Wait until the next try is worth while. Returns False, at once, when `stop`
+        is set."""
+        if stop.is_set():
+            return False
+        self.failed(error)
+        stop.wait(max(0.0, self._until - time.monotonic()))
+        return wait(self._using, stop)
+
+    def run(self, work: Callable[[], Result]) -> Result | None:
+        """Do what can wait. Returns None, and does not raise, when it is refused, or
+        was a moment ago."""
+        while self.ready:
+            try:
+                result = work()
+            except AnyDatabaseError as error:
+                self.failed(error)
+            else:
+                self.worked()
+                return result
+        return None
+
+
+def retry(using: str, what: str) -> Retry:
+    """Return the `Retry` of this process for one thing that it asks the database now
+    and then."""
+    with _lock:
+        return _retries.setdefault((using, what), Retry(using, what))
+
+
+def report(what: str, error: BaseException) -> None:
+    """Log what the database has refused: of all such lines, one a second."""
+    global _report_at
+    with _lock:
+        now = time.monotonic()
+        told = now < _report_at
+        _report_at = _report_at if told else now + SAY_EVERY
+    # A database says in its first line what it refused; what else breaks is ours.
+    ours = not isinstance(error, AnyDatabaseError)
+    log.log(
+        logging.DEBUG if told else logging.WARNING,
+        "%s: %s",
+        what,
+        text_of(error).partition("\n")[0],
+        exc_info=error if ours else None,
+    )
 
 
 def discard(using: str) -> None:
@@ -153,25 +281,35 @@ def discard(using: str) -> None:
 
 def _probe(using: str) -> None:
     """Ask the database whether it takes writes, and tell everybody."""
-    connection: Any = connections[using]
     try:
-        with connection.cursor() as cursor:
-            if connection.vendor == "postgresql":
-                cursor.execute("SHOW transaction_read_only")
-                if cursor.fetchone() == ("on",):
-                    raise OperationalError("the server is read-only")
-            else:
-                cursor.execute("BEGIN IMMEDIATE")
-                cursor.execute("ROLLBACK")
+        with transaction.atomic(using=using):
+            _write(using)
     except AnyDatabaseError as failure:
         discard(using)
-        if is_away(failure) or failure.__cause__ is None:
+        if is_away(failure):
             breaker(using).failed(failure)
             return
     breaker(using).worked()
 
 
+def _write(using: str) -> None:
+    """Write a row of our own where arrivals are recorded, and leave nothing of it."""
+    model = apps.get_model("django_txmsg", "InboxMessage")
+    rows = model._base_manager.using(using)
+    body = os.urandom(PROBE_BYTES)  # which cannot be compressed
+    row = model(message_id=uuid.uuid4(), body=body)
+    rows.bulk_create([row])
+    if connections[using].vendor == "postgresql":
+        # It has found its place on the disk already.
+        transaction.set_rollback(True, using=using)
+    else:
+        # SQLite writes nothing before it commits.
+        rows.filter(message_id=row.message_id).delete()
+
+
 _breakers: dict[str, Breaker] = {}
+_retries: dict[tuple[str, str], Retry] = {}
+_report_at = 0.0
 _lock = threading.Lock()
 
 
@@ -180,6 +318,7 @@ def _forget() -> None:
     global _lock
     _lock = threading.Lock()
     _breakers.clear()
+    _retries.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -155,7 +155,7 @@ def test_a_connection_that_broke_alone_stops_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     error = error_of(ended_backend)
-    assert outage.outlast("default", error, threading.Event())
+    assert outage.Retry("default", "it waits").after(error, threading.Event())
     assert Effect.objects.count() == 0
     assert outage.error("default") is None
     assert "cannot be used" not in caplog.text
@@ -176,7 +176,7 @@ def test_all_threads_wait_for_one_probe_and_go_on_when_the_server_is_back(
         go_on.wait(60)
         error = error_of(lambda: ask("SELECT 1"))
         met.append(error)
-        back.append(outage.outlast("default", error, stop))
+        back.append(outage.Retry("default", "it waits").after(error, stop))
         ask("SELECT 1")
         connections.close_all()
 
@@ -211,7 +211,7 @@ def test_a_read_only_server_is_waited_for_until_it_takes_writes(
         done = threading.Event()
 
         def work() -> None:
-            outage.outlast("default", error, threading.Event())
+            outage.Retry("default", "it waits").after(error, threading.Event())
             Effect.objects.create(name="written")
             connections.close_all()
             done.set()
@@ -245,9 +245,8 @@ def test_a_stop_ends_the_wait_at_once(postgres: services.PostgreSQL) -> None:
         error = error_of(lambda: ask("SELECT 1"))
         stop = threading.Event()
         back: list[bool] = []
-        thread = threading.Thread(
-            target=lambda: back.append(outage.outlast("default", error, stop))
-        )
+        waits = outage.Retry("default", "it waits")
+        thread = threading.Thread(target=lambda: back.append(waits.after(error, stop)))
         thread.start()
         wait_until(lambda: outage.error("default"))
         stop.set()

@@ -18,6 +18,7 @@ from .rabbitmq import RabbitMQ
 from .redis import Redis
 from .s3 import S3
 from .server import Server, ServerFailedError, free_port
+from .small_disk import SmallDisk
 
 S = TypeVar("S", bound=Server)
 
@@ -33,6 +34,7 @@ __all__ = [
     "Redis",
     "Server",
     "ServerFailedError",
+    "SmallDisk",
     "free_port",
     "running_servers",
     "shared",

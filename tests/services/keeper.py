@@ -86,6 +86,8 @@ def keep(lines: list[str]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
     for directory in directories:
+        if os.path.ismount(directory):
+            subprocess.run(["umount", "--lazy", directory], check=False)
         shutil.rmtree(directory, ignore_errors=True)
 
 

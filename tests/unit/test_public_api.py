@@ -135,6 +135,7 @@ LOGGERS = {
     "django_txmsg.messages",
     "django_txmsg.middleware",
     "django_txmsg.notify",
+    "django_txmsg.outage",
     "django_txmsg.pruning",
     "django_txmsg.pending",
     "django_txmsg.relay",
@@ -145,7 +146,6 @@ LOGGERS = {
     "django_txmsg.testing.peer",
     "django_txmsg.throttle",
     "django_txmsg.timekeeper",
-    "django_txmsg.worker",
 }
 
 PACKAGE = Path(django_txmsg.__file__).parent

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import signal
 import socket
@@ -19,8 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
-
-from django.db import DatabaseError
 
 from ... import conf
 from ...models.fields import clock
@@ -31,8 +28,6 @@ from ...sending.scope import handlers_running
 from ...upkeep import outage
 from ...upkeep.connections import recycle
 from ...upkeep.crew import Crew
-
-log = logging.getLogger("django_txmsg.worker")
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -173,10 +168,5 @@ def heartbeat(
 
 def _count(using: str) -> None:
     """Remember what nobody then has to count to see it; another time, if not now."""
-    if not outage.usable(using):
-        return
-    try:
-        periods.remember(using, clock(using))
-    except DatabaseError as error:
-        if not outage.note(using, error):
-            log.debug("the charts of database %r are not counted", using, exc_info=True)
+    counting = outage.retry(using, f"the charts of database {using!r} are not counted")
+    counting.run(lambda: periods.remember(using, clock(using)))

@@ -1,0 +1,426 @@
+"""The database answers, and refuses a statement of ours: by a trigger, a policy, a
+privilege that is gone, a time-out. Nothing is decided then, and nothing is counted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+from django.db import connection, connections, transaction
+
+from django_txmsg import every
+from django_txmsg.consuming.intake import IntakeThread
+from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
+from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying.relay import Relay
+from django_txmsg.scheduling.timekeeper import Timekeeper
+from django_txmsg.scheduling.timetable import forget
+from django_txmsg.sending.outbox import send_messages
+from django_txmsg.upkeep import outage
+from django_txmsg.upkeep.activity import Activity
+from django_txmsg.upkeep.crew import Crew
+from tests.app.models import Effect
+from tests.faults import wait_until
+from tests.running import at_work, committing, declared, put, running
+
+pytestmark = committing
+
+INBOX, OUTBOX = "django_txmsg_inboxmessage", "django_txmsg_outboxmessage"
+ATTEMPT, LETTER = "django_txmsg_attempt", "django_txmsg_deadletter"
+
+#: Tries that are refused: more than a message has attempts.
+MANY = 12
+REDELIVERED = RedeliveryPolicy(max_redeliveries=3, initial_delay=0.0, jitter=0.0)
+
+Refusal = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch, impatient: None) -> Iterator[None]:
+    """Pauses that a test can wait for."""
+    monkeypatch.setattr(outage, "FIRST_PAUSE", 0.005)
+    monkeypatch.setattr(outage, "MAX_PAUSE", 0.02)
+    yield
+    outage.breaker("default").worked()
+
+
+def ask(*statements: str) -> None:
+    with connection.cursor() as cursor:
+        for sql in statements:
+            cursor.execute(sql)
+
+
+@contextmanager
+def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
+    """A quota, say: what is written there is refused."""
+    if connection.vendor != "postgresql":
+        sql = f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
+        ask(f"{sql} BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END")
+    else:
+        ask(
+            "CREATE FUNCTION refused() RETURNS trigger LANGUAGE plpgsql AS"
+            f" $$BEGIN RAISE EXCEPTION 'quota exceeded' USING ERRCODE = '{code}';"
+            " END$$",
+            f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
+            " FOR EACH ROW EXECUTE FUNCTION refused()",
+        )
+    try:
+        yield
+    finally:
+        if connection.vendor != "postgresql":
+            ask("DROP TRIGGER refusing")
+        else:
+            ask(f"DROP TRIGGER refusing ON {table}", "DROP FUNCTION refused")
+
+
+@contextmanager
+def no_superuser() -> Iterator[None]:
+    """All that connect from now on have the privileges of a role without any others
+    than on our tables."""
+    ask(
+        "CREATE ROLE limited",
+        "GRANT ALL ON ALL TABLES IN SCHEMA public TO limited",
+        "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO limited",
+        "ALTER ROLE CURRENT_USER SET role = limited",
+    )
+    try:
+        yield
+    finally:
+        ask("ALTER ROLE CURRENT_USER RESET role", "DROP OWNED BY limited")
+        ask("DROP ROLE limited")
+
+
+@contextmanager
+def privilege(table: str) -> Iterator[None]:
+    """Nobody may insert there."""
+    ask(f"REVOKE INSERT ON {table} FROM limited")
+    try:
+        yield
+    finally:
+        ask(f"GRANT INSERT ON {table} TO limited")
+
+
+@contextmanager
+def policy(table: str) -> Iterator[None]:
+    """Row-level security lets nobody insert there."""
+    ask(
+        f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
+        f"CREATE POLICY reading ON {table} FOR SELECT USING (true)",
+    )
+    try:
+        yield
+    finally:
+        ask(f"DROP POLICY reading ON {table}")
+        ask(f"ALTER TABLE {table} DISABLE ROW LEVEL SECURITY")
+
+
+@contextmanager
+def locked(table: str) -> Iterator[None]:
+    """Another session keeps the table for longer than anybody may wait."""
+    other: Any = connections["default"].copy()
+    with other.cursor() as cursor:
+        cursor.execute("BEGIN")
+        cursor.execute(f"LOCK TABLE {table} IN EXCLUSIVE MODE")
+        try:
+            yield
+        finally:
+            cursor.execute("ROLLBACK")
+            other.close()
+
+
+@contextmanager
+def limits(limit: str) -> Iterator[None]:
+    """All that connect from now on have so much patience."""
+    ask(f"ALTER ROLE CURRENT_USER SET {limit} = '20ms'")
+    try:
+        yield
+    finally:
+        ask(f"ALTER ROLE CURRENT_USER RESET {limit}")
+
+
+def handler(message: Message) -> None:
+    """Leave an effect; fail the first time, or each time, if the message says so."""
+    Effect.objects.create(name=str(message.body), message_id=str(message.id))
+    first = message.delivery_attempt == 1
+    if message.body == "always" or (message.body == "fails" and first):
+        raise ValueError("as it was told to")
+
+
+def refused_often(threads: Any) -> Callable[[], bool]:
+    """Whether one thread was refused more often than a message has attempts."""
+
+    def said() -> bool:
+        return any(one._undecided._failures >= MANY for one in threads)
+
+    return said
+
+
+def put_three(destination: str, body: str) -> None:
+    for one in ("first", body, "last"):
+        put(destination, f'"{one}"'.encode())
+
+
+def stays(refusal: Refusal, batch: int, body: str = "sound") -> None:
+    """Have three messages refused, more often than they have attempts, in the hands of
+    a thread that goes on with them afterwards."""
+    with (
+        declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
+        running(stage) as threads,
+    ):
+        with refusal():
+            put_three(stage.destination, body)
+            wait_until(refused_often(threads))
+            assert not DeadLetter.objects.exists()
+        wait_until(lambda: Effect.objects.count() == 3)
+        wait_until(lambda: not QueueMessage.objects.exists())
+    assert not DeadLetter.objects.exists()
+    done = InboxMessage.objects.filter(processed_at__isnull=False)
+    counts = set(done.values_list("attempts", "deliveries"))
+    tried = {(2, 1)} if body == "fails" else set()
+    assert counts == {(1, 1)} | tried
+
+
+batches = pytest.mark.parametrize("batch", [1, 3])
+
+
+@batches
+@pytest.mark.parametrize("event", ["INSERT", "UPDATE"])
+def test_a_trigger_on_the_inbox(event: str, batch: int) -> None:
+    """The arrival cannot be recorded, or the message not be taken."""
+    stays(lambda: trigger(event, INBOX), batch)
+
+
+@batches
+@pytest.mark.postgresql
+def test_a_trigger_that_speaks_of_a_constraint(batch: int) -> None:
+    stays(lambda: trigger("INSERT", INBOX, "23514"), batch)
+
+
+@batches
+def test_a_failure_that_cannot_be_noted(batch: int) -> None:
+    """The handler fails, and runs again until its failure is noted, once."""
+    stays(lambda: trigger("INSERT", ATTEMPT), batch, "fails")
+    assert Attempt.objects.count() == 1
+
+
+@batches
+@pytest.mark.postgresql
+@pytest.mark.parametrize("refusal", [privilege, policy])
+def test_a_role_that_may_not_insert(refusal: Any, batch: int) -> None:
+    with no_superuser():
+        stays(lambda: refusal(INBOX), batch)
+
+
+@batches
+@pytest.mark.postgresql
+@pytest.mark.parametrize("limit", ["lock_timeout", "statement_timeout"])
+@pytest.mark.parametrize(("table", "body"), [(INBOX, "sound"), (ATTEMPT, "fails")])
+def test_a_lock_that_is_held_for_longer(
+    limit: str, table: str, body: str, batch: int
+) -> None:
+    with limits(limit):
+        stays(lambda: locked(table), batch, body)
+    assert Attempt.objects.count() == (body == "fails")
+
+
+@batches
+@pytest.mark.postgresql
+def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
+    """Time does not mend it, and its letter says what happened."""
+    with (
+        declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
+        trigger("INSERT", ATTEMPT, "22000"),
+        running(stage),
+    ):
+        put_three(stage.destination, "always")
+        wait_until(DeadLetter.objects.exists)
+        wait_until(lambda: not QueueMessage.objects.exists())
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 4)
+    assert "quota exceeded" in letter.exception
+    assert Effect.objects.count() == 2
+
+
+def test_a_dead_letter_that_cannot_be_stored() -> None:
+    """It dies of what its handler raised, as soon as that can be told."""
+
+    def failing(message: Message) -> None:
+        raise ValueError("always")
+
+    once = RedeliveryPolicy(max_redeliveries=0)
+    with declared(failing, redelivery=once) as stage, running(stage) as threads:
+        with trigger("INSERT", LETTER):
+            put(stage.destination)
+            wait_until(refused_often(threads))
+        wait_until(DeadLetter.objects.exists)
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 1)
+
+
+def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
+    """It fails once, and its second attempt cannot be ended."""
+    with declared(handler, redelivery=REDELIVERED) as stage:
+        put(stage.destination, b'"fails"')
+        with running(stage) as threads:
+            with ends_refused():
+                wait_until(refused_often(threads))
+            wait_until(lambda: Effect.objects.count() == 1)
+            wait_until(
+                lambda: InboxMessage.objects.filter(processed_at__isnull=False).exists()
+            )
+    assert not DeadLetter.objects.exists()
+    assert InboxMessage.objects.get().attempts == 2
+
+
+@contextmanager
+def ends_refused() -> Iterator[None]:
+    """A message that was parked cannot be marked processed."""
+    condition = "NEW.processed_at IS NOT NULL AND OLD.due_at IS NOT NULL"
+    if connection.vendor != "postgresql":
+        ask(
+            f"CREATE TRIGGER refusing BEFORE UPDATE ON {INBOX} WHEN {condition}"
+            " BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END"
+        )
+        try:
+            yield
+        finally:
+            ask("DROP TRIGGER refusing")
+        return
+    ask(
+        "CREATE FUNCTION refused() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$BEGIN RAISE EXCEPTION 'quota exceeded'; END$$",
+        f"CREATE TRIGGER refusing BEFORE UPDATE ON {INBOX} FOR EACH ROW"
+        f" WHEN ({condition}) EXECUTE FUNCTION refused()",
+    )
+    try:
+        yield
+    finally:
+        ask(f"DROP TRIGGER refusing ON {INBOX}", "DROP FUNCTION refused")
+
+
+def too_large(message: Message) -> None:
+    """Sort more than the server has room for."""
+    Effect.objects.create(name=str(message.body), message_id=str(message.id))
+    if message.body == "large" and Effect.room:  # type: ignore[attr-defined]
+        Effect.room -= 1  # type: ignore[attr-defined]
+        ask("SET LOCAL temp_file_limit = '64kB'", "SET LOCAL work_mem = '64kB'")
+        ask(
+            "SELECT count(*) FROM (SELECT n FROM generate_series(1, 99999) n"
+            " ORDER BY -n OFFSET 0) s"
+        )
+
+
+@batches
+@pytest.mark.postgresql
+def test_a_handler_without_room_for_its_work_has_not_failed(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Effect, "room", 7, raising=False)
+    with declared(too_large, batch=batch, redelivery=REDELIVERED) as stage:
+        put_three(stage.destination, "large")
+        with running(stage):
+            wait_until(lambda: Effect.objects.count() == 3)
+            wait_until(lambda: not QueueMessage.objects.exists())
+    assert not Attempt.objects.exists()
+    assert set(InboxMessage.objects.values_list("attempts", flat=True)) == {1}
+
+
+@batches
+@pytest.mark.postgresql
+def test_one_for_which_there_is_never_room_fails_and_holds_up_nobody(
+    batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Effect, "room", 10_000, raising=False)
+    twice = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
+    with declared(too_large, batch=batch, redelivery=twice) as stage:
+        put_three(stage.destination, "large")
+        with running(stage):
+            wait_until(lambda: Effect.objects.count() == 2)
+            wait_until(DeadLetter.objects.exists)
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.attempts) == ("attempts_exhausted", 2)
+    assert "temp_file_limit" in letter.exception
+
+
+# The other loops.
+
+
+def test_a_relay_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "django_txmsg.outage")
+    relay = Relay(["default"], ["default"])
+    with transaction.atomic():
+        send_messages({"destination": "tests.q", "body": n} for n in range(20))
+    with at_work(relay):
+        with trigger("UPDATE", OUTBOX):
+            wait_until(lambda: caplog.text.count("cannot be dispatched") >= MANY)
+        wait_until(lambda: not OutboxMessage.objects.filter(dispatched_at=None))
+    assert set(OutboxMessage.objects.values_list("attempts", flat=True)) == {0}
+
+
+def test_a_timekeeper_goes_on() -> None:
+    one = every("* * * * *", "tests.tick", tz="UTC")
+    timekeeper = Timekeeper(["default"])
+    crew = Crew(timekeeper.stop)
+    try:
+        timekeeper.tick()
+        ask("UPDATE django_txmsg_schedule SET last_tick = '2026-01-01 00:00:00+00'")
+        with trigger("INSERT", OUTBOX):
+            crew.add("timekeeper", timekeeper.run)
+            crew.start()
+            keeping = outage.retry("default", "recurring messages cannot be stored")
+            wait_until(lambda: keeping._failures >= 2)
+        wait_until(OutboxMessage.objects.exists)
+    finally:
+        timekeeper.stop()
+        crew.join()
+        forget(one.name)
+
+
+def test_an_intake_goes_on() -> None:
+    stop = threading.Event()
+    intake = IntakeThread("default", "tests.dlq", stop, Activity())
+    crew = Crew(stop.set)
+    crew.add("intake", intake.run)
+    with trigger("INSERT", LETTER):
+        put("tests.dlq", b"1")
+        crew.start()
+        wait_until(lambda: intake._retry._failures >= MANY)
+    try:
+        wait_until(DeadLetter.objects.exists)
+    finally:
+        stop.set()
+        crew.join()
+    assert DeadLetter.objects.count() == 1
+
+
+def test_what_is_refused_is_said_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By all threads of a process together, however many there are."""
+    monkeypatch.setattr(outage, "SAY_EVERY", 0.3)
+    monkeypatch.setattr(outage, "_report_at", 0.0)
+
+    def said() -> list[str]:
+        own = [one for one in caplog.records if one.name == "django_txmsg.outage"]
+        times.extend(one.created for one in own[len(times) :])
+        return [one.getMessage() for one in own]
+
+    times: list[float] = []
+    with declared(handler) as stage, running(stage, concurrency=4) as threads:
+        with trigger("INSERT", INBOX):
+            for _ in range(8):
+                put(stage.destination, b"1")
+            wait_until(refused_often(threads))
+            wait_until(lambda: len(said()) >= 4)
+        wait_until(lambda: Effect.objects.count() == 8)
+    first = said()[0]
+    assert "nothing could be decided about a message, which is kept" in first
+    assert "quota exceeded" in first
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert all(gap > 0.25 for gap in gaps), gaps
