@@ -1,9 +1,10 @@
 """Whether messaging moves, for load balancers and uptime checks: one cheap look.
 
 It tells ages and numbers, never contents. `late` after 2 minutes, or where a key of an
-ordered stage stands still; `degraded` after 10, or where a stage has no consumer or
-receives nothing; `stuck` after 30. Only `stuck`, or a database that does not answer, is
-a 503.
+ordered stage stands still; `degraded` after 10, or where a stage has no consumer,
+receives nothing, or has been waiting for newer code for longer than a deployment takes;
+`stuck` after 30. Only `stuck`, or a database that does not answer, is a 503: what a
+deployment or an operator holds back takes no process out of service.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import datetime as dt
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.http import HttpRequest, JsonResponse
@@ -21,14 +23,15 @@ from .models.fields import now_sql, read_instant
 from .monitoring import attendance, turns
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
-from .monitoring.waiting import CAP
+from .monitoring.waiting import CAP, DEPLOYED, OVERDUE
+from .rules import inbox, outbox
 from .stages import all_stages
 
 #: The states, by the age of the oldest due message from which each holds.
 THRESHOLDS = (
     ("stuck", dt.timedelta(minutes=30)),
     ("degraded", dt.timedelta(minutes=10)),
-    ("late", dt.timedelta(minutes=2)),
+    ("late", OVERDUE),
 )
 
 #: The words from the best to the worst.
@@ -45,6 +48,8 @@ class Health:
     ordered: dict[str, int]
     """Of ordered stages: messages that wait for the ones before them, keys that stand
     still, and stages that receive nothing."""
+    needs_newer_code: dt.timedelta | None
+    """How long the first message has been waiting for code that reads it."""
 
     @property
     def state(self) -> str:
@@ -52,7 +57,8 @@ class Health:
         words = [state_of(max(self.oldest.values()))]
         if self.ordered["held_keys"]:
             words.append("late")
-        if self.unattended or self.ordered["full_stages"]:
+        behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
+        if behind or self.unattended or self.ordered["full_stages"]:
             words.append("degraded")
         return max(words, key=STATES.index)
 
@@ -69,7 +75,7 @@ def health(request: HttpRequest) -> JsonResponse:
         return JsonResponse({"status": "no database"}, status=503)
     least = request.GET.get("fail")
     failing = STATES.index(least if least in ("late", "degraded") else "stuck")
-    answer = {
+    answer: dict[str, Any] = {
         "status": found.state,
         "oldest": {
             name: round(age.total_seconds(), 1) for name, age in found.oldest.items()
@@ -78,6 +84,8 @@ def health(request: HttpRequest) -> JsonResponse:
     }
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
         answer["ordered"] = found.ordered
+    if found.needs_newer_code is not None:
+        answer["needs_newer_code"] = round(found.needs_newer_code.total_seconds(), 1)
     return JsonResponse(
         answer,
         status=503 if STATES.index(found.state) >= failing else 200,
@@ -90,7 +98,7 @@ def look(using: str) -> Health:
     held = states.exclude(paused_at=None, full_since=None)
     known = list(held.values_list("stage", "paused_at", "full_since"))
     paused = {stage for stage, since, _ in known if since is not None}
-    now, oldest = _oldest(using, paused)
+    now, oldest, newer = _oldest(using, paused)
     present = attendance.read_living(using, now)
     kinds = Counter(one.kind for one in present.living)
     lines = turns.lines(using).values()
@@ -103,34 +111,39 @@ def look(using: str) -> Health:
             "held_keys": sum(line.held for line in lines),
             "full_stages": sum(since is not None for _, _, since in known),
         },
+        newer,
     )
 
 
 def _oldest(
     using: str, paused: Collection[str]
-) -> tuple[dt.datetime, dict[str, dt.timedelta]]:
-    """Return the instant, and how long the oldest due messages have been due. What a
-    paused stage would take is not due."""
+) -> tuple[dt.datetime, dict[str, dt.timedelta], dt.timedelta | None]:
+    """Return the instant, how long the oldest due messages have been due, and since
+    when the first has been waiting for newer code."""
     connection = connections[using]
     held = sorted(held_queues(paused))
     sql = f"""
         SELECT {now_sql(connection)},
           (SELECT due_at FROM django_txmsg_outboxmessage
-           WHERE dispatched_at IS NULL AND dead_at IS NULL ORDER BY due_at, id LIMIT 1),
+           WHERE {outbox.PENDING.sql()} ORDER BY due_at, id LIMIT 1),
           (SELECT MIN(due_at) FROM django_txmsg_inboxmessage
-           WHERE due_at IS NOT NULL{_but("stage", paused)}),
+           WHERE {(inbox.PARKED & ~inbox.HELD_BACK).sql()}),
           (SELECT MIN(available_at) FROM (
              SELECT available_at FROM django_txmsg_queuemessage
-             WHERE 1 = 1{_but("queue", held)} ORDER BY id LIMIT {CAP}) AS first)
+             WHERE 1 = 1{_but("queue", held)} ORDER BY id LIMIT {CAP}) AS first),
+          (SELECT MIN(first_received_at) FROM (
+             SELECT first_received_at FROM django_txmsg_inboxmessage
+             WHERE {inbox.NEEDS_NEWER_CODE.sql()} LIMIT {CAP}) AS newer)
     """  # noqa: S608 - constants only
     with connection.cursor() as cursor:
-        cursor.execute(sql, [*sorted(paused), *held])
-        now, *oldest = (read_instant(value) for value in cursor.fetchone())
+        cursor.execute(sql, held)
+        now, *oldest, newer = (read_instant(value) for value in cursor.fetchone())
     assert now is not None
-    return now, {
+    ages = {
         name: max(now - due, dt.timedelta()) if due else dt.timedelta()
         for name, due in zip(("outbox", "redelivery", "queue"), oldest, strict=True)
     }
+    return now, ages, newer and now - newer
 
 
 def _but(column: str, names: Collection[str]) -> str:

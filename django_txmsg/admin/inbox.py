@@ -6,24 +6,19 @@ from typing import Any
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
-from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from ..models import InboxMessage, StageState
+from ..models import InboxMessage
+from ..models.holds import Holds
 from ..monitoring import recent
-from ..monitoring.waiting import OVERDUE
+from ..rules import inbox
 from ..stages import all_stages
 from . import display
 from .base import MessageAdmin
 from .filters import AgeFilter, PlaceFilter, StateFilter
-from .received import is_held, shown_state, with_state
-
-#: Due for long; what a paused stage would take is not.
-OVERDUE_HERE = Q(due_at__lt=Now() - OVERDUE, needs_version=None, waits_for=None) & ~Q(
-    stage__in=StageState.objects.filter(paused_at__isnull=False).values("stage")
-)
+from .received import is_held, is_overdue, shown_state, with_state
 
 
 class InboxStateFilter(StateFilter):
@@ -33,12 +28,12 @@ class InboxStateFilter(StateFilter):
     def conditions() -> dict[str, Q]:
         """Return what each choice means."""
         return {
-            "redelivering": Q(due_at__isnull=False, waits_for=None),
-            "in-line": Q(waits_for__isnull=False),
-            "overdue": OVERDUE_HERE,
-            "newer": Q(due_at__isnull=False, needs_version__isnull=False),
-            "processed": Q(processed_at__isnull=False),
-            "dead": Q(dead_at__isnull=False),
+            "redelivering": Q(Holds(inbox.PARKED & ~inbox.IN_LINE)),
+            "in-line": Q(Holds(inbox.IN_LINE)),
+            "overdue": Q(is_overdue()),
+            "newer": Q(Holds(inbox.NEEDS_NEWER_CODE)),
+            "processed": Q(Holds(inbox.PROCESSED)),
+            "dead": Q(Holds(inbox.DEAD)),
         }
 
 

@@ -5,23 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import admin
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 from django.db.models.functions import Now
+from django.http import HttpRequest
 from django.urls import path
-from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
 from .. import conf
 from ..models import OutboxMessage
+from ..models.fields import Later
+from ..models.holds import Holds
 from ..models.outbox import PENDING
-from ..models.outbox_pending import CANCELLED
 from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE
+from ..rules import lease, outbox
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, PlaceFilter, StateFilter
+
+
+def is_overdue() -> Holds:
+    """Return the condition that a row should have left by now."""
+    return Holds(outbox.DUE, now=Later(-OVERDUE.total_seconds()))
 
 
 class OutboxStateFilter(StateFilter):
@@ -32,11 +39,11 @@ class OutboxStateFilter(StateFilter):
         """Return what each choice means."""
         return {
             "pending": PENDING,
-            "overdue": PENDING & Q(due_at__lt=Now() - OVERDUE),
-            "in flight": PENDING & Q(lease_until__gte=Now()),
-            "dispatched": Q(dispatched_at__isnull=False),
-            "dead": Q(dead_at__isnull=False) & ~Q(last_error__startswith=CANCELLED),
-            "cancelled": Q(dead_at__isnull=False, last_error__startswith=CANCELLED),
+            "overdue": Q(is_overdue()),
+            "in flight": PENDING & Q(Holds(lease.HELD, now=Now())),
+            "dispatched": Q(Holds(outbox.DISPATCHED)),
+            "dead": Q(Holds(outbox.DEAD)),
+            "cancelled": Q(Holds(outbox.CANCELLED)),
         }
 
 
@@ -82,11 +89,15 @@ class OutboxAdmin(MessageAdmin):
             *super().get_urls(),
         ]
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
+        """Add whether a row should have left by now."""
+        rows: QuerySet[OutboxMessage] = super().get_queryset(request)
+        return rows.annotate(overdue=is_overdue())
+
     @admin.display(description="state")
     def state(self, row: OutboxMessage) -> SafeString:
         """The row's state."""
-        waits = row.dispatched_at is None and row.dead_at is None
-        late = waits and timezone.now() - row.due_at > OVERDUE
+        late = getattr(row, "overdue", False)
         return display.badge("overdue" if late else row.state.value)
 
     @admin.display(description="destination")

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from django.db.models import Exists, OuterRef, QuerySet
-from django.utils import timezone
 
-from ..models import DeadLetter, InboxMessage, StageState
+from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
+from ..models.fields import Later
+from ..models.holds import Holds
 from ..monitoring.waiting import OVERDUE
+from ..rules import inbox
+
+
+def is_overdue() -> Holds:
+    """Return the condition that a row should have been tried again by now."""
+    return Holds(inbox.DUE, now=Later(-OVERDUE.total_seconds()))
 
 
 def with_state(rows: QuerySet[InboxMessage]) -> QuerySet[InboxMessage]:
-    """Add whether a row's stage is paused, and its dead letter discarded."""
-    paused = StageState.objects.filter(stage=OuterRef("stage"), paused_at__isnull=False)
+    """Add whether a row's stage is paused, the row is overdue, and its dead letter
+    discarded."""
     discarded = DeadLetter.objects.filter(
         message_id=OuterRef("message_id"),
         stage=OuterRef("stage"),
         resolution=Resolution.DISCARDED,
     )
-    return rows.annotate(held=Exists(paused), discarded=Exists(discarded))
+    return rows.annotate(
+        held=Holds(inbox.PAUSED), overdue=is_overdue(), discarded=Exists(discarded)
+    )
 
 
 def is_held(row: InboxMessage) -> bool:
@@ -33,8 +42,7 @@ def shown_state(row: InboxMessage) -> str:
             return "in line"
         if row.needs_version is not None:
             return "needs newer code"
-        late = timezone.now() - row.due_at > OVERDUE and not is_held(row)
-        return "overdue" if late else "redelivering"
+        return "overdue" if getattr(row, "overdue", False) else "redelivering"
     if row.dead_at is not None and getattr(row, "discarded", False):
         return "discarded"
     return str(row.state.value)

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
-from ..models.outbox import OutboxState
-from ..models.outbox_pending import CANCELLED
 
 
 @dataclass
@@ -75,9 +73,9 @@ def _of_outbox(row: OutboxMessage) -> Iterator[Event]:
     if row.dispatched_at is not None:
         detail = f"after {row.attempts} rejections" if row.attempts else ""
         yield Event(row.dispatched_at, "dispatched", row.destination, detail, "good")
-    if row.dead_at is not None and row.state is OutboxState.CANCELLED:
-        by = row.last_error.removeprefix(CANCELLED)
-        yield Event(row.dead_at, "cancelled", row.destination, by)
+    if row.cancelled_at is not None:
+        why = row.last_error.partition(": ")[2]
+        yield Event(row.cancelled_at, "cancelled", row.destination, why)
     elif row.dead_at is not None:
         yield Event(row.dead_at, "given up", row.destination, row.last_error, "bad")
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 
 from django.db import connections
 
+from ..rules import lease
+from ..rules.outbox import PENDING
 from ..upkeep import wakeups
 from .outbox import OutboxMessage
 from .queue import QueueMessage
@@ -20,9 +22,8 @@ _LOOK = f"""
     UNION ALL
     SELECT 'outbox ' || name, EXTRACT(EPOCH FROM (
         SELECT due_at FROM {_OUTBOX}
-        WHERE dispatched_at IS NULL AND dead_at IS NULL AND broker = name
-          AND service = ANY(%s::text[])
-          AND (lease_until IS NULL OR lease_until < statement_timestamp())
+        WHERE {PENDING.sql()} AND broker = name AND service = ANY(%s::text[])
+          AND {lease.FREE.sql(now="statement_timestamp()")}
         ORDER BY due_at, id LIMIT 1) - statement_timestamp())
     FROM unnest(%s::text[]) name
 """  # noqa: S608 - constants only

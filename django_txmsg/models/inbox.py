@@ -12,8 +12,9 @@ from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from ..rules.inbox import OPEN
 from .fields import ids_sql, now_sql, prepared
-from .inbox_record import OPEN, PROCESSED
+from .inbox_record import PROCESSED
 from .inbox_release import ReleaseManager
 from .inbox_turn import Turn, turn_sql
 
@@ -49,7 +50,7 @@ class InboxManager(ReleaseManager):
         transaction ends. Returns those that are still to be processed."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
-        condition += f" AND due_at IS NULL AND {OPEN}"
+        condition += f" AND due_at IS NULL AND {OPEN.sql()}"
         # SQLite has no row locks: there, writing takes the one lock there is.
         sql = f"UPDATE {self._table} SET stage = stage WHERE {condition} RETURNING id"  # noqa: S608 - constants only
         if connection.vendor == "postgresql":
@@ -80,7 +81,7 @@ class InboxManager(ReleaseManager):
                 cursor.execute(
                     f"UPDATE {self._table} SET"  # noqa: S608 - constants only
                     f" {PROCESSED.format(now=now_sql(connection))}"
-                    f" WHERE id = %s AND {condition} AND {OPEN}{come}",
+                    f" WHERE id = %s AND {condition} AND {OPEN.sql()}{come}",
                     [*parameters, *values],
                 )
                 if cursor.rowcount:

@@ -13,6 +13,8 @@ from typing import Any
 
 from django.db import connections, models
 
+from ..rules import lease as leases
+from ..rules.inbox import OPEN
 from .claiming import bounds, claim_sql
 from .fields import (
     began_sql,
@@ -71,7 +73,7 @@ class ParkedManager(RecordingManager):
                 " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
                 " lease_token = NULL, needs_type = %s, needs_version = %s,"
                 f" attempts = attempts - {uncounted} WHERE id = %s"
-                f" AND processed_at IS NULL AND dead_at IS NULL{held}",
+                f" AND {OPEN.sql()}{held}",
                 [
                     later_value(connection, delay),
                     prepared(self.model, "headers", dict(headers), connection),
@@ -105,7 +107,7 @@ class ParkedManager(RecordingManager):
             queries.append(
                 f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
                 f" WHERE stage = %s AND due_at <= {now}{readable}"
-                f" AND (lease_until IS NULL OR lease_until < {now}))"
+                f" AND {leases.FREE.sql(now=now)})"
             )
             parameters += [stage, stage, *versions]
         with connection.cursor() as cursor:
@@ -127,8 +129,7 @@ class ParkedManager(RecordingManager):
             self._table,
             due="due_at",
             where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
-            f" (c.lease_until IS NULL OR c.lease_until < {began_sql(connection)})"
-            f"{readable}",
+            f" {leases.FREE.sql('c', now=began_sql(connection))}{readable}",
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             f" attempts = attempts + 1, started_at = {now}",
             returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body",

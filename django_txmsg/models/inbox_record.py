@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, models
 
 from ..django_internals import raw
+from ..rules.inbox import OPEN
 from .fields import no_wait_sql, now_sql, prepared, read_instant, read_uuid
 from .inbox_turn import Turn, turn_sql
 
 if TYPE_CHECKING:
     from ..envelope.message import Message
 
-#: Said of a row that is to be processed, or parked.
-OPEN = "processed_at IS NULL AND dead_at IS NULL"
 #: Ends a row well, with the clock's expression as `now`.
 PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
@@ -124,8 +123,8 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
                 f" set_config('{_MARK}', %s, false); COMMIT;"
                 f" BEGIN{level};"
                 f" UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"
-                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL AND {OPEN}"
-                f"{come}",
+                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL"
+                f" AND {OPEN.sql()}{come}",
                 [*parameters, mark, message.id, stage, *values],
             )
             for _passed in ("BEGIN", "SET"):

@@ -14,6 +14,7 @@ from typing import Any
 
 from django.db import connections, transaction
 
+from ..rules.inbox import OPEN
 from .fields import (
     began_sql,
     ids_sql,
@@ -23,7 +24,6 @@ from .fields import (
     now_sql,
     skip_locked_sql,
 )
-from .inbox_record import OPEN
 from .inbox_turn import behind_sql, never_sql, passed_sql, waits_sql
 from .inbox_waiting import FIRST_PAUSE, LONGEST_PAUSE, WaitingManager
 
@@ -48,7 +48,7 @@ class ReleaseManager(WaitingManager):
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET due_at = {now_sql(connection)},"  # noqa: S608 - constants only
-                f" waits_for = NULL WHERE stage = %s AND {ids} AND {OPEN}",
+                f" waits_for = NULL WHERE stage = %s AND {ids} AND {OPEN.sql()}",
                 [stage, *values],
             )
             return int(cursor.rowcount)
@@ -166,7 +166,7 @@ class ReleaseManager(WaitingManager):
                 f" FROM {table} c WHERE c.stage = %s AND c.key = %s AND NOT c.key = ''"
                 " AND c.waits_for IS NOT NULL AND c.processed_at IS NULL"
                 " AND c.dead_at IS NULL ORDER BY c.after_at, c.id LIMIT 1)"
-                f" AND waits_for IS NOT NULL AND {OPEN}",
+                f" AND waits_for IS NOT NULL AND {OPEN.sql()}",
                 [stage, key],
             )
             return int(cursor.rowcount)
@@ -178,7 +178,7 @@ class ReleaseManager(WaitingManager):
             cursor.execute(
                 f"UPDATE {self._table} SET due_at = {now_sql(connection)},"  # noqa: S608 - constants only
                 " waits_for = NULL WHERE stage = %s AND waits_for IS NOT NULL"
-                f" AND {OPEN}",
+                f" AND {OPEN.sql()}",
                 [stage],
             )
             return int(cursor.rowcount)

@@ -14,6 +14,7 @@ from typing import Any
 
 from django.db import models
 
+from ..rules.inbox import IN_LINE, OPEN
 from .fields import prepared
 
 #: Due when its predecessor says so.
@@ -61,10 +62,7 @@ def waits_sql(row: str) -> str:
     """Return the condition that a row waits for its turn: it names its predecessor and
     is in nobody's hands. Once it is claimed, its transaction may have said already that
     it ends."""
-    return (
-        f"{row}.waits_for IS NOT NULL AND {row}.lease_token IS NULL"
-        f" AND {row}.processed_at IS NULL AND {row}.dead_at IS NULL"
-    )
+    return f"{IN_LINE.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 
 def size_sql(connection: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from django.db import connections
 
+from ..rules.inbox import OPEN
 from .fields import (
     ids_sql,
     later_sql,
@@ -23,7 +24,6 @@ from .fields import (
     read_uuid,
 )
 from .inbox_parked import ParkedManager
-from .inbox_record import OPEN
 from .inbox_turn import (
     Turn,
     behind_sql,
@@ -120,7 +120,7 @@ class WaitingManager(ParkedManager):
                 " after_at = %s, headers = COALESCE(headers, %s),"
                 " body = COALESCE(body, %s), lease_until = NULL, lease_token = NULL,"
                 " attempts = attempts - %s"
-                f" WHERE id = %s AND {OPEN}{condition} RETURNING {due}",
+                f" WHERE id = %s AND {OPEN.sql()}{condition} RETURNING {due}",
                 [
                     later_value(connection, FIRST_PAUSE),
                     prepared(self.model, "waits_for", waits_for, connection),

@@ -2,7 +2,8 @@
 
 States: `pending → dispatched | dead | cancelled`. A pending row leaves by proof only: a
 receipt, a definite rejection, its own expiry, or somebody's word. Nothing deletes it
-before. A cancelled row is dead by intent: its `last_error` says by whose.
+before. A cancelled row is dead by intent: it has `cancelled_at` beside `dead_at`, and
+its `last_error` says why.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from django.db.models.functions import Coalesce, Now
 from django.db.models.lookups import IsNull
 
 from .outbox_claim import ClaimingManager
-from .outbox_pending import CANCELLED, PendingManager
+from .outbox_pending import PendingManager
 from .outbox_store import StoringManager
 
+#: `rules.outbox.PENDING`, as indexes and querysets take it.
 PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
 
 
@@ -72,6 +74,11 @@ class OutboxMessage(models.Model):
     last_error = models.TextField(default="", blank=True)
     dispatched_at = models.DateTimeField(null=True, blank=True)
     dead_at = models.DateTimeField(null=True, blank=True)
+    cancelled_at = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="When somebody called it back; it is dead from then on.",
+    )
     linked_at = models.DateTimeField(
         null=True,
         blank=True,
@@ -115,7 +122,7 @@ class OutboxMessage(models.Model):
             models.Index(
                 fields=["due_at", "id"], condition=PENDING, name="txmsg_outbox_due"
             ),
-            # In the words of claimed.PENDING_OTHERWISE.
+            # In the words of `rules.outbox.PENDING_OTHERWISE`.
             models.Index(
                 fields=["key", "id"],
                 condition=~Q(key="")
@@ -149,5 +156,6 @@ class OutboxMessage(models.Model):
             return OutboxState.DISPATCHED
         if self.dead_at is None:
             return OutboxState.PENDING
-        by_intent = self.last_error.startswith(CANCELLED)
-        return OutboxState.CANCELLED if by_intent else OutboxState.DEAD
+        if self.cancelled_at is None:
+            return OutboxState.DEAD
+        return OutboxState.CANCELLED

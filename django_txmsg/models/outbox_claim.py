@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from django.db import connections, models
 
+from ..rules import lease as leases
+from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from ..wire import format_instant
 from .claiming import bounds, claim_sql
 from .fields import (
@@ -29,11 +31,6 @@ from .fields import (
     read_instant,
     text_sql,
 )
-
-#: "Pending" in other words than those of the index that the claim walks: that one looks
-#: short to a planner that counted when nothing was pending, and it would be walked from
-#: end to end for a few ids or a key. The index of keys is in these words.
-PENDING_OTHERWISE = "COALESCE({0}dispatched_at, {0}dead_at) IS NULL"
 
 
 class Claimed(NamedTuple):
@@ -89,14 +86,14 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now = began_sql(connection)
-        narrow, pending = "", "c.dispatched_at IS NULL AND c.dead_at IS NULL"
-        earlier = PENDING_OTHERWISE.format("e.")
+        narrow, pending = "", PENDING.sql("c")
+        earlier = PENDING_OTHERWISE.sql("e")
         stored_by = [] if services is None else ["", *services]
         among = f"IN ({', '.join(['%s'] * len(stored_by))})"
         ours = "TRUE" if services is None else f"{{0}}.service {among}"
         parameters: list[Any] = [broker, *stored_by]
         if ids is not None:
-            pending = PENDING_OTHERWISE.format("c.")
+            pending = PENDING_OTHERWISE.sql("c")
             condition, values = ids_sql(connection, "c.id", ids)
             narrow += f" AND {condition}"
             parameters += values
@@ -120,12 +117,12 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             due="due_at",
             where=f"""
                 {pending} AND c.broker = %s AND {ours.format("c")} AND c.due_at <= {now}
-                AND (c.lease_until IS NULL OR c.lease_until < {now}) {narrow}
+                AND {leases.FREE.sql("c", now=now)} {narrow}
                 AND (c.key = '' OR NOT EXISTS (
                     SELECT 1 FROM {table} e
                     WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
                       AND e.broker = c.broker AND {earlier} AND {ours.format("e")}
-                      AND (e.due_at > c.due_at OR e.lease_until >= {now})))
+                      AND (e.due_at > c.due_at OR {leases.HELD.sql("e", now=now)})))
             """,  # noqa: S608 - constants only
             # From now on it will not do for who wants its unique key: its receiver may
             # have begun already.
@@ -169,13 +166,13 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 f"""
                 WITH held AS MATERIALIZED (
                     SELECT c.key, max(c.id) AS last FROM {table} c
-                    WHERE {condition} AND {PENDING_OTHERWISE.format("c.")}
+                    WHERE {condition} AND {PENDING_OTHERWISE.sql("c")}
                       AND NOT (c.key = '') AND c.due_at <= {now}
-                      AND (c.lease_until IS NULL OR c.lease_until < {now})
+                      AND {leases.FREE.sql("c", now=now)}
                     GROUP BY c.key)
                 SELECT e.id FROM held JOIN {table} e
                     ON e.key = held.key AND e.id <= held.last
-                WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.format("e.")}
+                WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.sql("e")}
                 ORDER BY e.id LIMIT %s
                 """,  # noqa: S608 - constants only
                 [*values, limit],
@@ -196,7 +193,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 " json_extract(value, '$.after') AS after FROM json_each(%s)) AS g"
             )
             with_link = f"json_set(o.headers, '$.\"{name}\"', g.after)"
-        pending = PENDING_OTHERWISE.format("o.")
+        pending = PENDING_OTHERWISE.sql("o")
         fence = prepared(self.model, "lease_token", token, connection)
         with connection.cursor() as cursor:
             cursor.execute(
@@ -262,7 +259,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         # What was settled and is lost in a crash is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
-        pending = PENDING_OTHERWISE.format("")
+        pending = PENDING_OTHERWISE.sql()
         fence = prepared(self.model, "lease_token", token, connection)
         with connection.cursor() as cursor:
             cursor.execute(

@@ -12,11 +12,9 @@ from typing import Any
 
 from django.db import connections, models
 
+from ..rules import lease
+from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from .fields import ids_sql, later_sql, later_value, now_sql, prepared
-from .outbox_claim import PENDING_OTHERWISE
-
-#: How `last_error` of a row begins that was cancelled: dead, and by intent.
-CANCELLED = "cancelled: "
 
 #: The primary key and the broker of each row that was changed.
 Changed = list[tuple[int, str]]
@@ -30,9 +28,10 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         that have a place in the order of their key: the next one waits for them."""
         now = now_sql(connections[self.db])
         assign = (
-            f"dead_at = {now}, last_error = %s, lease_until = NULL, lease_token = NULL"
+            f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"
+            " lease_until = NULL, lease_token = NULL"
         )
-        note = f"{CANCELLED}{why}"[:2000]
+        note = f"cancelled: {why}"[:2000]
         return self._change(message_id, assign, [note], also="linked_at IS NULL")
 
     def make_due(
@@ -60,8 +59,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now, later = now_sql(connection), later_sql(connection)
-        # In the words of the index.
-        pending = "{} AND dispatched_at IS NULL AND dead_at IS NULL"
+        pending = f"{{}} AND {PENDING.sql()}"
         # A claim skips the row then; who wants to change it waits for our end, and who
         # wants to hold it too does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
@@ -96,11 +94,12 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         self, message_id: uuid.UUID, assign: str, values: list[Any], also: str = "TRUE"
     ) -> Changed:
         connection, table = connections[self.db], self.model._meta.db_table
-        pending, now = PENDING_OTHERWISE.format(""), now_sql(connection)
+        pending = PENDING_OTHERWISE.sql()
+        free = lease.FREE.sql(now=now_sql(connection))
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {table} SET {assign} WHERE message_id = %s AND {pending}"  # noqa: S608 - constants only
-                f" AND (lease_until IS NULL OR lease_until < {now}) AND {also}"
+                f" AND {free} AND {also}"
                 f" RETURNING id, broker",
                 [*values, prepared(self.model, "message_id", message_id, connection)],
             )

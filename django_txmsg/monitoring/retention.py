@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.db import models, transaction
-from django.db.models import Exists, OuterRef, Q, QuerySet
-from django.db.models.functions import Coalesce, Greatest
-from django.db.models.lookups import LessThan
+from django.db.models import Exists, OuterRef, Q, QuerySet, Value
 
 from .. import conf, wire
 from ..django_internals import delete_where
@@ -33,8 +31,10 @@ from ..models import (
     TaskRun,
     Worker,
 )
-from ..models.dead_letter import Resolution
 from ..models.fields import clock
+from ..models.holds import Holds
+from ..rules import dead_letters, inbox, outbox
+from ..rules.rule import Rule
 from ..sessions import control_message
 
 #: Days after which a worker that was killed, and could not say so, is forgotten.
@@ -69,12 +69,18 @@ def kinds() -> list[Kind]:
     """Return what is kept for how long, by the settings in force."""
     keep = conf.get().RETENTION
     return [
-        Kind("outbox messages", OutboxMessage, keep.OUTBOX, _left, clock="created_at"),
+        Kind(
+            "outbox messages",
+            OutboxMessage,
+            keep.OUTBOX,
+            _by(outbox.SETTLED),
+            clock="created_at",
+        ),
         Kind(
             "inbox messages",
             InboxMessage,
             keep.INBOX,
-            _taken,
+            _by(inbox.SETTLED),
             clock="first_received_at",
         ),
         # As the inbox, they know what was done.
@@ -86,7 +92,7 @@ def kinds() -> list[Kind]:
             clock="created_at",
             logged=False,
         ),
-        Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, _resolved),
+        Kind("dead letters", DeadLetter, keep.DEAD_LETTERS, _by(dead_letters.SETTLED)),
         Kind(
             "idempotency keys",
             IdempotencyKey,
@@ -211,39 +217,14 @@ def _cutoff(kind: Kind, using: str) -> dt.datetime:
     return clock(using) - dt.timedelta(days=kind.days)
 
 
-# Both are in words that no index knows. A page of rows is found by its primary keys; a
-# planner that took a BRIN index for a help would read all of that for each page.
+def _by(rule: Rule) -> Callable[[dt.datetime], Q]:
+    """Return the condition of rows that the pipeline's archive goes by, too."""
 
+    def settled(cutoff: dt.datetime) -> Q:
+        instant = Value(cutoff, output_field=models.DateTimeField())
+        return Q(Holds(rule, cutoff=instant))
 
-def _left(cutoff: dt.datetime) -> Q:
-    ended = Coalesce("dispatched_at", "dead_at")
-    open_letter = Q(dead_at__isnull=False) & Q(_open_letter(""))
-    return Q(LessThan(ended, cutoff)) & ~open_letter
-
-
-def _taken(cutoff: dt.datetime) -> Q:
-    # While copies of a message keep coming, it must be remembered.
-    last = Greatest(
-        "last_received_at", Coalesce("processed_at", "dead_at", "last_received_at")
-    )
-    return Q(LessThan(last, cutoff)) & (
-        Q(processed_at__isnull=False)
-        | (Q(dead_at__isnull=False) & ~Q(_open_letter(OuterRef("stage"))))
-        | _terminated()
-    )
-
-
-def _terminated() -> Q:
-    """Return which are a OnceTask's that Celery has killed by its time limit, or by
-    hand: nobody could say so here, and its message does not come again."""
-    service = conf.get().SERVICE
-    # A stage's messages say when they were stored, if they are of our own.
-    ours = Q(created_at=None, service=service)
-    return ours & Q(processed_at=None, dead_at=None, due_at=None)
-
-
-def _resolved(cutoff: dt.datetime) -> Q:
-    return ~Q(resolution=Resolution.OPEN) & Q(resolved_at__lt=cutoff)
+    return settled
 
 
 def _old(cutoff: dt.datetime) -> Q:
@@ -262,14 +243,6 @@ def _old_tail(cutoff: dt.datetime) -> Q:
 
 def _silent(cutoff: dt.datetime) -> Q:
     return Q(heartbeat_at__lt=cutoff)
-
-
-def _open_letter(stage: Any) -> Exists:
-    return Exists(
-        DeadLetter.objects.filter(
-            message_id=OuterRef("message_id"), stage=stage, resolution=Resolution.OPEN
-        )
-    )
 
 
 def _same_message() -> Q:

@@ -230,7 +230,7 @@ def read(using: str = "default") -> Status:
         [declared.destination for declared in all_stages()],
         status.now,
     )
-    for name, waiting in in_inbox(using, held).items():
+    for name, waiting in in_inbox(using).items():
         _place(status.stages, name).waiting = waiting
     for name, newer in for_newer_code(using).items():
         _place(status.stages, name).newer = newer

@@ -14,6 +14,7 @@ from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import later_sql, later_value, read_instant
 from ..models.inbox_turn import size_sql
+from ..rules import inbox
 from ..stages import all_stages
 from .lengths import amount
 from .waiting import CAP, capped
@@ -22,9 +23,8 @@ from .waiting import CAP, capped
 NAMED = 20
 
 _WAITING = (
-    "FROM (SELECT stage, key, waits_since{0} FROM django_txmsg_inboxmessage"
-    " WHERE waits_for IS NOT NULL AND processed_at IS NULL AND dead_at IS NULL"
-    " LIMIT %s) AS bounded"
+    "FROM (SELECT stage, key, waits_since{0} FROM django_txmsg_inboxmessage"  # noqa: S608 - constants only
+    f" WHERE {(inbox.IN_LINE & inbox.OPEN).sql()} LIMIT %s) AS bounded"
 )
 
 

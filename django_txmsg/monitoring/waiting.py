@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from django.db import connections
 
 from ..models.fields import later_sql, later_value, now_sql, read_instant
+from ..rules import inbox, lease, outbox
 
 #: The most rows that are counted; more are "50,000+".
 CAP = 50_000
 
-#: A message that has been due for so long is overdue.
+#: A message that was due so long ago already is overdue.
 OVERDUE = dt.timedelta(minutes=2)
 
 #: A deployment that is still going on has not lasted longer.
@@ -82,33 +83,32 @@ def in_outbox(using: str, by: str = "destination") -> dict[str, Waiting]:
     return _waiting(
         using,
         f"SELECT {by} AS name, due_at, attempts > 0 AS retried,"  # noqa: S608 - constants only
-        " lease_until >= {now} AS leased FROM django_txmsg_outboxmessage"
-        " WHERE dispatched_at IS NULL AND dead_at IS NULL"
-        " ORDER BY due_at, id LIMIT {limit}",
+        f" {lease.HELD.sql(now='{now}')} AS leased FROM django_txmsg_outboxmessage"
+        f" WHERE {outbox.PENDING.sql()} ORDER BY due_at, id LIMIT {{limit}}",
     )
 
 
-def in_inbox(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
-    """Return the messages waiting for another attempt, by stage. None is due of the
-    `held` stages, which an operator has paused, and none that needs newer code."""
-    found = _waiting(
+def in_inbox(using: str) -> dict[str, Waiting]:
+    """Return the messages waiting for another attempt, by stage. What is held back is
+    not due: it needs newer code, say, or an operator has paused its stage."""
+    return _waiting(
         using,
-        "SELECT stage AS name, TRUE AS retried, lease_until >= {now} AS leased,"
-        " CASE WHEN needs_version IS NULL THEN due_at END AS due_at"
-        " FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL"
-        " AND waits_for IS NULL LIMIT {limit}",
+        "SELECT stage AS name, TRUE AS retried,"  # noqa: S608 - constants only
+        f" {lease.HELD.sql(now='{now}')} AS leased,"
+        f" CASE WHEN {(~inbox.HELD_BACK).sql()} THEN due_at END AS due_at"
+        " FROM django_txmsg_inboxmessage"
+        f" WHERE {(inbox.PARKED & ~inbox.IN_LINE).sql()} LIMIT {{limit}}",
     )
-    return _hold(found, held)
 
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
     """Return what no code that has seen it could read, by stage."""
     with connections[using].cursor() as cursor:
         cursor.execute(
-            "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"
+            "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
             " MAX(needs_version) FROM (SELECT stage, first_received_at, needs_type,"
-            " needs_version FROM django_txmsg_inboxmessage WHERE due_at IS NOT NULL"
-            " AND needs_version IS NOT NULL LIMIT %s) AS bounded"
+            " needs_version FROM django_txmsg_inboxmessage"
+            f" WHERE {inbox.NEEDS_NEWER_CODE.sql()} LIMIT %s) AS bounded"
             " GROUP BY stage ORDER BY stage",
             [CAP + 1],
         )
@@ -127,10 +127,6 @@ def in_queues(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
         " lease_token IS NOT NULL AND available_at > {now} AS leased"
         " FROM django_txmsg_queuemessage LIMIT {limit}",
     )
-    return _hold(found, held)
-
-
-def _hold(found: dict[str, Waiting], held: Collection[str]) -> dict[str, Waiting]:
     for name, waiting in found.items():
         if name in held:
             waiting.due = waiting.overdue = 0

@@ -235,7 +235,7 @@ class Ledger:
 
     def _settled(self, cutoff: dt.datetime, horizon: Horizon | None) -> str:
         literal = self.database.instant(cutoff, upper=False)
-        where = "(" + self.table.settled.format(cutoff=literal, t="t") + ")"
+        where = f"({self.table.settled.sql('t', cutoff=literal)})"
         if horizon is not None and self.table.tracked:
             where += (
                 " AND (t.changed_xid IS NULL OR t.changed_xid <"

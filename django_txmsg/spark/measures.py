@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence
 
+from ..rules import inbox, outbox
 from .connection import Connection
 from .databases import open_database
 from .databases.sqlite import read_instant
@@ -13,17 +14,16 @@ from .spec import SourceSpec
 
 def lag(connection: Connection, source: SourceSpec) -> float:
     """Return for how many seconds the oldest message has been due: to leave the outbox,
-    or for another attempt."""
+    or for another attempt. What is held back is not due, as in the app's overview."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
         read_instant(found)
         for (found,) in connection.rows(
-            "SELECT min(due_at) FROM django_txmsg_outboxmessage WHERE dispatched_at IS"
-            f" NULL AND dead_at IS NULL AND due_at <= {literal} UNION ALL"
-            " SELECT min(due_at) FROM django_txmsg_inboxmessage WHERE due_at IS NOT"
-            " NULL AND waits_for IS NULL AND needs_version IS NULL"
-            f" AND due_at <= {literal}"
+            "SELECT min(due_at) FROM django_txmsg_outboxmessage"
+            f" WHERE {outbox.DUE.sql(now=literal)} UNION ALL"
+            " SELECT min(due_at) FROM django_txmsg_inboxmessage"
+            f" WHERE {inbox.DUE.sql(now=literal)}"
         )
     ]
     return max([(now - one).total_seconds() for one in oldest if one], default=0.0)

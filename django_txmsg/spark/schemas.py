@@ -13,6 +13,9 @@ from typing import Literal
 import pyarrow as pa
 from pyspark.sql import types as t
 
+from ..rules import attempts, dead_letters, inbox, outbox
+from ..rules.rule import Rule
+
 #: Version of the lake's layout and schemas. A reader refuses a newer one.
 LAKE_VERSION = 1
 
@@ -89,18 +92,17 @@ class Column:
 class Table:
     """A table of the message log: its relation, columns, clock and settled rows.
 
-    `clock` is the instant that ranges and the lake's days go by. `settled` is the SQL
-    of rows that will not change any more; `{cutoff}` stands for an instant, `{t}` for
-    the table's alias. `outcome` is how a row ended: a column to copy, or one with the
-    words for where it is set and where it is null.
+    `clock` is the instant that ranges and the lake's days go by. `settled` rows will
+    not change any more. `outcome` is how a row ended: a column to copy, or words, each
+    with the column that is set then; the last word is for all others.
     """
 
     name: str
     relation: str
     clock: str
     columns: tuple[Column, ...]
-    settled: str
-    outcome: tuple[str, str, str] | tuple[str]
+    settled: Rule
+    outcome: str | tuple[tuple[str, str], ...]
     tracked: bool = False
     """Whether rows carry the id of the transaction that changed them last."""
 
@@ -149,11 +151,6 @@ _ARROW_OF: dict[type[t.DataType], pa.DataType] = {
     t.BooleanType: pa.bool_(),
 }
 
-_BURIED = (
-    "EXISTS (SELECT 1 FROM django_txmsg_deadletter d WHERE d.message_id ="
-    " {t}.message_id AND d.stage = %s AND d.resolution = 'open')"
-)
-
 OUTBOX = Table(
     name="outbox",
     relation="django_txmsg_outboxmessage",
@@ -177,15 +174,12 @@ OUTBOX = Table(
         Column("last_error", "text"),
         Column("dispatched_at", "instant", nullable=True),
         Column("dead_at", "instant", nullable=True),
+        Column("cancelled_at", "instant", nullable=True),
         Column("created_xid", "xid", nullable=True),
         Column("changed_xid", "xid", nullable=True),
     ),
-    settled=(
-        "({t}.dispatched_at < {cutoff} OR ({t}.dead_at < {cutoff} AND NOT "
-        + _BURIED % "''"
-        + "))"
-    ),
-    outcome=("dispatched_at", "dispatched", "dead"),
+    settled=outbox.SETTLED,
+    outcome=(("dispatched", "dispatched_at"), ("dead", "")),
     tracked=True,
 )
 
@@ -212,11 +206,8 @@ INBOX = Table(
         Column("created_xid", "xid", nullable=True),
         Column("changed_xid", "xid", nullable=True),
     ),
-    settled=(
-        "({t}.last_received_at < {cutoff} AND ({t}.processed_at < {cutoff} OR "
-        "({t}.dead_at < {cutoff} AND NOT " + _BURIED % "{t}.stage" + ")))"
-    ),
-    outcome=("processed_at", "processed", "dead"),
+    settled=inbox.SETTLED,
+    outcome=(("processed", "processed_at"), ("dead", "dead_at"), ("killed", "")),
     tracked=True,
 )
 
@@ -236,8 +227,8 @@ ATTEMPTS = Table(
         Column("traceback", "text"),
         Column("fingerprint", "text"),
     ),
-    settled="{t}.failed_at < {cutoff}",
-    outcome=("failed_at", "failed", "failed"),
+    settled=attempts.SETTLED,
+    outcome=(("failed", ""),),
 )
 
 DEAD_LETTERS = Table(
@@ -267,8 +258,8 @@ DEAD_LETTERS = Table(
         Column("resolved_by", "text"),
         Column("replaced_by", "uuid", nullable=True),
     ),
-    settled="({t}.resolution <> 'open' AND {t}.resolved_at < {cutoff})",
-    outcome=("resolution",),
+    settled=dead_letters.SETTLED,
+    outcome="resolution",
 )
 
 TABLES = {one.name: one for one in (OUTBOX, INBOX, ATTEMPTS, DEAD_LETTERS)}

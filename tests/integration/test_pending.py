@@ -60,6 +60,7 @@ def test_a_cancelled_message_never_leaves_and_nobody_looks_after_it() -> None:
     assert ship() == 1
     row = OutboxMessage.objects.get(message_id=one)
     assert (row.state, row.last_error) == (OutboxState.CANCELLED, "cancelled: paid")
+    assert row.cancelled_at is not None
     assert OutboxMessage.objects.get(message_id=other).dispatched_at is not None
     assert not DeadLetter.objects.exists()
     assert not status.read("default").overdue

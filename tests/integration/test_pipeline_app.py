@@ -13,6 +13,7 @@ import pytest
 from django.conf import settings
 from django.db import connections, transaction
 from django.db.migrations.executor import MigrationExecutor
+from django.db.models.functions import Now
 from django.test import override_settings
 from pytest_django import DjangoDbBlocker
 
@@ -286,3 +287,19 @@ def test_an_index_that_a_stopped_attempt_has_left_is_made_anew(
 
     valid = f"SELECT indisvalid FROM pg_index WHERE indexrelid = '{index}'::regclass"
     assert ask(database, valid) == [True]
+
+
+def test_a_message_that_was_cancelled_before_there_was_a_column_has_it(
+    database: Any,
+) -> None:
+    before = migrate(("django_txmsg", "0012_idempotency_session"))
+    rows = before.get_model("django_txmsg", "OutboxMessage").objects.using(ALIAS)
+    errors = ("cancelled: paid", "rejected: cancelled: by the broker", "expired: noon")
+    for error in errors:
+        rows.create(message_id=uuid.uuid4(), dead_at=Now(), last_error=error, body=b"")
+    rows.create(message_id=uuid.uuid4(), last_error="cancelled: once", body=b"")
+
+    after = migrate().get_model("django_txmsg", "OutboxMessage").objects.using(ALIAS)
+
+    [row] = after.filter(cancelled_at__isnull=False)
+    assert (row.last_error, row.cancelled_at) == ("cancelled: paid", row.dead_at)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -267,9 +268,13 @@ def test_a_message_is_replayed_from_the_database_or_from_the_lake(
 ) -> None:
     ended = {"dispatched_at": None, "dead_at": LONG_AGO}
     dead = {**ended, "last_error": "expired: at noon"}
-    cancelled = {**ended, "last_error": "cancelled: by ada"}
+    cancelled = {**ended, "last_error": "cancelled: by ada", "cancelled_at": LONG_AGO}
     log.send_many(5)
     log.send([cancelled, dead])
+    # Files of the release before say it in the error alone.
+    before = tuple(one for one in OUTBOX.columns if one.name != "cancelled_at")
+    archive(spark, log, lake, table=replace(OUTBOX, columns=before))
+    log.send([cancelled])
     archive(spark, log, lake)
     log.send_many(4)
     log.send([{"dispatched_at": None}, dead, cancelled])
@@ -285,6 +290,9 @@ def test_a_message_is_replayed_from_the_database_or_from_the_lake(
         "outcome = 'dead'",
         "destination <> 'cancelled'",
         "last_error LIKE 'cancelled: %'",
+        "outcome IN ('dead', 'cancelled')",
+        "cancelled_at IS NOT NULL",
+        "destination = 'orders.place' AND outcome <> 'dispatched'",
     )
     chosen = [
         run(spec, "replay", "--where", one, "--dry-run")["chosen"] for one in filters
@@ -294,7 +302,7 @@ def test_a_message_is_replayed_from_the_database_or_from_the_lake(
     other = run(without_a_lake, "replay", "--where", f"message_id = '{ids[1]}'")
 
     assert (everything["chosen"], one["rows"], other["rows"]) == (9, 1, 1)
-    assert chosen == [2, 2, 11, 2]
+    assert chosen == [2, 2, 11, 3, 5, 3, 2]
     assert log.count() == 9
 
 

@@ -39,7 +39,7 @@ def at(minutes: float) -> dt.datetime:
 
 
 def sent(spark: Any, *rows: tuple[Any, ...]) -> Any:
-    fields = len(SENT)  # the last error is mostly left out
+    fields = len(SENT)  # that it was cancelled is mostly left out
     return spark.createDataFrame([(*row, None)[:fields] for row in rows], SENT)
 
 
@@ -70,7 +70,7 @@ def test_each_verdict_has_its_case(spark) -> None:
         ("a", "late", q, at(0), None, at(1), None),
         ("a", "dead-there", q, at(0), None, at(1), None),
         ("a", "dead-here", q, at(0), None, None, at(2)),
-        ("a", "taken-back", q, at(0), None, None, at(2), "cancelled: by ada"),
+        ("a", "taken-back", q, at(0), None, None, at(2), at(2)),
         ("a", "parked", q, at(0), None, at(1), None),
         ("a", "fan", topic, at(0), None, at(1), None),
         ("a", "before", topic, at(-60), None, at(-59), None),
@@ -369,14 +369,14 @@ def test_sketches_merge_to_percentiles_and_keep_negative_times(spark) -> None:
 def test_activity_counts_by_hour(spark) -> None:
     outbox = spark.createDataFrame(
         [
-            ("a", "q", at(0), at(1), None, "rejected: once"),
-            ("a", "q", at(10), at(90), None, ""),
-            ("a", "q", at(20), None, at(30), "expired: at noon"),
-            ("a", "q", at(25), None, at(30), "cancelled: by ada"),
-            ("a", "r", at(130), None, None, ""),
+            ("a", "q", at(0), at(1), None, None),
+            ("a", "q", at(10), at(90), None, None),
+            ("a", "q", at(20), None, at(30), None),
+            ("a", "q", at(25), None, at(30), at(30)),
+            ("a", "r", at(130), None, None, None),
         ],
         "service string, destination string, created_at timestamp,"
-        " dispatched_at timestamp, dead_at timestamp, last_error string",
+        " dispatched_at timestamp, dead_at timestamp, cancelled_at timestamp",
     )
     inbox = spark.createDataFrame(
         [

@@ -192,7 +192,7 @@ def _by_hour(frame: DataFrame) -> dict[dt.datetime, dict[str, Any]]:
 
 
 _SENT = (
-    "service", "destination", "created_at", "dispatched_at", "dead_at", "last_error",
+    "service", "destination", "created_at", "dispatched_at", "dead_at", "cancelled_at",
 )  # fmt: skip
 _RECEIVED = (
     "service", "stage", "destination", "created_at", "first_received_at", "started_at",

@@ -134,10 +134,13 @@ def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
 
 
 def _with_outcome(rows: pa.Table, table: Table, number: int) -> pa.Table:
-    first, *words = table.outcome
-    ended = rows[first]
-    if words:
-        ended = pc.if_else(pc.is_valid(ended), *words)
+    if isinstance(table.outcome, str):
+        ended = rows[table.outcome]
+    else:
+        *ends, (other, _) = table.outcome
+        ended = pa.repeat(other, rows.num_rows)
+        for word, column in reversed(ends):
+            ended = pc.if_else(pc.is_valid(rows[column]), word, ended)
     numbers = pa.repeat(pa.scalar(number, pa.int64()), rows.num_rows)
     rows = rows.append_column("outcome", ended).append_column("batch_id", numbers)
     # Nullable in the file as in the log: a later version may add to the columns.

@@ -26,8 +26,7 @@ from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
 from ..staging import Brought, Merged, Staging
-from ..transforms.journeys import CANCELLED
-from ..transforms.normalise import whole_log
+from ..transforms.normalise import whole_log, with_cancelled
 from ..transforms.outgoing import from_dataset, parse_template, to_outbox_rows
 from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by
@@ -151,9 +150,9 @@ def choose(
     if table is OUTBOX and log.lake is not None:
         kept = log.lake.table(table.name, table.lake_struct())
         services = [one.service for one in log.live]
-        frames.append(kept.read(log.spark, services=services))
+        frames.append(with_cancelled(kept.read(log.spark, services=services)))
     if table is OUTBOX:
-        frames = [_with_cancelled(frame, options.where) for frame in frames]
+        frames = [_but_cancelled(frame, options.where) for frame in frames]
     try:
         frames = [
             frame.select(*struct.fieldNames()).where(options.where or "true")
@@ -178,13 +177,14 @@ def choose(
     return chosen
 
 
-def _with_cancelled(frame: DataFrame, where: str) -> DataFrame:
+def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:
     """Give cancelled messages an outcome of their own; leave them out if `where` does
     not name it."""
-    by_intent = sf.col("last_error").startswith(CANCELLED)
-    outcome = sf.when(by_intent & sf.col("dead_at").isNotNull(), "cancelled")
+    outcome = sf.when(sf.col("cancelled_at").isNotNull(), "cancelled")
     frame = frame.withColumn("outcome", sf.coalesce(outcome, sf.col("outcome")))
-    named = re.search(r"\b(outcome|last_error)\b[^']*'cancelled", where)
+    named = re.search(
+        r"\bcancelled_at\b|\b(outcome|last_error)\b.*'cancelled", where, re.DOTALL
+    )
     return frame if named else frame.where("outcome <> 'cancelled'")
 
 

@@ -27,7 +27,7 @@ from ..schemas import TABLES, Table
 from ..source.batch import Selection, id_ranges
 from ..source.snapshot import snapshot
 from ..spec import JobSpec, SourceSpec
-from ..transforms.normalise import whole_log
+from ..transforms.normalise import whole_log, with_cancelled
 
 
 @dataclass
@@ -201,7 +201,11 @@ class WholeLog:
         assert self.lake is not None
         kept = self.lake.table(table, TABLES[table].lake_struct())
         columns = [*struct.fieldNames(), *(["batch_id"] if above else [])]
+        cancelled = "cancelled_at" in columns
+        if cancelled:
+            columns = list(dict.fromkeys([*columns, "dead_at", "last_error"]))
         rows = kept.read(self.spark, since=since, named=named, columns=columns)
+        rows = with_cancelled(rows) if cancelled else rows
         batch, service = sf.coalesce("batch_id", sf.lit(0)), sf.col("service")
         for name, number in (above or {}).items():
             if number:

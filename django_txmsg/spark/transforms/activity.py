@@ -9,7 +9,6 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from .instants import timestamp
-from .journeys import CANCELLED
 
 THROUGHPUT = t.StructType(
     [
@@ -100,7 +99,7 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 def senders(sent: DataFrame) -> DataFrame:
     """Return SENDERS: who sends how much to where. What was cancelled is no failure."""
-    failed = ~sf.col("last_error").startswith(CANCELLED)
+    failed = sf.col("cancelled_at").isNull()
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),
         sf.count(sf.when(failed, sf.col("dead_at"))).alias("dead"),

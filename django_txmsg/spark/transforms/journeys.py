@@ -24,7 +24,7 @@ SENT = t.StructType(
         t.StructField("expires_at", t.TimestampType()),
         t.StructField("dispatched_at", t.TimestampType()),
         t.StructField("dead_at", t.TimestampType()),
-        t.StructField("last_error", t.StringType()),
+        t.StructField("cancelled_at", t.TimestampType()),
     ]
 )
 
@@ -43,9 +43,6 @@ RECEIVED = t.StructType(
         t.StructField("attempts", t.IntegerType()),
     ]
 )
-
-#: How the last error begins of an outbox row that was cancelled, and not given up on.
-CANCELLED = "cancelled: "
 
 #: How each column of steps is merged.
 _FIRST = ("begun_at", "stored_at", "told_at", "dispatched_at", "received_at",
@@ -91,9 +88,6 @@ PROMPT = dt.timedelta(hours=1)
 def departures(sent: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of SENT."""
     stored = sf.col("created_at")
-    cancelled = (
-        sf.col("last_error").startswith(CANCELLED) & sf.col("dead_at").isNotNull()
-    )
     topic = is_topic(sf.col("destination"))
     return _step(
         sent,
@@ -108,7 +102,7 @@ def departures(sent: DataFrame) -> DataFrame:
         expires_at=sf.col("expires_at"),
         stored=_one(stored),
         died=_one(sf.col("dead_at")),
-        cancelled=sf.when(cancelled, 1).otherwise(0),
+        cancelled=_one(sf.col("cancelled_at")),
         expire=_one(sf.col("expires_at")),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 
+import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame
 from pyspark.sql import types as t
 
@@ -28,3 +29,11 @@ def whole_log(
         [frame.select(*wanted) for frame in frames],
     )
     return (whole.dropDuplicates(keys) if keys else whole).select(*columns)
+
+
+def with_cancelled(archived: DataFrame) -> DataFrame:
+    """Return the lake's outbox rows with `cancelled_at`, also from files that are older
+    than that column: there, how the error begins says it."""
+    by_intent = sf.col("last_error").startswith("cancelled: ")
+    known = sf.when(by_intent, sf.col("dead_at"))
+    return archived.withColumn("cancelled_at", sf.coalesce("cancelled_at", known))

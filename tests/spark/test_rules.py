@@ -1,0 +1,377 @@
+"""One row at a time, and the same question of all who ask it: the same answer.
+
+The app asks by querysets and by SQL, the pipeline by SQL on a connection of its own;
+what a rule means is written here once more, in Python, from the row's columns.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.contrib import admin
+from django.db import connection
+from django.db.models import Q
+from django.db.models.functions import Now
+from django.test import RequestFactory
+
+from django_txmsg import health
+from django_txmsg.admin.inbox import InboxStateFilter
+from django_txmsg.admin.outbox import OutboxStateFilter
+from django_txmsg.management.commands.message_status import facts
+from django_txmsg.management.commands.pipeline import source_spec
+from django_txmsg.metrics import Collector
+from django_txmsg.models import (
+    Attempt,
+    DeadLetter,
+    InboxMessage,
+    OutboxMessage,
+    StageState,
+)
+from django_txmsg.models.holds import Holds
+from django_txmsg.models.outbox import PENDING
+from django_txmsg.monitoring import retention, status
+from django_txmsg.rules import outbox as outbox_rules
+from django_txmsg.spark.connection import connect_plain
+from django_txmsg.spark.ledger import Ledger
+from django_txmsg.spark.measures import lag
+from django_txmsg.spark.schemas import TABLES
+from tests import factories as make
+from tests.factories import ago
+from tests.running import committing, txmsg
+
+pytestmark = committing
+
+Asked = dict[str, Callable[[], bool]]
+
+#: When a row is due, and whether it is then overdue.
+DUE = {"long ago": ago(hours=1), "just now": ago(seconds=30), "later": ago(hours=-1)}
+LEASES = {"free": None, "held": ago(hours=-1), "ended": ago(minutes=5)}
+PAUSED = "orders.paused"
+
+
+def agree(what: str, expected: bool, asked: Asked) -> None:
+    answers = {name: ask() for name, ask in asked.items()}
+    assert answers == dict.fromkeys(answers, expected), what
+
+
+def one(model: Any, condition: Any) -> Callable[[], bool]:
+    return lambda: model.objects.filter(condition).exists()
+
+
+def listed(model: Any, state: str) -> bool:
+    """Return whether the console's list shows the only row in a state."""
+    site = admin.site._registry[model]
+    [row] = site.get_queryset(RequestFactory().get("/"))
+    return f">{state}<" in str(site.state(row))
+
+
+def gauge(name: str) -> float:
+    """Return the sum of a gauge of the metrics, over all places."""
+    families = {family.name: family for family in Collector().collect()}
+    family = families.get(f"txmsg_{name}")
+    return sum(sample.value for sample in family.samples) if family else 0.0
+
+
+def lags() -> dict[str, float]:
+    """Return what all tell of the age of the oldest due message, in seconds."""
+    source = source_spec("default", "tests")
+    connection_of_its_own = connect_plain(source)
+    try:
+        pipeline = lag(connection_of_its_own, source)
+    finally:
+        connection_of_its_own.close()
+    picture = status.read()
+    told = facts(picture)
+    return {
+        "pipeline": pipeline,
+        "overview": picture.lag.total_seconds(),
+        "health": max(
+            age.total_seconds() for age in health.look("default").oldest.values()
+        ),
+        "message_status": max(
+            told[place]["oldest_age"] or 0.0 for place in ("outbox", "redelivering")
+        ),
+        "metrics": max(
+            gauge(f"{place}_oldest_due_age_seconds")
+            for place in ("outbox", "redelivery")
+        ),
+    }
+
+
+def agree_on_lag(what: str, due: dt.datetime | None) -> None:
+    """All tell the age of the one row that is due at `due`, or none."""
+    found = lags()
+    expected = 0.0 if due is None else max(0.0, (ago() - due).total_seconds())
+    assert found == pytest.approx(dict.fromkeys(found, expected), abs=5.0), what
+
+
+def stored() -> Iterator[tuple[str, dict[str, Any]]]:
+    ends: dict[str, dict[str, Any]] = {
+        "pending": {},
+        "dispatched": {"dispatched_at": ago(seconds=1)},
+        "dead": {"dead_at": ago(seconds=1), "last_error": "cancelled: it, the broker"},
+        "cancelled": {
+            "dead_at": ago(seconds=1),
+            "cancelled_at": ago(seconds=1),
+            "last_error": "paid",
+        },
+    }
+    for end, due, lease in itertools.product(ends, DUE, LEASES):
+        yield (
+            f"{end}, due {due}, {lease}",
+            {
+                **ends[end],
+                "created_at": ago(hours=2),
+                "due_at": DUE[due],
+                "lease_until": LEASES[lease],
+                "lease_token": uuid.uuid4() if LEASES[lease] else None,
+            },
+        )
+
+
+def raw(rule: str) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT 1 FROM django_txmsg_outboxmessage o WHERE {rule}", [])
+        return cursor.fetchone() is not None
+
+
+def claimed() -> bool:
+    """Return whether a relay takes the only row. It is there as before then."""
+    token = uuid.uuid4()
+    rows = OutboxMessage.objects.claim(
+        broker="default", token=token, lease=60, limit=10
+    )
+    return bool(rows)
+
+
+def test_all_agree_on_a_stored_message() -> None:
+    states = OutboxStateFilter.conditions()
+    for what, columns in stored():
+        make.OutboxMessageFactory(**columns)
+        pending = columns.keys().isdisjoint({"dispatched_at", "dead_at"})
+        due = pending and columns["due_at"] <= ago()
+        overdue = due and columns["due_at"] <= ago(minutes=2)
+        free = columns["lease_until"] is None or columns["lease_until"] < ago()
+        asked: Asked = {
+            "the console's filter": one(OutboxMessage, states["pending"]),
+            "a queryset": one(OutboxMessage, PENDING),
+            "an index's words": lambda: raw(outbox_rules.PENDING.sql("o")),
+            "other words": lambda: raw(outbox_rules.PENDING_OTHERWISE.sql("o")),
+            "a rule in a queryset": one(
+                OutboxMessage, Q(Holds(outbox_rules.PENDING_OTHERWISE))
+            ),
+            "the overview": lambda: bool(status.read().outbox.count),
+            "message_status": lambda: bool(facts(status.read())["outbox"]["count"]),
+            "metrics": lambda: bool(gauge("outbox_waiting")),
+            "the row": lambda: OutboxMessage.objects.get().state.value == "pending",
+        }
+        agree(f"pending: {what}", pending, asked)
+        asked = {
+            "the console's filter": one(OutboxMessage, states["overdue"]),
+            "the console's list": lambda: listed(OutboxMessage, "overdue"),
+            "the overview": lambda: bool(status.read().overdue),
+            "message_status": lambda: bool(facts(status.read())["overdue"]),
+            "metrics": lambda: bool(gauge("outbox_overdue")),
+            "health": lambda: health.look("default").state != "ok",
+        }
+        agree(f"overdue: {what}", overdue, asked)
+        asked = {
+            "a rule in a queryset": one(
+                OutboxMessage, Q(Holds(outbox_rules.DUE, now=Now()))
+            ),
+            "the overview": lambda: bool(status.read().outbox.due),
+        }
+        agree(f"due: {what}", due, asked)
+        agree_on_lag(f"lag: {what}", columns["due_at"] if due else None)
+        for end in ("dispatched", "dead", "cancelled"):
+            asked = {
+                "the console's filter": one(OutboxMessage, states[end]),
+                "the console's list": lambda end=end: listed(OutboxMessage, end),
+                "the row": lambda end=end: (
+                    OutboxMessage.objects.get().state.value == end
+                ),
+            }
+            agree(f"{end}: {what}", what.startswith(end), asked)
+        agree(f"claim: {what}", due and free, {"a relay": claimed})
+        OutboxMessage.objects.all().delete()
+
+
+def received() -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "processed", {}
+    yield "dead", {"dead": True}
+    yield "in hand", {"processed_at": None}
+    held: dict[str, dict[str, Any]] = {
+        "held back by nothing": {},
+        "in line": {"waits_for": uuid.uuid4(), "key": "k", "waits_since": ago()},
+        "in need of newer code": {"needs_type": "orders.Order", "needs_version": 3},
+        "of a paused stage": {"stage": PAUSED},
+    }
+    for why, due in itertools.product(held, DUE):
+        yield f"{why}, due {due}", {"parked": True, "due_at": DUE[due], **held[why]}
+
+
+def test_all_agree_on_a_received_message() -> None:
+    StageState.objects.create(stage=PAUSED, paused_at=Now())
+    StageState.objects.create(stage="orders.place")
+    states = InboxStateFilter.conditions()
+    for what, columns in received():
+        row = make.InboxMessageFactory(first_received_at=ago(hours=3), **columns)
+        parked = row.due_at is not None
+        due = parked and row.due_at <= ago() and "held back by nothing" in what
+        overdue = due and row.due_at <= ago(minutes=2)
+        asked: Asked = {
+            "the console's filter": one(InboxMessage, states["redelivering"]),
+            "the overview": lambda: bool(status.read().parked.count),
+            "message_status": lambda: bool(
+                facts(status.read())["redelivering"]["count"]
+            ),
+            "metrics": lambda: bool(gauge("redelivery_waiting")),
+        }
+        agree(f"redelivering: {what}", parked and "in line" not in what, asked)
+        asked = {
+            "the console's filter": one(InboxMessage, states["overdue"]),
+            "the console's list": lambda: listed(InboxMessage, "overdue"),
+            "the overview": lambda: bool(status.read().overdue),
+            "message_status": lambda: bool(facts(status.read())["overdue"]),
+            "metrics": lambda: bool(gauge("redelivery_overdue")),
+            "health": lambda: bool(
+                health.look("default").oldest["redelivery"] >= dt.timedelta(minutes=2)
+            ),
+        }
+        agree(f"overdue: {what}", overdue, asked)
+        agree_on_lag(f"lag: {what}", row.due_at if due else None)
+        asked = {
+            "the console's filter": one(InboxMessage, states["newer"]),
+            "the overview": lambda: any(
+                place.newer for place in status.read().stages.values()
+            ),
+            "health": lambda: health.look("default").needs_newer_code is not None,
+        }
+        agree(f"newer code: {what}", "newer code" in what, asked)
+        InboxMessage.objects.all().delete()
+
+
+OLD, YOUNG = ago(days=30), ago(days=1)
+WEEK = {"OUTBOX": 7, "INBOX": 7, "DEAD_LETTERS": 7}
+
+
+def archivable(table: str) -> bool:
+    """Return whether `pipeline archive` takes anything of a table."""
+    ledger = Ledger(source_spec("default", "tests"), TABLES[table])
+    try:
+        return bool(ledger.waiting(ago(days=7), None))
+    finally:
+        ledger.close()
+
+
+def agree_on_settled(table: str, what: str, expected: bool) -> None:
+    """Both delete the only row, or neither does; an archive deletes what it takes."""
+    model = {"outbox": OutboxMessage, "inbox": InboxMessage, "dead_letters": DeadLetter}
+    asked: Asked = {"pipeline archive": lambda: archivable(table)}
+    if table in model:
+        with txmsg(RETENTION=WEEK):
+            [kind] = [k for k in retention.kinds() if k.model is model[table]]
+        asked["prune_messages"] = lambda: bool(_prunable(kind))
+    agree(f"settled: {table}, {what}", expected, asked)
+    for one in (OutboxMessage, InboxMessage, DeadLetter, Attempt):
+        one._default_manager.all().delete()
+
+
+def _prunable(kind: Any) -> int:
+    with txmsg(RETENTION=WEEK):
+        return retention.count(kind, "default")
+
+
+def letter(stage: str, **more: Any) -> Callable[[Any], Any]:
+    return lambda row: make.DeadLetterFactory(
+        message_id=row.message_id, stage=stage, **more
+    )
+
+
+DEAD = {"dead_at": OLD, "last_error": "refused"}
+SETTLED_STORED: list[tuple[str, dict[str, Any], Any, bool]] = [
+    ("pending", {}, None, False),
+    ("dispatched", {"dispatched_at": OLD}, None, True),
+    ("dispatched lately", {"dispatched_at": YOUNG}, None, False),
+    ("dispatched, dead elsewhere", {"dispatched_at": OLD}, letter(""), True),
+    ("dead", DEAD, None, True),
+    ("cancelled", {**DEAD, "cancelled_at": OLD}, None, True),
+    ("dead lately", {**DEAD, "dead_at": YOUNG}, None, False),
+    ("dead, open", DEAD, letter(""), False),
+    ("dead, discarded", DEAD, letter("", discarded=True), True),
+    ("dead, open at a stage", DEAD, letter("orders.place"), True),
+]
+
+
+def test_all_agree_on_when_a_stored_message_is_settled() -> None:
+    for what, columns, beside, expected in SETTLED_STORED:
+        row = make.OutboxMessageFactory(created_at=OLD, **columns)
+        if beside is not None:
+            beside(row)
+        agree_on_settled("outbox", what, expected)
+
+
+GONE = {"processed_at": None}
+BURIED = {**GONE, "dead_at": OLD, "last_error": "no"}
+SETTLED_RECEIVED: list[tuple[str, dict[str, Any], Any, bool]] = [
+    ("processed", {"processed_at": OLD}, None, True),
+    ("processed lately", {"processed_at": YOUNG}, None, False),
+    ("copies come", {"processed_at": OLD, "last_received_at": YOUNG}, None, False),
+    ("parked", {"parked": True, "due_at": OLD}, None, False),
+    ("in hand", GONE, None, False),
+    ("in hand, foreign", {**GONE, "created_at": None, "service": ""}, None, False),
+    ("killed", {**GONE, "created_at": None, "service": "tests"}, None, True),
+    (
+        "killed lately",
+        {**GONE, "created_at": None, "service": "tests", "last_received_at": YOUNG},
+        None,
+        False,
+    ),
+    (
+        "a parked task",
+        {"parked": True, "due_at": OLD, "created_at": None, "service": "tests"},
+        None,
+        False,
+    ),
+    ("dead", BURIED, None, True),
+    ("dead lately", {**BURIED, "dead_at": YOUNG}, None, False),
+    ("dead, open", BURIED, letter("orders.place"), False),
+    ("dead, redelivered", BURIED, letter("orders.place", redelivered=True), True),
+    ("dead, open elsewhere", BURIED, letter("mails.send"), True),
+]
+
+
+@pytest.mark.parametrize("failed_at", [OLD, YOUNG])
+def test_all_agree_on_when_a_received_message_and_its_attempts_are_settled(
+    failed_at: dt.datetime,
+) -> None:
+    for what, columns, beside, expected in SETTLED_RECEIVED:
+        for table in ("inbox", "attempts"):
+            row = make.InboxMessageFactory(
+                **{"created_at": OLD, "first_received_at": OLD, **columns}
+            )
+            if beside is not None:
+                beside(row)
+            make.AttemptFactory(message_id=row.message_id, failed_at=failed_at)
+            old = table == "inbox" or failed_at == OLD
+            agree_on_settled(table, what, expected and old)
+
+
+def test_all_agree_on_when_what_is_left_of_a_message_is_settled() -> None:
+    make.AttemptFactory(failed_at=OLD)
+    agree_on_settled("attempts", "forgotten by its stage", True)
+    one = make.AttemptFactory(failed_at=OLD)
+    letter("orders.place")(one)
+    agree_on_settled("attempts", "forgotten, its dead letter open", False)
+    for what, columns, expected in (
+        ("open", {}, False),
+        ("discarded", {"discarded": True, "resolved_at": OLD}, True),
+        ("redelivered lately", {"redelivered": True, "resolved_at": YOUNG}, False),
+    ):
+        make.DeadLetterFactory(created_at=OLD, **columns)
+        agree_on_settled("dead_letters", what, expected)
