@@ -26,6 +26,7 @@ from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import limit_waits
+from ..rules import bulk_operation
 from ..upkeep import outage, wakeups
 from ..upkeep.notifier import notify
 from . import resolution, selection
@@ -33,7 +34,7 @@ from .resolution import Tally
 
 log = logging.getLogger("django_txmsg.bulk")
 
-FIRST_BATCH, LARGEST_BATCH = 100, 1000
+LARGEST_BATCH = 1000
 
 #: The least and the most messages a second that can be asked for.
 RATES = 0.001, 1_000_000
@@ -69,20 +70,23 @@ def start(
             f"{RATES[1]:,} messages a second, not {rate:g}."
         )
     kind = BulkKind(kind)
+    selection.insist_on_few_ids(filters)
     letters = selection.matching(kind, filters, using=using)
-    with transaction.atomic(using=using):
-        operation: BulkOperation = BulkOperation.objects.using(using).create(
-            kind=kind,
-            filter=dict(filters),
+    with transaction.atomic(using=using), connections[using].cursor() as cursor:
+        sql, values = bulk_operation.started(
+            connections[using].vendor,
+            kind=kind.value,
+            filters=filters,
             total=letters.count(),
             up_to=letters.aggregate(last=Max("pk"))["last"] or 0,
-            batch_size=FIRST_BATCH,
-            by=by[:255],
-            why=why[:255],
+            by=by,
+            why=why,
             force=force,
             rate=rate,
         )
-    operation.refresh_from_db(using=using)
+        cursor.execute(sql, values)
+        (pk,) = cursor.fetchone()
+    operation: BulkOperation = BulkOperation.objects.using(using).get(pk=pk)
     if conf.get().NOTIFY:
         notify(using, {wakeups.WORK})
     log.info(

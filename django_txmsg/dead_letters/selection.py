@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +20,9 @@ from ..errors import TxmsgError
 from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
+from ..models.fields import OneOf
+from ..models.holds import Holds
+from ..rules import dead_letters as rules
 
 #: What a filter may say. All given must hold.
 FILTERS = {
@@ -35,7 +38,7 @@ FILTERS = {
 }
 
 
-#: The most dead letters that can be chosen by their ids.
+#: The most dead letters that somebody can name one by one.
 MOST_IDS = 5_000
 
 
@@ -46,8 +49,11 @@ def matching(
 
     Raises TxmsgError for an unknown filter: it must not silently mean all.
     """
-    state = Resolution.DISCARDED if kind == BulkKind.RESTORE else Resolution.OPEN
-    return filtered(filters, using=using).filter(resolution=state)
+    if kind == BulkKind.RESTORE:
+        state = Q(resolution=Resolution.DISCARDED)
+    else:
+        state = Q(Holds(rules.OPEN))
+    return filtered(filters, using=using).filter(state)
 
 
 def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
@@ -60,7 +66,9 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
         )
     letters = DeadLetter.objects.using(using)
     if "ids" in filters:
-        letters = letters.filter(pk__in=_ids(filters["ids"]))
+        # Ids that a row can have.
+        ids = [one for one in filters["ids"] if 0 < one < 2**63]
+        letters = letters.filter(OneOf("pk", ids))
     for name in ("stage", "destination", "fingerprint", "reason", "resolution"):
         if name in filters:
             letters = letters.filter(**{name: filters[name]})
@@ -73,14 +81,14 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
     return letters
 
 
-def _ids(given: Sequence[int]) -> list[int]:
-    """Return ids that a row can have. Raises TxmsgError for too many."""
-    if len(given) > MOST_IDS:
+def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
+    """Raise TxmsgError where somebody names too many dead letters."""
+    number = len(filters.get("ids", ()))
+    if number > MOST_IDS:
         raise TxmsgError(
-            f"{len(given):,} dead letters are too many to be named one by one (at most "
+            f"{number:,} dead letters are too many to be named one by one (at most "
             f"{MOST_IDS:,}): choose them by a filter."
         )
-    return [one for one in given if 0 < one < 2**63]
 
 
 def searched(text: str) -> Q:

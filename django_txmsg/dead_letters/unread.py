@@ -6,11 +6,12 @@ import datetime as dt
 import uuid
 
 from django.db import transaction
-from django.db.models import Q
 from django.db.models.functions import Now
 
 from ..envelope.failure import Failure
 from ..models import InboxMessage
+from ..models.holds import Holds
+from ..rules import inbox, lease
 from ..stages import all_stages
 from . import burial
 
@@ -24,8 +25,8 @@ def bury_unread(using: str, stage: str = "") -> int:
     all, in bounded transactions; return how many. Redelivered, they wait as before."""
     rows = InboxMessage.objects.using(using)
     waiting = (
-        rows.filter(due_at__isnull=False, needs_version__isnull=False)
-        .filter(Q(lease_until=None) | Q(lease_until__lt=Now()))
+        rows.filter(Holds(inbox.NEEDS_NEWER_CODE))
+        .filter(Holds(lease.FREE, now=Now()))
         .order_by("id")
     )
     if stage:

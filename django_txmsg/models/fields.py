@@ -167,6 +167,22 @@ def ids_sql(
     return condition, [json.dumps(given)]
 
 
+class OneOf(models.Func):
+    """Whether a column is one of `ids`, which are a single parameter, however many."""
+
+    output_field = models.BooleanField()
+
+    def __init__(self, column: str, ids: Collection[int]) -> None:
+        super().__init__(models.F(column))
+        self.ids = ids
+
+    def as_sql(self, compiler: Any, connection: Any, *_: Any, **context: Any) -> Any:
+        (column,) = self.get_source_expressions()
+        sql, parameters = compiler.compile(column)
+        condition, values = ids_sql(connection, sql, self.ids)
+        return f"({condition})", [*parameters, *values]
+
+
 def read_instant(value: Any) -> Any:
     """Return an aware instant, or None, from a raw column: SQLite gives UTC text. From
     a number, which is the seconds of Unix, too."""

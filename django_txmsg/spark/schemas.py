@@ -276,6 +276,5 @@ STAGED = t.StructType(
         t.StructField("content_type", t.StringType(), False),
         t.StructField("body", t.BinaryType(), False),
         t.StructField("position", t.TimestampType(), True),
-        t.StructField("dead_letter", t.LongType(), True),
     ]
 )

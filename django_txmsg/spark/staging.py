@@ -21,12 +21,10 @@ from .databases.sqlite import instant_text
 from .errors import EnvironmentFault, UsageError
 from .schemas import STAGED
 from .spec import SourceSpec
+from .stored_run import now_sql, remember
 
 _STAGED = "django_txmsg_stagedmessage"
 _OUTBOX = "django_txmsg_outboxmessage"
-_INBOX = "django_txmsg_inboxmessage"
-_LETTERS = "django_txmsg_deadletter"
-_RUNS = "django_txmsg_storedrun"
 _NAMES = STAGED.fieldNames()
 _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 
@@ -46,13 +44,11 @@ class Merged:
 
     staged: int
     stored: int
-    skipped: int = 0
-    """Dead letters whose stage has processed the message in the meantime."""
 
     @property
     def known(self) -> int:
         """Messages that a run of this name had stored before."""
-        return self.staged - self.stored - self.skipped
+        return self.staged - self.stored
 
 
 class Staging:
@@ -84,15 +80,9 @@ class Staging:
         finally:
             connection.close()
 
-    def merge(
-        self,
-        tasks: Sequence[Brought],
-        *,
-        rate: float = 0,
-        letters: bool = False,
-    ) -> Merged:
+    def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
         """Store what `tasks` have staged, in one transaction. `rate` messages a second
-        become due; 0 makes all due at once. `letters`: some are dead letters.
+        become due; 0 makes all due at once.
 
         Raises EnvironmentFault when something of it is missing, and UsageError when a
         run of this name has stored other messages.
@@ -112,46 +102,15 @@ class Staging:
                         f"{staged} are staged (did the database restart?). Nothing was "
                         "stored: run again."
                     )
-                fresh = self._remember(connection, announced, f"{ids:032x}")
-                skipped = self._skip_processed(connection) if letters else 0
+                fresh = remember(connection, self.run, announced, f"{ids:032x}")
                 stored = self._store(connection, rate) if fresh else 0
-                if letters and fresh:
-                    self._resolve(connection)
                 self.clear(connection)
-            return Merged(announced, stored, skipped)
+            return Merged(announced, stored)
         except UsageError:
             self.clear()
             raise
         finally:
             connection.close()
-
-    def _remember(self, connection: Connection, messages: int, ids: str) -> bool:
-        """Write down what the run's name stands for; whether it is new. What has been
-        stored may be archived or pruned by now, and is not stored again."""
-        if not messages:
-            return False
-        fresh = connection.execute(
-            f"INSERT INTO {_RUNS} (name, messages, ids, stored_at)"
-            f" VALUES (%s, %s, %s, {self._now()}) ON CONFLICT (name) DO NOTHING",
-            self.run, messages, ids,
-        )  # fmt: skip
-        if fresh:
-            return True
-        [known] = connection.rows(
-            f"SELECT messages, ids, stored_at FROM {_RUNS} WHERE name = %s", self.run
-        )
-        if tuple(known[:2]) != (messages, ids):
-            raise UsageError(
-                f"{self.run} has stored {known[0]:,} messages at {known[2]}, and these "
-                f"{messages:,} are not the same. Nothing was stored: a name stands for "
-                "one choice of messages, so give this one another."
-            )
-        return False
-
-    def _now(self) -> str:
-        if self.spec.vendor == "postgresql":
-            return "now()"
-        return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
     def clear(self, connection: Connection | None = None) -> None:
         """Remove what the run has staged."""
@@ -223,29 +182,9 @@ class Staging:
             json.dumps(tasks),
         )
 
-    def _skip_processed(self, connection: Connection) -> int:
-        """A dead letter whose stage has processed the message needs no redelivery, and
-        one that is not open any more has been seen to. From here on nobody else sees to
-        those that are open."""
-        if self.spec.vendor == "postgresql":
-            connection.value(
-                f"SELECT count(*) FROM (SELECT id FROM {_LETTERS} WHERE id IN (SELECT"
-                f" dead_letter FROM {_STAGED} WHERE run = %s) ORDER BY id FOR UPDATE)"
-                " AS held",
-                self.run,
-            )
-        return connection.execute(
-            f"DELETE FROM {_STAGED} WHERE run = %s AND dead_letter IS NOT NULL AND ("
-            f" dead_letter NOT IN (SELECT id FROM {_LETTERS} WHERE resolution = 'open')"
-            f" OR dead_letter IN (SELECT d.id FROM {_LETTERS} d JOIN {_INBOX} i"
-            "  ON i.message_id = d.message_id AND i.stage = d.stage"
-            "  WHERE i.processed_at IS NOT NULL))",
-            self.run,
-        )
-
     def _store(self, connection: Connection, rate: float) -> int:
         postgres = self.spec.vendor == "postgresql"
-        now = due = self._now()
+        now = due = now_sql(connection)
         place = "(row_number() OVER (ORDER BY position, id) - 1)"
         if rate and postgres:
             due = f"now() + {place} * interval '1 second' / {float(rate)}"
@@ -266,31 +205,6 @@ class Staging:
             self.spec.service,
             self.run,
         )
-
-    def _resolve(self, connection: Connection) -> None:
-        """Let the stages count anew what comes again under its own id, and close the
-        letters. In the place of another one comes a copy, and that one stays dead."""
-        connection.execute(
-            f"UPDATE {_INBOX} AS i SET attempts = 0, dead_at = NULL, due_at = NULL,"
-            f" last_error = '' WHERE i.processed_at IS NULL AND EXISTS (SELECT 1 FROM"
-            f" {_LETTERS} d JOIN {_STAGED} s ON s.dead_letter = d.id WHERE s.run = %s"
-            " AND s.message_id = d.message_id AND d.message_id = i.message_id"
-            " AND d.stage = i.stage)",
-            self.run,
-        )
-        now = self._now()
-        for same, resolution, replaced in (
-            ("=", "redelivered", "NULL"),
-            ("<>", "replaced", "s.message_id"),
-        ):
-            connection.execute(
-                f"UPDATE {_LETTERS} AS d SET resolution = '{resolution}',"
-                f" resolved_at = {now}, resolved_by = %s, replaced_by = {replaced}"
-                f" FROM {_STAGED} s WHERE s.run = %s AND s.dead_letter = d.id"
-                f" AND s.message_id {same} d.message_id AND d.resolution = 'open'",
-                f"replay {self.run}"[:255],
-                self.run,
-            )
 
 
 def _sqlite_value(name: str, value: Any) -> Any:

@@ -48,6 +48,29 @@ def test_health_looks_at_redeliveries_too(db: None, client: Client) -> None:
 
 
 @pytest.mark.parametrize(
+    ("minutes", "status"), [(1, "ok"), (14, "ok"), (16, "degraded"), (300, "degraded")]
+)
+def test_a_rolling_deployment_takes_no_process_out_of_service(
+    db: None, client: Client, minutes: int, status: str
+) -> None:
+    since = factories.ago(minutes=minutes)
+    factories.InboxMessageFactory(
+        parked=True,
+        due_at=since,
+        first_received_at=since,
+        needs_type="shop.Order",
+        needs_version=3,
+    )
+
+    response = client.get("/txmsg/health/")
+
+    answer = response.json()
+    assert (response.status_code, answer["status"]) == (200, status)
+    assert answer["oldest"]["redelivery"] == 0
+    assert 60 * minutes <= answer["needs_newer_code"] < 60 * minutes + 30
+
+
+@pytest.mark.parametrize(
     ("minutes", "fail", "code"),
     [(3, "late", 503), (3, "degraded", 200), (12, "degraded", 503), (12, "late", 503)],
 )

@@ -107,6 +107,39 @@ def test_the_other_tables_move_as_well(spark, log: Log, lake: LakeSpec) -> None:
     assert delta_rows(lake, ATTEMPTS)["duration"].to_pylist() == [0.25]
 
 
+def test_the_attempts_of_an_open_dead_letter_stay_and_a_killed_task_goes(
+    spark, log: Log, lake: LakeSpec
+) -> None:
+    buried, killed = uuid.uuid4(), uuid.uuid4()
+    log.receive(
+        [
+            {"message_id": buried, "dead_at": LONG_AGO, "last_error": "no"},
+            {"message_id": killed, "processed_at": None, "created_at": None},
+        ]
+    )
+    log.bury([{"message_id": buried}])
+    log.insert(
+        "django_txmsg_attempt",
+        [{"message_id": one, "stage": "orders.place", "number": 1, "worker": "w",
+          "failed_at": LONG_AGO, "duration": 0.25, "exception": "e", "traceback": "t",
+          "fingerprint": "f"} for one in (buried, killed)],
+    )  # fmt: skip
+
+    moved = [archive(spark, log, lake, table=one).rows for one in (INBOX, ATTEMPTS)]
+
+    assert moved == [1, 1]
+    assert delta_rows(lake, INBOX)["outcome"].to_pylist() == ["killed"]
+    assert log.count("django_txmsg_attempt") == 1
+    log.execute(
+        "UPDATE django_txmsg_deadletter SET resolution = 'discarded',"
+        " resolved_at = created_at"
+    )
+    moved = [archive(spark, log, lake, table=one).rows for one in (INBOX, ATTEMPTS)]
+    assert moved == [1, 1]
+    outcomes = delta_rows(lake, INBOX)["outcome"].to_pylist()
+    assert sorted(outcomes) == ["dead", "killed"]
+
+
 def test_a_row_changed_on_the_way_is_refused_named_and_stays(
     spark, log: Log, lake: LakeSpec
 ) -> None:

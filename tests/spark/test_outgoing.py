@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +39,7 @@ def message(number: int, **more: Any) -> dict[str, Any]:
         "message_id": str(uuid.UUID(int=number)), "broker": "default",
         "destination": "d", "key": "", "correlation_id": "", "headers": '{"a":"\\"ü"}',
         "content_type": "application/json", "body": b'{"x": "\\u00e9, \\"quoted\\""}',
-        "position": None, "dead_letter": None,
+        "position": None,
     }  # fmt: skip
     return row | more
 
@@ -106,53 +105,12 @@ def test_wrong_columns_are_told(spark, log: Log) -> None:
 
 
 def staged(staging: Staging, task: str, rows: list[dict[str, Any]]) -> Brought:
-    kinds = {"binary": pa.binary(), "timestamp": pa.timestamp("us", tz="UTC"),
-             "bigint": pa.int64()}  # fmt: skip
+    kinds = {"binary": pa.binary(), "timestamp": pa.timestamp("us", tz="UTC")}
     schema = pa.schema(
         [(f.name, kinds.get(f.dataType.simpleString(), pa.string()))
          for f in STAGED.fields]
     )  # fmt: skip
     return staging.stage(task, [pa.RecordBatch.from_pylist(rows, schema=schema)])
-
-
-def test_a_letter_that_an_operator_sees_to_just_then_is_not_replayed(
-    pg_log: Log,
-) -> None:
-    log = pg_log
-    log.bury([{"message_id": uuid.UUID(int=1)}])
-    letter = log.value("SELECT id FROM django_txmsg_deadletter")
-    staging = Staging(log.spec, "r")
-    brought = staged(staging, "0-1", [message(2, dead_letter=letter)])
-    held_up = (
-        "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid IN (SELECT pid FROM"
-        " pg_stat_activity WHERE datname = current_database())"
-    )
-    with log.connected() as operator, ThreadPoolExecutor(1) as pool:
-        with operator.transaction():
-            operator.execute(
-                "UPDATE django_txmsg_deadletter SET resolution = 'discarded',"
-                " resolved_at = now()"
-            )
-            merging = pool.submit(staging.merge, [brought], letters=True)
-            wait_until(lambda: merging.done() or log.value(held_up))
-        merged = merging.result(60)
-    assert (merged.stored, merged.skipped) == (0, 1)
-    assert log.count() == 0
-
-
-def test_a_message_in_whose_place_a_copy_goes_stays_dead(log: Log) -> None:
-    """In an ordered stage, others wait for it, and for its copy where it is dead."""
-    original = {"message_id": uuid.UUID(int=1)}
-    log.receive([{**original, "dead_at": LONG_AGO, "last_error": "no"}])
-    log.bury([original])
-    letter = log.value("SELECT id FROM django_txmsg_deadletter")
-    staging = Staging(log.spec, "r")
-    rows = [message(2, dead_letter=letter)]
-
-    staging.merge([staged(staging, "0-1", rows)], letters=True)
-
-    assert log.value("SELECT resolution FROM django_txmsg_deadletter") == "replaced"
-    assert log.value("SELECT dead_at FROM django_txmsg_inboxmessage") is not None
 
 
 def test_a_task_that_fails_after_its_rows_are_staged_stores_none_twice(
@@ -343,29 +301,6 @@ def test_a_replay_beside_an_archive_finds_each_message_once(
         rows = chosen.select("message_id").collect()
 
     assert len(rows) == len({row[0] for row in rows}) == 220
-
-
-def test_a_letter_that_died_again_is_replayed_again(
-    spark, log: Log, lake: LakeSpec
-) -> None:
-    letter = uuid.uuid4()
-    after = f"{uuid.uuid4()};at=2026-01-01T00:00:00+00:00"
-    kept = {"a": "b", "txmsg-type": "shop.Order;v=1;min=1", "txmsg-after": after}
-    headers = {**kept, "txmsg-id": str(letter), "priority": "4"}
-    log.bury([{"message_id": letter, "headers": json.dumps(headers)}])
-    spec = JobSpec(services=(log.spec,), lake=lake)
-    words = ["replay", "--from", "dead_letters", "--where", "exception LIKE 'Value%'"]
-
-    assert [run(spec, *words)["rows"] for _ in range(2)] == [1, 0]
-    ((stored,),) = log.rows("SELECT headers FROM django_txmsg_outboxmessage")
-    # What says how to read the body stays with it, and its place behind another.
-    assert (stored if isinstance(stored, dict) else json.loads(stored)) == kept
-    log.execute(
-        "UPDATE django_txmsg_deadletter SET resolution = 'open', resolved_at = NULL,"
-        " deaths = 2"
-    )
-    assert [run(spec, *words)["rows"] for _ in range(2)] == [1, 0]
-    assert log.count() == 2
 
 
 def test_messages_archived_without_their_bodies_are_told(

@@ -110,7 +110,8 @@ class Report:
                 | {"skipped_why": operation.skipped_why}
             )
             return
-        text = f"{_PAST[operation.kind]} {operation.done} messages."
+        done = operation.done
+        text = f"{_PAST[operation.kind]} {done:,} message{'s' * (done != 1)}."
         if operation.skipped:
             text += f" {operation.skipped} skipped:"
         self._out.write(text)

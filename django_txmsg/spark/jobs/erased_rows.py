@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from ... import wire
+from ...rules import inbox
 from ..connection import Connection, connect_plain
 from ..spec import SourceSpec
 
@@ -103,8 +104,7 @@ def _let_go(connection: Connection, erased: str) -> None:
     connection.execute(
         f"UPDATE {_INBOX} SET due_at = {now}, waits_for = NULL, headers = {headers},"
         " lease_until = NULL, lease_token = NULL"
-        f" WHERE {erased.replace('message_id', 'waits_for')}"
-        " AND processed_at IS NULL AND dead_at IS NULL"
+        f" WHERE {erased.replace('message_id', 'waits_for')} AND {inbox.OPEN.sql()}"
     )
 
 

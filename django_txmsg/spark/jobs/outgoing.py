@@ -1,6 +1,7 @@
 """`replay` and `send`: messages stored into an outbox from data, each once.
 
 Tasks stage; one transaction of the driver merges what the successful tasks brought.
+Dead letters are not stored here: the app redelivers them, in a bulk operation.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pyspark.errors import AnalysisException, ParseException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 
+from ...rules import dead_letters
 from ..errors import UsageError
+from ..redelivery import ask
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
 from ..spec import JobSpec, SourceSpec
@@ -49,6 +52,8 @@ class Stored:
     name: str
     chosen: int
     merged: Merged | None = None
+    operation: int | None = None
+    """The bulk operation that redelivers what was chosen."""
     destinations: dict[str, int] = field(default_factory=dict)
     sample: list[dict[str, Any]] = field(default_factory=list)
 
@@ -59,8 +64,7 @@ def run_replay(
     """Choose by the filter, and store what is chosen under the replay's name.
 
     The name is a digest of the choice unless given: the same replay again is the same
-    name, and stores nothing. A dead letter is replayed once for each of its deaths,
-    under whatever name.
+    name, and stores nothing.
     """
     if not (options.where or options.verdict):
         raise UsageError("Which messages? Give --where, or --verdict.")
@@ -70,6 +74,11 @@ def run_replay(
         )
     source = spec.service()
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX
+    if table is DEAD_LETTERS and options.mode == "copy":
+        raise UsageError(
+            "A dead letter goes again under its own id: --as copy is for the outbox. "
+            "The console sends an edited copy of one."
+        )
     alone = dataclasses.replace(spec, services=(source,))
     with WholeLog(spark, alone) as log:
         judged = judged_by(log, options.found_by) if options.verdict else ""
@@ -82,11 +91,10 @@ def run_replay(
         itself = run.id if table is DEAD_LETTERS else _digest(described)
         name = options.name or f"replay-{itself}"
         chosen = choose(log, table, options, judged)
+        if table is DEAD_LETTERS:
+            return _redeliver(chosen, source, name, options, run)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
-        return _store(
-            rows, source, name, options.rate, options.dry_run, run,
-            letters=table is DEAD_LETTERS,
-        )  # fmt: skip
+        return _store(rows, source, name, options.rate, options.dry_run, run)
 
 
 def run_send(
@@ -139,7 +147,7 @@ def choose(
     if table is DEAD_LETTERS:
         # Open ones are in the database only.
         frames = [
-            live.where("resolution = 'open'").withColumn("outcome", sf.lit("open"))
+            live.where(dead_letters.OPEN.sql()).withColumn("outcome", sf.lit("open"))
         ]
     else:
         ended = sf.when(sf.col("dispatched_at").isNotNull(), "dispatched").when(
@@ -204,24 +212,41 @@ def _store(
     rate: float,
     dry_run: bool,
     run: Run,
-    *,
-    letters: bool = False,
 ) -> Stored:
-    if not 0 < len(name) <= 64:
-        raise UsageError("The name of a replay has at most 64 characters.")
+    _insist_on_a_name(name)
     if dry_run:
         return _shown(rows, name, run)
     staging = Staging(source.resolved(), name)
     task = StageTask(staging)
     staged = rows.mapInArrow(task, _STAGED_TASK).collect()
     tasks = [Brought(row.task, row.rows, int(row.ids, 16)) for row in staged]
-    merged = staging.merge(tasks, rate=rate, letters=letters)
+    merged = staging.merge(tasks, rate=rate)
     run.rows = merged.stored
     run.counts = {
         "name": name, "chosen": merged.staged, "stored": merged.stored,
-        "known": merged.known, "skipped": merged.skipped,
+        "known": merged.known,
     }  # fmt: skip
     return Stored(name, merged.staged, merged)
+
+
+def _redeliver(
+    chosen: DataFrame, source: SourceSpec, name: str, options: ReplayOptions, run: Run
+) -> Stored:
+    """Have the app redeliver the dead letters that were chosen."""
+    _insist_on_a_name(name)
+    if options.dry_run:
+        return _shown(chosen, name, run)
+    letters = [(row[0], row[1]) for row in chosen.select("id", "message_id").collect()]
+    why = options.where or options.verdict
+    operation = ask(source.resolved(), name, letters, rate=options.rate, why=why)
+    run.rows = 0 if operation is None else len(letters)
+    run.counts = {"name": name, "chosen": len(letters), "operation": operation}
+    return Stored(name, len(letters), operation=operation)
+
+
+def _insist_on_a_name(name: str) -> None:
+    if not 0 < len(name) <= 64:
+        raise UsageError("The name of a replay has at most 64 characters.")
 
 
 def _shown(rows: DataFrame, name: str, run: Run) -> Stored:

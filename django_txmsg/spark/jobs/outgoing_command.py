@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..runs import Run
 from ..spec import JobSpec
 from .outcome import Outcome, job_session
-from .outgoing import run_replay, run_send
+from .outgoing import Stored, run_replay, run_send
 from .outgoing_options import ReplayOptions, SendOptions
 
 
@@ -68,12 +68,15 @@ def _outgoing(
     with job_session(given) as spark:
         done = work(spark)
     facts: dict[str, Any] = {"name": done.name, "chosen": done.chosen}
-    if done.merged is None:
+    if given.dry_run:
         lines = [f"{done.chosen:,} messages would be stored under {done.name}."]
         lines += [f"  {name}: {n:,}" for name, n in sorted(done.destinations.items())]
         lines += [f"  {one}" for one in done.sample]
         facts |= {"destinations": done.destinations, "sample": done.sample}
         return Outcome(lines, facts)
+    if done.merged is None:
+        facts["operation"] = done.operation
+        return Outcome([_asked(done)], facts)
     merged = done.merged
     lines = [f"{merged.stored:,} of {merged.staged:,} messages stored as {done.name}."]
     if merged.known:
@@ -81,8 +84,19 @@ def _outgoing(
             f"{merged.known:,} were stored by {done.name} before. Give another --name "
             "to store them once more."
         )
-    if merged.skipped:
-        lines.append(
-            f"{merged.skipped:,} dead letters skipped: seen to, or processed meanwhile."
-        )
     return Outcome(lines, facts)
+
+
+def _asked(done: Stored) -> str:
+    letters = f"{done.chosen:,} dead letter{'s' * (done.chosen != 1)}"
+    if done.operation is None and done.chosen:
+        return (
+            f"{letters}: {done.name} has asked for them before. Give another --name to "
+            "ask once more."
+        )
+    if done.operation is None:
+        return "No open dead letter was chosen."
+    return (
+        f"{letters}: bulk operation {done.operation} redelivers them, as {done.name}. "
+        "The service's manage.py consume works it off."
+    )

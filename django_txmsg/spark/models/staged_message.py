@@ -22,7 +22,6 @@ class StagedMessage(models.Model):
     position = models.DateTimeField(
         null=True, blank=True, help_text="The order in which held messages leave."
     )
-    dead_letter = models.BigIntegerField(null=True, blank=True)
 
     class Meta:
         db_table = "django_txmsg_stagedmessage"

@@ -40,31 +40,25 @@ def derived_uuid(name: Column) -> Column:
 def to_outbox_rows(
     archived: DataFrame, *, run: str, mode: Literal["same", "copy"]
 ) -> DataFrame:
-    """Return STAGED rows of archived outbox rows or of dead letters.
+    """Return STAGED rows of outbox rows.
 
     `same` keeps the ids, and every inbox that still remembers them drops the message.
     `copy` gives ids derived from the run and the original.
     """
-    names = archived.columns
     original = sf.col("message_id")
     copied = derived_uuid(sf.concat(sf.lit(f"replay/{run}/"), original))
-    letters = "resolution" in names
-    headers = _own_headers() if letters else sf.col("headers")
-    key = _header(wire.KEY) if letters else sf.col("key")
-    number = sf.col("id") if letters else sf.lit(None).cast("long")
     return archived.select(
         (original if mode == "same" else copied).alias("message_id"),
         sf.coalesce("broker", sf.lit("default")).alias("broker"),
         "destination",
-        sf.coalesce(key, sf.lit("")).alias("key"),
+        sf.coalesce("key", sf.lit("")).alias("key"),
         sf.coalesce("correlation_id", sf.lit("")).alias("correlation_id"),
-        headers.alias("headers"),
+        "headers",
         sf.when(sf.col("content_type") != "", sf.col("content_type"))
         .otherwise(wire.BYTES)
         .alias("content_type"),
         "body",
         sf.col("created_at").alias("position"),
-        number.alias("dead_letter"),
     ).select(*STAGED.fieldNames())
 
 
@@ -112,7 +106,6 @@ def from_dataset(
         sf.lit(wire.JSON).alias("content_type"),
         sf.encode(body, "UTF-8").alias("body"),
         sf.lit(None).cast("timestamp").alias("position"),
-        sf.lit(None).cast("long").alias("dead_letter"),
     ).select(*STAGED.fieldNames())
 
 
@@ -125,27 +118,6 @@ def parse_template(text: str) -> Any:
     if not isinstance(template, dict | list):
         raise UsageError("A template is a JSON object or array.")
     return template
-
-
-def _own_headers() -> Column:
-    """A dead letter has the headers as they came; ours and the broker's go, but for the
-    type of the body and the place among those of its key."""
-    headers = sf.from_json("headers", "map<string,string>")
-    gone = wire.RESERVED_HEADERS | wire.OF_A_BROKER | {wire.CORRELATION_ID}
-    begins = "|".join((wire.PREFIX, *wire.OF_A_BROKER_BEGIN))
-    kept = sf.map_filter(
-        headers,
-        lambda name, _: (
-            name.isin(wire.TYPE, wire.AFTER)
-            | ~sf.lower(name).isin(sorted(gone))
-            & ~sf.rlike(sf.lower(name), sf.lit(f"^({begins})"))
-        ),
-    )
-    return sf.to_json(kept)
-
-
-def _header(name: str) -> Column:
-    return sf.from_json("headers", "map<string,string>")[name]
 
 
 def _built(template: Any, rows: DataFrame) -> Column:

@@ -1,0 +1,44 @@
+"""What the name of a `replay` or `send` stands for: one choice of messages, once."""
+
+from __future__ import annotations
+
+from .connection import Connection
+from .errors import UsageError
+
+_RUNS = "django_txmsg_storedrun"
+
+
+def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
+    """Write down what a name stands for: how many messages, and the sum of their ids;
+    whether it is new. What has been stored may be archived or pruned by now, and is not
+    stored again.
+
+    Raises UsageError where the name stands for other messages.
+    """
+    if not messages:
+        return False
+    fresh = connection.execute(
+        f"INSERT INTO {_RUNS} (name, messages, ids, stored_at)"
+        f" VALUES (%s, %s, %s, {now_sql(connection)}) ON CONFLICT (name) DO NOTHING",
+        name, messages, ids,
+    )  # fmt: skip
+    if fresh:
+        return True
+    [known] = connection.rows(
+        f"SELECT messages, ids, stored_at FROM {_RUNS} WHERE name = %s", name
+    )
+    if tuple(known[:2]) != (messages, ids):
+        raise UsageError(
+            f"{name} has stored {known[0]:,} messages at {known[2]}, and these "
+            f"{messages:,} are not the same. Nothing was stored: a name stands for "
+            "one choice of messages, so give this one another."
+        )
+    return False
+
+
+def now_sql(connection: Connection) -> str:
+    """Return SQL for the instant at which a row is written, in a statement with
+    parameters."""
+    if connection.vendor == "postgresql":
+        return "now()"
+    return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
