@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -258,6 +259,22 @@ def test_a_delay_inside_the_brokers_transaction_is_refused(mode: Any) -> None:
         send(stage.destination)
         step(stage)
     assert "delay" in refused[0]
+
+
+@pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
+def test_an_inner_block_takes_back_no_message_of_the_brokers_transaction(
+    mode: Any,
+) -> None:
+    def handler(message: Message) -> None:
+        with suppress(ValueError), transaction.atomic():
+            Effect.objects.create(name="inner")
+            send_message("tests.next", None)
+            raise ValueError
+
+    with declared(handler, transaction=mode) as stage:
+        send(stage.destination)
+        step(stage)
+    assert (Effect.objects.count(), waiting("tests.next")) == (0, 1)
 
 
 def test_an_initiation_inside_an_atomic_that_rolls_back() -> None:

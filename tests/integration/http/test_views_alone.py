@@ -86,12 +86,13 @@ def late_write(request: HttpRequest) -> HttpResponse:
     RUNS.append(request.GET["number"])
     before = Order.objects.count()
     with contextlib.suppress(TimeoutError):
-        others_have_written(more_than=before)
+        # Once we have the lock, nobody writes.
+        others_have_written(more_than=before, seconds=10 if RUNS == ["0"] else 0.2)
     place(request.GET["number"])
     return HttpResponse(status=201)
 
 
-def others_have_written(more_than: int, seconds: float = 0.5) -> None:
+def others_have_written(more_than: int, seconds: float) -> None:
     """Wait for another process's next commit. Raises TimeoutError."""
     other, until = connections["default"].copy(), time.monotonic() + seconds
     try:
