@@ -189,8 +189,9 @@ def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> 
             if not session.refused_to_write(error):
                 raise
             log.info("%s writes after it has read: it runs again: %s", view, error)
+        assert request.resolver_match is not None  # `view` may be in wrappers by now
         with contextlib.suppress(TypeError):  # not every callable can be remembered
-            _writing.add(view)
+            _writing.add(request.resolver_match.func)
         _begin_again(request, session)
         return mine(request, *args, **kwargs)
 
