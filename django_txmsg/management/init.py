@@ -13,6 +13,7 @@ from django.db import connections, router
 from django.urls import NoReverseMatch, reverse
 from django.utils.module_loading import module_has_submodule
 
+from ..django_internals import settings_of
 from ..models import OutboxMessage
 
 MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
@@ -78,7 +79,7 @@ def _steps() -> Iterator[tuple[str, str, str]]:
     alias = router.db_for_write(OutboxMessage)
     database = connections[alias]
     if database.vendor == "sqlite" and "transaction_mode" not in (
-        database.settings_dict.get("OPTIONS", {})
+        settings_of(database).get("OPTIONS", {})
     ):
         yield (
             f"Let SQLite's writers wait for each other, in {where}",
