@@ -33,6 +33,13 @@ SERVER_FIXTURES = {
     "redis", "s3", "spark",
 }  # fmt: skip
 
+#: What to choose the tests of a server by.
+MARKED = {
+    "activemq": {"activemq"},
+    "browser": {"chromium"},
+    "rabbitmq": {"rabbitmq", "rabbitmq_amqp"},
+}
+
 S = TypeVar("S", bound=services.Server)
 
 
@@ -47,8 +54,14 @@ def pytest_collection_modifyitems(
         fixtures = set(getattr(item, "fixturenames", ()))
         if item.get_closest_marker("django_db") or fixtures & DATABASE_FIXTURES:
             item.add_marker("database")
-        if (fixtures | _parameters(item)) & SERVER_FIXTURES:
+            if "manage" in fixtures and not item.get_closest_marker("sqlite"):
+                item.add_marker("processes")
+        used = (fixtures | _parameters(item)) & SERVER_FIXTURES
+        if used:
             item.add_marker("server")
+        for marker, names in MARKED.items():
+            if used & names:
+                item.add_marker(marker)
         (left_out if item.get_closest_marker(other) else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 from .certificates import PASSWORD as KEYSTORE_PASSWORD
+from .root import Root
 from .server import free_port
 from .stomp_server import ALLOWED, LIMITED_USER, PASSWORD, USER, StompServer
 
@@ -106,13 +106,9 @@ class ActiveMQ(StompServer):
     @classmethod
     def programs(cls) -> dict[str, Path | None]:
         return {
-            "activemq.jar": jar
-            if (jar := _home() / "bin/activemq.jar").exists()
-            else None,
-            **{
-                name: Path(found) if (found := shutil.which(name)) else None
-                for name in ("java", "openssl")
-            },
+            "activemq.jar": cls.root().find(f"{_home()}/bin/activemq.jar"),
+            "java": cls.root().which("java"),
+            "openssl": Root().which("openssl"),
         }
 
     def prepare(self) -> None:
@@ -142,6 +138,9 @@ class ActiveMQ(StompServer):
                 "java",
                 "-Xms256M",
                 "-Xmx1G",
+                # It lives for minutes: compiling well does not pay.
+                "-XX:TieredStopAtLevel=1",
+                "-XX:+UseSerialGC",
                 f"-Djava.io.tmpdir={here}",
                 f"-Dlog4j.configuration=file:{here}/conf/log4j.properties",
                 f"-Dactivemq.home={_home()}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -39,17 +38,21 @@ class PostgreSQL(Server):
 
     @classmethod
     def programs(cls) -> dict[str, Path | None]:
-        return {name: _program(name) for name in ("initdb", "postgres")}
+        return {name: cls._program(name) for name in ("initdb", "postgres")}
+
+    @classmethod
+    def _program(cls, name: str) -> Path | None:
+        """Find a program of the newest version that Debian keeps beside others."""
+        root = cls.root()
+        return root.find(f"usr/lib/postgresql/*/bin/{name}") or root.which(name)
 
     def prepare(self) -> None:
         password = self.directory / "password"
         password.write_text(PASSWORD)
-        if _user():
-            shutil.chown(self.directory, _user(), _user())
-            shutil.chown(password, _user(), _user())
-        done = subprocess.run(
+        self._give(self.directory, password)
+        done = self.run(
             [
-                str(_program("initdb")),
+                str(self._program("initdb")),
                 f"--pgdata={self.directory / 'data'}",
                 f"--username={USER}",
                 f"--pwfile={password}",
@@ -58,21 +61,23 @@ class PostgreSQL(Server):
                 "--locale=C.UTF-8",
                 "--no-sync",
             ],
-            cwd=self.directory,
             user=_user(),
-            group=_user(),
-            extra_groups=[] if _user() else None,
-            capture_output=True,
-            text=True,
         )
         if done.returncode:
             raise ServerFailedError(f"initdb failed:\n{done.stdout}{done.stderr}")
+
+    def _give(self, *paths: Path) -> None:
+        """Let the server's user own what it writes."""
+        user = _user()
+        if user:
+            for path in paths:
+                self.root().give(path, user)
 
     def launch(self) -> subprocess.Popen[bytes]:
         options = [f"-c{name}={value}" for name, value in self.settings.items()]
         data = str(self.directory / "data")
         return self.spawn(
-            [str(_program("postgres")), "-D", data, *options], user=_user()
+            [str(self._program("postgres")), "-D", data, *options], user=_user()
         )
 
     def ready(self) -> bool:
@@ -113,22 +118,16 @@ class Standby(PostgreSQL):
         self._primary = primary
 
     def prepare(self) -> None:
-        if _user():
-            shutil.chown(self.directory, _user(), _user())
-        done = subprocess.run(
+        self._give(self.directory)
+        done = self.run(
             [
-                *[str(_program("pg_basebackup")), "--write-recovery-conf"],
+                *[str(self._program("pg_basebackup")), "--write-recovery-conf"],
                 *["--checkpoint=fast", "--no-sync"],
                 f"--pgdata={self.directory / 'data'}",
                 f"--dbname=host=127.0.0.1 port={self._primary.port} user={USER}",
             ],
-            cwd=self.directory,
-            env={**os.environ, "PGPASSWORD": PASSWORD},
+            env={"PGPASSWORD": PASSWORD},
             user=_user(),
-            group=_user(),
-            extra_groups=[] if _user() else None,
-            capture_output=True,
-            text=True,
         )
         if done.returncode:
             raise ServerFailedError(f"no copy: {done.stdout}{done.stderr}")
@@ -142,15 +141,3 @@ class Standby(PostgreSQL):
 def _user() -> str | None:
     """Return whom to run as: PostgreSQL refuses to run as root."""
     return "postgres" if os.geteuid() == 0 else None
-
-
-def _program(name: str) -> Path | None:
-    """Find a server program, of the newest version Debian keeps beside each other."""
-    versions = sorted(
-        Path("/usr/lib/postgresql").glob(f"*/bin/{name}"),
-        key=lambda path: float(path.parent.parent.name),
-    )
-    if versions:
-        return versions[-1]
-    found = shutil.which(name)
-    return Path(found) if found else None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 from .keeper import KEEPER
+from .root import Root
 from .server import free_port
 from .stomp_server import (
     ALLOWED,
@@ -23,7 +22,8 @@ from .stomp_server import (
 )
 
 # Debian's wrapper in sbin changes the user; the program behind it does not.
-PROGRAM = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
+PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
+TOOL = "/usr/lib/rabbitmq/bin/rabbitmqctl"
 
 CONFIGURATION = """\
 listeners.tcp.1 = 127.0.0.1:{amqp_port}
@@ -57,11 +57,9 @@ class RabbitMQ(StompServer):
     @classmethod
     def programs(cls) -> dict[str, Path | None]:
         return {
-            "rabbitmq-server": PROGRAM if PROGRAM.exists() else None,
-            **{
-                name: Path(found) if (found := shutil.which(name)) else None
-                for name in ("epmd", "openssl")
-            },
+            "rabbitmq-server": cls.root().find(PROGRAM),
+            "epmd": cls.root().which("epmd"),
+            "openssl": Root().which("openssl"),
         }
 
     def prepare(self) -> None:
@@ -86,7 +84,7 @@ class RabbitMQ(StompServer):
             self._epmd = self.spawn(
                 ["epmd", "-address", "127.0.0.1", "-port", str(self.epmd_port)]
             )
-        return self.spawn([str(PROGRAM)], env=self._environment())
+        return self.spawn([PROGRAM], env=self._environment())
 
     def ready(self) -> bool:
         # It speaks STOMP before it listens for AMQP, and ends when it cannot.
@@ -94,13 +92,7 @@ class RabbitMQ(StompServer):
 
     def close_all_connections(self) -> None:
         """End every connection as an operator does before maintenance."""
-        tool = PROGRAM.with_name("rabbitmqctl")
-        node = f"txmsg{self.port}@localhost"
-        subprocess.run(
-            [str(tool), "-n", node, "close_all_connections", "maintenance"],
-            env={**os.environ, **self._environment()},
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
+        self.control("close_all_connections", "maintenance")
 
     def remove(self) -> None:
         super().remove()
@@ -111,17 +103,9 @@ class RabbitMQ(StompServer):
 
     def control(self, *command: str, given: str | None = None) -> str:
         """Run `rabbitmqctl` against this node and return what it printed."""
-        program = PROGRAM.with_name("rabbitmqctl")
-        environment = {**os.environ, **self._environment()}
+        environment = self._environment()
         node = environment["RABBITMQ_NODENAME"]
-        result = subprocess.run(
-            [str(program), "-n", node, *command],
-            env=environment,
-            input=given,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        result = self.run([TOOL, "-n", node, *command], env=environment, given=given)
         if result.returncode:
             raise RuntimeError(f"rabbitmqctl {command[0]}: {result.stderr}")
         return result.stdout

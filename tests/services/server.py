@@ -21,6 +21,7 @@ from typing import ClassVar
 import psutil
 
 from .keeper import KEEPER
+from .root import Root
 
 #: So many ports a process takes for itself at a time.
 BLOCK = 100
@@ -48,6 +49,11 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     @classmethod
+    def root(cls) -> Root:
+        """Return where its programs are."""
+        return Root.of(cls.name)
+
+    @classmethod
     def programs(cls) -> dict[str, Path | None]:
         """Return each needed program with its place, None where it is missing."""
         raise NotImplementedError
@@ -58,6 +64,11 @@ class Server:
         absent = [name for name, place in cls.programs().items() if place is None]
         if not absent:
             return None
+        if cls.root().name:
+            return (
+                f"{cls.name} is not in {cls.root().folder} (no {', '.join(absent)}). "
+                "Make it: scripts/servers_of_today.sh"
+            )
         return (
             f"{cls.name} is not installed (no {', '.join(absent)}). "
             f"Install it: apt-get install {cls.debian_packages}"
@@ -164,6 +175,7 @@ class Server:
         user: str | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a process in a group of its own, watched by the keeper."""
+        command, user = self.root().command(command, user)
         with (self.directory / "log").open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -179,6 +191,29 @@ class Server:
             )
         KEEPER.watch(process.pid, self.stop_signal)
         return process
+
+    def run(
+        self,
+        command: list[str],
+        *,
+        env: dict[str, str] | None = None,
+        user: str | None = None,
+        given: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of the server's own tools to its end."""
+        command, user = self.root().command(command, user)
+        return subprocess.run(
+            command,
+            cwd=self.directory,
+            env={**os.environ, **(env or {})},
+            user=user,
+            group=user,
+            extra_groups=[] if user else None,
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
 
     def _settle(self) -> None:
         """Sweep what the leader left of its group, and let the keeper forget it."""
