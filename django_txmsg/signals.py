@@ -65,7 +65,7 @@ error."""
 control_message_handled = Signal()
 """A control message was settled. Arguments: session_id, using, outcome ("dispatched",
 "already_dispatched", "rolled_back", "given_up", "left_to_relay", "unsigned",
-"unreadable"),
+"another_database", "unreadable"),
 attempts (looks at the session), transit_time (seconds from its sending to its first
 arrival, by two clocks, or None), headers (those that were signed: the session's
 metadata, for example)."""

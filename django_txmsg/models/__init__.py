@@ -12,6 +12,7 @@ if not apps.is_installed("django_txmsg"):
 
 from .attempt import Attempt
 from .bulk_operation import BulkOperation
+from .database_identity import DatabaseIdentity
 from .dead_letter import DeadLetter
 from .failure_note import FailureNote
 from .idempotency_key import IdempotencyKey
@@ -29,6 +30,7 @@ from .worker import Worker
 __all__ = [
     "Attempt",
     "BulkOperation",
+    "DatabaseIdentity",
     "DeadLetter",
     "FailureNote",
     "IdempotencyKey",

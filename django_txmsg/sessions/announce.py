@@ -19,7 +19,7 @@ from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError, CommitTimedOut
 from ..models import SessionRecord
-from . import commit_status
+from . import commit_status, database_identity
 from .channels import control_channel
 from .control_message import ControlMessage
 
@@ -55,8 +55,12 @@ def announce(
         mark = transaction or commit_status.transaction_id(connection)
     else:
         kind = "delay"
+    # What lies in the database itself is nobody else's.
+    database = "" if kind == "arrival" else database_identity.current(using)
     try:
-        send(control_message(using, session_id, kind, mark, metadata))
+        send(
+            control_message(using, session_id, kind, mark, metadata, database=database)
+        )
     except BrokerError as error:
         # A failed INSERT has spoiled the transaction that it shares.
         if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
@@ -74,6 +78,7 @@ def control_message(
     transaction: str = "",
     metadata: Mapping[str, str] | None = None,
     joined_until: dt.datetime | None = None,
+    database: str = "",
 ) -> ControlMessage:
     """Return a control message of its own id."""
     return ControlMessage(
@@ -83,6 +88,7 @@ def control_message(
         oracle=oracle,
         transaction=transaction,
         joined_until=joined_until,
+        database=database,
         headers=dict(metadata or {}),
     )
 

@@ -25,6 +25,8 @@ USING = "txmsg-using"
 ORACLE = "txmsg-oracle"
 TRANSACTION = "txmsg-transaction"
 JOINED_UNTIL = "txmsg-joined-until"
+#: The identity of the sender's database.
+DATABASE = "txmsg-database"
 #: The names of the headers that the signature is for, as a JSON list.
 SIGNED = "txmsg-signed"
 SIGNATURE = "txmsg-signature"
@@ -42,6 +44,8 @@ class ControlMessage:
     "arrival" (the control message itself was committed with the session), or "group"
     (`session_id` is that of many sessions, which join until `joined_until`); it is ""
     of one that is not `signed`, which nobody may believe anything else either.
+    `database` is the identity of the database that the session's rows are in; "" of an
+    earlier release.
     """
 
     id: str
@@ -50,6 +54,7 @@ class ControlMessage:
     oracle: str
     transaction: str = ""
     joined_until: dt.datetime | None = None
+    database: str = ""
     signed: bool = True
     sent_at: dt.datetime = field(default_factory=timezone.now)
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -74,6 +79,7 @@ class ControlMessage:
                 joined_until=wire.parse_instant(headers[JOINED_UNTIL])
                 if signed and JOINED_UNTIL in signed
                 else None,
+                database="" if signed is None else signed.get(DATABASE, ""),
                 signed=signed is not None,
                 sent_at=wire.parse_instant(headers[wire.CREATED]),
                 headers=signed or {},
@@ -98,6 +104,8 @@ class ControlMessage:
         }
         if self.transaction:
             signed[TRANSACTION] = self.transaction
+        if self.database:
+            signed[DATABASE] = self.database
         if self.joined_until is not None:
             signed[JOINED_UNTIL] = wire.format_instant(self.joined_until)
         headers = {

@@ -16,6 +16,8 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
+from django.db import Error as AnyDatabaseError
+
 from .. import conf, wire
 from ..brokers import get_broker
 from ..brokers.base import Delivery, Session
@@ -23,10 +25,11 @@ from ..errors import BrokerUnavailable
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
+from ..upkeep import outage
 from ..upkeep.activity import Activity
 from ..upkeep.breaker import AFTER_REFUSAL, Breaker
 from ..upkeep.connections import recycle
-from . import look_up
+from . import database_identity, look_up
 from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control_thread")
@@ -102,6 +105,7 @@ class ControlThread:
         return True
 
     def _serve(self, session: Session) -> None:
+        self._note_the_database()
         while not self._stopping.is_set():
             left = self._later[0].due - time.monotonic() if self._later else 0.5
             delivery = session.receive(max(0.0, min(left, 0.5)))
@@ -117,12 +121,23 @@ class ControlThread:
                     return
                 self._look(session, heapq.heappop(self._later))
 
+    def _note_the_database(self) -> None:
+        using = conf.get().HTTP.USING
+        try:
+            if outage.usable(using):
+                database_identity.note(using)
+        except AnyDatabaseError as error:
+            if not outage.note(using, error):
+                log.info("database %r is not told apart yet: %s", using, error)
+
     def _look(self, session: Session, held: _Held) -> None:
         try:
             look_up.handle(held.delivery, self._dispatch, self._stopping)
         except look_up.LookAgain as again:
             held.due = time.monotonic() + again.after
-            if time.monotonic() - held.since < HOLD or self._stopping.is_set():
+            held_for = time.monotonic() - held.since
+            hold = HOLD if again.hold is None else again.hold
+            if held_for < hold or self._stopping.is_set():
                 heapq.heappush(self._later, held)
                 return
             if not self._send_again(session, again.control):

@@ -27,7 +27,7 @@ from .. import conf
 from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
-from . import announce, commit_status, group_lock
+from . import announce, commit_status, database_identity, group_lock
 from .channels import control_channel
 
 log = logging.getLogger("django_txmsg.control")
@@ -82,6 +82,7 @@ class Group:
                 self.id,
                 "group",
                 joined_until=opened_at + self._valid,
+                database=self._groups.database,
             )
         )
 
@@ -91,6 +92,9 @@ class Groups:
 
     def __init__(self, using: str) -> None:
         self.using = using
+        #: Its identity, as a session's thread has asked for it: a group's own thread
+        #: uses no database.
+        self.database = ""
         self._lock = threading.Lock()
         self._open: Group | None = None
         self._newest: dt.datetime | None = None
@@ -164,6 +168,7 @@ def find(using: str, metadata: Mapping[str, str]) -> Group | None:
         return None
     with _lock:
         groups = _groups.setdefault(using, Groups(using))
+    groups.database = database_identity.current(using)
     return groups.current()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from django.db.models import Count, Q
 from django.db.models.functions import Now
+from django.utils import timezone
 
 from .. import conf, signals
 from ..brokers.base import Delivery
@@ -25,7 +26,7 @@ from ..models import OutboxMessage, SessionRecord
 from ..models.outbox import PENDING
 from ..models.session_record import SessionStatus
 from ..upkeep import outage
-from . import commit_status, group_lock
+from . import commit_status, database_identity, group_lock
 from .commit_status import Verdict
 from .control_message import ControlMessage
 from .look import Look, forget, remember
@@ -35,6 +36,9 @@ log = logging.getLogger("django_txmsg.control")
 #: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
 #: in progress: what a slow commit adds to a message's way at most.
 LOOK_EVERY = 0.2
+#: Seconds after which another database's message is dropped: a process of that database
+#: would have taken it long before.
+FOREIGN_FOR = 300.0
 #: Seconds between looks at a group of sessions, and those that their own processes have
 #: to send what they stored.
 LOOK_AT_GROUPS_EVERY = 1.0
@@ -44,9 +48,12 @@ class LookAgain(Exception):
     """The session's end is not known yet: keep the delivery, and ask again `after`
     so many seconds. `control` is what was looked after."""
 
-    def __init__(self, after: float = 0.0) -> None:
+    def __init__(self, after: float = 0.0, hold: float | None = None) -> None:
         #: Never at once: others are waiting, and so is who wants to stop.
         self.after = max(0.01, after)
+        #: Seconds after which the delivery goes to the end of its queue, if not the
+        #: usual ones.
+        self.hold = hold
         self.control: ControlMessage | None = None
         super().__init__(f"look again in {self.after:.3f} s")
 
@@ -135,6 +142,10 @@ def _look(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """Return the session's outcome, or raise LookAgain."""
+    if control.database and not database_identity.is_ours(
+        control.using, control.database, control.sent_at
+    ):
+        return _hand_back(control, look)
     if control.oracle == "group":
         return _look_at_group(control, look, dispatch)
     verdict = Verdict.UNKNOWN
@@ -160,6 +171,35 @@ def _look(
         )
         return "unsigned"
     return _wait_or_give_up(control, look)
+
+
+def _hand_back(control: ControlMessage, look: Look) -> str:
+    """Leave the message to a process of its database: it goes back into the queue."""
+    age = (timezone.now() - control.sent_at).total_seconds()
+    over = age > FOREIGN_FOR
+    first = (control.using, control.database) not in _foreign
+    _foreign.add((control.using, control.database))
+    log.log(
+        logging.WARNING if first else logging.INFO,
+        "a control message for session %s is from database %s, and this process of the "
+        "same service and SECRET_KEY uses database %s (%r). %s. Give each of the two "
+        'databases a service of its own: TXMSG["SERVICE"]',
+        control.session_id,
+        control.database,
+        database_identity.current(control.using),
+        control.using,
+        "It is dropped, as no process of that database has taken it"
+        if over
+        else "It goes back into its queue",
+    )
+    if over:
+        return "another_database"
+    after = look.pause(0.2, 5.0)
+    raise LookAgain(after, hold=after)
+
+
+#: Of which other databases messages have come, by alias: a warning for each.
+_foreign: set[tuple[str, str]] = set()
 
 
 def _look_at_group(

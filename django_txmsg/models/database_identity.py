@@ -1,0 +1,64 @@
+"""What a database is known as, and since when: a row for each start of its server.
+
+A copy of a database has its original's rows, and gets one of its own when it is first
+looked at: from then on the two are told apart.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+
+from django.db import connections, models, transaction
+from django.db.models.functions import Now
+
+_MAY_ASK = "SELECT has_function_privilege('pg_control_system()', 'EXECUTE')"
+#: All sessions of a server see the same start. A copy of its files starts at another
+#: time; so does a standby, which has everything before the last "/" in common with it.
+_IDENTITY = """
+    SELECT current_database() || '/' || oid || '@' || {system} || '/'
+        || trunc(extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
+    FROM pg_database WHERE datname = current_database()
+"""
+_SYSTEM = "(SELECT system_identifier FROM pg_control_system())"
+
+
+class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """Knows what its database is called."""
+
+    def ask(self) -> str:
+        """Return the present identity; "" where a database has none (SQLite)."""
+        connection = connections[self.db]
+        if connection.vendor != "postgresql":
+            return ""
+        with connection.cursor() as cursor:
+            cursor.execute(_MAY_ASK)
+            (may_ask,) = cursor.fetchone()
+            cursor.execute(_IDENTITY.format(system=_SYSTEM if may_ask else "''"))
+            (identity,) = cursor.fetchone()
+        return str(identity)[-255:]
+
+    def note(self, identity: str) -> dt.datetime:
+        """Write an identity down, and return when the database was first known by it.
+
+        In a transaction of its own. Raises database errors, on a standby too.
+        """
+        with transaction.atomic(using=self.db):
+            self.bulk_create([self.model(identity=identity)], ignore_conflicts=True)
+        seen_at: dt.datetime = self.get(identity=identity).seen_at
+        return seen_at
+
+
+class DatabaseIdentity(models.Model):
+    """An identity of the database that this row is in, and when it was first seen."""
+
+    id = models.BigAutoField(primary_key=True)
+    identity = models.CharField(max_length=255, unique=True)
+    seen_at = models.DateTimeField(db_default=Now())
+
+    objects = DatabaseIdentityManager()
+
+    class Meta:
+        verbose_name_plural = "database identities"
+
+    def __str__(self) -> str:
+        return self.identity

@@ -1,0 +1,79 @@
+"""Whose control message is it? Two databases can share a service's name and key.
+
+A copy of production's database with production's settings sends its control messages
+to production's queue, and gets production's. Nobody may settle the other's messages:
+the rows that they stand for are in the other database.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from typing import Any
+
+from django.db import connections
+
+from ..models import DatabaseIdentity
+
+#: Seconds for which an identity is taken for granted. A server that was restarted, or
+#: that another one took over from, is noticed then.
+KNOWN = 10.0
+#: How long after a restart messages may come that name the identity from before: what
+#: their senders took for granted, and the clocks' difference.
+SLACK = dt.timedelta(seconds=60)
+
+#: By the place of the database: until when its identity is taken for granted, and it.
+_known: dict[tuple[str, ...], tuple[float, str]] = {}
+#: Identities that are written down, and since when.
+_noted: dict[tuple[tuple[str, ...], str], dt.datetime] = {}
+
+
+def current(using: str) -> str:
+    """Return the database's identity; "" where it has none."""
+    until, identity = _known.get(_place(using), (0.0, ""))
+    return identity if until > time.monotonic() else _ask(using)
+
+
+def note(using: str) -> None:
+    """Write the identity down: what another database sends from now on is told apart.
+
+    Outside a transaction. Raises database errors.
+    """
+    identity = current(using)
+    if identity:
+        _note(using, identity)
+
+
+def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
+    """Return whether a message that names this identity was sent from this database.
+
+    Another start of the same database was this one, before a restart or a failover, or
+    is a copy's: ours is what was sent before the present start was first seen. Outside
+    a transaction. Raises database errors.
+    """
+    if identity == current(using):
+        return True
+    mine = _ask(using)
+    if not mine or identity == mine:
+        return True
+    seen_at = _note(using, mine)
+    same_database = identity.rpartition("/")[0] == mine.rpartition("/")[0]
+    return same_database and sent_at <= seen_at + SLACK
+
+
+def _ask(using: str) -> str:
+    identity: str = DatabaseIdentity.objects.db_manager(using).ask()
+    _known[_place(using)] = time.monotonic() + KNOWN, identity
+    return identity
+
+
+def _note(using: str, identity: str) -> dt.datetime:
+    written = _place(using), identity
+    if written not in _noted:
+        _noted[written] = DatabaseIdentity.objects.db_manager(using).note(identity)
+    return _noted[written]
+
+
+def _place(using: str) -> tuple[str, ...]:
+    settings: Any = connections[using].settings_dict
+    return tuple(str(settings.get(name, "")) for name in ("HOST", "PORT", "NAME"))

@@ -1,0 +1,144 @@
+"""Two databases with one service's name, one SECRET_KEY and one broker.
+
+A staging copy of production's settings, or a restored database beside its original:
+each takes control messages of the other out of the queue that they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connection
+
+from django_txmsg import wire
+from django_txmsg.models import DatabaseIdentity
+from django_txmsg.sessions import announce, control_message, database_identity
+from tests.acceptance.crash_play import Manage
+from tests.faults import ManageProcess, wait_until
+from tests.services import ActiveMQ, PostgreSQL
+
+from .server import SETTINGS, WebServer
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "other"]),
+    pytest.mark.postgresql,
+]
+
+
+def outputs(*processes: ManageProcess) -> str:
+    return "\n".join(one.output for one in processes)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """A database of a test is another one than that of the test before."""
+    yield
+    for known in (database_identity._known, database_identity._noted):
+        known.clear()
+
+
+def test_each_database_gets_its_control_messages_though_the_other_takes_them_first(
+    postgres: PostgreSQL,
+    activemq: ActiveMQ,
+    manage: Manage,
+    destination: str,
+    tmp_path: Path,
+) -> None:
+    """Web processes die between commit and dispatch, and no relay runs."""
+    own = connection.settings_dict
+    here = f"postgres://{own['USER']}:{own['PASSWORD']}@{own['HOST']}:{own['PORT']}/"
+    urls = {
+        "first": here + str(own["NAME"]),
+        "second": postgres.create_database(f"test_second_{uuid.uuid4().hex[:8]}"),
+    }
+    env = {
+        name: {
+            "DJANGO_SETTINGS_MODULE": SETTINGS,
+            # The settings put it in front.
+            "TXMSG_TEST_DATABASE_URL": url.replace("/test_", "/"),
+        }
+        for name, url in urls.items()
+    }
+    txmsg = {
+        "SERVICE": destination,
+        "BROKERS": {"default": {"URL": activemq.url()}},
+        "RELAY": {"LEASE": 2},
+    }
+    manage("migrate", env=env["second"]).succeed()
+
+    def pending(name: str) -> int:
+        with psycopg.connect(urls[name]) as asked:
+            found = asked.execute(
+                "SELECT count(*) FROM django_txmsg_outboxmessage"
+                " WHERE dispatched_at IS NULL"
+            ).fetchone()
+        assert found is not None
+        return int(found[0])
+
+    for name, other in (("first", "second"), ("second", "first")):
+        with contextlib.ExitStack() as stack:
+            stranger = stack.enter_context(
+                manage("consume", f"{destination}.orders", txmsg=txmsg, env=env[other])
+            )
+            stranger.wait_for_line("Consuming")
+            web = stack.enter_context(
+                WebServer(
+                    tmp_path,
+                    txmsg=txmsg,
+                    hook="tests.integration.http.kills.after_the_commit",
+                    env=env[name],
+                )
+            )
+            web.post_and_die("order?number=1")
+            line = stranger.wait_for_line("is from database")
+            assert all(url.rpartition("/")[2] in line for url in urls.values())
+            assert pending(name) > 0
+            consumer = stack.enter_context(
+                manage("consume", f"{destination}.orders", txmsg=txmsg, env=env[name])
+            )
+            taken = partial(lambda name: pending(name) == 0, name)
+            wait_until(taken, deadline=60, message=partial(outputs, stranger, consumer))
+
+
+def test_a_message_says_whose_it_is_and_an_old_one_does_not() -> None:
+    identity = database_identity.current("default")
+    assert str(connection.settings_dict["NAME"]) in identity
+    new = announce.control_message(
+        "default", uuid.uuid4(), "delay", database=identity
+    ).outgoing()
+    assert new.headers[control_message.DATABASE] == identity
+    assert control_message.DATABASE in json.loads(new.headers[control_message.SIGNED])
+    old = announce.control_message("default", uuid.uuid4(), "delay").outgoing()
+    assert control_message.DATABASE not in old.headers
+    assert wire.MESSAGE_ID in old.headers
+
+
+def is_ours(identity: str, sent_at: Any) -> bool:
+    return database_identity.is_ours("default", identity, sent_at)
+
+
+def test_of_another_start_what_was_sent_before_is_ours_and_later_a_copys() -> None:
+    mine = database_identity.current("default")
+    database_identity.note("default")
+    seen_at = DatabaseIdentity.objects.get().seen_at
+    another_start = mine.rpartition("/")[0] + "/1700000000000000"
+    minute = dt.timedelta(minutes=1)
+
+    assert is_ours(mine, seen_at + 60 * minute)
+    # A restart or a failover, and senders who have not noticed it yet.
+    assert is_ours(another_start, seen_at - 60 * minute)
+    assert is_ours(another_start, seen_at + minute / 2)
+    assert not is_ours(another_start, seen_at + 2 * minute)
+    # Another database of the server; another server.
+    assert not is_ours("shop/5" + mine[mine.index("@") :], seen_at - minute)
+    assert not is_ours(mine[: mine.index("@")] + "@7/8", seen_at - minute)
+    assert DatabaseIdentity.objects.count() == 1
