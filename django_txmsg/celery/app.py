@@ -55,6 +55,7 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
             send,
             task_id=task_id,
             producer=producer,
+            leads=(connection, options.get("publisher")),
             using=options.pop("using", None),
             nesting=options.get("replaced_task_nesting", 0),
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import kombu
 from celery._state import get_current_worker_task
 from django.apps import apps
 from django.db import connections, router
@@ -25,7 +26,7 @@ from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
 from . import masks
 from .backends import without_asking
-from .running import current_run
+from .running import Run, current_run
 
 if TYPE_CHECKING:
     from ..models.outbox_store import NewMessage, Origin
@@ -70,16 +71,24 @@ def call(
     *,
     task_id: str | None,
     producer: Any,
+    leads: Sequence[Any],
     using: str | None,
     nesting: int,
 ) -> Any:
     """Call `send(task_id, producer)`, and store what it publishes if a transaction is
-    open. Returns its result."""
+    open. Returns its result.
+
+    `leads` are further connections and producers of the caller's. Raises InvalidMessage
+    if what is stored was to go to another broker than the app's.
+    """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
     hidden = masks.hidden(place(name), arguments)
     if _continues(task_id, nesting):
-        return _send_later(send, app, task_id, producer, hidden)
+        if (run := current_run()) is None:
+            return send(task_id, producer, **hidden)
+        refuse_another_broker(app, name, producer, *leads)
+        return _send_later(send, app, task_id, run, hidden)
     # Not above: an app is made before Django's models can be imported.
     from ..sending.scope import current_scope
 
@@ -92,6 +101,7 @@ def call(
                 f"call and your own queries in transaction.atomic(using={alias!r})."
             )
         return send(task_id, producer, **hidden)
+    refuse_another_broker(app, name, producer, *leads)
     origin: Origin = "caller"
     if task_id is None:
         derived = current is not None and current.cause is not None
@@ -152,17 +162,43 @@ def _continues(task_id: str | None, nesting: int) -> bool:
 
 
 def _send_later(
-    send: Send, app: Any, task_id: str | None, producer: Any, hidden: dict[str, str]
+    send: Send, app: Any, task_id: str | None, run: Run, hidden: dict[str, str]
 ) -> Any:
-    """Send at once; in a OnceTask, once its transaction has ended."""
-    run = current_run()
-    if run is None:
-        return send(task_id, producer, **hidden)
+    """Send once the transaction of the OnceTask that runs has ended."""
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **hidden)
     run.later += stand_in.published
     return result
+
+
+def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
+    """Raise InvalidMessage if a connection, or that of a producer, leads elsewhere than
+    the app's own: a row is sent by the app of its broker."""
+    given = [one for one in leads if one is not None]
+    if not given:
+        return
+    own = app.connection_for_write()
+    places = {_place(own), *(_place(kombu.Connection(url)) for url in own.alt)}
+    for lead in given:
+        known = isinstance(lead, kombu.Connection)
+        connection = lead if known else getattr(lead, "connection", None)
+        if connection is None or _place(connection) not in places:
+            raise InvalidMessage(
+                f"The task {name!r} was called inside a transaction with a connection "
+                f"or a producer of your own, which is not of {own.as_uri()}, the "
+                f"broker of the app {app.main!r}: the row would go there. Nothing was "
+                f"stored. Call the task by the app that has the other broker "
+                f'(other_app.send_task({name!r}, …), with an entry of TXMSG["BROKERS"] '
+                f"like celery://shop.other:other_app), or call it after the "
+                f"transaction."
+            )
+
+
+def _place(connection: kombu.Connection) -> tuple[Any, ...]:
+    """Return what tells one broker from another; who logs in there does not."""
+    info = connection.info()
+    return tuple(info[key] for key in ("transport", "hostname", "port", "virtual_host"))
 
 
 def _derived(current: Scope) -> uuid.UUID:

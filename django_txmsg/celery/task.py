@@ -7,7 +7,7 @@ from typing import Any
 
 from celery.contrib.django.task import DjangoTask
 
-from .calling import call, requires, stands_in, stores
+from .calling import call, refuse_another_broker, requires, stands_in, stores
 
 log = logging.getLogger("django_txmsg.celery")
 
@@ -54,6 +54,7 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
             send,
             task_id=task_id,
             producer=producer,
+            leads=(connection, options.get("publisher")),
             using=using,
             nesting=options.get("replaced_task_nesting", 0),
         )
@@ -120,5 +121,8 @@ class OnceTask(TransactionalTask):
         **options: Any,
     ) -> Any:
         """Do as Celery's does, but raise Retry whatever `throw` says: what is to be
-        done again is rolled back."""
+        done again is rolled back. Raises InvalidMessage for another broker than the
+        app's, of which Celery would make a Reject."""
+        leads = (options.get(name) for name in ("connection", "producer", "publisher"))
+        refuse_another_broker(self._get_app(), self.name, *leads)
         return super().retry(args, kwargs, exc, True, *rest, **options)

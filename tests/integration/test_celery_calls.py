@@ -7,7 +7,7 @@ import datetime as dt
 import io
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from django.core.management import call_command
 from django.db import transaction
 from django.db.models.functions import Now
 from django.test import override_settings
+from kombu import Connection, pools
 from kombu.exceptions import OperationalError
 
 from django_txmsg import Message, outbox_session
@@ -157,6 +158,51 @@ def test_a_connection_of_the_caller_s_does_not_lead_around_the_outbox() -> None:
         assert queue.get() is None
 
     assert [args for _, args, _ in stored()] == [[1, 2], [3], [4, 5]]
+
+
+ELSEWHERE = {
+    "a connection": lambda there: {"connection": there},
+    "a producer": lambda there: {"producer": app.amqp.Producer(there)},
+    "a publisher": lambda there: {"publisher": app.amqp.Producer(there)},
+    "a pooled producer": lambda there: {
+        "producer": pools.producers[there].acquire(block=True)
+    },
+}
+
+
+@pytest.mark.parametrize("by", ELSEWHERE)
+@pytest.mark.parametrize(
+    "url", ["redis://127.0.0.1:1/5", "amqp://127.0.0.1:1/other", "amqp://127.0.0.1:2//"]
+)
+def test_what_is_stored_never_goes_to_another_broker_than_it_was_given(
+    by: str, url: str
+) -> None:
+    """It would be sent by the app of its row, to a queue that perhaps nobody reads."""
+    calls: list[Callable[..., Any]] = [
+        lambda **given: add.apply_async((1, 2), **given),
+        lambda **given: app.send_task("elsewhere.task", (3,), **given),
+        lambda **given: app.signature("elsewhere.task", (3,)).apply_async(**given),
+    ]
+    if by == "a producer":
+        calls.append(lambda **given: group(add.s(1, 2)).apply_async(**given))
+    with Connection(url) as there, transaction.atomic():
+        given = ELSEWHERE[by](there)
+        for call in calls:
+            with pytest.raises(InvalidMessage, match="the row would go there"):
+                call(**given)
+        add.delay(1, 2)
+
+    assert len(stored()) == 1
+
+
+def test_another_host_of_the_app_s_own_broker_is_no_other_broker() -> None:
+    app.conf.broker_url = "amqp://127.0.0.1:1//;amqp://127.0.0.1:2//"
+    forget_connections()
+    for url in ("amqp://127.0.0.1:1", "amqp://somebody:else@127.0.0.1:2//"):
+        with Connection(url) as there, transaction.atomic():
+            add.apply_async((1, 2), connection=there)
+
+    assert len(stored()) == 2
 
 
 def test_how_it_is_published_is_not_the_caller_s_to_say() -> None:

@@ -20,12 +20,13 @@ from celery.exceptions import (
 )
 from django.db import DatabaseError, OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
+from kombu import Connection
 
 from django_txmsg import Message, send_message
 from django_txmsg.celery import OnceTask, once
 from django_txmsg.celery.calling import identity
 from django_txmsg.consuming.transaction import StageTransaction
-from django_txmsg.errors import SwallowedDatabaseError, TaskGivenUp
+from django_txmsg.errors import InvalidMessage, SwallowedDatabaseError, TaskGivenUp
 from django_txmsg.models import InboxMessage, OutboxMessage
 from tests.app.models import Effect
 from tests.celery_shop import app, charge, failing, step
@@ -347,6 +348,14 @@ def test_a_retry_is_raised_whatever_it_is_told() -> None:
     assert effects() == []
     assert deliver(task, retries=1) == "done"
     assert effects() == ["try 1"]
+
+
+def test_a_retry_is_not_sent_to_another_broker_than_it_was_given() -> None:
+    def work(self: Any) -> None:
+        with Connection("redis://127.0.0.1:1/5") as there:
+            self.retry(connection=there)
+
+    assert isinstance(deliver(once_task(work, bind=True)), InvalidMessage)
 
 
 def test_retries_that_are_used_up_tell_no_arguments() -> None:
