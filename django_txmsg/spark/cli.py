@@ -21,9 +21,14 @@ from .errors import EnvironmentFault, PipelineError, UsageError
 from .spec import JobSpec, LakeSpec, SourceSpec, hidden, password_variable
 
 
-def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """Add the jobs and their options to a parser."""
-    jobs = parser.add_subparsers(dest="job", metavar="JOB", required=True)
+def add_jobs(
+    parser: argparse.ArgumentParser,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> None:
+    """Add the jobs and their options to a parser, each with a parser of this class."""
+    jobs = parser.add_subparsers(
+        dest="job", metavar="JOB", required=True, parser_class=kind
+    )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--spec", help="the job specification: a JSON file, or JSON")
     common.add_argument("--lake", help="the lake's URI")

@@ -23,6 +23,7 @@ import django_txmsg
 
 from ... import conf, stages
 from ...django_internals import settings_of
+from ..verb_parser import VerbParser
 
 
 class Command(BaseCommand):
@@ -40,7 +41,7 @@ class Command(BaseCommand):
             action="store_true",
             help="print what to give to spark-submit, and run nothing",
         )
-        cli.add_jobs(parser)
+        cli.add_jobs(parser, VerbParser)
 
     def handle(self, *arguments: Any, **options: Any) -> None:
         """Run the job and exit with its code."""

@@ -17,6 +17,7 @@ from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
+from ..verb_parser import VerbParser
 from ._tables import require_tables
 
 
@@ -26,7 +27,9 @@ class Command(BaseCommand):
     help = "Lists the embedded broker's subscriptions; ends one, at any broker."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        actions = parser.add_subparsers(dest="action", required=True)
+        actions = parser.add_subparsers(
+            dest="action", required=True, parser_class=VerbParser
+        )
         listing = actions.add_parser("list", help="who subscribed to what")
         listing.add_argument("--json", action="store_true")
         ending = actions.add_parser("remove", help="end one, and delete what waits")

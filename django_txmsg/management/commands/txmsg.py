@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from django.core.management import get_commands, load_command_class
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import BaseCommand
 
 from ... import __name__ as package
 from ..contracts import Command as Contracts
@@ -14,6 +14,7 @@ from ..doctor import Command as Doctor
 from ..init import Command as Init
 from ..pending import Cancel, Reschedule
 from ..schedule import Command as Schedule
+from ..verb_parser import VerbParser
 from ._run import Command as Run
 
 
@@ -24,7 +25,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(
-            dest="verb", required=True, metavar="VERB", parser_class=CommandParser
+            dest="verb", required=True, metavar="VERB", parser_class=VerbParser
         )
         self._verbs: dict[str, BaseCommand] = {
             "cancel": Cancel(),

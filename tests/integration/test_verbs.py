@@ -1,0 +1,110 @@
+"""`manage.py txmsg VERB`: Django's own options may stand behind the verb, too."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterator
+
+import pytest
+from django.core.management import CommandParser, call_command, load_command_class
+
+#: What Django's own options are read as.
+OPTIONS = [
+    (["--verbosity", "0"], {"verbosity": 0}),
+    (["-v", "3"], {"verbosity": 3}),
+    (["-v0"], {"verbosity": 0}),
+    (["--settings", "shop.settings"], {"settings": "shop.settings"}),
+    (["--settings=shop.settings"], {"settings": "shop.settings"}),
+    (["--pythonpath", "/srv"], {"pythonpath": "/srv"}),
+    (["--traceback"], {"traceback": True}),
+    (["--no-color"], {"no_color": True}),
+    (["--force-color"], {"force_color": True}),
+    (["--skip-checks"], {"skip_checks": True}),
+]
+ALL = {name for _, read in OPTIONS for name in read}
+#: What each verb cannot do without.
+NEEDED = {
+    "cancel": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22"],
+    "reschedule": ["86f79ce9-ac6e-4a7d-ade4-44f29f8b6b22", "--delay", "60"],
+}
+
+
+def leaves(parser: argparse.ArgumentParser, *before: str) -> Iterator[list[str]]:
+    """Return every way to a parser that has no verbs of its own."""
+    found = [
+        action
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    if not found:
+        yield list(before)
+    for action in found:
+        for name, below in action.choices.items():
+            yield from leaves(below, *before, name)
+
+
+def parser_of(command: str) -> CommandParser:
+    loaded = load_command_class("django_txmsg", command)
+    return loaded.create_parser("manage.py", command)
+
+
+WAYS = [
+    ("txmsg", way, *option) for way in leaves(parser_of("txmsg")) for option in OPTIONS
+] + [
+    (command, way, *option)
+    for command in ("subscriptions", "pipeline")
+    for way in leaves(parser_of(command))
+    for option in OPTIONS
+    if option[0] != ["--skip-checks"]
+]
+
+
+def needed(parser: CommandParser, way: list[str]) -> list[str]:
+    """Return a way with arguments that its last parser asks for."""
+    below: argparse.ArgumentParser = parser
+    for name in way:
+        (verbs,) = (
+            action
+            for action in below._actions
+            if isinstance(action, argparse._SubParsersAction)
+        )
+        below = verbs.choices[name]
+    given = NEEDED.get(way[0])
+    if given is not None:
+        return given
+    found: list[str] = []
+    for action in below._actions:
+        choices = list(action.choices or ["1"])
+        if not action.option_strings and action.nargs in (None, "+"):
+            found.append(str(choices[0]))
+        elif action.option_strings and action.required:
+            found += [action.option_strings[0], str(choices[0])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "way", "option", "read"),
+    WAYS,
+    ids=[" ".join([command, *way, *option]) for command, way, option, _ in WAYS],
+)
+def test_django_s_own_options_stand_before_and_behind_a_verb(
+    command: str, way: list[str], option: list[str], read: dict[str, object]
+) -> None:
+    parser = parser_of(command)
+    line = [*way, *needed(parser, way)]
+
+    def parsed(*arguments: str) -> dict[str, object]:
+        found = vars(parser.parse_args(list(arguments)))
+        return {name: found.get(name) for name in ALL}
+
+    assert parsed(*line, *option) == {**parsed(*line), **read}
+    assert parsed(*option, *line) == parsed(*line, *option)
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("given", [["--verbosity", "0"], ["--settings", "x", "-v3"]])
+def test_a_verb_runs_with_them(given: list[str]) -> None:
+    out = io.StringIO()
+    call_command("txmsg", "message_status", *given, stdout=out)
+    assert "outbox" in out.getvalue()
