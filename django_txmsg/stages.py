@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, overload
 from django.utils.module_loading import import_string
 
 from . import codecs, conf, wire
-from .envelope.handler import Body, Declaring, Handler, accepted, bound, path_of
+from .envelope.handler import Body, Declaring, Handler, accepted, bound, check, path_of
 from .envelope.message import Message, check_destination
 from .envelope.redelivery import RedeliveryPolicy
 from .envelope.transaction_definition import (
@@ -199,16 +199,11 @@ def stage(
 
     Raises ConfigurationError for a name that is taken and for what cannot be.
     """
-    destination = check_destination(str(destination))
+    destination = _named(destination)
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(handler):
-            raise ConfigurationError(
-                f"The handler of {destination!r} is a coroutine function; Django's "
-                f"transactions are synchronous. Declare a plain function, and call "
-                f"async code through asgiref.sync.async_to_sync."
-            )
+        check(handler)
         declared = Stage(
             name=name or destination,
             destination=destination,
@@ -276,6 +271,17 @@ def find(names: Sequence[str]) -> list[Stage]:
     return [known[name] for name in names or sorted(known)]
 
 
+def _named(destination: Any) -> str:
+    if isinstance(destination, (str, Destination)):
+        return check_destination(str(destination))
+    hint = 'Give a name, as in @stage("orders.place"), or a Destination.'
+    if inspect.isroutine(destination):
+        hint = f'Write @stage("orders.place") above {destination.__qualname__}().'
+    raise ConfigurationError(
+        f"@stage was given {destination!r} for its destination. {hint}"
+    )
+
+
 def _check(
     transaction: str,
     isolation: str | None,
@@ -286,8 +292,11 @@ def _check(
 ) -> None:
     check_mode(transaction)
     TransactionDefinition(isolation=isolation)
-    if concurrency < 1 or batch < 1:
-        raise ConfigurationError("concurrency and batch must be 1 or more.")
+    for name, given in (("concurrency", concurrency), ("batch", batch)):
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ConfigurationError(
+                f"{name}={given!r} is no whole number of 1 or more."
+            )
     if batch > 1 and transaction != "outbox":
         raise ConfigurationError('batch needs transaction="outbox".')
     if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:

@@ -52,13 +52,10 @@ def accepted(handler: Callable[..., Any]) -> Any:
 def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
     """Return the handler as a function of the message that has been read for it."""
     if accepted(handler) is None:
+        _check_call(handler, 1)
         return handler
     needed = [one for one in _positional(handler) if one.default is one.empty]
-    if len(needed) > 2:
-        raise ConfigurationError(
-            f"{path_of(handler)} takes {len(needed)} arguments: a handler takes a "
-            f"message, a body, or a body and its message."
-        )
+    _check_call(handler, max(len(needed), 1))
     if len(needed) == 2:
 
         @functools.wraps(handler)
@@ -72,6 +69,60 @@ def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
         return handler(message.body)
 
     return alone
+
+
+def check(handler: Any) -> None:
+    """Raise ConfigurationError for what is no plain function, or cannot be one: calling
+    it would do nothing, and its message would count as worked on."""
+    if not callable(handler) or inspect.isclass(handler):
+        raise ConfigurationError(
+            f"{handler!r} cannot be a handler. Decorate a function, or give an "
+            f"instance that can be called: @stage(…) above `def place(message): …`."
+        )
+    runs = _runs(handler)
+    if inspect.iscoroutinefunction(runs):
+        raise ConfigurationError(
+            f"The handler {path_of(handler)} is a coroutine function; Django's "
+            f"transactions are synchronous. Declare a plain function, and call "
+            f"async code through asgiref.sync.async_to_sync."
+        )
+    if inspect.isgeneratorfunction(runs) or inspect.isasyncgenfunction(runs):
+        raise ConfigurationError(
+            f"The handler {path_of(handler)} has a `yield`: calling it runs nothing "
+            f"of it. Write a function that does its work and returns."
+        )
+
+
+def _runs(handler: Any) -> Any:
+    """Return the function that a call runs, behind partials and decorators."""
+    while True:
+        if isinstance(handler, functools.partial):
+            handler = handler.func
+        elif inspect.isroutine(handler):
+            unwrapped = inspect.unwrap(handler)
+            if unwrapped is handler:
+                return handler
+            handler = unwrapped
+        else:
+            return type(handler).__call__
+
+
+def _check_call(handler: Callable[..., Any], arguments: int) -> None:
+    """Raise ConfigurationError if the handler cannot be called with so many."""
+    try:
+        signature = inspect.signature(handler)
+    except (TypeError, ValueError):
+        return
+    try:
+        if arguments > 2:
+            raise TypeError(f"{arguments} arguments without a default")
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{path_of(handler)}{signature} can never be called: {error}. A handler "
+            f"takes one argument, the Message; or the body, with its type: "
+            f"(order: Order); or both: (order: Order, message: Message)."
+        ) from None
 
 
 def _positional(handler: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -1,0 +1,167 @@
+"""What `@stage` refuses: names that are none, and handlers that can never be called."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from django_txmsg import Destination, Message, stage
+from django_txmsg.errors import ConfigurationError
+from django_txmsg.stages import all_stages, unregister
+
+
+@dataclass
+class Order:
+    number: str
+
+
+class Instance:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, message: Message) -> None:
+        self.call(message)
+
+
+class Asynchronous:
+    async def __call__(self, message: Message) -> None: ...
+
+
+class Unbound:
+    def place(self, message: Message) -> None: ...
+
+    @staticmethod
+    def static(message: Message) -> None: ...
+
+    @classmethod
+    def of_class(cls, message: Message) -> None: ...
+
+
+def nothing() -> None: ...
+def unannotated(order, message): ...  # type: ignore[no-untyped-def]
+def message_first(message: Message, order: Order) -> None: ...
+def three(order: Order, message: Message, more: int) -> None: ...
+def keyword(message: Message, *, more: int) -> None: ...
+def only_keywords(*, message: Message) -> None: ...
+def typed_keyword(order: Order, *, message: Message) -> None: ...
+async def asynchronous(message: Message) -> None: ...
+async def asynchronous_generator(message: Message) -> AsyncIterator[int]:
+    yield 1
+
+
+def generator(message: Message) -> Iterator[int]:
+    yield 1
+
+
+def typed_generator(order: Order) -> Iterator[int]:
+    yield 1
+
+
+@functools.wraps(generator)
+def wrapped(*args: Any) -> Any:
+    return generator(*args)
+
+
+def plain(message: Message) -> None: ...
+def untyped(message): ...  # type: ignore[no-untyped-def]
+def anything(*args: Any, **kwargs: Any) -> None: ...
+def with_default(message: Message, attempts: int = 3) -> None: ...
+def typed(order: Order) -> None: ...
+def typed_with_message(order: Order, message: Message) -> None: ...
+def typed_with_default(order: Order, more: int = 1) -> None: ...
+def two(order: Order, more: int) -> None: ...
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "no function": (7, "cannot be a handler"),
+    "None": (None, "cannot be a handler"),
+    "a class": (Order, "cannot be a handler"),
+    "no argument": (nothing, "takes one argument, the Message"),
+    "two without types": (unannotated, "with its type"),
+    "the message first": (message_first, r"\(order: Order, message: Message\)"),
+    "three": (three, "3 arguments"),
+    "a keyword that is needed": (keyword, "more"),
+    "keywords only": (only_keywords, "can never be called"),
+    "a body and a keyword": (typed_keyword, "message"),
+    "a method of no instance": (Unbound.place, "can never be called"),
+    "a coroutine function": (asynchronous, "async_to_sync"),
+    "a partial of one": (functools.partial(asynchronous), "async_to_sync"),
+    "an asynchronous instance": (Asynchronous(), "async_to_sync"),
+    "an asynchronous generator": (asynchronous_generator, "yield"),
+    "a generator function": (generator, "yield"),
+    "a typed one": (typed_generator, "yield"),
+    "one in a decorator": (wrapped, "yield"),
+}
+
+ACCEPTED: dict[str, Any] = {
+    "a function": plain,
+    "without types": untyped,
+    "any arguments": anything,
+    "a default": with_default,
+    "a body": typed,
+    "a body and its message": typed_with_message,
+    "a body and a default": typed_with_default,
+    "a body and something else": two,
+    "an instance": Instance(plain),
+    "a method": Instance(plain).__call__,
+    "a static method": Unbound.static,
+    "a class method": Unbound.of_class,
+    "a partial": functools.partial(keyword, more=1),
+    "a built-in": [].append,
+    "a lambda": lambda message: None,
+    "async_to_sync": lambda message: asyncio.run(asynchronous(message)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    before = {one.name for one in all_stages()}
+    yield
+    for one in all_stages():
+        if one.name not in before:
+            unregister(one.name)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_handler_that_can_never_do_its_work_is_refused(case: str) -> None:
+    handler, said = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=said):
+        stage("tests.refused")(handler)
+    assert "tests.refused" not in {one.name for one in all_stages()}
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_what_can_be_called_is_declared(case: str) -> None:
+    handler = ACCEPTED[case]
+    assert stage("tests.accepted")(handler) is handler
+
+
+@pytest.mark.parametrize(
+    "destination", [None, 7, 1.5, b"orders", ["orders"], True, plain, Order, object()]
+)
+def test_a_destination_is_a_name_or_a_destination(destination: Any) -> None:
+    with pytest.raises(ConfigurationError, match="for its destination"):
+        stage(destination)
+
+
+def test_without_parentheses_it_says_what_to_write() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r'Write @stage\("orders.place"\) above plain\(\)'
+    ):
+        stage(plain)  # type: ignore[call-overload]
+
+
+def test_a_destination_is_taken_as_it_is() -> None:
+    stage(Destination("tests.accepted", Order))(typed)
+
+
+@pytest.mark.parametrize("number", ["4", 1.5, None, True, 0, -1])
+@pytest.mark.parametrize("option", ["concurrency", "batch"])
+def test_numbers_are_whole_ones_of_at_least_one(option: str, number: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"{option}={number!r} is no whole"):
+        stage("tests.refused", **{option: number})
