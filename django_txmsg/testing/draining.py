@@ -23,7 +23,7 @@ from django.test import override_settings
 from django.utils import timezone
 
 from .. import conf
-from ..brokers import get_broker
+from ..brokers import get_broker, receives
 from ..brokers.base import Delivery, Session
 from ..consuming import batch, reading
 from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
@@ -45,17 +45,22 @@ from ..upkeep.notifier import stop_notifiers
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.
 _LEASE = 86_400
+_UNSENT = "django_txmsg.testing.unsent.Unsent"
 
 
 @dataclasses.dataclass
 class Drained:
-    """What `drain()` did: counts, and the exceptions that handlers raised."""
+    """What `drain()` did: counts, and the exceptions that handlers raised.
+
+    `tasks` are rows for Celery's workers: they are there, and nobody has run them.
+    """
 
     dispatched: int = 0
     processed: int = 0
     duplicates: int = 0
     redelivered: int = 0
     dead: int = 0
+    tasks: int = 0
     errors: list[Exception] = dataclasses.field(default_factory=list)
 
     @contextmanager
@@ -109,10 +114,11 @@ def drain(
         workers = [_Worker(stage, drained) for stage in find(stages)]
         aliases = {router.db_for_write(OutboxMessage)}
         aliases |= {worker.using for worker in workers}
+        brokers = list(conf.get().BROKERS)
         lanes = [
             stack.enter_context(_lane(alias, broker))
             for alias in sorted(aliases)
-            for broker in conf.get().BROKERS
+            for broker in filter(receives, brokers)
         ]
         for worker in workers:
             # Before anything is dispatched: a topic copies to those who listen.
@@ -125,6 +131,11 @@ def drain(
             handled = sum(worker.work(limit) for worker in workers)
             moved = bool(sent or handled)
         drained.dispatched = sum(lane.counts["dispatched"] for lane in lanes)
+        of_celery = Q(broker__in=[one for one in brokers if not receives(one)])
+        drained.tasks = sum(
+            OutboxMessage.objects.using(alias).filter(PENDING, of_celery).count()
+            for alias in aliases
+        )
     if raises and drained.errors:
         raise drained.errors[0]
     return drained
@@ -251,9 +262,14 @@ class _Worker:
 @contextmanager
 def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     """Let the embedded broker stand in for those of TXMSG["BROKERS"], and let nobody
-    dispatch after a commit, or as `dispatch_on_commit` says. Nobody else is told."""
+    dispatch after a commit, or as `dispatch_on_commit` says. Nobody else is told.
+
+    A Celery app stays the one that it is: what is called is a row, and is not sent."""
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
+        if not receives(alias):
+            brokers[alias] = {"URL": options["URL"], "BACKEND": _UNSENT}
+            continue
         url = split_url(options.get("URL", ""))
         database = url.netloc if url.scheme == "database" else ""
         brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}

@@ -16,6 +16,7 @@ from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.testing import ScriptedBroker, drain, embedded, outbox_messages
 from tests.app.models import Order
+from tests.celery_shop import add
 from tests.running import declared, txmsg
 
 HOUR = dt.timedelta(hours=1)
@@ -61,6 +62,31 @@ class TestInsideATestCase(TestCase, Declares):
         assert InboxMessage.objects.filter(processed_at=None).count() == 0
         assert sent.id in InboxMessage.objects.values_list("message_id", flat=True)
         assert drain() == type(drained)(), "nothing is left to do"
+
+    @override_settings(
+        TXMSG={
+            "BROKERS": {
+                "default": {"URL": "stomp://there:2"},
+                "celery": {"URL": "celery://tests.celery_shop:app"},
+            }
+        }
+    )
+    def test_a_stage_may_call_a_celery_task_which_is_a_row(self) -> None:
+        # What nobody listens to is tests.celery_shop's own broker.
+        def place(message: Message) -> None:
+            add.delay(message.body["one"], 2)
+
+        self.stage(place, "drained.place")
+        send_message("drained.place", {"one": 1})
+        add.delay(3, 4)
+
+        drained = drain()
+
+        assert (drained.dispatched, drained.processed, drained.tasks) == (1, 1, 2)
+        rows = OutboxMessage.objects.filter(broker="celery")
+        assert {row.state for row in rows} == {"pending"}
+        assert {row.attempts for row in rows} == {0}
+        assert len(outbox_messages("tests.celery_shop.add")) == 2
 
     def test_a_copy_is_dropped_by_the_inbox(self) -> None:
         seen: list[Message] = []

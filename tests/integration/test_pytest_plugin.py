@@ -98,3 +98,96 @@ def test_the_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(*PLUGIN, "--markers")
 
     result.stdout.fnmatch_lines(["*txmsg_real_broker:*", "*txmsg_on_commit(mode=*"])
+
+
+def test_a_project_with_celery_calls_its_tasks_in_every_test(
+    pytester: pytest.Pytester,
+) -> None:
+    """Nothing is configured for the tests, and nothing is sent to Celery's broker."""
+    plugged.write(
+        pytester.path,
+        test_tasks="""
+            import pytest
+            from django.core.management import CommandError, call_command
+            from django.db import transaction
+            from django.test import TestCase
+
+            from django_txmsg import send_message
+            from django_txmsg.models import OutboxMessage
+            from django_txmsg.testing import outbox_messages
+            from shop.tasks import charge
+
+
+            def only_rows():
+                assert {row.state for row in OutboxMessage.objects.all()} == {"pending"}
+                assert outbox_messages("shop.tasks.charge")
+
+
+            def test_in_a_transaction(txmsg):
+                result = charge.delay(1)
+                assert [str(one.id) for one in txmsg.sent] == [result.id]
+                only_rows()
+
+
+            def test_by_a_stage(txmsg):
+                send_message("orders.charge", {})
+                drained = txmsg.drain()
+                assert (drained.processed, drained.tasks) == (1, 1)
+
+
+            @pytest.mark.django_db(transaction=True)
+            @pytest.mark.parametrize(
+                "mode",
+                [
+                    pytest.param(mode, marks=pytest.mark.txmsg_on_commit(mode))
+                    for mode in ("off", "inline", "thread")
+                ],
+            )
+            def test_a_commit_sends_nothing(mode):
+                with transaction.atomic():
+                    charge.delay(1)
+                only_rows()
+
+
+            @pytest.mark.django_db(transaction=True)
+            def test_a_relay_sends_nothing():
+                with transaction.atomic():
+                    charge.delay(1)
+                with pytest.raises(CommandError, match="In a test nothing is sent"):
+                    call_command("relay", "--once", "--broker", "celery", verbosity=0)
+                only_rows()
+
+
+            class InATestCase(TestCase):
+                def test_it_is_a_row(self):
+                    with self.captureOnCommitCallbacks(execute=True):
+                        charge.delay(1)
+                    only_rows()
+        """,
+    )
+    shop = pytester.path / "shop"
+    (shop / "celery.py").write_text(
+        "from django_txmsg.celery import Celery\n"
+        "app = Celery('shop', broker='memory://', set_as_current=False)\n"
+    )
+    (shop / "tasks.py").write_text(
+        "from shop.celery import app\n"
+        "@app.task\n"
+        "def charge(order): raise AssertionError('it runs')\n"
+    )
+    with (shop / "stages.py").open("a") as stages:
+        stages.write(
+            "\nfrom shop.tasks import charge\n"
+            "@stage('orders.charge')\n"
+            "def of_order(message):\n"
+            "    charge.delay(1)\n"
+        )
+    with (shop / "settings.py").open("a") as settings:
+        settings.write(
+            "\nTXMSG['BROKERS']['celery'] = {'URL': 'celery://shop.celery'}\n"
+        )
+
+    result = pytester.runpytest_subprocess(*PLUGIN, *QUIETLY)
+
+    assert result.ret == 0, result.stdout.str() + result.stderr.str()
+    result.assert_outcomes(passed=7)

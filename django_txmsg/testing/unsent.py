@@ -1,0 +1,27 @@
+"""What stands in for Celery's broker in tests: a task that is called is a row."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from ..brokers.base import Broker
+from ..errors import BrokerUnavailable
+
+
+class Unsent(Broker):
+    """Sends nothing, so that what is stored for Celery's workers stays pending."""
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> NoReturn:
+        raise BrokerUnavailable(
+            f"In a test nothing is sent to {self._url}, and its rows stay in the "
+            f"outbox. Run the task by itself (task.apply()), or mark the test "
+            f"txmsg_real_broker."
+        )
+
+    def shares_topics(self) -> bool:
+        return True
+
+    def unsubscribe(self, topic: str, subscriber: str) -> NoReturn:
+        self.open()
