@@ -1,30 +1,199 @@
-"""What a serializer writes as something else, without an error: NaN and infinities as
-null, secrets as asterisks. Pure: no Django, no I/O.
+"""What arrives as something else than what was sent, though nobody has raised an error:
+asterisks for a secret, a default for a field that is not written, text for a date.
+
+Objects are compared here, and not by their classes' `==`: to that, True is 1 and 1.0,
+and a field that a dataclass leaves out of it may be lost. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
+import decimal
+import enum
 import math
-from collections.abc import Iterator
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from operator import attrgetter
 from typing import Any
 
-Location = tuple[int | str, ...]
+#: Where something has changed, from the outside in, and what has become of it.
+Change = tuple[tuple[Any, ...], str]
+#: Whether two values of a class are the same, or where they are not.
+Found = Sequence[Change] | bool
+Comparison = Callable[[Any, Any], Found]
 
 
-def not_kept(sent: Any, read: Any, at: Location = ()) -> Iterator[tuple[Location, str]]:
-    """Yield where `read`, which is what `sent` becomes on its way, has lost it."""
-    if isinstance(sent, float):
-        if not math.isfinite(sent) and read is None:
-            yield at, "finite_number"
-    elif isinstance(sent, dict):
-        if isinstance(read, dict):
-            for name in sent.keys() & read.keys():
-                yield from not_kept(sent[name], read[name], (*at, str(name)))
-    elif isinstance(sent, list | tuple):
-        if isinstance(read, list | tuple):
-            for index, (one, two) in enumerate(zip(sent, read, strict=False)):
-                yield from not_kept(one, two, (*at, index))
-    elif (
-        hasattr(sent, "get_secret_value") and type(sent) is type(read) and sent != read
-    ):
-        yield at, "masked_secret"
+class FieldName(str):
+    """A step to a field, whose name is the class's own: a key of a dict is a value."""
+
+    __slots__ = ()
+
+
+def changes(sent: Any, read: Any) -> Sequence[Change]:
+    """Return where `read`, which is what `sent` becomes on its way, is another value,
+    or one of another type."""
+    if sent is read:
+        return ()
+    kind, arrived = type(sent), type(read)
+    if kind is not arrived and not _will_do(sent, arrived):
+        if kind is float and read is None and not math.isfinite(sent):
+            return [((), "finite_number")]
+        return [((), f"{kind.__name__} would arrive as {arrived.__name__}")]
+    found = _comparison(arrived)(sent, read)
+    if isinstance(found, bool):
+        return () if found else [((), f"another {arrived.__name__} would arrive")]
+    return found
+
+
+def _will_do(sent: Any, arrived: type) -> bool:
+    """Return whether a value may arrive as its class's base: what a subclass adds to
+    text, or to a number, is nothing that is sent. An enum's member is no text."""
+    if arrived is float:
+        return type(sent) is int
+    if isinstance(sent, bool | enum.Enum):
+        return False
+    return arrived in _PLAIN and isinstance(sent, arrived)
+
+
+def _inside(
+    steps: Iterable[Any], sent: Iterable[Any], read: Iterable[Any]
+) -> Sequence[Change]:
+    found: Sequence[Change] = ()
+    for step, one, other in zip(steps, sent, read, strict=False):
+        # Nearly all that is sent, without a call.
+        if one is other or (
+            type(one) is type(other) and type(one) in _ATOMS and one == other
+        ):
+            continue
+        if inner := changes(one, other):
+            found = [*found, *(((step, *at), what) for at, what in inner)]
+    return found
+
+
+def _equal(sent: Any, read: Any) -> bool:
+    try:
+        return bool(sent == read)
+    except Exception:
+        return False  # a class of the user's
+
+
+def _same_decimal(sent: Any, read: Any) -> bool:
+    return bool(sent == read and sent.same_quantum(read))
+
+
+def _same_number(sent: Any, read: Any) -> bool:
+    return bool(sent == read) or (math.isnan(sent) and math.isnan(read))
+
+
+def _same_time(sent: Any, read: Any) -> bool:
+    # The name of its zone does not travel, and its offset does.
+    local = sent.replace(tzinfo=None) == read.replace(tzinfo=None)
+    return bool(local and sent.utcoffset() == read.utcoffset())
+
+
+def _same_items(sent: Any, read: Any) -> Found:
+    if len(sent) != len(read):
+        return False
+    return _inside(count(), sent, read)
+
+
+def _same_elements(sent: Any, read: Any) -> bool:
+    return _typed(sent) == _typed(read)
+
+
+def _same_entries(sent: Any, read: Any) -> Found:
+    if sent.keys() != read.keys():
+        return False
+    if not all(type(key) is str for key in sent) and _typed(sent) != _typed(read):
+        return False
+    return _inside(sent, sent.values(), map(read.__getitem__, sent))
+
+
+def _typed(elements: Iterable[Any]) -> set[tuple[type, Any]]:
+    return {(type(one), one) for one in elements}
+
+
+def _same_attributes(names: Sequence[str]) -> Comparison:
+    steps = [FieldName(one) for one in names]
+    if len(names) < 2:
+        return lambda sent, read: _inside(
+            steps, _attributes(sent, names), _attributes(read, names)
+        )
+    values = attrgetter(*names)
+
+    def compare(sent: Any, read: Any) -> Found:
+        try:
+            return _inside(steps, values(sent), values(read))
+        except AttributeError:  # one that was deleted, or is not set yet
+            return _inside(steps, _attributes(sent, names), _attributes(read, names))
+
+    return compare
+
+
+def _attributes(of: Any, names: Sequence[str]) -> list[Any]:
+    return [getattr(of, one, _MISSING) for one in names]
+
+
+def _same_model(kind: Any) -> Comparison:
+    """Compare pydantic's models, with what they hold beside their fields."""
+    names = [*kind.model_fields, *kind.__private_attributes__, "model_extra"]
+    return _same_attributes(names)
+
+
+def _same_secret(sent: Any, read: Any) -> Sequence[Change]:
+    return () if _equal(sent, read) else [((), "masked_secret")]
+
+
+def _same_object(sent: Any, read: Any) -> Found:
+    return _same_entries(vars(sent), vars(read))
+
+
+def _comparison(kind: Any) -> Comparison:
+    """Return how two objects of a class are compared."""
+    found = _known.get(kind)
+    if found is None:
+        found = _known[kind] = _found_out(kind)
+    return found
+
+
+def _found_out(kind: Any) -> Comparison:
+    if dataclasses.is_dataclass(kind):
+        return _same_attributes([one.name for one in dataclasses.fields(kind)])
+    if hasattr(kind, "model_fields") and hasattr(kind, "__private_attributes__"):
+        return _same_model(kind)
+    if hasattr(kind, "get_secret_value"):
+        return _same_secret
+    for base in (dict, list, tuple, deque, set, frozenset):
+        if issubclass(kind, base):
+            return _PLAIN[base]
+    if kind.__eq__ is object.__eq__ and hasattr(kind, "__dict__"):
+        return _same_object
+    return _equal
+
+
+_MISSING = object()
+#: Classes whose `==` says it all, between two of the very class.
+_ATOMS = frozenset({str, int, bool, bytes, uuid.UUID, dt.date, dt.timedelta})
+#: What JSON and Python have by themselves.
+_PLAIN: dict[type, Comparison] = {
+    str: _equal,
+    int: _equal,
+    float: _same_number,
+    bytes: _equal,
+    decimal.Decimal: _same_decimal,
+    uuid.UUID: _equal,
+    dt.datetime: _same_time,
+    dt.date: _equal,
+    dt.time: _same_time,
+    dt.timedelta: _equal,
+    dict: _same_entries,
+    list: _same_items,
+    tuple: _same_items,
+    deque: _same_items,
+    set: _same_elements,
+    frozenset: _same_elements,
+}
+_known = dict(_PLAIN)

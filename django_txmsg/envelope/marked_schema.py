@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from .exact_numbers import ALIASES, MARK, with_aliases
+from .kept_values import FieldName
 
 #: Stands in a path for what the type does not name: a key in a dict is a value.
 HIDDEN = "*"
@@ -28,23 +29,23 @@ _KINDS = frozenset(
 class Marked:
     """A type's JSON Schema with its Decimals marked.
 
-    `decimals` and `floats` say whether there are any; what may be anything counts as a
-    float.
+    `decimals` says whether there are any.
     """
 
     schema: dict[str, Any]
     decimals: bool
-    floats: bool
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of the type's fields and of the classes in it."""
         return frozenset(_names(self.schema)) | _KINDS
 
-    def path(self, location: tuple[int | str, ...]) -> str:
+    def path(self, location: tuple[Any, ...]) -> str:
         """Return the path of an error, without a word that was in the body only."""
         steps = (
-            str(one) if isinstance(one, int) or one in self.names else HIDDEN
+            str(one)
+            if isinstance(one, int | FieldName) or one in self.names
+            else HIDDEN
             for one in location
         )
         return ".".join(steps) or "$"
@@ -55,20 +56,12 @@ def marked(adapter: Any) -> Marked:
     from pydantic.errors import PydanticInvalidForJsonSchema
     from pydantic.json_schema import GenerateJsonSchema
 
-    seen = {"decimals": False, "floats": False}
+    seen = {"decimals": False}
 
     class Marking(GenerateJsonSchema):
         def decimal_schema(self, schema: Any) -> Any:
             seen["decimals"] = True
             return {MARK: True}
-
-        def float_schema(self, schema: Any) -> Any:
-            seen["floats"] = True
-            return super().float_schema(schema)
-
-        def any_schema(self, schema: Any) -> Any:
-            seen["floats"] = True
-            return super().any_schema(schema)
 
         def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Any:
             return {}

@@ -13,15 +13,14 @@ from typing import Any
 from ..errors import ConfigurationError, DecodeError
 from .codec import Codec, Misfit, from_json, to_json
 from .exact_numbers import with_exact_numbers
-from .kept_values import not_kept
+from .kept_values import changes
 from .marked_schema import Marked, marked
 
 INSTALL = 'pip install "django_txmsg[typed]"'
 
-#: A number with a fraction or an exponent, where none is overlooked.
-_FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]|^\s*-?\d")
-#: What pydantic writes for a secret.
-_MASKED = b'"**********"'
+#: A number with a fraction or an exponent behind something else, where none is
+#: overlooked.
+_FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]")
 _DIGITS = ("max_digits", "decimal_places")
 _NUMBERS = ("int", "float", "decimal", "bool")
 
@@ -43,8 +42,8 @@ class PydanticCodec(Codec):
         return self._adapter(annotation) is not None
 
     def decode(self, annotation: Any, body: bytes) -> Any:
-        decimals = self._marks(annotation).decimals and _FRACTION.search(body)
-        if decimals or _has_constants(body):
+        exactly = self._marks(annotation).decimals and _may_have_fractions(body)
+        if exactly or _has_constants(body):
             return self._exactly(annotation, from_json(body), body)
         return self._validated(annotation, body)
 
@@ -79,28 +78,15 @@ class PydanticCodec(Codec):
             except Exception:
                 raise Misfit(wrong) from None
         try:
-            read = self._validated(annotation, body)
-            if _has_constants(body):
-                from_json(body)
+            read = self.decode(annotation, body)
         except DecodeError:
             raise Misfit(wrong or [("$", "json_invalid")]) from None
-        wrong = wrong or self._not_kept(annotation, value, read, body)
+        if not wrong and (found := changes(value, read)):
+            marks = self._marks(annotation)
+            wrong = [(marks.path(at), what) for at, what in found]
         if wrong:
             raise Misfit(wrong)
         return body
-
-    def _not_kept(
-        self, annotation: Any, value: Any, read: Any, body: bytes
-    ) -> list[tuple[str, str]]:
-        """Return where pydantic has written something else without a word."""
-        marks = self._marks(annotation)
-        if not ((marks.floats and b"null" in body) or _MASKED in body):
-            return []
-        if _equal(value, read):
-            return []
-        write = self._adapter(annotation).serializer.to_python
-        found = not_kept(write(value, warnings="none"), write(read, warnings="none"))
-        return [(marks.path(location), kind) for location, kind in found]
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
         from pydantic.json_schema import GenerateJsonSchema
@@ -174,12 +160,8 @@ class PydanticCodec(Codec):
             return self._marked.setdefault(annotation, found)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return whether two objects of a user's are equal, as far as their class says."""
-    try:
-        return bool(one == other)
-    except Exception:
-        return False
+def _may_have_fractions(body: bytes) -> bool:
+    return body[:1] in b"-0123456789" or _FRACTION.search(body) is not None
 
 
 def _has_constants(body: bytes) -> bool:

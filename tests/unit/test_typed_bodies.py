@@ -135,19 +135,6 @@ class Lossy(pydantic.BaseModel):
     by_name: dict[str, int] = {}
 
 
-class Larger(Note):
-    more: int = 0
-
-
-@dataclass
-class Changed:
-    """What pydantic changes without a word, as the how-to says."""
-
-    at: dt.datetime
-    note: Note
-    number: int = field(init=False, default=7)
-
-
 class Constant(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(ser_json_inf_nan="constants")
 
@@ -620,15 +607,3 @@ def test_a_validator_that_ends_programs_ends_no_worker(number: int) -> None:
 def test_an_annotation_of_what_pydantic_does_not_know_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'Nowhere' is not defined"):
         codecs.reader(list["Nowhere"])  # type: ignore[name-defined]  # noqa: F821
-
-
-def test_what_pydantic_changes_without_a_word() -> None:
-    offset = dt.timezone(dt.timedelta(hours=1, seconds=30))
-    given = Changed(dt.datetime(2026, 1, 1, tzinfo=offset), Larger(text="x", more=1))
-    given.number = 8
-
-    found = read(Changed, codecs.body_type(Changed).encode(given))
-
-    assert found.at.utcoffset() == dt.timedelta(hours=1)
-    assert found.note == Note(text="x")
-    assert found.number == 7
