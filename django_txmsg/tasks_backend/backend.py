@@ -5,6 +5,8 @@ of it, and each queue is a stage that `manage.py consume` works.
 from __future__ import annotations
 
 import datetime as dt
+import logging
+import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
+from django.apps import apps
 from django.db import connections, router, transaction
 
 from .. import conf, signals, wire
@@ -38,8 +41,12 @@ from .framework import (
     task_enqueued,
 )
 from .options import Options, problems
-from .results import result_of
+from .results import name_it, result_of
 
+log = logging.getLogger("django_txmsg.tasks")
+
+#: Packages of which a warning was given.
+_warned: set[str] = set()
 _ALIAS = re.compile(r"[A-Za-z0-9_\-]+")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 
@@ -88,6 +95,7 @@ class TransactionalBackend(BaseTaskBackend):
                 f"{task.module_path!r} is in none of the modules that "
                 f'TASKS["{self.alias}"]["OPTIONS"]["MODULES"] names.'
             )
+        self._warn_of(task.module_path)
         result: AnyResult = TaskResult(
             task=task,
             id="",
@@ -111,8 +119,13 @@ class TransactionalBackend(BaseTaskBackend):
     def get_result(self, result_id: str) -> AnyResult:
         """Return what is known of a task, for as long as the outbox keeps it.
 
-        Raises TaskResultDoesNotExist.
+        The task's module is imported if it is not yet. Raises TaskResultDoesNotExist.
         """
+        return self.find_result(result_id, trusted=True)
+
+    def find_result(self, result_id: str, *, trusted: bool) -> AnyResult:
+        """Return the result of a stored task, whose module is imported if the row is
+        `trusted`. Raises TaskResultDoesNotExist."""
         try:
             message_id = uuid.UUID(str(result_id))
         except ValueError:
@@ -122,12 +135,29 @@ class TransactionalBackend(BaseTaskBackend):
             # An operator may have sent one again that the broker had refused.
             row = rows.order_by("pk").last()
             if row is not None and self._is_mine(row):
-                return result_of(self, row, self.stage(row.destination))
+                stage = self.stage(row.destination)
+                return result_of(self, row, stage, trusted=trusted)
         raise TaskResultDoesNotExist(result_id)
 
     def runs(self, path: str) -> bool:
         """Return whether MODULES have the task of this path."""
         return self._given.allows(path)
+
+    def imports(self, path: str) -> bool:
+        """Return whether MODULES name the module of this task, which is imported then
+        where it is not yet."""
+        return self._given.names(path)
+
+    def _warn_of(self, path: str) -> None:
+        """Say, once, that a worker may know nothing of a task that is enqueued."""
+        package = path.partition(".")[0]
+        if package in _warned or self.imports(path) or package in _of_project():
+            return
+        _warned.add(package)
+        log.warning(
+            "The task %r is in no installed app. A worker that has not imported %r "
+            "by itself fails it. %s", path, package, name_it(self.alias, path),
+        )  # fmt: skip
 
     def stages(self) -> Iterator[Stage]:
         """Yield the stage of each queue."""
@@ -203,6 +233,14 @@ class TransactionalBackend(BaseTaskBackend):
                 enter_scope(scope)
 
 
+def _of_project() -> set[str]:
+    """Return the packages that each process of the project imports: those of its apps
+    and of its settings."""
+    names = [app.name for app in apps.get_app_configs()]
+    names.append(os.environ.get("DJANGO_SETTINGS_MODULE", ""))
+    return {name.partition(".")[0] for name in names}
+
+
 def _base(alias: str) -> str:
     return wire.task_destination(conf.get().SERVICE, alias)
 
@@ -216,7 +254,8 @@ def _tell_failed(*, id: Any, destination: str, error: str, **_: object) -> None:
         backend = task_backends[alias] if _belongs(destination, alias) else None
         if isinstance(backend, TransactionalBackend):
             with suppress(TaskResultDoesNotExist):
-                running.tell_failed(backend, backend.get_result(id), error)
+                found = backend.find_result(id, trusted=False)
+                running.tell_failed(backend, found, error)
 
 
 signals.message_buried.connect(_tell_failed, dispatch_uid="django_txmsg.tasks_backend")

@@ -28,14 +28,16 @@ class Options:
     USING: str | None = None
     """The alias of the database that holds tasks and results; None: the outbox's."""
     MODULES: Sequence[str] | None = None
-    """The modules and packages whose tasks alone are enqueued and run here; None: any
-    that this process has."""
+    """The modules and packages whose tasks alone are enqueued and run here, and which
+    a worker imports for that; None: any of a package that this process has imported."""
 
     def allows(self, path: str) -> bool:
+        """Return whether this backend is for the task of this path."""
+        return self.MODULES is None or self.names(path)
+
+    def names(self, path: str) -> bool:
         """Return whether MODULES have the task of this path."""
-        return self.MODULES is None or any(
-            path.startswith(f"{one}.") for one in self.MODULES
-        )
+        return any(path.startswith(f"{one}.") for one in self.MODULES or ())
 
 
 def problems(given: object) -> Iterator[tuple[str, str]]:

@@ -42,19 +42,25 @@ class Backend(Protocol):
         """Return whether the task of this path is for this backend."""
         ...
 
+    def imports(self, path: str) -> bool:
+        """Return whether the settings name the module of this task."""
+        ...
+
     def stage(self, destination: str) -> Stage:
         """Return the stage of one queue."""
         ...
 
 
-def result_of(backend: Backend, row: OutboxMessage, stage: Stage) -> AnyResult:
+def result_of(
+    backend: Backend, row: OutboxMessage, stage: Stage, *, trusted: bool
+) -> AnyResult:
     """Return the result of the task that an outbox row holds.
 
     Raises TaskResultDoesNotExist when its function is gone, or it is no task.
     """
     try:
         args, kwargs = arguments(serializers.decode(bytes(row.body), row.content_type))
-        task = task_of(backend, row.headers)
+        task = task_of(backend, row.headers, trusted=trusted)
     except (DecodeError, InvalidTask) as error:
         raise TaskResultDoesNotExist(str(error)) from error
     using, own = stage.definition.using, {"message_id": row.message_id}
@@ -116,14 +122,25 @@ def _status(
     return TaskResultStatus.RUNNING
 
 
-def task_of(backend: Backend, headers: Mapping[str, str]) -> AnyTask:
-    """Return the task that headers name, as it was enqueued. Raises InvalidTask."""
+def task_of(
+    backend: Backend, headers: Mapping[str, str], *, trusted: bool = False
+) -> AnyTask:
+    """Return the task that headers name, as it was enqueued. Raises InvalidTask.
+
+    Unless they are `trusted`, they came over a wire: no package is imported then that
+    this process has nothing to do with.
+    """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):
         raise InvalidTask(f"{path[:200]!r} is in none of the backend's MODULES.")
-    # It came over a wire: no module is imported that has nothing to do with us.
-    if not _PATH.fullmatch(path) or path.partition(".")[0] not in sys.modules:
+    if not _PATH.fullmatch(path):
         raise InvalidTask(f"{path[:200]!r} is not the path of a task.")
+    package = path.partition(".")[0]
+    if not (trusted or package in sys.modules or backend.imports(path)):
+        raise InvalidTask(
+            f"The task {path[:200]!r} is not looked for, since nothing of {package!r} "
+            f"is imported here. {name_it(backend.alias, path)}"
+        )
     try:
         found = import_string(path)
     except ImportError as error:
@@ -146,6 +163,16 @@ def task_of(backend: Backend, headers: Mapping[str, str]) -> AnyTask:
     if all(getattr(found, name) == value for name, value in asked.items()):
         return found
     return found.using(**asked)
+
+
+def name_it(alias: str, path: str) -> str:
+    """Return what to do for a worker to import a task's module."""
+    module = path.rpartition(".")[0]
+    return (
+        f'Name its module in TASKS["{alias}"]["OPTIONS"]["MODULES"], as in '
+        f'["{module[:200]}"] beside those of your other tasks, or move it into an '
+        f"installed app."
+    )
 
 
 def arguments(body: object) -> tuple[list[Any], dict[str, Any]]:

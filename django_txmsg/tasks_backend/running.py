@@ -6,6 +6,7 @@ transaction: a task that was finished is not run again, one whose worker was los
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -139,10 +140,19 @@ def _asked(using: str, question: Callable[[], T]) -> T:
 
 
 def call(result: AnyResult) -> Any:
-    """Call a task's function; return what it does as JSON has it."""
+    """Call a task's function; return what it does as JSON has it. Raises ValueError
+    for NaN and infinities."""
     task: AnyTask = result.task
     args: list[Any] = [TaskContext(task_result=result)] if task.takes_context else []
-    return normalize_json(task.call(*args, *result.args, **result.kwargs))
+    value = normalize_json(task.call(*args, *result.args, **result.kwargs))
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError(
+            f"The task {task.module_path} returned NaN or an infinity, or something "
+            f"with one in it, which JSON has not. Let it return None or text instead."
+        ) from None
+    return value
 
 
 def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:

@@ -81,6 +81,12 @@ def return_object() -> Any:
     return object()
 
 
+@task
+def return_number(text: str) -> Any:
+    """Return what JSON has no word for, inside of something."""
+    return {"rates": [1.0, float(text)]}
+
+
 @task(takes_context=True)
 def own_id(context: Any) -> str:
     """Return the id of its result."""

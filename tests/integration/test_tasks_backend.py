@@ -11,6 +11,8 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -225,6 +227,18 @@ def test_arguments_that_json_has_not_are_refused() -> None:
     with txmsg(MAX_MESSAGE_BYTES=100), pytest.raises(InvalidMessage):
         jobs.nothing.enqueue("x" * 200)
     assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_a_number_that_json_has_not_fails_the_task_in_plain_words(
+    text: str, mode: str
+) -> None:
+    result = finished(jobs.return_number.enqueue(text))
+
+    assert result.status == FAILED
+    (error,) = result.errors
+    assert error.exception_class is ValueError
+    assert "tests.app.jobs.return_number returned NaN or an infinity" in error.traceback
 
 
 def test_a_return_value_is_kept(mode: str) -> None:
@@ -583,6 +597,60 @@ def test_a_queue_runs_tasks_of_its_modules_alone(mode: str) -> None:
     assert result.status == FAILED
     assert "tests.docs.this" not in sys.modules
     assert [one.name for one in Effect.objects.all()] == ["ours"]
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A task in a module beside manage.py, that no app imports."""
+    name = f"jobs_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(
+        f"from {jobs.task.__module__} import task\n"
+        f"@task\n"
+        f"def hello(name): return f'hello {{name}}'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield import_module(name).hello
+    sys.modules.pop(name, None)
+
+
+def in_another_process(task: Any) -> None:
+    """Forget that this one has imported the task's module."""
+    sys.modules.pop(task.module_path.partition(".")[0], None)
+
+
+def test_a_worker_imports_what_modules_name(beside: Any, mode: str) -> None:
+    module = beside.module_path.rpartition(".")[0]
+    with tasks(OPTIONS={"TRANSACTION": mode, "MODULES": ["tests.app.jobs", module]}):
+        result = beside.enqueue("you")
+        in_another_process(beside)
+        assert finished(result).return_value == "hello you"
+
+
+def test_a_task_that_a_worker_may_not_know_is_warned_of_and_fails_in_plain_words(
+    beside: Any, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        result = beside.enqueue("you")
+    in_another_process(beside)
+    drain(raises=False)
+
+    (record,) = (one for one in caplog.records if one.name == "django_txmsg.tasks")
+    assert record.levelno == logging.WARNING
+    for said in (record.getMessage(), DeadLetter.objects.latest("pk").exception):
+        assert beside.module_path in said
+        assert '["OPTIONS"]["MODULES"]' in said
+    in_another_process(beside)
+    # Asked for by name, a result is told all the same.
+    assert task_backends["default"].get_result(result.id).status == FAILED
+
+
+@pytest.mark.parametrize("options", [{}, {"MODULES": ["tests.app"]}])
+def test_a_task_of_the_project_is_warned_of_never(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with tasks(OPTIONS=options):
+        jobs.nothing.enqueue()
+    assert "django_txmsg.tasks" not in {one.name for one in caplog.records}
 
 
 def test_a_body_that_holds_no_arguments_is_dead(mode: str) -> None:
