@@ -71,3 +71,14 @@ def anchors(page: Path) -> set[str]:
         re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
         for heading in headings
     }
+
+
+#: Pages that are projects of their own. The one that needs a broker's certificates is
+#: followed by test_secure_the_broker.py.
+HOW_TO = [
+    page
+    for page in PAGES
+    if page.parent.name == "how-to"
+    and page.stem != "secure-the-broker"
+    and any(block.language == "python" and block.runs for block in blocks(page))
+]

@@ -1,0 +1,75 @@
+"""Each how-to page is a project: what it shows, in its order, with nothing overridden.
+
+So what two features do to each other is seen where a user lets them meet.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import HOW_TO, ROOT
+from tests.docs.throwaway import Project
+from tests.faults import wait_until
+from tests.services import RabbitMQ
+from tests.services.keeper import KEEPER
+from tests.services.stomp_server import PASSWORD, USER
+
+#: As a user has it: the plugin is found by its entry point.
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:django_txmsg",
+          "-p", "django_txmsg.pytest_plugin")  # fmt: skip
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_the_project_of_a_page_works(page: Path, tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.follow(page)
+
+    project.run("manage.py", "check")
+    assert " passed" in project.run(*PYTEST)
+
+
+ORDERED = """
+from django.db import transaction
+from shop.models import Order
+from shop.tasks import charge
+with transaction.atomic():
+    charge.delay(Order.objects.create(number="A-1").pk)
+"""
+CHARGED = """
+from shop.models import Order
+print(Order.objects.get(number="A-1").charged)
+"""
+
+
+def test_the_page_on_celery_works_with_a_broker_and_a_worker(
+    rabbitmq: RabbitMQ, tmp_path: Path
+) -> None:
+    url = f"amqp://{USER}:{PASSWORD}@127.0.0.1:{rabbitmq.amqp_port}//"
+    project = Project(tmp_path, {"CELERY_BROKER_URL": url, "C_FORCE_ROOT": "1"})
+    project.follow(ROOT / "docs" / "how-to" / "celery-outbox.md")
+    project.run("manage.py", "migrate", "--run-syncdb", "--verbosity", "0")
+    project.run("manage.py", "shell", "--command", ORDERED)
+    project.run("manage.py", "relay", "--once")
+
+    command = ("-m", "celery", "-A", "shop.celery", "worker", "--pool", "solo")
+    with (tmp_path / "worker.log").open("wb") as log:
+        worker = subprocess.Popen(
+            [sys.executable, *command], cwd=tmp_path, env=project.environ(),
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    KEEPER.watch(worker.pid, signal.SIGKILL)
+    try:
+        wait_until(
+            lambda: "True" in project.run("manage.py", "shell", "--command", CHARGED),
+            deadline=90,
+            message=lambda: (tmp_path / "worker.log").read_text(),
+        )
+    finally:
+        worker.kill()
+        worker.wait(30)
+        KEEPER.forget(worker.pid)
