@@ -20,6 +20,9 @@ class Unsent(Broker):
             f"txmsg_real_broker."
         )
 
+    def check(self) -> list[str]:
+        return []
+
     def shares_topics(self) -> bool:
         return True
 

@@ -99,6 +99,8 @@ class Project:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    #: What `shop/stages.py` declares, by name: a later block edits an earlier one's.
+    _declared: dict[str, str] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)
 
     def follow(self, page: Path) -> None:
@@ -109,6 +111,7 @@ class Project:
             if block.language == "python" and block.runs:
                 self._write(block, f"{page.name}:{block.line}")
         self._append("settings.py", SETTINGS_END)
+        self._append("shop/stages.py", "\n\n".join(self._declared.values()))
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         self._append("test_page.py", f"{TEST_OF_LINES}{body}")
 
@@ -145,10 +148,24 @@ class Project:
         elif any("urlpatterns" in _targets(one) for one in tree.body):
             self._append("shop/urls.py", code)
         else:
-            tests, declared, executed = _parted(tree, code)
-            self._append("shop/stages.py", declared)
-            self._append("test_page.py", tests)
-            self._lines += executed.splitlines()
+            self._part(tree, code)
+
+    def _part(self, tree: ast.Module, code: str) -> None:
+        """Share out the statements of a block."""
+        executing = False
+        for node in tree.body:
+            kind, source = _kind(node), _source(node, code)
+            executing = executing or kind == "executed"
+            if kind == "tests":
+                self._append("test_page.py", f"\n{source}\n")
+            elif kind == "executed" or (executing and isinstance(node, ast.Assign)):
+                self._lines += source.splitlines()
+            else:
+                name = getattr(node, "name", None) or ", ".join(_targets(node))
+                named = name != "other"
+                self._declared[name if named else f"line {len(self._declared)}"] = (
+                    source
+                )
 
     def _append(self, name: str, text: str) -> None:
         path = self.folder / name
@@ -174,20 +191,6 @@ def _targets(node: ast.stmt) -> Iterator[str]:
         while isinstance(target, ast.Subscript):
             target = target.value
         yield target.id if isinstance(target, ast.Name) else "other"
-
-
-def _parted(tree: ast.Module, code: str) -> tuple[str, str, str]:
-    """Return the tests, the declarations, and the executed lines of a block."""
-    parts: dict[str, list[str]] = {"tests": [], "declared": [], "executed": []}
-    executing = False
-    for node in tree.body:
-        kind = _kind(node)
-        if kind == "executed":
-            executing = True
-        elif executing and isinstance(node, ast.Assign):
-            kind = "executed"  # of what was executed before
-        parts[kind].append(_source(node, code))
-    return tuple("\n".join(one) + "\n" for one in parts.values())  # type: ignore[return-value]
 
 
 def _kind(node: ast.stmt) -> str:
