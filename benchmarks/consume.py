@@ -74,7 +74,7 @@ def main() -> None:
         "outbox, concurrency 1",
         "outbox, beside a stage that may not subscribe",
     )
-    sends = {name: one for name, one in figures.items() if "three" in name}
+    sends = {name: one for name, one in figures.items() if "outbox, three" in name}
     if alone in figures and sends:
         stand.table("a stage's sends", {alone: figures[alone], **sends}, alone)
     if {alone, beside} <= set(figures):
