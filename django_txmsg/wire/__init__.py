@@ -101,6 +101,8 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     "expires",
     "expiration",
     "reply-to",  # RabbitMQ makes a queue of its own of it
+    "cc",  # RabbitMQ reads these two as lists of further queues
+    "bcc",
 }
 
 #: Headers that a broker writes on what lies in it, or obeys on what it is sent.

@@ -158,7 +158,8 @@ class Link:
         """Send a heart-beat when it is time for one."""
         pause = time.monotonic() - self.transport.written_at
         if self.heartbeat and pause >= self.heartbeat / 2:
-            self.transport.write(frames.HEARTBEAT)
+            # A line that is full is not idle, and others' heart-beats must not wait.
+            self.transport.write_soon(frames.HEARTBEAT)
 
     def close(self) -> None:
         """Say good-bye, and close the socket; never raises."""

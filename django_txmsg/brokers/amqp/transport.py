@@ -36,6 +36,8 @@ class Transport:
         self._address, self._tls = address, tls
         self._connect_timeout, self._send_timeout = connect_timeout, send_timeout
         self._received = bytearray()
+        #: What `write_soon()` could not write yet.
+        self._unsent = b""
         self.sock: socket.socket | None = None
         self.connected = False
         #: When bytes last went out, and when any were last there to read.
@@ -58,13 +60,33 @@ class Transport:
             raise
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write all of it. After an error, which may be half-way, the connection can
+        """Write all of it. Raises TimeoutError when the server has taken no byte for
+        the send's time-out. After an error, which may be half-way, the connection can
         not be used any more."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(self._send_timeout)
+        view = memoryview(self._unsent + data if self._unsent else data)
         try:
-            self.sock.sendall(data)
+            while view:
+                view = view[self.sock.send(view) :]
+        except BaseException:
+            self.connected = False
+            raise
+        self._unsent = b""
+        self.written_at = time.monotonic()
+
+    def write_soon(self, data: bytes) -> None:
+        """Write as much as there is room for, without waiting, and the rest with what
+        comes next. While there is a rest, nothing is added to it: for heart-beats."""
+        if self.sock is None:
+            raise OSError("the connection is closed")
+        self.sock.settimeout(0.0)
+        self._unsent = self._unsent or data
+        try:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
         except BaseException:
             self.connected = False
             raise

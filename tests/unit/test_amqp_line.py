@@ -1,0 +1,131 @@
+"""An AMQP line that is slow, stands still or is full: what its writes and heart-beats
+do about it, on real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from django_txmsg.brokers.amqp import frames, heart
+from django_txmsg.brokers.amqp.transport import Transport
+from tests.faults import wait_until
+
+
+class Line:
+    """A transport over a socket pair with small buffers, and its far end."""
+
+    def __init__(self, send_timeout: float) -> None:
+        near, self.far = socket.socketpair()
+        for end in (near, self.far):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self.transport = Transport(
+            ("", 0), tls=None, connect_timeout=1, send_timeout=send_timeout
+        )
+        self.transport.sock, self.transport.connected = near, True
+        self.read = bytearray()
+
+    def drain(self, pause: float, stop: threading.Event) -> None:
+        """Read a little now and then, as a slow line does."""
+        self.far.settimeout(0.2)
+        while not stop.is_set():
+            try:
+                self.read += self.far.recv(8192)
+            except TimeoutError:
+                continue
+            stop.wait(pause)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line(send_timeout=0.4)
+    yield made
+    made.transport.close()
+    made.far.close()
+
+
+def test_a_write_may_take_longer_than_its_time_out_while_bytes_flow(line: Line) -> None:
+    stop = threading.Event()
+    reader = threading.Thread(target=line.drain, args=(0.05, stop))
+    reader.start()
+    data, began = bytes(range(256)) * 1000, time.monotonic()
+    try:
+        line.transport.write(data)
+        assert time.monotonic() - began > 2 * 0.4
+        wait_until(lambda: len(line.read) == len(data))
+    finally:
+        stop.set()
+        reader.join()
+    assert bytes(line.read) == data
+
+
+def test_a_write_that_stands_still_is_a_time_out(line: Line) -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        line.transport.write(b"x" * 1_000_000)
+    assert time.monotonic() - began < 30
+    assert not line.transport.connected
+
+
+def test_a_heart_beat_waits_for_no_line_and_is_whole_when_there_is_room(
+    line: Line,
+) -> None:
+    while True:  # until it is full
+        line.transport.write_soon(frames.HEARTBEAT)
+        if line.transport._unsent:
+            break
+    began = time.monotonic()
+    for _ in range(100):
+        line.transport.write_soon(frames.HEARTBEAT)
+    assert time.monotonic() - began < 0.4
+    assert len(line.transport._unsent) <= len(frames.HEARTBEAT)
+    stop = threading.Event()
+    reader = threading.Thread(target=line.drain, args=(0.0, stop))
+    reader.start()
+    try:
+        line.transport.write(b"the end")
+        wait_until(lambda: line.read.endswith(b"the end"))
+    finally:
+        stop.set()
+        reader.join()
+    beats = bytes(line.read.removesuffix(b"the end"))
+    assert beats == frames.HEARTBEAT * (len(beats) // len(frames.HEARTBEAT))
+
+
+def test_a_full_line_delays_no_other_s_heart_beat(line: Line) -> None:
+    class Beating:
+        """What the heart knows of a link."""
+
+        def __init__(self, transport: Transport) -> None:
+            self.transport, self.heartbeat = transport, 0.1
+            self.owned = threading.RLock()
+
+        def beat(self) -> None:
+            from django_txmsg.brokers.amqp.link import Link
+
+            Link.beat(self)  # type: ignore[arg-type]
+
+    other = Line(send_timeout=30.0)
+    line.transport._send_timeout = 30.0
+    while not line.transport._unsent:
+        line.transport.write_soon(frames.HEARTBEAT)
+    links: list[Any] = [Beating(line.transport), Beating(other.transport)]
+    try:
+        for one in links:
+            one.transport.written_at = 0.0
+            heart._links.add(one)
+        began = time.monotonic()
+        heart._beat()
+        assert time.monotonic() - began < 5
+        other.far.settimeout(5)
+        assert other.far.recv(100) == frames.HEARTBEAT
+    finally:
+        for one in links:
+            heart._links.discard(one)
+        other.transport.close()
+        other.far.close()
