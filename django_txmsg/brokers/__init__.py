@@ -7,6 +7,7 @@ conversations are `Session`s, and it passes `django_txmsg.testing.broker_suite`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,23 +17,61 @@ from ..envelope.broker_url import split_url
 from ..errors import ConfigurationError
 from .base import Broker, Delivery, Outgoing, Session
 
-__all__ = ["Broker", "Delivery", "Outgoing", "Session", "get_broker", "make_broker"]
+__all__ = [
+    "Broker",
+    "Delivery",
+    "Outgoing",
+    "Session",
+    "find_broker",
+    "get_broker",
+    "make_broker",
+]
 
-#: What a scheme's broker is, and the extra that brings its client.
-BACKENDS = {
-    "amqp": ("amqp.broker.AmqpBroker", "amqp"),
-    "amqps": ("amqp.broker.AmqpBroker", "amqp"),
-    "celery": ("celery.broker.CeleryBroker", "celery"),
-    "database": ("database.DatabaseBroker", ""),
-    "stomp": ("stomp.StompBroker", "stomp"),
-    "stomp+ssl": ("stomp.StompBroker", "stomp"),
-}
-#: An extra's module, and what to call it.
-CLIENTS = {
-    "amqp": ("amqp", "py-amqp"),
-    "celery": ("celery", "Celery"),
-    "stomp": ("stomp", "stomp.py"),
-}
+
+@dataclass(frozen=True, slots=True)
+class BuiltIn:
+    """What has to be known of a broker of ours before its client is imported."""
+
+    #: Its class, below this package.
+    path: str
+    schemes: tuple[str, ...]
+    #: What its URL looks like.
+    example: str
+    #: The extra that brings its client, the client's module and what to call it.
+    extra: str = ""
+    module: str = ""
+    client: str = ""
+
+
+#: Every broker that comes with the package. All else it says of itself.
+BUILT_IN = (
+    BuiltIn("database.DatabaseBroker", ("database",), "database://"),
+    BuiltIn(
+        "stomp.StompBroker",
+        ("stomp", "stomp+ssl"),
+        "stomp://user:password@host:61613 (stomp+ssl:// for TLS)",
+        extra="stomp",
+        module="stomp",
+        client="stomp.py",
+    ),
+    BuiltIn(
+        "amqp.broker.AmqpBroker",
+        ("amqp", "amqps"),
+        "amqp://user:password@host:5672 (amqps:// for TLS)",
+        extra="amqp",
+        module="amqp",
+        client="py-amqp",
+    ),
+    BuiltIn(
+        "celery.broker.CeleryBroker",
+        ("celery",),
+        "celery://module:app",
+        extra="celery",
+        module="celery",
+        client="Celery",
+    ),
+)
+BY_SCHEME = {scheme: one for one in BUILT_IN for scheme in one.schemes}
 
 
 def get_broker(alias: str = "default") -> Broker:
@@ -60,43 +99,48 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
     return made
 
 
-def receives(alias: str) -> bool:
-    """Return whether messages can be consumed from this alias's broker here: Celery's
-    are for its workers."""
-    entry = conf.get().BROKERS.get(alias, {})
-    return split_url(entry.get("URL", "")).scheme != "celery"
+def find_broker(alias: str) -> Broker | None:
+    """Return a new Broker for this alias, or None where `get_broker()` raises."""
+    try:
+        return get_broker(alias)
+    except (ConfigurationError, ValueError):
+        return None
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    """Return the brokers of one kind, by alias, each of that kind's own class."""
+    found = {alias: find_broker(alias) for alias in conf.get().BROKERS}
+    return {a: one for a, one in found.items() if one is not None and one.kind == kind}
 
 
 def make_broker(alias: str, url: str) -> Broker:
     """Return a Broker for a URL. Raises ConfigurationError when it is not usable."""
     scheme = split_url(url).scheme
-    if scheme not in BACKENDS:
+    if scheme not in BY_SCHEME:
         raise ConfigurationError(
             f"The URL of broker {alias!r} starts with {scheme!r}; "
-            f'known: {", ".join(BACKENDS)}. Another broker needs a "BACKEND".'
+            f'known: {", ".join(sorted(BY_SCHEME))}. Another broker needs a "BACKEND".'
         )
-    path, extra = BACKENDS[scheme]
-    module, _, name = path.rpartition(".")
+    known = BY_SCHEME[scheme]
+    module, _, name = known.path.rpartition(".")
     try:
         kind = getattr(import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
-        client, called = CLIENTS.get(extra, ("", ""))
-        if (error.name or "").partition(".")[0] != client:
+        if (error.name or "").partition(".")[0] != known.module:
             raise
         raise ConfigurationError(
-            f"Broker {alias!r} is {scheme}://, and {called} is not installed. "
-            f'Run: pip install "django_txmsg[{extra}]"'
+            f"Broker {alias!r} is {scheme}://, and {known.client} is not installed. "
+            f'Run: pip install "django_txmsg[{known.extra}]"'
         ) from error
     made: Broker = kind(alias, url)
     return made
 
 
-def absent_client(url: str) -> tuple[str, str, str] | None:
-    """Return scheme, extra and client of a URL whose client is not installed."""
-    scheme = split_url(url).scheme
-    _, extra = BACKENDS.get(scheme, ("", ""))
-    module, called = CLIENTS.get(extra, ("", ""))
-    return (scheme, extra, called) if module and find_spec(module) is None else None
+def without_client(url: str) -> BuiltIn | None:
+    """Return the broker of a URL if its client is not installed."""
+    found = BY_SCHEME.get(url.partition("://")[0].lower())
+    absent = found and found.module and find_spec(found.module) is None
+    return found if absent else None
 
 
 def _imported(alias: str, path: str) -> type[Broker]:

@@ -19,7 +19,7 @@ from ..errors import BrokerError, BrokerUnavailable, DispatchHeld, DispatchRejec
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """A message as it goes on the wire. `delay` is in seconds, as is `time_to_live`,
-    after which a broker that supports it drops a message that was not consumed."""
+    after which a broker may drop a message that was not consumed."""
 
     destination: str
     headers: Mapping[str, str]
@@ -82,11 +82,17 @@ class Session(abc.ABC):
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
         """Begin to receive from a destination; `subscriber` makes a topic's
-        subscription durable under that name."""
+        subscription durable under that name. Called once in a session's life, before
+        the first receive()."""
 
     @abc.abstractmethod
     def receive(self, timeout: float) -> Delivery | None:
-        """Return the next delivery, or None when none came in `timeout` seconds."""
+        """Return the next delivery, or None when none came in `timeout` seconds, as
+        none does while `prefetch` of them are unacknowledged.
+
+        Minutes may pass between two calls, while a handler works: what was received
+        stays this session's all the same.
+        """
 
     @abc.abstractmethod
     def ack(self, deliveries: Sequence[Delivery]) -> None:
@@ -151,7 +157,23 @@ class Session(abc.ABC):
 
 
 class Broker(abc.ABC):
-    """An address of a message server, by alias. Thread-safe; holds no connection."""
+    """An address of a message server, by alias. Thread-safe; holds no connection,
+    and nothing else that a fork must not share. Many sessions work at once.
+
+    The attributes say what it can do. A class sets them, or its `__init__` does.
+    """
+
+    #: The alias of the Django database in which it keeps its messages, or None for a
+    #: server. What a session sends is then part of the transaction that is open on
+    #: that alias in the same thread: it commits with it or not at all.
+    stored_in: str | None = None
+    #: Whether sessions receive. A broker that only sends has consumers elsewhere.
+    consumable: bool = True
+    #: What it is: "activemq", "artemis", "rabbitmq", "database" or "celery" of ours,
+    #: "" while only a connection could tell, and any other word for one of your own.
+    kind: str = ""
+    #: The scheme to use for TLS, where the URL asks for a connection in the clear.
+    tls_scheme: str = ""
 
     def __init__(self, alias: str, url: str) -> None:
         """`url` is what TXMSG["BROKERS"] says for the alias, "" where it says none.
@@ -186,6 +208,12 @@ class Broker(abc.ABC):
 
         Raises BrokerError when the broker refuses that, as while it is in use.
         """
+
+    def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
+        """Return why the broker gave up on a message, and the destination that it was
+        sent to, as far as the headers tell that it has in the broker's own dead
+        letters; "" for what they do not tell."""
+        return "", ""
 
     @abc.abstractmethod
     def check(self) -> list[str]:

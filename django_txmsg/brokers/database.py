@@ -43,10 +43,12 @@ LONGEST_WAIT = 1.0
 class DatabaseBroker(Broker):
     """Queue tables in the database of one alias."""
 
+    kind = "database"
+
     def __init__(self, alias: str, url: str) -> None:
         super().__init__(alias, url)
         parts = split_url(url)
-        self.using = parts.netloc or "default"
+        self.stored_in = self._using = parts.netloc or "default"
         self._options = dict(parse_qsl(parts.query))
 
     def open(
@@ -54,22 +56,22 @@ class DatabaseBroker(Broker):
     ) -> DatabaseSession:
         lease = float(self._options.get("lease", 30.0))
         poll = float(self._options.get("poll", 0.1))
-        return DatabaseSession(self.using, lease, poll)
+        return DatabaseSession(self._using, lease, poll)
 
     def shares_topics(self) -> bool:
         return True
 
     def unsubscribe(self, topic: str, subscriber: str) -> None:
-        QueueSubscription.objects.db_manager(self.using).remove(topic, subscriber)
+        QueueSubscription.objects.db_manager(self._using).remove(topic, subscriber)
 
     def check(self) -> list[str]:
         found = []
-        if self.using not in django_settings.DATABASES:
-            found.append(f"there is no database {self.using!r} in DATABASES")
-        elif connections[self.using].vendor not in ("postgresql", "sqlite"):
-            kind = connections[self.using].vendor
+        if self._using not in django_settings.DATABASES:
+            found.append(f"there is no database {self._using!r} in DATABASES")
+        elif connections[self._using].vendor not in ("postgresql", "sqlite"):
+            kind = connections[self._using].vendor
             found.append(
-                f"the database {self.using!r} is {kind}, and queues are kept in "
+                f"the database {self._using!r} is {kind}, and queues are kept in "
                 f"PostgreSQL or SQLite: database://ALIAS names another"
             )
         for name, value in self._options.items():
@@ -89,7 +91,7 @@ class DatabaseSession(Session):
     AHEAD = 0.2
 
     def __init__(self, using: str, lease: float, poll: float) -> None:
-        self.using = using
+        self._using = using
         self._lease, self._poll = lease, poll
         self._token = uuid.uuid4()
         self._rows = QueueMessage.objects.db_manager(using)
@@ -133,7 +135,7 @@ class DatabaseSession(Session):
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
             self._asked(lambda: self._subscriptions.add(destination, name))
-        self._wakeup = wakeups.Wakeup(self.using, wakeups.queue(self._queue))
+        self._wakeup = wakeups.Wakeup(self._using, wakeups.queue(self._queue))
 
     def receive(self, timeout: float) -> Delivery | None:
         deadline = time.monotonic() + timeout
@@ -170,7 +172,7 @@ class DatabaseSession(Session):
 
     def commit(self, acks: Sequence[Delivery]) -> None:
         def settle() -> None:
-            with transaction.atomic(using=self.using):
+            with transaction.atomic(using=self._using):
                 if self._delete(acks) < len(acks):
                     raise DeliveryLost(
                         "the lease of a delivery ended before its transaction; "
@@ -189,7 +191,7 @@ class DatabaseSession(Session):
 
     def ping(self) -> None:
         def ask() -> None:
-            with connections[self.using].cursor() as cursor:
+            with connections[self._using].cursor() as cursor:
                 cursor.execute("SELECT 1")
 
         self._asked(ask)
@@ -249,7 +251,7 @@ class DatabaseSession(Session):
         """Wake who waits for what was just committed."""
         told, self._told = self._told, set()
         if told and conf.get().NOTIFY:
-            notify(self.using, told)
+            notify(self._using, told)
 
     def _claim(self, limit: int) -> list[Delivery]:
         rows = (
@@ -296,5 +298,5 @@ class DatabaseSession(Session):
             if not outage.may_pass(error):
                 raise
             if outage.is_away(error):
-                outage.discard(self.using)
-            raise BrokerUnavailable(f"database {self.using!r}: {error}") from error
+                outage.discard(self._using)
+            raise BrokerUnavailable(f"database {self._using!r}: {error}") from error

@@ -24,12 +24,21 @@ from .stomp_heads import Heads
 
 #: Seconds for which acknowledgements are gathered at most.
 LONGEST_GROUP = 1.0
+#: Headers in which brokers say why they gave up on a message, and where it was.
+_CAUSES = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
+_ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
 #: Times that a broker hangs up on a message alone until that is an answer.
 HANG_UPS = 3
 
 
 class StompBroker(Broker):
     """A STOMP server. Each session has a connection of its own."""
+
+    def __init__(self, alias: str, url: str) -> None:
+        super().__init__(alias, url)
+        with contextlib.suppress(ValueError):  # check() reports it
+            self.kind = dict(parse_qsl(split_url(url).query)).get("dialect", "")
+        self.tls_scheme = "stomp+ssl" if url.startswith("stomp:") else ""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
@@ -53,8 +62,7 @@ class StompBroker(Broker):
         return StompBroker(self.alias, hurry(self._url, timeout))
 
     def shares_topics(self) -> bool | None:
-        dialect = dict(parse_qsl(split_url(self._url).query)).get("dialect")
-        return None if dialect is None else dialect == "rabbitmq"
+        return self.kind == "rabbitmq" if self.kind else None
 
     def unsubscribe(self, topic: str, subscriber: str) -> None:
         # A name alone ends nothing: it is taken up once more, to be ended for good.
@@ -62,6 +70,11 @@ class StompBroker(Broker):
         with session:
             session.subscribe(topic, prefetch=1, subscriber=subscriber)
             session.end_subscription()
+
+    def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
+        reason = next((headers[name] for name in _CAUSES if name in headers), "")
+        origin = next((headers[name] for name in _ORIGINS if name in headers), "")
+        return reason, origin.removeprefix("queue://").removeprefix("/queue/")
 
     def check(self) -> list[str]:
         try:

@@ -20,6 +20,7 @@ from django.apps import apps
 from django.db import connections, router
 
 from .. import conf, tracing, wire
+from ..brokers import of_kind
 from ..brokers.celery.publication import HEADER, Publication
 from ..django_internals import in_block
 from ..envelope.message import new_id
@@ -278,13 +279,10 @@ def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
 
 def broker_of(app: Any) -> str:
     """Return the alias of the broker that has this app. Raises ConfigurationError."""
-    from ..brokers.celery.broker import load_app
-
     app = getattr(app, "_get_current_object", lambda: app)()
-    for alias, entry in conf.get().BROKERS.items():
-        url = entry.get("URL", "")
-        if url.startswith("celery://") and load_app(url) is app:
-            return str(alias)
+    for alias, broker in of_kind("celery").items():
+        if broker.app is app:
+            return alias
     raise ConfigurationError(
         f'No entry of TXMSG["BROKERS"] has the Celery app {app.main!r}: add one like '
         f'"celery": {{"URL": "celery://shop.celery:app"}}, with the module that your '

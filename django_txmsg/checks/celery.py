@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from django.core.checks import CheckMessage, Error, Warning
 
-from .. import conf, stages
-from ..envelope.broker_url import split_url
+from .. import brokers, stages
 
 #: Transports that keep messages in the memory of one process.
 _NOWHERE = ("memory", "memory+socket")
@@ -16,15 +15,9 @@ _NOWHERE = ("memory", "memory+socket")
 
 def check() -> Iterator[CheckMessage]:
     """Look at each app that a celery:// URL names."""
-    brokers = conf.get().BROKERS
-    urls = {alias: entry.get("URL", "") for alias, entry in brokers.items()}
-    celerys = [alias for alias in urls if split_url(urls[alias]).scheme == "celery"]
-    for alias in celerys:
-        # Only here: without such a URL, Celery need not be installed.
-        from ..brokers.celery.broker import load_app
-
-        where = f'TXMSG["BROKERS"]["{alias}"]'
-        app = load_app(urls[alias])
+    celerys = brokers.of_kind("celery")
+    for alias, broker in celerys.items():
+        where, app = f'TXMSG["BROKERS"]["{alias}"]', broker.app
         for message, hint in (*_lossy(app), *_once(app)):
             yield Error(f"{where}: {message}", hint=hint, id="txmsg.E020")
         yield from _plain(where, app)
@@ -97,7 +90,7 @@ def _plain(where: str, app: Any) -> Iterator[CheckMessage]:
         )
 
 
-def _consumed(celerys: list[str]) -> Iterator[CheckMessage]:
+def _consumed(celerys: Collection[str]) -> Iterator[CheckMessage]:
     for stage in stages.all_stages():
         if stage.broker in celerys:
             yield Error(

@@ -12,6 +12,7 @@ from django.core.checks import CheckMessage, Warning
 from django.db import connections
 
 from .. import conf
+from ..brokers import Broker, find_broker
 from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..stages import all_stages
@@ -19,26 +20,25 @@ from ..stages import all_stages
 #: Credentials that everybody knows.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
 
-#: Schemes without TLS, and with it.
-_IN_THE_CLEAR = {"stomp": "stomp+ssl", "amqp": "amqps"}
-
 
 def check() -> list[CheckMessage]:
     """Return what is risky about brokers, names and databases."""
     found: list[CheckMessage] = []
     for alias, entry in conf.get().BROKERS.items():
-        found += _exposed(alias, entry.get("URL", ""))
+        broker = find_broker(alias)
+        if broker is not None:  # or another check says why not
+            found += _exposed(broker, entry.get("URL", ""))
     return [*found, *_default_service(), *_deferred_sqlite(), *_no_receiver()]
 
 
-def _exposed(alias: str, url: str) -> Iterator[CheckMessage]:
-    parts = split_url(url)
-    if parts.scheme not in _IN_THE_CLEAR and parts.scheme not in _IN_THE_CLEAR.values():
-        return
-    where = f'TXMSG["BROKERS"]["{alias}"]'
-    credentials, _, hosts = parts.netloc.rpartition("@")
+def _exposed(broker: Broker, url: str) -> Iterator[CheckMessage]:
+    where = f'TXMSG["BROKERS"]["{broker.alias}"]'
+    try:
+        credentials, _, hosts = split_url(url).netloc.rpartition("@")
+    except ValueError:
+        return  # of somebody else's broker, which reads it in its own way
     user, _, password = credentials.partition(":")
-    safe = _IN_THE_CLEAR.get(parts.scheme)
+    safe = broker.tls_scheme
     if safe and not all(map(_local, hosts.split(","))):
         yield Warning(
             f"{where} sends messages and its password over the network in the clear.",

@@ -96,4 +96,4 @@ def _writes(model: type[Model]) -> str:
 
 
 def _works_in(broker: str, alias: str) -> bool:
-    return getattr(brokers.get_broker(broker), "using", None) == alias
+    return brokers.get_broker(broker).stored_in == alias

@@ -13,9 +13,8 @@ from .. import brokers, conf
 from ..errors import ConfigurationError
 
 _HOW_A_BROKER_LOOKS = (
-    "A URL looks like database://, stomp://user:password@host:61613 or "
-    "amqp://user:password@host:5672 (stomp+ssl:// and amqps:// for TLS); options go "
-    'into the query, ?heartbeat=5. A "BACKEND" is the dotted path of a class.'
+    f"A URL looks like {', '.join(one.example for one in brokers.BUILT_IN)}; options "
+    'go into the query, ?heartbeat=5. A "BACKEND" is the dotted path of a class.'
 )
 #: Errors after which nothing else can be looked at.
 UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
@@ -53,12 +52,12 @@ def _time_zone() -> Iterator[CheckMessage]:
 def _brokers() -> Iterator[CheckMessage]:
     for alias, entry in conf.get().BROKERS.items():
         where = f'TXMSG["BROKERS"]["{alias}"]'
-        absent = "BACKEND" not in entry and brokers.absent_client(entry["URL"])
+        absent = "BACKEND" not in entry and brokers.without_client(entry["URL"])
         if absent:
-            scheme, extra, client = absent
+            scheme = entry["URL"].partition("://")[0]
             yield Error(
-                f"{where} is {scheme}://, and {client} is not installed.",
-                hint=f'Run: pip install "django_txmsg[{extra}]"',
+                f"{where} is {scheme}://, and {absent.client} is not installed.",
+                hint=f'Run: pip install "django_txmsg[{absent.extra}]"',
                 id="txmsg.E004",
             )
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sqlite3
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,8 +24,6 @@ from ..monitoring import databases
 from ..stages import Stage
 
 DAY = 86_400.0
-#: URLs of which one can tell what is behind them.
-RABBITMQ = re.compile(r"amqps?:|stomp.*[?&]dialect=rabbitmq\b")
 
 
 def check() -> list[CheckMessage]:
@@ -106,8 +103,8 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 
 def _subscription(stage: Stage) -> Iterator[CheckMessage]:
     """RabbitMQ keeps a subscription in a queue of its name."""
-    url = conf.get().BROKERS.get(stage.broker, {}).get("URL", "")
-    if not RABBITMQ.match(url):
+    broker = brokers.find_broker(stage.broker)
+    if broker is None or broker.kind != "rabbitmq":
         return
     for other in stages.all_stages():
         same = other.destination == stage.subscriber and other.broker == stage.broker

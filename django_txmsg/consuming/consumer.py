@@ -17,7 +17,7 @@ from django.db import Error as AnyDatabaseError
 from django.db import router
 
 from .. import conf, wire
-from ..brokers import get_broker, receives
+from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
 from ..models import StageState, Worker
@@ -118,7 +118,8 @@ class Consumer:
         for thread in self.threads:
             crew.add(thread.name, thread.run)
         for alias, breaker in self._breakers.items():
-            if not receives(alias):
+            broker = find_broker(alias)
+            if broker is not None and not broker.consumable:
                 continue
             control = ControlThread(alias, self._stop, breaker, self._activity)
             crew.add(f"txmsg-control-{alias}", control.run)
@@ -151,7 +152,7 @@ class Consumer:
     def _heard_in(self) -> set[str]:
         """The databases in which something may come that concerns this process."""
         brokers = [get_broker(alias) for alias in self._settings.BROKERS]
-        embedded = {getattr(broker, "using", None) for broker in brokers}
+        embedded = {broker.stored_in for broker in brokers}
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
 
 from django.db import router, transaction
 
 from .. import conf, wire
 from ..brokers import get_broker
-from ..brokers.base import Delivery, Session
+from ..brokers.base import Broker, Delivery, Session
 from ..dead_letters import burial
 from ..envelope.failure import Failure
 from ..envelope.message import check_destination
@@ -27,10 +26,6 @@ from ..upkeep.connections import recycle
 from . import reading
 
 log = logging.getLogger("django_txmsg.intake")
-
-#: Headers in which brokers say why, and where the message was.
-_REASONS = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
-_ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
 
 
 class IntakeThread:
@@ -55,9 +50,10 @@ class IntakeThread:
         """Take in until told to stop."""
         while not self._stopping.is_set():
             try:
-                with get_broker(self._broker).open() as session:
+                broker = get_broker(self._broker)
+                with broker.open() as session:
                     session.subscribe(self._destination, prefetch=10)
-                    self._take_in(session)
+                    self._take_in(broker, session)
             except BrokerUnavailable as error:
                 self._breaker.failed(error)
                 self._stopping.wait(self._breaker.remaining)
@@ -65,12 +61,11 @@ class IntakeThread:
                 log.exception("%s: an error of ours; going on", self._destination)
                 self._stopping.wait(1.0)
 
-    def _take_in(self, session: Session) -> None:
+    def _take_in(self, broker: Broker, session: Session) -> None:
         while outage.wait(self._using, self._stopping):
             delivery = session.receive(0.5)
             self._breaker.worked()
-            idle, but = delivery is None, getattr(session, "using", None)
-            recycle(idle=idle, but=but)
+            recycle(idle=delivery is None, but=broker.stored_in)
             if delivery is None or self._stopping.is_set():
                 continue
             # As its stage would: redelivered, it is the message that it was.
@@ -104,8 +99,9 @@ class IntakeThread:
                 return True
 
     def _bury(self, delivery: Delivery) -> None:
-        reason = _first(delivery.headers, _REASONS)
-        origin = _origin(delivery.headers) or self._destination
+        broker = get_broker(self._broker)
+        reason, named = broker.dead_letter_cause(delivery.headers)
+        origin = _sendable(named) or self._destination
         with transaction.atomic(using=self._using):
             burial.bury(
                 using=self._using,
@@ -123,17 +119,11 @@ class IntakeThread:
             )
 
 
-def _origin(headers: Mapping[str, str]) -> str:
-    """Return where the message was sent, if that can be sent to again: a header is what
+def _sendable(named: str) -> str:
+    """Return where a message was sent, if that can be sent to again: a header is what
     anybody wrote, and a redelivery must not speak to our own control."""
-    named = _first(headers, _ORIGINS).removeprefix("queue://")
-    named = named.removeprefix("/queue/")
     try:
         origin = check_destination(named)
     except InvalidMessage:
         return ""
     return "" if wire.is_control(origin) else origin
-
-
-def _first(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
-    return next((headers[name] for name in names if name in headers), "")

@@ -160,7 +160,7 @@ class StageThread:
         if first is None:
             self._subscription.worked()
             self.dry = True
-            recycle(idle=True, but=getattr(session, "using", None))
+            recycle(idle=True, but=self._subscription.stored_in)
             return
         self.dry = False
         deliveries = [first]

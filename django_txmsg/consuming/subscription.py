@@ -31,6 +31,8 @@ class Subscription:
         )
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None
+        #: The database that the broker keeps its messages in, if it does.
+        self.stored_in: str | None = None
         self._since = 0.0
 
     @property
@@ -53,10 +55,10 @@ class Subscription:
         with self._breaker.connecting:
             if self.pause:
                 return None
+            broker = get_broker(stage.broker)
+            self.stored_in = broker.stored_in
             try:
-                session = get_broker(stage.broker).open(
-                    transacted=transacted, subscriber=subscriber
-                )
+                session = broker.open(transacted=transacted, subscriber=subscriber)
             except BrokerUnavailable as error:
                 # A durable subscriber's connection has a name of its own, which may be
                 # taken.

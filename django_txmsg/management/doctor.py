@@ -27,7 +27,7 @@ from django.db.migrations.executor import MigrationExecutor
 from django.utils import timezone
 
 from .. import conf, wire
-from ..brokers import Outgoing, Session, get_broker, receives
+from ..brokers import Outgoing, Session, get_broker
 from ..envelope.message import new_id
 from ..errors import TxmsgError
 from ..models import OutboxMessage, Worker
@@ -255,7 +255,7 @@ def _broker(alias: str) -> Iterator[Examined]:
         broker = get_broker(alias)
         with broker.open() as session:
             yield Examined(subject, GOOD, "reached and logged in")
-            if not receives(alias):
+            if not broker.consumable:
                 return  # its messages are another program's to read
             step = "send to and receive from"
             yield Examined(subject, GOOD, _goes_round(session))

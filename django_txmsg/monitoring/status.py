@@ -9,7 +9,7 @@ import datetime as dt
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ..brokers import receives
+from ..brokers import find_broker
 from ..models import StageState
 from ..models.fields import clock
 from ..models.queue import queue_name
@@ -212,9 +212,10 @@ def read(using: str = "default") -> Status:
         _place(status.destinations, name).waiting = waiting
     status.services = in_outbox(using, by="service")
     elsewhere = set()  # tasks, say, for Celery's workers
-    for name, (last, broker) in recent.last_dispatched(using).items():
+    for name, (last, alias) in recent.last_dispatched(using).items():
         _place(status.destinations, name).last = last
-        if not receives(broker):
+        broker = find_broker(alias)
+        if broker is not None and not broker.consumable:
             elsewhere.add(name)
     for declared in all_stages():
         _place(status.stages, declared.name)

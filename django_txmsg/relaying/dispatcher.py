@@ -192,7 +192,7 @@ def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
     mode, connection = conf.get().DISPATCH_ON_COMMIT, connections[using]
     if mode == "inline":
         # A TestCase that runs its hooks has committed nothing: nobody outside hears.
-        inside = hasattr(get_broker(broker), "using")
+        inside = get_broker(broker).stored_in is not None
         if inside or not in_testcase(connection):
             dispatch_inline(using, broker, ids)
     elif mode == "thread" and not (in_block(connection) or in_memory(connection)):

@@ -45,8 +45,8 @@ def announce(
     if in_testcase(connection):
         return
     mark = ""
-    if getattr(channel.broker, "using", None) == using:
-        # The embedded broker's tables are in this very transaction.
+    if channel.broker.stored_in == using:
+        # The broker's tables are in this very transaction.
         kind = "arrival"
     elif settings.CONTROL_MESSAGE_ORACLE == "auto" and commit_status.can_tell(
         connection

@@ -70,8 +70,8 @@ class Channel:
         and DispatchUnknown when there is no answer within CONTROL_TIMEOUT.
         """
         mine = _Sending(outgoing)
-        if hasattr(self.broker, "using"):
-            # The embedded broker's tables belong to this thread's own transaction.
+        if self.broker.stored_in is not None:
+            # Its tables belong to this thread's own transaction.
             with self.broker.open() as session:
                 (mine.error,) = session.send([outgoing])
         else:

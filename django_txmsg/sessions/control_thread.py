@@ -78,11 +78,12 @@ class ControlThread:
                     self._stopping.wait(min(pause, 0.5))
                     continue
                 try:
+                    broker = get_broker(self._broker)
                     with self._breaker.connecting:
-                        session = get_broker(self._broker).open()
+                        session = broker.open()
                     with session:
                         if self._subscribed(session):
-                            self._serve(session)
+                            self._serve(session, broker.stored_in)
                 except BrokerUnavailable as error:
                     self._breaker.failed(error)
                 except Exception:
@@ -104,7 +105,7 @@ class ControlThread:
         self._refused.worked()
         return True
 
-    def _serve(self, session: Session) -> None:
+    def _serve(self, session: Session, stored_in: str | None) -> None:
         self._note_the_database()
         while not self._stopping.is_set():
             left = self._later[0].due - time.monotonic() if self._later else 0.5
@@ -112,8 +113,7 @@ class ControlThread:
             self._breaker.worked()
             if delivery is not None and not self._stopping.is_set():
                 self._look(session, _Held(delivery))
-            idle, but = delivery is None, getattr(session, "using", None)
-            recycle(idle=idle, but=but)
+            recycle(idle=delivery is None, but=stored_in)
             # Each once: what asks for another look at once lets others have theirs.
             now = time.monotonic()
             while self._later and self._later[0].due <= now:

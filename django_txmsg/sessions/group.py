@@ -163,7 +163,7 @@ def find(using: str, metadata: Mapping[str, str]) -> Group | None:
         or metadata
         or not commit_status.can_tell(connection)
         or in_testcase(connection)
-        or hasattr(control_channel().broker, "using")
+        or control_channel().broker.stored_in is not None
     ):
         return None
     with _lock:

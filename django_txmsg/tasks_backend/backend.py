@@ -18,6 +18,7 @@ from django.apps import apps
 from django.db import connections, router, transaction
 
 from .. import conf, signals, wire
+from ..brokers import find_broker
 from ..django_internals import in_block
 from ..envelope.message import MAX_NAME_LENGTH, Message
 from ..models import OutboxMessage
@@ -65,8 +66,8 @@ class TransactionalBackend(BaseTaskBackend):
     @property
     def supports_priority(self) -> bool:  # type: ignore[override]  # by the settings
         """Whether tasks of higher priority come first: with the embedded broker."""
-        broker = conf.get().BROKERS.get(self._given.BROKER)
-        return broker is not None and broker.get("URL", "").startswith("database:")
+        broker = find_broker(self._given.BROKER)
+        return broker is not None and broker.kind == "database"
 
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)

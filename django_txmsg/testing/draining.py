@@ -23,12 +23,11 @@ from django.test import override_settings
 from django.utils import timezone
 
 from .. import conf
-from ..brokers import get_broker, receives
+from ..brokers import find_broker, get_broker
 from ..brokers.base import Delivery, Session
 from ..consuming import batch, reading
 from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
 from ..consuming.stage_middleware import Chain, prepared
-from ..envelope.broker_url import split_url
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
@@ -267,11 +266,11 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     A Celery app stays the one that it is: what is called is a row, and is not sent."""
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
-        if not receives(alias):
+        broker = find_broker(alias)
+        if broker is not None and not broker.consumable:
             brokers[alias] = {"URL": options["URL"], "BACKEND": _UNSENT}
             continue
-        url = split_url(options.get("URL", ""))
-        database = url.netloc if url.scheme == "database" else ""
+        database = (broker and broker.stored_in) or ""
         brokers[alias] = {"URL": f"database://{database}?lease={_LEASE}"}
     given = getattr(settings, "TXMSG", None) or {}
     with override_settings(

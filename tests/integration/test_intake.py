@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import amqp
 import pytest
 
 from django_txmsg import jms
+from django_txmsg.brokers.database import DatabaseBroker
+from django_txmsg.brokers.stomp import StompBroker
 from django_txmsg.consuming.intake import IntakeThread
 from django_txmsg.dead_letters import burial
 from django_txmsg.models import DeadLetter, QueueMessage
@@ -20,15 +23,21 @@ from django_txmsg.upkeep.crew import Crew
 from tests import factories
 from tests.faults import wait_until
 from tests.running import committing, put, txmsg
-from tests.services import ActiveMQ
-from tests.services.stomp_server import StompServer
+from tests.services import ActiveMQ, ByAmqp, RabbitMQ
+from tests.services.stomp_server import PASSWORD, USER, StompServer
+
+
+class WithDeadLetters(DatabaseBroker):
+    """The embedded broker, with the dead letters that servers have."""
+
+    dead_letter_cause = StompBroker.dead_letter_cause
 
 
 @contextmanager
-def taking_in(url: str, destination: str) -> Iterator[None]:
+def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
     """Take in what lies there until there is a dead letter."""
     stop = threading.Event()
-    with txmsg(BROKERS={"default": {"URL": url}}):
+    with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         crew = Crew(stop.set)
         crew.add("intake", IntakeThread("default", destination, stop, Activity()).run)
         crew.start()
@@ -98,6 +107,31 @@ def test_a_message_that_expired_is_taken_in_with_the_broker_s_reason(
 
 
 @committing
+def test_amqp_tells_the_broker_s_reason_as_well(
+    rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, destination: str
+) -> None:
+    dead = f"DLQ.{destination}"
+    arguments = {
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": dead,
+        "x-message-ttl": 1,
+    }
+    address = f"127.0.0.1:{rabbitmq.amqp_port}"
+    with amqp.Connection(address, USER, PASSWORD) as connection:
+        channel = connection.channel()
+        channel.queue_declare(dead, durable=True, auto_delete=False)
+        channel.queue_declare(
+            destination, durable=True, auto_delete=False, arguments=arguments
+        )
+        channel.basic_publish(amqp.Message(b"too late"), routing_key=destination)
+    with taking_in(rabbitmq_amqp.url(), dead):
+        pass
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.destination) == ("broker", destination)
+    assert "expired" in letter.exception.lower()
+
+
+@committing
 @pytest.mark.parametrize(
     ("header", "destination"),
     [
@@ -117,7 +151,7 @@ def test_a_header_sends_nobody_where_no_message_may_go(
     """A redelivery goes to the dead letter's destination."""
     factories.QueueMessageFactory(queue="DLQ", headers={"original-destination": header})
 
-    with taking_in("database://", "DLQ"):
+    with taking_in("database://", "DLQ", BACKEND=f"{__name__}.WithDeadLetters"):
         pass
 
     assert DeadLetter.objects.get().destination == destination

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...envelope.broker_url import hurry
 from ...errors import BrokerUnavailable
 from ..base import Broker
@@ -12,6 +14,12 @@ from .session import AmqpSession
 
 class AmqpBroker(Broker):
     """RabbitMQ by AMQP 0-9-1. Each session has a connection of its own."""
+
+    kind = "rabbitmq"
+
+    def __init__(self, alias: str, url: str) -> None:
+        super().__init__(alias, url)
+        self.tls_scheme = "amqps" if url.startswith("amqp:") else ""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
@@ -39,6 +47,10 @@ class AmqpBroker(Broker):
         session = self.open()
         with session:
             session.delete_subscription(subscriber)
+
+    def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
+        reason = headers.get("x-first-death-reason", "")
+        return reason, headers.get("x-first-death-queue", "")
 
     def check(self) -> list[str]:
         try:

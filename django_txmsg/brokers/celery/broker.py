@@ -58,12 +58,20 @@ def open_session(app: Any) -> CelerySession:
 class CeleryBroker(Broker):
     """The broker of a Celery app, for tasks' messages only."""
 
+    consumable = False
+    kind = "celery"
+
+    @property
+    def app(self) -> Any:
+        """The app that the URL names. Raises ConfigurationError."""
+        return load_app(self._url)
+
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> CelerySession:
         if transacted or subscriber:
             send_only()
-        return open_session(load_app(self._url))
+        return open_session(self.app)
 
     def shares_topics(self) -> bool:
         return True

@@ -49,7 +49,7 @@ class Command(BaseCommand):
             self._remove(broker, options["topic"], options["subscriber"])
 
     def _list(self, broker: Broker, as_json: bool) -> None:
-        using = getattr(broker, "using", None)
+        using = _tables_of(broker)
         if using is None:
             raise CommandError(
                 f"Broker {broker.alias!r} is a server, and only its own tools list its "
@@ -79,7 +79,7 @@ class Command(BaseCommand):
             self.stdout.write("Nobody has subscribed to a topic.")
 
     def _remove(self, broker: Broker, topic: str, subscriber: str) -> None:
-        using = getattr(broker, "using", None)
+        using = _tables_of(broker)
         if using is not None:
             stages = [one for one in all_stages() if one.destination == topic]
             used = [one.subscriber for one in stages]
@@ -111,3 +111,8 @@ class Command(BaseCommand):
         require_tables(using)
         living = attendance.read_living(using, clock(using)).living
         return subscriptions.read(using, living)
+
+
+def _tables_of(broker: Broker) -> str | None:
+    """Return the database whose tables list the broker's subscriptions, if one does."""
+    return broker.stored_in if broker.kind == "database" else None

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from django.core import signing
@@ -17,9 +18,9 @@ from django.test import override_settings
 from django.utils import timezone
 
 from django_txmsg import outbox_session, send_message, signals, wire
-from django_txmsg.brokers import get_broker
+from django_txmsg.brokers import Broker, Session, get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
-from django_txmsg.brokers.database import DatabaseSession
+from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.relaying.lane import Lane
@@ -171,6 +172,48 @@ def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
     handle(delivery)
     assert arrived() == 2
     assert heard["handled"][-1]["attempts"] == 9
+
+
+class ServerWithUsing(Broker):
+    """A server, as far as the package can tell: `using` is a name of its author's.
+    (Its messages lie in another database than the session's.)"""
+
+    def __init__(self, alias: str, url: str) -> None:
+        super().__init__(alias, url)
+        self.using = "default"
+        self._inside = DatabaseBroker(alias, "database://other?poll=0.01")
+
+    def open(self, **options: Any) -> Session:
+        return self._inside.open(**options)
+
+    def shares_topics(self) -> bool:
+        return True
+
+    def unsubscribe(self, topic: str, subscriber: str) -> None:
+        raise NotImplementedError
+
+    def check(self) -> list[str]:
+        return []
+
+
+@on_postgresql
+def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> None:
+    """Its control message would be settled before the commit: nobody looks again."""
+    brokers = {"default": {"BACKEND": f"{__name__}.ServerWithUsing"}}
+    with (
+        override_settings(TXMSG={**txmsg(), "BROKERS": brokers}),
+        get_broker().open() as arrivals,
+    ):
+        arrivals.subscribe("web.txmsg.control", prefetch=10)
+        with transaction.atomic():
+            with transaction.atomic(), outbox_session():
+                send_two()
+            delivery = arrivals.receive(30)
+            with pytest.raises(look_up.LookAgain):
+                _elsewhere(lambda: handle(delivery))
+            assert heard["handled"] == []
+        handle_to_the_end(delivery)
+    assert arrived() == 2
 
 
 @on_postgresql
