@@ -2,7 +2,8 @@
 
 A destination is a stream. Those who share its work are a group of consumers: one group
 of a queue, one for each subscriber of a topic. Who receives a message has it pending;
-when it was not touched for a `lease`, another one of the group claims it.
+when it was not touched for a `lease`, another one of the group claims it. Nobody calls
+a session while a handler works, so a thread touches what the session holds.
 
 What a topic's stream has to keep is up to its owner, who trims it (`XTRIM`).
 """
@@ -61,6 +62,8 @@ class RedisSession(Session):
         self._held: set[bytes] = set()
         self._arrived: deque[Delivery] = deque()
         self._enlisted: list[Outgoing] = []
+        self._closed = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     def send(
         self,
@@ -91,6 +94,16 @@ class RedisSession(Session):
             except redis.ResponseError as error:
                 if "BUSYGROUP" not in str(error):
                     raise
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    def _keep(self) -> None:
+        who = (self._stream, self._group)
+        while not self._closed.wait(self._lease / 4000):
+            with suppress(redis.RedisError, OSError):
+                mine = self.client.xpending_range(*who, "-", "+", 1000, self._me)
+                if held := [one["message_id"] for one in mine]:
+                    self.client.xclaim(*who, self._me, 0, held, justid=True)
 
     def receive(self, timeout: float) -> Delivery | None:
         deadline = time.monotonic() + timeout
@@ -156,6 +169,9 @@ class RedisSession(Session):
 
     def close(self) -> None:
         held, self._held = list(self._held), set()
+        self._closed.set()
+        if self._keeper is not None:
+            self._keeper.join()
         # Without an answer they come again when their lease has ended.
         with suppress(redis.RedisError, OSError):
             if self._group == self._me:

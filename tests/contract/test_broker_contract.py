@@ -35,6 +35,7 @@ Manage = Callable[..., ManageProcess]
 @pytest.mark.django_db(transaction=True)
 class TestTheEmbeddedBroker(BrokerSuite):
     url = "database://default?lease=2&poll=0.02"
+    held_for = 6.0
 
     @pytest.fixture(autouse=True)
     def _processes(self, manage: Manage) -> None:
@@ -55,6 +56,8 @@ class TestTheEmbeddedBroker(BrokerSuite):
 
 class OnServer(BrokerSuite):
     """The suite on a broker with a server of its own."""
+
+    held_for = 5.0
 
     @pytest.fixture(autouse=True)
     def _server(self, request: pytest.FixtureRequest, server: str) -> None:

@@ -17,6 +17,7 @@ from tests.services import Redis, free_port
 
 class TestRedisStreams(BrokerSuite):
     holds_back = False
+    held_for = 4.0
 
     @pytest.fixture(autouse=True)
     def _server(self, redis: Redis) -> None:

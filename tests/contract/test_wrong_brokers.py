@@ -3,6 +3,7 @@ the test that finds it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -235,10 +236,49 @@ class SharesNothing(Wrong):
         super().subscribe(destination, prefetch=prefetch, subscriber=subscriber)
 
 
+_sending = threading.Lock()
+
+
+class LosesWhatTwoSendAtOnce(Wrong):
+    """As one does that reads, changes and writes without a lock."""
+
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        if not _sending.acquire(blocking=False):
+            return [None for _ in batch]
+        try:
+            return super().send(batch)
+        finally:
+            _sending.release()
+
+
+class GivesToEverySession(Wrong):
+    def subscribe(
+        self, destination: str, *, prefetch: int, subscriber: str | None = None
+    ) -> None:
+        super().subscribe(destination, prefetch=prefetch, subscriber=subscriber)
+        if not destination.startswith("topic:"):
+            self._group = self._me
+            self.client.xgroup_create(self._stream, self._group, "0", True)
+
+
+class ForgetsASlowHolder(Wrong):
+    """Its lease is renewed when somebody calls it, and nobody does."""
+
+    def _keep(self) -> None:
+        """Renew nothing."""
+
+
+class SendsMoreThanItsPrefetch(Wrong):
+    def _fetch(self, wait: float) -> None:
+        self._prefetch = len(self._held) + 1
+        super()._fetch(wait)
+
+
 class Suite(BrokerSuite):
     """The suite for a kind of session, one test at a time."""
 
     holds_back = False
+    held_for = 2.0
 
     def __init__(self, url: str, kind: type[Session], stack: ExitStack) -> None:
         self.url, self.stack = f"{url}#{kind.__name__}", stack
@@ -314,6 +354,13 @@ BIG = b"\xff" * 2_000_000
         (ForgetsWhoIsAway, EACH, []),
         (WaitsForWhoNeverNamedItself, "a_topic_does_not_wait_for_who_named_no_"
          "subscription", []),
+        (LosesWhatTwoSendAtOnce, "what_sessions_send_at_once_is_all_there_once_and_"
+         "in_order", []),
+        (GivesToEverySession, "what_sessions_receive_at_once_comes_to_one_of_them",
+         []),
+        (ForgetsASlowHolder, "what_a_slow_session_holds_comes_to_nobody_else", []),
+        (SendsMoreThanItsPrefetch, "a_session_that_holds_its_prefetch_waits_for_an_"
+         "acknowledgement", []),
         (SharesNothing, "sessions_of_one_subscriber_share_its_messages", []),
     ],
 )  # fmt: skip
@@ -330,3 +377,36 @@ def test_a_broken_promise_is_found(
         suite = Suite(f"{redis.url(2)}?lease=0.1", kind, stack)
         with pytest.raises(AssertionError):
             getattr(suite, f"test_{test}")(destination, *arguments)
+
+
+class SaysItIsInTheDatabase(RedisBroker):
+    stored_in = "default"
+
+
+class OnlySends(RedisBroker):
+    consumable = False
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("kind", "test", "given"),
+    [
+        (
+            SaysItIsInTheDatabase,
+            "what_is_stored_in_a_database_belongs_to_its_transaction",
+            ["q"],
+        ),
+        (OnlySends, "its_capabilities_are_of_their_types", []),
+    ],
+)
+def test_a_capability_that_is_not_so_is_found(
+    redis: Redis, kind: type[Broker], test: str, given: list[str]
+) -> None:
+    class Said(Suite):
+        def broker(self) -> Broker:
+            return kind("tested", redis.url(2))
+
+    with ExitStack() as stack:
+        suite = Said(redis.url(2), Wrong, stack)
+        with pytest.raises(AssertionError):
+            getattr(suite, f"test_{test}")(*given)

@@ -20,24 +20,35 @@ from contextlib import ExitStack
 import pytest
 
 pytest.register_assert_rewrite(
-    *(f"{__name__}.{name}" for name in ("sending", "receiving", "topics")),
-    f"{__name__}.transactions",
-    f"{__name__}.talk",
+    *(
+        f"{__name__}.{name}"
+        for name in (
+            "capabilities",
+            "receiving",
+            "sending",
+            "talk",
+            "together",
+            "topics",
+            "transactions",
+        )
+    )
 )
 
 # After the line above, which makes a failed assertion show its values.
+from .capabilities import Capabilities  # noqa: E402
 from .receiving import Receiving  # noqa: E402
 from .sending import Sending  # noqa: E402
 from .talk import SOON, bodies, take  # noqa: E402
+from .together import Together  # noqa: E402
 from .topics import Topics  # noqa: E402
 from .transactions import Transactions  # noqa: E402
 
 __all__ = ["SOON", "BrokerSuite", "bodies", "take"]
 
 
-class BrokerSuite(Sending, Receiving, Transactions, Topics):
+class BrokerSuite(Capabilities, Sending, Receiving, Together, Transactions, Topics):
     """The contract of `django_txmsg.brokers.Broker` and `.Session`, for a broker that
-    `broker()` returns anew each time it is called."""
+    `broker()` returns anew each time it is called, also from several threads."""
 
     @pytest.fixture
     def destination(self) -> str:
