@@ -27,6 +27,7 @@ from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, due_in, queue_name
 from ..upkeep import outage, wakeups
+from ..upkeep.connections import shed
 from ..upkeep.leases import Lease
 from ..upkeep.notifier import notify
 from .base import Broker, Delivery, Outgoing, Session, one_by_one
@@ -244,6 +245,7 @@ class DatabaseSession(Session):
             )
         ]
         self._rows.bulk_create(rows, batch_size=500)
+        shed(self._using, sum(len(row.body) for row in rows))
         self._told |= {wakeups.queue(row.queue) for row in rows}
         self._told |= {wakeups.later(one.delay) for one in batch if one.delay}
 
@@ -262,6 +264,7 @@ class DatabaseSession(Session):
         self._held.update(pk for pk, *_ in rows)
         if rows:
             self._keeping.begin()
+        shed(self._using, sum(len(body) for _, _, body, _ in rows))
         found = []
         for pk, written, body, deliveries in rows:
             headers, problem = read_headers(written)

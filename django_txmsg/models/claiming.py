@@ -12,9 +12,9 @@ from typing import Any
 
 from .fields import skip_locked_sql
 
-#: Bytes of message bodies that one claim brings into memory. A single larger message
-#: is taken alone.
-MAX_BYTES = 32 * 1024 * 1024
+#: Bytes of message bodies that the claims of one process bring into memory at a time.
+#: A single larger message is taken alone.
+MAX_BYTES = 16 * 1024 * 1024
 
 
 def claim_sql(
@@ -50,13 +50,16 @@ def claim_sql(
                 SELECT id, due, size,
                     sum(size) OVER (ORDER BY {highest}due, id) AS total
                 FROM found) AS summed
-            WHERE total <= %s OR total = size)
+            WHERE total <= %s OR (%s AND total = size))
         UPDATE {table} AS o SET {assign}
         WHERE o.id IN (SELECT id FROM picked) AND {also}
         RETURNING {returning}
     """  # noqa: S608 - constants only
 
 
-def bounds(limit: int) -> Sequence[Any]:
-    """Return the parameters that bound a claim in rows and in bytes."""
-    return [limit, MAX_BYTES]
+def bounds(
+    limit: int, max_bytes: int | None = None, *, larger: bool = True
+) -> Sequence[Any]:
+    """Return the parameters that bound a claim in rows and in bytes, MAX_BYTES unless
+    said. `larger` lets a single message be larger than that."""
+    return [limit, MAX_BYTES if max_bytes is None else max_bytes, larger]

@@ -73,9 +73,12 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         session_id: uuid.UUID | None = None,
         floor: str | None = None,
         services: Sequence[str] | None = None,
+        max_bytes: int | None = None,
+        larger: bool = True,
     ) -> list[Claimed]:
         """Take due rows for `lease` seconds, oldest first; no other relay gets them.
-        At most `limit` of them, and no more bytes than claiming.MAX_BYTES. Only rows
+        At most `limit` of them, and no more than `max_bytes` of bodies
+        (claiming.MAX_BYTES), but for a single one that is `larger`. Only rows
         that one of `services` stored, or a release that did not note its service; None
         takes the rows of all services.
 
@@ -145,7 +148,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             """,  # noqa: S608 - constants only
         )
         parameters += [
-            *bounds(limit),
+            *bounds(limit, max_bytes, larger=larger),
             later_value(connection, lease),
             prepared(self.model, "lease_token", token, connection),
             *stored_by,

@@ -20,7 +20,9 @@ from ..errors import BrokerError, BrokerUnavailable
 from ..models import OutboxMessage
 from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
+from ..upkeep.connections import shed
 from ..upkeep.leases import Lease
+from .budget import Budget, Part
 from .links import link
 from .receipts import judge
 from .settlement import Settlement
@@ -49,16 +51,17 @@ class Lane:
         longest_lease: float = math.inf,
         stop: threading.Event | None = None,
         turn: Turn | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """`stop`, once set, ends claiming, and waiting for a database that is away;
-        `turn` is shared by lanes that work side by side."""
+        `turn` and `budget` are shared by lanes that work side by side."""
         settings = conf.get().RELAY
         self.using, self.broker_alias = using, broker
         self._batch_size = batch_size or settings.BATCH_SIZE
         self._links = settings.LINK_KEYS
         self._lease = min(settings.LEASE, longest_lease)
         self._stop = stop or threading.Event()
-        self._turn = turn or Turn()
+        self._turn, self._budget = turn or Turn(), budget or Budget()
         self._session: Session | None = None
         self._sweep = Sweep()
         self.counts: Counter[str] = Counter()
@@ -71,13 +74,27 @@ class Lane:
 
         Raises BrokerUnavailable with nothing claimed, or with all of it given back.
         """
+        while True:
+            with self._budget.part(self._stop) as part:
+                count = part and self._dispatch(part, ids, session_id)
+            if part is None:
+                return 0
+            if count or not part.is_to_claim_again:
+                return count or 0
+
+    def _dispatch(
+        self, part: Part, ids: list[int] | None, session_id: uuid.UUID | None
+    ) -> int:
         # First the broker, then the claim: an outage must not shuffle leases.
         self._open()
         token = uuid.uuid4()
         with self._turn.at_database():
             # It may have been stopped while it waited for its turn.
             stopped = self._stop.is_set()
-            claimed = [] if stopped else self._claim(token, ids, session_id)
+            claimed = [] if stopped else self._claim(token, part, ids, session_id)
+        size = sum(len(row.body) for row in claimed)
+        self._budget.claimed(part, size)
+        shed(self.using, size)
         if not claimed:
             return 0
         self.in_flight = len(claimed)
@@ -142,7 +159,11 @@ class Lane:
         return OutboxMessage.objects.db_manager(self.using)
 
     def _claim(
-        self, token: uuid.UUID, ids: list[int] | None, session_id: uuid.UUID | None
+        self,
+        token: uuid.UUID,
+        part: Part,
+        ids: list[int] | None,
+        session_id: uuid.UUID | None,
     ) -> list[Claimed]:
         def claim(floor: str | None) -> list[Claimed]:
             return self._outbox().claim(
@@ -154,6 +175,8 @@ class Lane:
                 session_id=session_id,
                 floor=floor,
                 services=conf.get().services,
+                max_bytes=part.max_bytes,
+                larger=part.larger,
             )
 
         narrowed = ids is not None or session_id is not None

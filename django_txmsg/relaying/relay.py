@@ -6,6 +6,7 @@ pauses, and found again.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -21,6 +22,7 @@ from ..upkeep import outage, wakeups
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
+from .budget import Budget
 from .lane import Lane
 from .listener import listening
 from .turn import Turn
@@ -56,6 +58,8 @@ class Relay:
         self._breakers = {name: Breaker(name, max_pause) for name in brokers}
         places = max(1, count * len(brokers) // LANES_A_PLACE)
         turns = {alias: Turn(places) for alias in using}
+        pairs = list(itertools.product(using, brokers))
+        budgets = {pair: Budget(count, len(pairs)) for pair in pairs}
         self.lanes = [
             Lane(
                 alias,
@@ -63,6 +67,7 @@ class Relay:
                 batch_size=batch_size,
                 stop=self._stop,
                 turn=turns[alias],
+                budget=budgets[alias, broker],
             )
             for broker in brokers
             for alias in using

@@ -28,6 +28,8 @@ from ..django_internals import (
 #: piece of work follows the other: a new one for each message would cost more than
 #: most messages do. A thread without work gives it back.
 KEPT_WHILE_BUSY = 60.0
+#: Bytes that are worth a new connection: libpq keeps up to four times as much.
+LARGE = 4 * 1024 * 1024
 
 
 def recycle(*, idle: bool = False, but: str | None = None) -> None:
@@ -49,6 +51,16 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
             connection.close()
         else:
             as_for_a_new_request(connection)
+
+
+def shed(using: str, size: int) -> None:
+    """Close a PostgreSQL connection that has just carried `size` bytes, if that is
+    much: its buffers have grown with what they carried, and never shrink."""
+    connection = connections[using]
+    if size < LARGE or connection.vendor != "postgresql":
+        return
+    if raw(connection) is not None and not in_block(connection):
+        connection.close()
 
 
 def leave_blocks() -> list[str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from django.db import transaction
 
+from django_txmsg.brokers.base import Outgoing
+from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.models import OutboxMessage, claiming
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying.relay import Relay
 from django_txmsg.sending.outbox import send_messages
-from tests.running import committing, ship
+from tests.running import committing, ship, txmsg
 
 pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
@@ -54,6 +60,48 @@ def test_all_of_them_leave_in_order(key: str | None) -> None:
     ship()
     rows = QueueMessage.objects.filter(queue="tests.q").order_by("id")
     assert [len(one.body) for one in rows] == [900, 900, 5000, 1, 2, 3000, 3]
+
+
+class Counted(DatabaseBroker):
+    """The embedded broker, which counts the bytes that are being sent at a time."""
+
+    lock, now, most = threading.Lock(), 0, 0
+
+    def open(self, **options: Any) -> DatabaseSession:
+        session = super().open(**options)
+        send = session.send
+
+        def counted(batch: Sequence[Outgoing], **more: Any) -> Any:
+            size = sum(len(one.body) for one in batch)
+            with Counted.lock:
+                Counted.now += size
+                Counted.most = max(Counted.most, Counted.now)
+            threading.Event().wait(0.05)  # as a server far away
+            try:
+                return send(batch, **more)
+            finally:
+                with Counted.lock:
+                    Counted.now -= size
+
+        session.send = counted  # type: ignore[method-assign]
+        return session
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [([900] * 16, 1000), ([200] * 40, 1000), ([5000, 100, 900, 3000] * 4, 5750)],
+)
+def test_lanes_hold_no_more_together_and_leave_nothing(
+    sizes: list[int], most: int
+) -> None:
+    """Each lane had the bound for itself, so four had four times as much."""
+    Counted.most = 0
+    with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
+        store(*sizes)
+        Relay(["default"], ["default"], lanes=4).run(once=True)
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    assert QueueMessage.objects.filter(queue="tests.q").count() == len(sizes)
+    assert 0 < Counted.most <= most
 
 
 def test_a_consumer_takes_so_many_bytes_ahead() -> None:

@@ -1,0 +1,79 @@
+"""Between hops 3 and 4: the bodies that lanes have in memory are bounded together.
+
+A body is copied several times on its way, so what counts is how many bytes the lanes of
+one database and broker hold at a time, and not how many each of them does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..models import claiming
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one lane may claim: `max_bytes` of bodies, and, where `larger`, one body
+    that is larger than that."""
+
+    max_bytes: int
+    larger: bool
+    #: Bytes that count against the budget: those it may claim, then those claimed.
+    held: int
+    #: Whether nobody else had a part when this one ended.
+    was_last: bool = False
+
+    @property
+    def is_to_claim_again(self) -> bool:
+        """Whether a lane that has claimed nothing must try once more. There may be a
+        larger body, which it was not allowed to take, and no other lane to take it."""
+        return self.was_last and not self.larger
+
+
+class Budget:
+    """Shared by the lanes of one database and broker.
+
+    A body that is larger than a lane's share goes while no other lane holds anything. A
+    lane that meets one before claims nothing: the last one that does comes again.
+    """
+
+    def __init__(self, lanes: int = 1, budgets: int = 1) -> None:
+        """`lanes` share this one; the process has so many `budgets`."""
+        self._limit = claiming.MAX_BYTES // budgets
+        self._share = self._limit // lanes
+        self._parts: set[Part] = set()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def part(self, stop: threading.Event) -> Iterator[Part | None]:
+        """Wait until there is room for a lane's share, and hold it inside the block.
+        None when `stop` was set before."""
+        with self._changed:
+            while not self._has_room() and not stop.is_set():
+                self._changed.wait(0.5)
+            if stop.is_set():
+                part = None
+            else:
+                part = Part(self._share, not self._parts, self._share)
+                self._parts.add(part)
+        try:
+            yield part
+        finally:
+            if part is not None:
+                with self._changed:
+                    self._parts.discard(part)
+                    part.was_last = not self._parts
+                    self._changed.notify_all()
+
+    def claimed(self, part: Part, size: int) -> None:
+        """Note how many bytes a lane has claimed: what is left is for others."""
+        with self._changed:
+            part.held = size
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        held = sum(part.held for part in self._parts)
+        return held == 0 or held + self._share <= self._limit
