@@ -117,7 +117,7 @@ def drain(
         lanes = [
             stack.enter_context(_lane(alias, broker))
             for alias in sorted(aliases)
-            for broker in filter(receives, brokers)
+            for broker in filter(_is_consumable, brokers)
         ]
         for worker in workers:
             # Before anything is dispatched: a topic copies to those who listen.
@@ -130,7 +130,7 @@ def drain(
             handled = sum(worker.work(limit) for worker in workers)
             moved = bool(sent or handled)
         drained.dispatched = sum(lane.counts["dispatched"] for lane in lanes)
-        of_celery = Q(broker__in=[one for one in brokers if not receives(one)])
+        of_celery = Q(broker__in=[one for one in brokers if not _is_consumable(one)])
         drained.tasks = sum(
             OutboxMessage.objects.using(alias).filter(PENDING, of_celery).count()
             for alias in aliases
@@ -267,7 +267,7 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
         broker = find_broker(alias)
-        if broker is not None and not broker.consumable:
+        if not _is_consumable(alias):
             brokers[alias] = {"URL": options["URL"], "BACKEND": _UNSENT}
             continue
         database = (broker and broker.stored_in) or ""
@@ -282,6 +282,11 @@ def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
         }
     ):
         yield
+
+
+def _is_consumable(alias: str) -> bool:
+    broker = find_broker(alias)
+    return broker is None or broker.consumable
 
 
 @contextmanager

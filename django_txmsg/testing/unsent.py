@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ..brokers.base import Broker
+from ..brokers.celery.broker import CeleryBroker
 from ..errors import BrokerUnavailable
 
 
-class Unsent(Broker):
+class Unsent(CeleryBroker):
     """Sends nothing, so that what is stored for Celery's workers stays pending."""
 
     def open(
@@ -22,9 +22,3 @@ class Unsent(Broker):
 
     def check(self) -> list[str]:
         return []
-
-    def shares_topics(self) -> bool:
-        return True
-
-    def unsubscribe(self, topic: str, subscriber: str) -> NoReturn:
-        self.open()
