@@ -30,6 +30,7 @@ from django_txmsg.errors import (
 )
 from django_txmsg.testing.broker_suite import bodies, take
 from tests.faults import ANSWERS, REQUESTS, Proxy, wait_until
+from tests.running import committing, declared, running, txmsg
 from tests.services import ByAmqp, RabbitMQ
 from tests.services.stomp_server import LIMITED_USER, PASSWORD, USER
 
@@ -105,6 +106,62 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"x")]) == [None]
     assert bodies(received(session, destination, 1)) == [b"x"]
+
+
+def test_a_stream_is_refused_to_who_would_receive_from_it(
+    rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
+) -> None:
+    """Ten sent before the consumer came: none arrives, and nothing says so."""
+    bare.queue_declare(
+        destination,
+        durable=True,
+        auto_delete=False,
+        arguments={"x-queue-type": "stream"},
+    )
+    # Others read it, as streams are read: sending is no mistake.
+    session = opened(rabbitmq_amqp.url())
+    assert session.send([Outgoing(destination, {}, b"x")]) == [None]
+    for name, subscriber in ((destination, None), ("topic:any", destination)):
+        session = opened(rabbitmq_amqp.url(), subscriber=subscriber)
+        with pytest.raises(BrokerUnavailable, match="is a stream"):
+            session.subscribe(name, prefetch=5, subscriber=subscriber)
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_stage_of_a_stream_says_so_and_waits(
+    rabbitmq_amqp: ByAmqp, bare: amqp.Channel, destination: str
+) -> None:
+    bare.queue_declare(
+        destination,
+        durable=True,
+        auto_delete=False,
+        arguments={"x-queue-type": "stream"},
+    )
+    with (
+        txmsg(BROKERS={"default": {"URL": rabbitmq_amqp.url()}}),
+        declared(lambda message: None, destination) as stage,
+        running(stage) as [thread],
+    ):
+        wait_until(lambda: thread.refusal is not None)
+        assert "is a stream" in str(thread.refusal)
+
+
+def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
+    rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
+) -> None:
+    """What RabbitMQ confirms there, it deletes with that connection."""
+    session = opened(rabbitmq_amqp.url())
+    with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as other:
+        other.channel().queue_declare(destination, exclusive=True)
+        (error,) = session.send([Outgoing(destination, {}, b"lost")])
+        assert isinstance(error, DispatchRejected)
+        assert "exclusive to another connection" in str(error)
+        with pytest.raises(BrokerUnavailable, match="exclusive"):
+            opened(rabbitmq_amqp.url()).subscribe(destination, prefetch=1)
+    # The connection is over, and so is its queue: one of ours takes its place.
+    assert session.send([Outgoing(destination, {}, b"kept")]) == [None]
+    assert bodies(received(session, destination, 1)) == [b"kept"]
 
 
 def test_whoever_makes_a_queue_first_says_what_it_is(

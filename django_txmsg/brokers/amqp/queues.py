@@ -34,10 +34,13 @@ class Queues:
         self._link, self._options = link, link.options
         self._channel: amqp.Channel | None = None
         self._known: set[str] = set()
+        #: Those that were missing: what they are, is said here.
+        self._made: set[str] = set()
 
     def forget(self, queue: str) -> None:
         """Look at this queue again before it is used: it has gone."""
         self._known.discard(queue)
+        self._made.discard(queue)
 
     def ensure(self, queue: str, arguments: dict[str, Any] | None = None) -> None:
         """See to it that a queue is there.
@@ -59,18 +62,48 @@ class Queues:
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
-        """Return how many messages and consumers a queue has; None for no queue."""
+        """Return how many messages and consumers a queue has; None for no queue.
+
+        Raises DispatchRejected for one that is exclusive to another connection.
+        """
         try:
             found = self._on().queue_declare(queue, passive=True)
         except ChannelClosed as error:
             if error.channel != ASKING:
                 raise
-            if error.code in (REFUSED, LOCKED):
+            if error.code == LOCKED:
+                raise DispatchRejected(
+                    f"queue {queue!r} is exclusive to another connection: RabbitMQ "
+                    f"deletes it, with what lies in it, when that connection ends"
+                ) from error
+            if error.code == REFUSED:
                 return 0, 0  # it is there, and sending or receiving will tell the rest
             if error.code != NOT_FOUND:
                 raise
             return None
         return found.message_count, found.consumer_count
+
+    def refuse_stream(self, queue: str) -> None:
+        """Raise DispatchRejected if a queue is a stream, which sends what comes from
+        now on to everybody, and removes nothing that is acknowledged.
+
+        A passive declare tells no type. Only a stream lets its consumer say where to
+        begin; any other queue closes the channel that it is asked on.
+        """
+        if queue in self._made:
+            return
+        channel = self._on()
+        try:
+            channel.basic_qos(0, 1, False)
+            channel.basic_consume(queue, arguments={"x-stream-offset": "next"})
+        except ChannelClosed as error:
+            if error.channel != ASKING:
+                raise
+        else:
+            raise DispatchRejected(
+                f"queue {queue!r} is a stream, of which a stage would miss what was "
+                f"sent while it was away. Name a classic or a quorum queue"
+            )
 
     def private(self, topic: str) -> str:
         """Make a topic's queue for this connection alone, and return its name."""
@@ -134,6 +167,7 @@ class Queues:
         self._on().queue_declare(
             queue, durable=True, auto_delete=False, arguments=arguments
         )
+        self._made.add(queue)
 
     def _bind(self, queue: str, topic: str) -> None:
         name = topic.removeprefix(wire.TOPIC_PREFIX)

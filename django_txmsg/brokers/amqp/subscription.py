@@ -41,7 +41,7 @@ class Subscription:
 
     def declare(self, destination: str, subscriber: str | None) -> None:
         """See to it that there is a queue to receive from. Raises DispatchRejected when
-        the broker does not make it."""
+        the broker does not make it, or when it is none for a stage."""
         self._destination = destination
         self._private = wire.is_topic(destination) and subscriber is None
         if not wire.is_topic(destination):
@@ -52,6 +52,8 @@ class Subscription:
         else:
             self.queue = subscriber
             self._queues.subscribe(destination, subscriber)
+        if not self._private:
+            self._queues.refuse_stream(self.queue)
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
         """Have the queue's messages sent, in place of what was subscribed to before."""
