@@ -101,11 +101,11 @@ class RabbitMQ(StompServer):
             self._epmd.wait(30)
             KEEPER.forget(self._epmd.pid)
 
-    def control(self, *command: str, given: str | None = None) -> str:
+    def control(self, *command: str) -> str:
         """Run `rabbitmqctl` against this node and return what it printed."""
         environment = self._environment()
         node = environment["RABBITMQ_NODENAME"]
-        result = self.run([TOOL, "-n", node, *command], env=environment, given=given)
+        result = self.run([TOOL, "-n", node, *command], env=environment)
         if result.returncode:
             raise RuntimeError(f"rabbitmqctl {command[0]}: {result.stderr}")
         return result.stdout

@@ -198,7 +198,6 @@ class Server:
         *,
         env: dict[str, str] | None = None,
         user: str | None = None,
-        given: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run one of the server's own tools to its end."""
         command, user = self.root().command(command, user)
@@ -209,7 +208,7 @@ class Server:
             user=user,
             group=user,
             extra_groups=[] if user else None,
-            input=given,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=120,
