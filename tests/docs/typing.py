@@ -48,9 +48,14 @@ class Typist:
         for process in self.running.values():
             process.wait(60)
 
-    def follow(self, page: Path) -> None:
-        """Do what the page says, block by block."""
+    def follow(self, page: Path, until: str = "") -> None:
+        """Do what the page says, block by block; `until` a line of it, if given."""
+        text = page.read_text()
+        assert until in text
+        end = text[: text.index(until)].count("\n") if until else text.count("\n")
         for block in blocks(page):
+            if block.line > end:
+                return
             if block.language == "python":
                 self._write(block)
             elif block.language == "console":
@@ -80,6 +85,13 @@ class Typist:
             return
         with (self.folder / found[1]).open("a" if found[2] else "w") as file:
             file.write(rest)
+
+    def restart(self, command: str) -> None:
+        """Stop a command that runs, and type it again."""
+        wait_until(self.keeps_its_promises, deadline=60)
+        self.running[command].terminate()
+        self.running[command].wait(60)
+        self._start(command)
 
     def keeps_its_promises(self) -> bool:
         """Return whether all that runs has printed what it is said to print."""

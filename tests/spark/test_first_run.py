@@ -10,13 +10,15 @@ import pytest
 
 from tests.docs.pages import ROOT
 from tests.docs.typing import Typist
+from tests.faults import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_first_run_prints_what_its_page_says(tmp_path: Path) -> None:
     with Typist(tmp_path, Path(sys.executable).parent) as typist:
-        typist.follow(ROOT / "docs" / "quickstart.md")
+        typist.follow(ROOT / "docs" / "quickstart.md", until="## Part 3")
+        wait_until(typist.keeps_its_promises, deadline=60)
         typist.follow(ROOT / "docs" / "how-to" / "pipeline.md")
 
         assert (tmp_path / "report.html").exists()
