@@ -88,16 +88,18 @@ class Typist:
 
     def restart(self, command: str) -> None:
         """Stop a command that runs, and type it again."""
-        wait_until(self.keeps_its_promises, deadline=60)
+        wait_until(lambda: self.keeps_its_promises(command), deadline=60)
         self.running[command].terminate()
         self.running[command].wait(60)
         self._start(command)
 
-    def keeps_its_promises(self) -> bool:
-        """Return whether all that runs has printed what it is said to print."""
-        for command, (expected, where) in self.promised.items():
+    def keeps_its_promises(self, command: str = "") -> bool:
+        """Return whether all that runs, or one command, has printed what it is said to
+        print."""
+        for one in [command] if command else self.promised:
+            expected, where = self.promised[one]
             try:
-                _compare(self.said(command), expected, where)
+                _compare(self.said(one), expected, where)
             except AssertionError:
                 return False
         return True
