@@ -23,7 +23,7 @@ Manage = Callable[..., ManageProcess]
 COUNT = 16
 BYTES = 15 * 1000 * 1000
 #: What it has to do with, in MiB.
-ENOUGH = 256
+ENOUGH = 320
 DESTINATION = "tests.large"
 
 
