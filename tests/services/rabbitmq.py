@@ -40,6 +40,10 @@ disk_free_limit.absolute = 50MB
 """
 
 
+#: From 4.0 on the STOMP plugin has a limit, which big bodies are above.
+SINCE_4 = "stomp.max_frame_size = 67108864\n"
+
+
 class RabbitMQ(StompServer):
     """One RabbitMQ node with a port mapper (epmd) of its own."""
 
@@ -62,11 +66,17 @@ class RabbitMQ(StompServer):
             "openssl": Root().which("openssl"),
         }
 
+    @classmethod
+    def major(cls) -> int:
+        """Return the first number of its version."""
+        found = cls.root().find("usr/lib/rabbitmq/lib/rabbitmq_server-*")
+        return int(found.name.rpartition("-")[2].split(".")[0]) if found else 0
+
     def prepare(self) -> None:
         (self.directory / "enabled_plugins").write_text("[rabbitmq_stomp].\n")
         (self.directory / "definitions.json").write_text(json.dumps(_definitions()))
         (self.directory / "rabbitmq.conf").write_text(
-            CONFIGURATION.format(
+            (CONFIGURATION + SINCE_4 * (self.major() >= 4)).format(
                 amqp_port=self.amqp_port,
                 amqps_port=self.amqps_port,
                 port=self.port,
