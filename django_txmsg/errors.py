@@ -12,6 +12,7 @@ TxmsgError
 ├── BrokerError             a conversation with a broker failed
 │   ├── BrokerUnavailable       nothing was handed over; try again later
 │   ├── DispatchRejected        the broker refused this message for good
+│   ├── DestinationUnavailable  the destination takes no message now
 │   ├── DeliveryLost            what was received is somebody else's by now
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
@@ -101,7 +102,17 @@ class BrokerUnavailable(BrokerError):
 
 
 class DispatchRejected(BrokerError):
-    """The broker answered that it will not take this message."""
+    """The broker answered that it will not take this message: it is too large, or a
+    header of it is invalid. The message counts a failed attempt."""
+
+
+class DestinationUnavailable(BrokerError):
+    """The broker answered that this destination takes no message now: it is full or
+    missing, or the user lacks a permission. The text is what the broker said.
+
+    The destination is paused and no message counts an attempt. The message is not
+    proven to be stored, and is sent again.
+    """
 
 
 class DeliveryLost(BrokerError):
@@ -117,8 +128,11 @@ class DispatchUnknown(BrokerError):
     """No receipt came: the message may or may not have been taken.
 
     It is sent again with the same id, and the receiver's inbox drops the copy.
-    `written` is False when it certainly never left. `hung_up` tells a broker that ended
-    the connection from one that fell silent.
+    `written` is False when it certainly never left. `hung_up` is True only if the
+    broker ended the connection, as some do on a message that they refuse: the messages
+    of the batch are then sent one by one, and one on which it hangs up alone counts a
+    failed attempt. A time-out, also of a write, is silence: the whole broker is paused,
+    and no message counts an attempt.
     """
 
     def __init__(

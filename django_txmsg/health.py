@@ -1,10 +1,11 @@
 """Whether messaging moves, for load balancers and uptime checks: one cheap look.
 
-It tells ages and numbers, never contents. `late` after 2 minutes, or where a key of an
-ordered stage stands still; `degraded` after 10, or where a stage has no consumer,
-receives nothing, or has been waiting for newer code for longer than a deployment takes;
-`stuck` after 30. Only `stuck`, or a database that does not answer, is a 503: what a
-deployment or an operator holds back takes no process out of service.
+It tells ages and numbers, never contents. `late` after 2 minutes, where a key of an
+ordered stage stands still, or where a process could not use a broker, a destination, a
+subscription or a database for 2 minutes; `degraded` after 10, or where a stage has no
+consumer, receives nothing, or has been waiting for newer code for longer than a
+deployment takes; `stuck` after 30. Only `stuck`, or a database that does not answer, is
+a 503: what a deployment or an operator holds back takes no process out of service.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from django.http import HttpRequest, JsonResponse
 
 from .models import OutboxMessage, StageState
 from .models.fields import now_sql, read_instant
-from .monitoring import attendance, turns
+from .monitoring import attendance, outages, turns
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
 from .monitoring.waiting import CAP, DEPLOYED, OVERDUE
@@ -50,12 +51,14 @@ class Health:
     still, and stages that receive nothing."""
     needs_newer_code: dt.timedelta | None
     """How long the first message has been waiting for code that reads it."""
+    outages: int = 0
+    """What living processes have not been able to use for two minutes or more."""
 
     @property
     def state(self) -> str:
         """The word for it: ok, late, degraded or stuck."""
         words = [state_of(max(self.oldest.values()))]
-        if self.ordered["held_keys"]:
+        if self.ordered["held_keys"] or self.outages:
             words.append("late")
         behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
         if behind or self.unattended or self.ordered["full_stages"]:
@@ -82,6 +85,8 @@ def health(request: HttpRequest) -> JsonResponse:
         },
         "workers": found.workers,
     }
+    if found.outages:
+        answer["outages"] = found.outages
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
         answer["ordered"] = found.ordered
     if found.needs_newer_code is not None:
@@ -112,6 +117,7 @@ def look(using: str) -> Health:
             "full_stages": sum(since is not None for _, _, since in known),
         },
         newer,
+        len(outages.late(outages.read(present.living), now)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from django.db import router
 
 from . import conf
-from .errors import BrokerUnavailable
+from .errors import BrokerUnavailable, DestinationUnavailable
 from .models import OutboxMessage
 from .monitoring import retention
 from .monitoring.databases import with_tables
@@ -41,8 +41,8 @@ def relay_outbox(
     messages whose tick has come are stored first.
 
     `databases` are those that the settings and the stages name, when not given. A
-    broker that is down is logged and named under "unavailable"; its messages wait
-    for the next run, and those of other brokers leave.
+    broker that is down, or a destination that takes nothing, is logged and named
+    under "unavailable"; its messages wait for the next run, and others leave.
     """
     using = databases or with_tables()
     # One row for all runs: it falls silent when beat does.
@@ -54,7 +54,7 @@ def relay_outbox(
     )
     Timekeeper(using).tick()
     # relay.unavailable says which.
-    with contextlib.suppress(BrokerUnavailable):
+    with contextlib.suppress(BrokerUnavailable, DestinationUnavailable):
         relay.run(once=True)
     counts: dict[str, Any] = dict(relay.counts)
     if relay.unavailable:

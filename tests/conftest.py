@@ -30,7 +30,7 @@ DATABASE_FIXTURES = {"db", "transactional_db", "live_server", "admin_client"}
 #: Asking for one of these, or naming it as a parameter, means using a server.
 SERVER_FIXTURES = {
     "activemq", "chromium", "pgbouncer", "postgres", "rabbitmq", "rabbitmq_amqp",
-    "redis", "s3", "spark",
+    "redis", "s3", "silent_activemq", "small_activemq", "spark",
 }  # fmt: skip
 
 #: What to choose the tests of a server by.
@@ -85,9 +85,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """End the threads that a test's commits have started: what they have in hand would
     be the next one's, whose tables are empty when it begins."""
+    from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
 
     stop_dispatchers(5.0)
+    pauses.forget()
 
 
 def ask_for(kind: type[S]) -> S:
@@ -114,6 +116,18 @@ def postgres() -> services.PostgreSQL:
 def activemq() -> services.ActiveMQ:
     """A real ActiveMQ Classic broker."""
     return ask_for(services.ActiveMQ)
+
+
+@pytest.fixture(scope="module")
+def small_activemq() -> services.SmallActiveMQ:
+    """An ActiveMQ that is soon full, and says so."""
+    return ask_for(services.SmallActiveMQ)
+
+
+@pytest.fixture(scope="module")
+def silent_activemq() -> services.SilentActiveMQ:
+    """An ActiveMQ that is soon full, and says nothing."""
+    return ask_for(services.SilentActiveMQ)
 
 
 @pytest.fixture(scope="module")

@@ -59,8 +59,12 @@ class _Link:
 class Proxy:
     """Listens on `port` of `host` and forwards to `target_port` of loopback."""
 
-    def __init__(self, target_port: int, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, target_port: int, *, host: str = "127.0.0.1", buffer: int = 0
+    ) -> None:
+        """`buffer`: bytes that it receives ahead; 0 leaves it to the system."""
         self.host = host
+        self._buffer = buffer
         self.port = free_port()
         self.target_port = target_port
         #: How many connections were accepted so far.
@@ -100,6 +104,8 @@ class Proxy:
             return
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self._listener = socket.create_server((self.host, self.port), family=family)
+        if self._buffer:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer)
         threading.Thread(target=self._serve, args=[self._listener], daemon=True).start()
 
     def refuse(self) -> None:

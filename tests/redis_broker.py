@@ -11,6 +11,7 @@ What a topic's stream has to keep is up to its owner, who trims it (`XTRIM`).
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 import uuid
@@ -22,7 +23,13 @@ from typing import Any
 import redis
 
 from django_txmsg.brokers import Broker, Delivery, Outgoing, Session
-from django_txmsg.errors import BrokerError, BrokerUnavailable, DispatchUnknown
+from django_txmsg.brokers.base import one_by_one
+from django_txmsg.errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchUnknown,
+)
 
 WORKERS = "workers"
 
@@ -72,13 +79,25 @@ class RedisSession(Session):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        # All of it is stored or nothing is: there is no bad one to isolate, and none
-        # that overtakes another one of its key.
+        # All of it is stored or nothing is, so no message overtakes another one of its
+        # key. Where a stream takes nothing, each message goes alone.
         try:
             self._transact(batch, [])
+        except DestinationUnavailable:
+            return one_by_one(batch, self._send_alone)
         except BrokerUnavailable as error:
+            # Nobody has hung up on a message: redis-py reports a time-out so, too.
             return [DispatchUnknown(str(error)) for _ in batch]
         return [None for _ in batch]
+
+    def _send_alone(self, one: Outgoing) -> BrokerError | None:
+        try:
+            self._transact([one], [])
+        except BrokerUnavailable as error:
+            return DispatchUnknown(str(error))
+        except DestinationUnavailable as error:
+            return error
+        return None
 
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
@@ -190,8 +209,14 @@ def stream_of(destination: str) -> str:
 
 @contextmanager
 def asked() -> Iterator[None]:
-    """Raise BrokerUnavailable when the server does not answer."""
+    """Raise BrokerUnavailable when the server does not answer, and
+    DestinationUnavailable when it may not be written to there, or is full."""
     try:
         yield
+    except redis.ResponseError as error:
+        words = f"{error} {error.__cause__ or error.__context__ or ''}"
+        if re.search("NOPERM|no permissions|OOM", words, re.IGNORECASE):
+            raise DestinationUnavailable(words) from error
+        raise BrokerUnavailable(str(error)) from error
     except (redis.RedisError, OSError) as error:
         raise BrokerUnavailable(str(error)) from error

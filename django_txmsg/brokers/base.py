@@ -13,7 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from .. import wire
-from ..errors import BrokerError, BrokerUnavailable, DispatchHeld, DispatchRejected
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchHeld,
+    DispatchRejected,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,9 @@ class Session(abc.ABC):
     ) -> list[BrokerError | None]:
         """Hand over a batch, by the fastest way that proves each message stored.
 
-        Returns one outcome a message: None (a receipt came), DispatchRejected,
-        DispatchUnknown, or DispatchHeld (an earlier one of its key is not stored).
+        Returns one outcome a message: None (a receipt came), DispatchRejected (never
+        this message), DestinationUnavailable (not there, not now), DispatchUnknown (no
+        answer), or DispatchHeld (an earlier one of its key is not stored).
         `isolate` sends one at a time, to find the message that makes a broker hang up.
         `timeout`, in seconds, is for each step's receipts, where a broker gives such;
         without it the URL says how long.
@@ -106,12 +113,12 @@ class Session(abc.ABC):
         """Store a copy with other headers where the delivery came from, with proof,
         and acknowledge the delivery at once; `ack()` need not do so any more.
 
-        Raises DispatchRejected, with the delivery still unacknowledged, when the
-        broker does not take the copy.
+        Raises DispatchRejected or DestinationUnavailable, with the delivery still
+        unacknowledged, when the broker does not take the copy.
         """
         copy = Outgoing(delivery.destination, headers, delivery.body)
         for error in self.send_delayed([copy]):
-            if isinstance(error, DispatchRejected):
+            if isinstance(error, DispatchRejected | DestinationUnavailable):
                 raise error
             if error is not None:
                 raise BrokerUnavailable(str(error)) from error

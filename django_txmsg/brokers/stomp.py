@@ -15,9 +15,15 @@ from urllib.parse import parse_qsl
 
 from .. import jms, wire
 from ..envelope.broker_url import hurry, split_url
-from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchRejected,
+    DispatchUnknown,
+)
 from ..jms.rabbitmq_dialect import MAX_PROPERTY
-from . import java
+from . import java, refusals
 from .base import Broker, Delivery, Outgoing, Session
 from .stomp_errors import asked, outcome
 from .stomp_heads import Heads
@@ -126,7 +132,9 @@ class StompSession(Session):
                 messages, isolate=isolate, keys=keys, timeout=timeout
             )
         )
-        return [outcome(one) for one in outcomes]
+        alone = isolate or len(batch) == 1
+        dialect = self._session.link.dialect.name
+        return [outcome(one, alone=alone, dialect=dialect) for one in outcomes]
 
     def _message(self, outgoing: Outgoing) -> jms.Message:
         headers, body = dict(outgoing.headers), outgoing.body
@@ -152,6 +160,7 @@ class StompSession(Session):
         outcomes: list[BrokerError | None] = []
         with asked(self._connection.create_session) as session:
             producer = asked(session.create_producer)
+            dialect = session.link.dialect.name
             for one in batch:
                 delay = jms.Delivery(delay=dt.timedelta(seconds=one.delay))
                 try:
@@ -159,7 +168,7 @@ class StompSession(Session):
                         self._message(one), destination=one.destination, delivery=delay
                     )
                 except jms.MessagingError as error:
-                    outcomes.append(outcome(error))
+                    outcomes.append(outcome(error, alone=True, dialect=dialect))
                 else:
                     outcomes.append(None)
         return outcomes
@@ -249,6 +258,8 @@ class StompSession(Session):
             session.close()
             if not (isinstance(error, DispatchUnknown) and error.hung_up):
                 break
+        if isinstance(error, DestinationUnavailable):
+            raise error
         if isinstance(error, DispatchUnknown) and not error.hung_up:
             raise BrokerUnavailable(str(error)) from error
         raise DispatchRejected(str(error)) from error
@@ -298,7 +309,7 @@ class StompSession(Session):
             if self._connection.closed:
                 # The deliveries are no longer ours: the broker sends them again.
                 raise BrokerUnavailable(str(error)) from error
-            raise DispatchRejected(str(error)) from error
+            raise refusals.by_stomp(str(error), str(error)) from error
         except jms.MessagingError as error:
             raise DispatchUnknown(str(error)) from error
 

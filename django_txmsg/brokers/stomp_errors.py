@@ -9,12 +9,20 @@ from .. import jms
 from ..errors import (
     BrokerError,
     BrokerUnavailable,
+    DestinationUnavailable,
     DispatchHeld,
     DispatchRejected,
     DispatchUnknown,
 )
+from . import refusals
 
 Result = TypeVar("Result")
+#: RabbitMQ's plugin has words for a message that it does not take, and none for a
+#: confirm that says no: its process for the connection ends.
+_WORDLESS = (
+    "RabbitMQ ended the connection without a word, as it does by STOMP when a queue is "
+    "full and refuses more:"
+)
 
 
 def asked(question: Callable[[], Result]) -> Result:
@@ -25,22 +33,30 @@ def asked(question: Callable[[], Result]) -> Result:
         raise BrokerUnavailable(str(error)) from error
 
 
-def outcome(error: Any) -> BrokerError | None:
-    """Return the error of one send as the package's own; None where it was stored."""
+def outcome(
+    error: Any, *, alone: bool = False, dialect: str = ""
+) -> BrokerError | None:
+    """Return the error of one send as the package's own; None where it was stored.
+    `alone` says that nothing else was on its way."""
     if error is None:
         return None
     if isinstance(error, jms.SendHeldBackError):
         return DispatchHeld(str(error))
+    if isinstance(error, jms.SendRejectedError):
+        return refusals.by_stomp(error.broker_said, str(error))
     about_the_message = (
-        jms.SendRejectedError,
         jms.InvalidDestinationError,
         jms.MessageFormatError,
         jms.UnsupportedOperationError,
     )
     if isinstance(error, about_the_message):
         return DispatchRejected(str(error))
-    return DispatchUnknown(
-        str(error),
-        written=getattr(error, "written", True),
-        hung_up=isinstance(error, jms.ConnectionLostError),
-    )
+    hung_up = isinstance(error, jms.ConnectionLostError) and not error.silent
+    written = getattr(error, "written", True)
+    if alone and hung_up and written:
+        if dialect == "rabbitmq" and not error.broker_said:
+            return DestinationUnavailable(f"{_WORDLESS} {error}")
+        found = refusals.by_stomp(error.broker_said, str(error))
+        if isinstance(found, DestinationUnavailable):
+            return found
+    return DispatchUnknown(str(error), written=written, hung_up=hung_up)

@@ -13,7 +13,7 @@ from ..brokers.base import Outgoing
 from ..brokers.celery.broker import open_session
 from ..brokers.celery.publication import HEADER, Publication
 from ..brokers.celery.session import CelerySession
-from ..errors import DispatchRejected
+from ..errors import DestinationUnavailable, DispatchRejected
 
 #: Each thread's session, by the process and the broker that it is for.
 _open = threading.local()
@@ -44,7 +44,7 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
         left = [one for one, _ in unsure]
         error = unsure[0][1]
         # One that lay idle may have been closed meanwhile.
-        if not used or isinstance(error, DispatchRejected):
+        if not used or isinstance(error, DispatchRejected | DestinationUnavailable):
             raise error
 
 

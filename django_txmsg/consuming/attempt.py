@@ -24,6 +24,7 @@ from ..errors import (
     BrokerError,
     BrokerUnavailable,
     DeliveryLost,
+    DestinationUnavailable,
     DispatchRejected,
     InvalidMessage,
 )
@@ -229,7 +230,7 @@ def _commit_broker(arrival: Arrival, employed: bool) -> None:
             "stage %r: the work is done here, and %s", arrival.stage.name, error
         )
         raise LostRace  # no failure: who has it by now ends it
-    if isinstance(error, DispatchRejected):
+    if isinstance(error, DispatchRejected | DestinationUnavailable):
         raise error  # rolled back, and the delivery is still in hand
     if error is not None:
         # The broker redelivers it, or has committed. Parked as well, it would run

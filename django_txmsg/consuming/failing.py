@@ -6,6 +6,7 @@ broker) or to be dead. Here it is done, before the delivery is acknowledged.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,13 +19,21 @@ from ..dead_letters import burial
 from ..envelope.failure import Failure
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, decide
-from ..errors import BrokerUnavailable, DecodeError, NewerCodeNeeded
+from ..errors import (
+    BrokerUnavailable,
+    DecodeError,
+    DestinationUnavailable,
+    DispatchRejected,
+    NewerCodeNeeded,
+)
 from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
 from ..upkeep.connections import close_broken
 from . import reading, turns
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
 from .transaction import MAX_CONFLICTS, lost_conflict, pause_after
+
+log = logging.getLogger("django_txmsg.inbox")
 
 Made = TypeVar("Made")
 
@@ -74,9 +83,10 @@ def failed(
             return Duplicate(), seen
         return None, seen.attempted(attempt)
     if mode == "broker" and arrival.parked is None:
-        note()
-        _hand_back(arrival, seen, decision.delay)
-        return decision, seen
+        handed_back = _hand_back(arrival, seen, decision.delay)
+        if handed_back:
+            note()
+            return decision, seen
     there = seen
 
     def park() -> Outcome:
@@ -198,16 +208,44 @@ def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
         arrival.stop.wait(pause_after(conflicts))
 
 
-def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> None:
-    """Give the broker a delayed copy, with proof; the delivery is acknowledged next."""
+def keep(arrival: Arrival, reason: str) -> Outcome:
+    """Park a message that the broker does not take back now, at no attempt: it runs
+    from the inbox, as soon as a thread has time."""
+    stage = arrival.stage
+    message = reading.envelope(arrival.delivery, stage)
+    inbox = InboxMessage.objects.db_manager(arrival.using)
+    seen = inbox.record(stage.name, [message], together=True)[message.id]
+    parked = inbox.park(
+        seen.id,
+        delay=0.0,
+        headers=reading.kept_headers(arrival.delivery),
+        body=arrival.delivery.body,
+        error=reason,
+    )
+    return Postponed() if parked else Duplicate()
+
+
+def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:
+    """Give the broker a delayed copy, with proof; the delivery is acknowledged next.
+    Returns False when the broker does not take it: the inbox does."""
     headers = reading.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: as a copy it has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
     headers[wire.FAILED_ATTEMPT] = str(seen.attempt)
     copy = Outgoing(arrival.delivery.destination, headers, arrival.delivery.body, delay)
     for error in arrival.session.send_delayed([copy]):
+        if isinstance(error, DestinationUnavailable | DispatchRejected):
+            log.info(
+                "stage %r: the broker does not take message %s back, so it waits in "
+                "the inbox: %s",
+                arrival.stage.name,
+                seen.message_id,
+                error,
+            )
+            return False
         if error is not None:
             raise BrokerUnavailable(str(error)) from error
+    return True
 
 
 def _note_attempt(

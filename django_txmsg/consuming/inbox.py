@@ -19,7 +19,12 @@ from .. import signals
 from ..django_internals import abandon, begins_early, raw
 from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
-from ..errors import DecodeError, DispatchRejected, NewerCodeNeeded
+from ..errors import (
+    DecodeError,
+    DestinationUnavailable,
+    DispatchRejected,
+    NewerCodeNeeded,
+)
 from ..models import InboxMessage, OutboxMessage
 from ..models.inbox_record import Seen
 from ..models.outbox import PENDING
@@ -28,7 +33,7 @@ from ..upkeep import outage
 from ..upkeep.leases import Lease
 from . import reading, turns
 from .attempt import LostRace, is_handlers, run, session_id
-from .failing import bury, failed, unreadable
+from .failing import bury, failed, keep, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
 from .transaction import (
     MAX_CONFLICTS,
@@ -109,6 +114,11 @@ def _process(arrival: Arrival) -> Outcome:
                 raise
             if _is_crowded_out(arrival, error):
                 raise
+            if _is_turned_away(stage, error):
+                # Where the stage sends to takes nothing now: nobody's fault.
+                arrival.session.rollback()
+                _given_back(arrival, seen)
+                raise
             if conflicts < MAX_CONFLICTS and lost_conflict(error):
                 # Nobody's fault, and no attempt: at once again, then further apart.
                 conflicts += 1
@@ -137,6 +147,11 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
     if arrival.stage.transaction != "outbox":
         arrival.session.rollback()
     return True
+
+
+def _is_turned_away(stage: Stage, error: BaseException) -> bool:
+    sends_directly = stage.transaction != "outbox"
+    return sends_directly and isinstance(error, DestinationUnavailable)
 
 
 def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
@@ -179,10 +194,13 @@ def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
 
 def _adopt(arrival: Arrival) -> Outcome:
     """Give a foreign message an identity that lasts, before anything is done for it:
-    it comes again under that one. What the broker does not take back is buried."""
+    it comes again under that one, from the inbox where its queue takes nothing now.
+    What the broker refuses to take back is buried."""
     delivery = reading.named(arrival.delivery)
     try:
         return reading.send_back(delivery, arrival.session)
+    except DestinationUnavailable as error:
+        return keep(replace(arrival, delivery=delivery), str(error))
     except DispatchRejected as error:
         detail = f"it cannot go back to its queue under an id of ours: {error}"
         failure = Failure.because("rejected", detail)

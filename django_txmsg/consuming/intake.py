@@ -17,7 +17,12 @@ from ..brokers.base import Broker, Delivery, Session
 from ..dead_letters import burial
 from ..envelope.failure import Failure
 from ..envelope.message import check_destination
-from ..errors import BrokerUnavailable, DispatchRejected, InvalidMessage
+from ..errors import (
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchRejected,
+    InvalidMessage,
+)
 from ..models import DeadLetter
 from ..upkeep import outage
 from ..upkeep.activity import Activity
@@ -76,7 +81,7 @@ class IntakeThread:
                 delivery = reading.named(delivery)
                 try:
                     reading.send_back(delivery, session)
-                except DispatchRejected:
+                except (DispatchRejected, DestinationUnavailable):
                     # A worker that dies before it is acknowledged leaves two.
                     self._settle(session, delivery)
             self._activity.note()

@@ -37,7 +37,8 @@ class SentBack:
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """Parked, at no attempt, until code runs that reads the body's version."""
+    """Parked, at no attempt: until code runs that reads the body's version, or since
+    its queue did not take it back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from django.db import Error as AnyDatabaseError
 
 from .. import conf
 from ..brokers.base import Delivery, Session
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..models.inbox_parked import Parked
 from ..stages import Stage
 from ..upkeep import outage
@@ -107,6 +107,9 @@ class StageThread:
         except BrokerUnavailable as error:
             self.dry = False
             self._subscription.failed(error)
+        except DestinationUnavailable as error:
+            self.dry = False
+            self._subscription.cannot_send(error)
         except AnyDatabaseError as error:
             self._looking.after(error, self._stopping)
         except Exception:
@@ -123,7 +126,8 @@ class StageThread:
     @property
     def refusal(self) -> BaseException | None:
         """What the broker has against this stage alone, if it has."""
-        return self._subscription.refused.error
+        subscription = self._subscription
+        return subscription.refused.error or subscription.turned_away.error
 
     def has_received(self, seconds: float) -> bool:
         """Return whether what the broker had for it has come: it has nothing more, or
@@ -195,6 +199,7 @@ class StageThread:
         ]
         if settled:
             session.ack(settled)
+        self._subscription.turned_away.worked()
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
             self._note(outcome)
             if self.room is not None:
@@ -209,7 +214,7 @@ class StageThread:
             self.busy_since = time.monotonic()
             try:
                 outcomes = batches.process(arrivals)
-            except BrokerUnavailable:
+            except (BrokerUnavailable, DestinationUnavailable):
                 raise
             except Exception as error:
                 refused = error

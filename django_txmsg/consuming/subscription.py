@@ -11,7 +11,7 @@ import time
 from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Session
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..stages import Stage
 from ..upkeep.breaker import AFTER_REFUSAL, Breaker
 
@@ -29,6 +29,14 @@ class Subscription:
             follows="the stage waits, and its messages with the broker",
             first_pause=AFTER_REFUSAL,
         )
+        #: What keeps the stage from sending within the broker's transaction.
+        self.turned_away = Breaker(
+            stage.name,
+            conf.get().RELAY.BREAKER_MAX_PAUSE,
+            kind="the sending of stage",
+            follows="the stage waits, and its messages with the broker",
+            first_pause=AFTER_REFUSAL,
+        )
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None
         #: The database that the broker keeps its messages in, if it does.
@@ -43,7 +51,8 @@ class Subscription:
     @property
     def pause(self) -> float:
         """Seconds until the broker may be asked again."""
-        return max(self._breaker.remaining, self.refused.remaining)
+        breakers = (self._breaker, self.refused, self.turned_away)
+        return max(one.remaining for one in breakers)
 
     def open(self) -> Session | None:
         """Return the session, a new one if need be, or None while the broker is down:
@@ -90,6 +99,11 @@ class Subscription:
         """Close a session that broke, and keep away from the broker for a while."""
         self.close()
         self._breaker.failed(error)
+
+    def cannot_send(self, error: DestinationUnavailable) -> None:
+        """Close the session and wait: the stage sends to where nothing is taken now."""
+        self.close()
+        self.turned_away.failed(error)
 
     def worked(self) -> None:
         """Note that the broker answers."""

@@ -233,6 +233,7 @@ def _in_transaction(
             f"The message {text}: {rolled_back}",
             written=False,
             broker_said=link.error.broker_said,
+            silent=link.error.silent,
         )
     except ConnectionLostError as lost:
         error = lost

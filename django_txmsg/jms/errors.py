@@ -84,16 +84,23 @@ class SendOutcomeUnknownError(MessagingError):
     ``written`` is false when the frame certainly never left this process.
     ``broker_said`` is the ERROR frame that ended the connection, if one did: then one
     of the messages in flight is probably refused, and sending them one at a time
-    tells which.
+    tells which. ``silent`` is true if the broker did not end the connection, but
+    stopped reading or answering.
     """
 
     def __init__(
-        self, text: str, *, written: bool = True, broker_said: str = ""
+        self,
+        text: str,
+        *,
+        written: bool = True,
+        broker_said: str = "",
+        silent: bool = False,
     ) -> None:
         """Keep whether the frame left and what the broker said."""
         super().__init__(text)
         self.written = written
         self.broker_said = broker_said
+        self.silent = silent
 
 
 class SendHeldBackError(MessagingError):

@@ -242,7 +242,15 @@ class Ledger:
             return SendTimeoutError(text, written=entry.state is not State.QUEUED)
         return RequestTimeoutError(text)
 
-    def lose(self, reason: str, said: str) -> None:
+    def defer(self, now: float) -> None:
+        """Give every frame its whole time again, counted from now."""
+        for entry in self.open.values():
+            if entry.deadline < (later := now + entry.timeout) < float("inf"):
+                entry.deadline = later
+        deadlines = [entry.deadline for entry in self.open.values()]
+        self.next_deadline = min(deadlines, default=float("inf"))
+
+    def lose(self, reason: str, said: str, *, silent: bool = False) -> None:
         """Settle everything as unknown, in the order of sending."""
         for entry in list(self.open.values()):
             written = entry.state is not State.QUEUED
@@ -254,7 +262,7 @@ class Ledger:
                 entry,
                 State.UNKNOWN,
                 ConnectionLostError(
-                    f"{text} {fate}.", written=written, broker_said=said
+                    f"{text} {fate}.", written=written, broker_said=said, silent=silent
                 ),
             )
         self._loose.clear()

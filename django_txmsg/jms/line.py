@@ -69,6 +69,7 @@ class Line:
         self._on_lost = WeakMethod(on_lost)
         # Said under the lock, logged without it: a log handler may block.
         self._to_log: deque[str] = deque()
+        self._logged = ""
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self._routes: dict[str, tuple[Deliver, threading.Condition]] = {}
@@ -108,7 +109,12 @@ class Line:
             self.check_own()
         if self.error is not None:
             text = str(self.error)
-            raise ConnectionLostError(text, written=False, broker_said=self._said)
+            raise ConnectionLostError(
+                text,
+                written=False,
+                broker_said=self._said,
+                silent=self.error.silent,
+            )
         if self.closed:
             raise IllegalStateError("The connection is closed.")
 
@@ -176,7 +182,8 @@ class Line:
 
     def _log(self) -> None:
         while self._to_log:
-            logger.warning("%s", self._to_log.popleft())
+            self._logged = self._to_log.popleft()
+            logger.warning("%s", self._logged)
 
     def _on_connected(self, headers: dict[str, str]) -> None:
         self.server = headers.get("server", "")
@@ -212,13 +219,21 @@ class Line:
             self.lose(f"the broker answered ERROR: {said}")
         elif not receipt:
             self.changed.notify_all()
-            self._to_log.append(f"{self.description} answered ERROR: {said}")
+            line = f"{self.description} answered ERROR: {said}"
+            # A queue that is full says so of each frame.
+            if line not in self._to_log and line != self._logged:
+                self._to_log.append(line)
 
-    def on_lost(self, reason: str) -> None:
+    def on_progress(self) -> None:
+        """Let what waits for its answer wait longer: the broker is still reading."""
+        with self.lock:
+            self.ledger.defer(time.monotonic())
+
+    def on_lost(self, reason: str, *, silent: bool = False) -> None:
         """Learn that the connection is over; the reader says so in any case."""
         with self.lock:
             if self._connected.is_set():
-                self.lose(reason)
+                self.lose(reason, silent=silent)
             else:
                 self._refusal = reason
                 self._connected.set()
@@ -234,24 +249,26 @@ class Line:
             limit = self.options.give_up_after_timeouts
             silent_until = ledger.silent_since + self.options.send_timeout
             if limit and ledger.timeouts_in_a_row >= limit and silent_until <= now:
-                self.lose(f"{limit} frames in a row had no answer in time")
+                self.lose(f"{limit} frames in a row had no answer in time", silent=True)
 
-    def lose(self, reason: str) -> None:
-        """Give the link up, once: nothing on it can be trusted any more."""
+    def lose(self, reason: str, *, silent: bool = False) -> None:
+        """Give the link up, once: nothing on it can be trusted any more. ``silent``:
+        the broker did not end it."""
         with self.lock:
             if self.closed or self._refusal or self.error is not None:
                 return
             if self._leaving:  # after DISCONNECT the broker may well be the first to go
-                self.ledger.lose(reason, self._said)
+                self.ledger.lose(reason, self._said, silent=silent)
                 return
             self.error = ConnectionLostError(
                 f"Connection to {self.description} is lost: {reason}. "
                 "Make a new one with the factory.",
                 broker_said=self._said,
+                silent=silent,
             )
             self._to_log.append(str(self.error))
             self.writer.stop()
-            self.ledger.lose(reason, self._said)
+            self.ledger.lose(reason, self._said, silent=silent)
             self._transport.disconnect_socket()
             self.wake_all()
             tell = self._on_lost()

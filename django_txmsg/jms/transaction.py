@@ -196,7 +196,10 @@ class Transaction:
             self.abort(timeout)
         else:
             # What else is sent here could join the transaction nobody knows about.
-            self.link.lose(f"transaction {self.name} is in doubt: {error}")
+            silent = isinstance(error, TimeoutError)
+            self.link.lose(
+                f"transaction {self.name} is in doubt: {error}", silent=silent
+            )
             return TransactionInDoubtError(
                 f"Transaction {self.name} is in doubt: {error} Receive and send again "
                 "on a new connection; the message ids let receivers drop what came "
@@ -230,7 +233,8 @@ class Transaction:
             except ConnectionLostError:
                 pass  # a broker aborts what was open on a connection that ended
             except MessagingError as error:
-                self.link.lose(f"transaction {self.name} did not abort: {error}")
+                reason = f"transaction {self.name} did not abort: {error}"
+                self.link.lose(reason, silent=isinstance(error, TimeoutError))
         with self.link.lock:
             for confirm in list(self.confirms):
                 self.link.ledger.settle(confirm, State.CANCELLED, None)

@@ -55,8 +55,12 @@ class FrameListener(Protocol):
     def on_frames(self, frames: list[Frame | Receipt]) -> None:
         """Take the frames of one read, in their order."""
 
-    def on_lost(self, reason: str) -> None:
-        """Learn that the connection is over, and why."""
+    def on_lost(self, reason: str, *, silent: bool = False) -> None:
+        """Learn that the connection is over, and why: ``silent``, since the broker has
+        stopped reading or answering."""
+
+    def on_progress(self) -> None:
+        """Learn that the broker goes on reading, after a write had to wait."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
@@ -149,7 +153,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                         self._listener.on_frames(frames)
             self._over("the broker closed the connection")
         except (OSError, ValueError) as error:
-            self._over(str(error) or repr(error))
+            silent = isinstance(error, TimeoutError)
+            self._over(str(error) or repr(error), silent=silent)
         except ProtocolError as error:
             self._over(f"the broker's bytes are no STOMP: {error}")
         except Exception as error:  # stomp.py would end the thread with a mere log line
@@ -200,6 +205,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                         sent = self._socket.send(view)  # type: ignore[union-attr]  # connected
                     view = view[sent:]
                     give_up = time.monotonic() + timeout
+                    if selector is not None:
+                        self._listener.on_progress()
                 except _RETRY:
                     if selector is None:
                         selector = selectors.DefaultSelector()
@@ -213,7 +220,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                         ) from None
         except (OSError, ValueError, AttributeError) as error:
             # Part of a frame may be out: nothing may follow it on this connection.
-            self._over(f"writing failed: {error}")
+            silent = isinstance(error, TimeoutError)
+            self._over(f"writing failed: {error}", silent=silent)
             self.disconnect_socket()
             raise OSError(str(error)) from error
         finally:
@@ -276,6 +284,6 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
-    def _over(self, reason: str) -> None:
+    def _over(self, reason: str, *, silent: bool = False) -> None:
         self._reason = self._reason or reason
-        self._listener.on_lost(self._reason)
+        self._listener.on_lost(self._reason, silent=silent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -75,6 +75,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         services: Sequence[str] | None = None,
         max_bytes: int | None = None,
         larger: bool = True,
+        only: str | None = None,
+        but: Collection[str] = (),
     ) -> list[Claimed]:
         """Take due rows for `lease` seconds, oldest first; no other relay gets them.
         At most `limit` of them, and no more than `max_bytes` of bodies
@@ -84,8 +86,10 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
 
         A row with a key is taken only together with all earlier pending rows of that
         key; one that is due later than its followers, for another try, goes before
-        them all the same. `ids` or `session_id` narrow the choice. `floor` skips rows
-        due before it: a busy relay need not walk again over what it has just settled.
+        them all the same. `ids`, `session_id` or `only`, a destination, narrow the
+        choice. Rows to the destinations `but` are left out, with the rows that have to
+        follow them. `floor` skips rows due before it: a busy relay need not walk again
+        over what it has just settled.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now = began_sql(connection)
@@ -108,7 +112,21 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         if floor is not None:
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
-        parameters += stored_by
+        # What is left out here is not found at all: found and then dropped, it could
+        # fill every batch.
+        waits = "e.due_at > c.due_at"
+        blocking: list[Any] = []
+        if only is not None:
+            narrow += " AND c.destination = %s"
+            parameters.append(only)
+            waits += " OR e.destination <> c.destination"
+        if but:
+            condition, values = ids_sql(connection, "c.destination", but)
+            narrow += f" AND NOT ({condition})"
+            parameters += values
+            condition, blocking = ids_sql(connection, "e.destination", but)
+            waits += f" OR {condition}"
+        parameters += [*stored_by, *blocking]
         no_wait, waits_not = no_wait_sql(connection)
         first_due = "min(due)"
         if connection.vendor == "postgresql":
@@ -125,7 +143,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                     SELECT 1 FROM {table} e
                     WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
                       AND e.broker = c.broker AND {earlier} AND {ours.format("e")}
-                      AND (e.due_at > c.due_at OR {leases.HELD.sql("e", now=now)})))
+                      AND ({waits} OR {leases.HELD.sql("e", now=now)})))
             """,  # noqa: S608 - constants only
             # From now on it will not do for who wants its unique key: its receiver may
             # have begun already.
@@ -215,9 +233,13 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
 
-    def release(self, ids: list[int], token: uuid.UUID) -> int:
-        """Give rows back untouched, since the broker could not be asked."""
-        return self._leased(ids, token, "lease_until = NULL, lease_token = NULL")
+    def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
+        """Give rows back at no attempt, since the broker could not be asked, or, with
+        an `error`, since it takes nothing there now."""
+        free, values = "lease_until = NULL, lease_token = NULL", []
+        if error:
+            free, values = f"{free}, last_error = %s", [error]
+        return self._leased(ids, token, free, values)
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
         """Keep rows for `lease` seconds from now. Returns how many were still held."""

@@ -41,6 +41,13 @@ class Worker(models.Model):
     host = models.CharField(max_length=255)
     pid = models.PositiveIntegerField()
     stages = models.JSONField(default=list, blank=True)
+    outages = models.JSONField(
+        default=list,
+        db_default=models.Value([], output_field=models.JSONField()),
+        blank=True,
+        help_text="What the process cannot use: brokers, destinations, subscriptions, "
+        "databases, each with the error.",
+    )
     in_flight = models.PositiveIntegerField(default=0)
     started_at = models.DateTimeField(db_default=Now())
     heartbeat_at = models.DateTimeField(db_default=Now())

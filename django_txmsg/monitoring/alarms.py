@@ -40,6 +40,7 @@ def of(status: Status) -> list[Alarm]:
     return [
         *_nobody_consumes(status),
         *_unrelayed(status),
+        *_outages(status),
         *_outbox(status),
         *_queues(status),
         *_redeliveries(status),
@@ -72,6 +73,24 @@ def _nobody_consumes(status: Status) -> Iterator[Alarm]:
         else f"No consumer runs stage {unattended[0]}",
         f": {_list(unattended)}." if many else ".",
     )  # fmt: skip
+
+
+def _outages(status: Status) -> Iterator[Alarm]:
+    found = status.outages
+    late = status.late_outages
+    for one in found[:LINES]:
+        many = f", by {one.processes} processes" if one.processes > 1 else ""
+        yield Alarm(
+            "bad" if one in late else "warn", "worker", "",
+            f"{one.kind[:1].upper()}{one.kind[1:]} {one.name} cannot be used",
+            f", for {duration(max(status.now - one.since, dt.timedelta()))}{many}: "
+            f"{one.error}",
+        )  # fmt: skip
+    if len(found) > LINES:
+        yield Alarm(
+            "bad" if late else "warn", "worker", "",
+            f"{len(found) - LINES} more cannot be used", ".",
+        )  # fmt: skip
 
 
 def _outbox(status: Status) -> Iterator[Alarm]:

@@ -14,8 +14,8 @@ from ..errors import ConfigurationError
 from ..models import Worker
 from ..models.fields import clock
 from ..models.worker import silent_after
-from ..upkeep import outage
-from . import attendance
+from ..upkeep import breaker, outage
+from . import attendance, outages
 
 
 class Presence:
@@ -41,6 +41,7 @@ class Presence:
                 "pid": self.pid,
                 "in_flight": in_flight,
                 "silent_after": silent_after(conf.get().CONSUME.HEARTBEAT),
+                "outages": outages.told(breaker.outages()),
             }
             if not own.update(heartbeat_at=Now(), **said):
                 workers.create(

@@ -14,8 +14,9 @@ from ..models import StageState
 from ..models.fields import clock
 from ..models.queue import queue_name
 from ..stages import all_stages
-from . import attendance, recent, subscriptions, turns
+from . import attendance, outages, recent, subscriptions, turns
 from .attendance import Attendance
+from .outages import Known
 from .subscriptions import Subscription
 from .turns import HeldKey, Line
 from .unconsumed import unconsumed
@@ -128,6 +129,16 @@ class Status:
         return self.outbox.overdue + self.parked.overdue + self.queued.overdue
 
     @property
+    def outages(self) -> list[Known]:
+        """What living processes cannot use."""
+        return outages.read(self.attendance.living)
+
+    @property
+    def late_outages(self) -> list[Known]:
+        """The outages that last for too long."""
+        return outages.late(self.outages, self.now)
+
+    @property
     def unattended(self) -> list[str]:
         """The stages declared here that no living process runs."""
         declared = [name for name, place in self.stages.items() if place.known]
@@ -196,6 +207,7 @@ class Status:
             or self.left_behind
             or self.held_keys
             or self.full
+            or self.late_outages
         )
 
     @property

@@ -12,6 +12,7 @@ import math
 import threading
 import uuid
 from collections import Counter
+from collections.abc import Set as AbstractSet
 
 from .. import conf, signals, wire
 from ..brokers import get_broker
@@ -22,9 +23,11 @@ from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
 from ..upkeep.connections import shed
 from ..upkeep.leases import Lease
+from . import pauses
 from .budget import Budget, Part
 from .links import link
-from .receipts import judge
+from .pauses import Trial
+from .receipts import Receipts, judge, split
 from .settlement import Settlement
 from .sweep import Sweep
 from .turn import Turn
@@ -64,6 +67,11 @@ class Lane:
         self._turn, self._budget = turn or Turn(), budget or Budget()
         self._session: Session | None = None
         self._sweep = Sweep()
+        self._pauses = pauses.of(using, broker)
+        #: The destinations that were held at the last claim, ...
+        self._held: AbstractSet[str] = frozenset()
+        #: ... and those that have refused a message since.
+        self._refused: set[str] = set()
         self.counts: Counter[str] = Counter()
         self.in_flight = 0
 
@@ -72,26 +80,51 @@ class Lane:
     ) -> int:
         """Claim, send and settle one batch. Returns how many rows were claimed.
 
-        Raises BrokerUnavailable with nothing claimed, or with all of it given back.
+        Raises BrokerUnavailable with nothing claimed, or with all of it given back. A
+        destination that takes nothing now is paused, and its rows are given back.
         """
+        # First the broker, then the claim: an outage must not shuffle leases.
+        self._open()
+        trial = self._pauses.begin_trial()
+        if trial is not None:
+            count = None
+            try:
+                count = self._dispatch(ids, session_id, trial)
+            finally:
+                narrowed = ids is not None or session_id is not None
+                # Nothing of these is not nothing at all.
+                found = None if narrowed and not count else count
+                self._pauses.end_trial(trial, found, self._batch_size)
+            if count:
+                return count
+        return self._dispatch(ids, session_id, None)
+
+    def _dispatch(
+        self, ids: list[int] | None, session_id: uuid.UUID | None, trial: Trial | None
+    ) -> int:
         while True:
             with self._budget.part(self._stop) as part:
-                count = part and self._dispatch(part, ids, session_id)
+                count = part and self._dispatch_part(part, ids, session_id, trial)
             if part is None:
                 return 0
             if count or not part.is_to_claim_again:
                 return count or 0
 
-    def _dispatch(
-        self, part: Part, ids: list[int] | None, session_id: uuid.UUID | None
+    def _dispatch_part(
+        self,
+        part: Part,
+        ids: list[int] | None,
+        session_id: uuid.UUID | None,
+        trial: Trial | None,
     ) -> int:
-        # First the broker, then the claim: an outage must not shuffle leases.
-        self._open()
         token = uuid.uuid4()
+        self._refused.clear()
         with self._turn.at_database():
             # It may have been stopped while it waited for its turn.
             stopped = self._stop.is_set()
-            claimed = [] if stopped else self._claim(token, part, ids, session_id)
+            claimed = (
+                [] if stopped else self._claim(token, part, ids, session_id, trial)
+            )
         size = sum(len(row.body) for row in claimed)
         self._budget.claimed(part, size)
         shed(self.using, size)
@@ -144,6 +177,11 @@ class Lane:
             settlement.give_back(alive)
             raise
 
+    @property
+    def next_trial(self) -> float | None:
+        """Seconds until a paused destination may be tried, if there is one."""
+        return self._pauses.next_trial()
+
     def close(self) -> None:
         """End the conversation with the broker."""
         if self._session is not None:
@@ -164,22 +202,31 @@ class Lane:
         part: Part,
         ids: list[int] | None,
         session_id: uuid.UUID | None,
+        trial: Trial | None,
     ) -> list[Claimed]:
+        only = None if trial is None else trial.destination
+        held = self._pauses.held()
+        if self._held - held:
+            self._sweep.rewind()  # what waited there is older than its floor
+        self._held = held
+
         def claim(floor: str | None) -> list[Claimed]:
             return self._outbox().claim(
                 broker=self.broker_alias,
                 token=token,
                 lease=self._lease,
-                limit=self._batch_size,
+                limit=min(trial.limit, self._batch_size) if trial else self._batch_size,
                 ids=ids,
                 session_id=session_id,
                 floor=floor,
                 services=conf.get().services,
                 max_bytes=part.max_bytes,
                 larger=part.larger,
+                only=only,
+                but=held - {only},
             )
 
-        narrowed = ids is not None or session_id is not None
+        narrowed = ids is not None or session_id is not None or trial is not None
         return claim(None) if narrowed else self._sweep.claim(claim)
 
     def _send(
@@ -192,6 +239,11 @@ class Lane:
         """
         service = conf.get().SERVICE
         while rows := settlement.still_held(rows):
+            rows, left = split(rows, self._refused)
+            if left:
+                settlement.give_back(left)
+            if not rows:
+                return
             is_new = self._session is None
             session = self._open()
             batch = [
@@ -214,6 +266,7 @@ class Lane:
                 raise BrokerUnavailable(str(error)) from error
             found = judge(rows, outcomes, apart=apart)
             settlement.settle(found)
+            self._pause(found)
             if found.unknown:
                 self.counts["unknown"] += found.unknown
                 signals.outcome_unknown.send_robust(
@@ -233,3 +286,10 @@ class Lane:
                     len(found.again),
                 )
             rows, apart = found.again, True
+
+    def _pause(self, found: Receipts) -> None:
+        """Pause the destinations that take nothing now, for all lanes."""
+        stored = {row.destination for row in found.stored} if found.refused else ()
+        for destination, error in found.unavailable.items():
+            self._refused.add(destination)
+            self._pauses.refused(destination, error, progress=destination in stored)

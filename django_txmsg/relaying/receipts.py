@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import BrokerError, DispatchRejected, DispatchUnknown
+from ..errors import (
+    BrokerError,
+    DestinationUnavailable,
+    DispatchRejected,
+    DispatchUnknown,
+)
 from ..models.outbox_claim import Claimed
 
 
@@ -17,6 +22,8 @@ class Receipts:
     stored: list[Claimed] = field(default_factory=list)
     #: Refused, each by itself: they count an attempt.
     failed: list[tuple[Claimed, BrokerError]] = field(default_factory=list)
+    #: Their destination takes nothing now, and why: given back at no attempt.
+    refused: list[tuple[Claimed, DestinationUnavailable]] = field(default_factory=list)
     #: The broker hung up on one of them, not known which: each is sent again alone.
     again: list[Claimed] = field(default_factory=list)
     #: Given back untouched.
@@ -27,6 +34,11 @@ class Receipts:
     unknown: int = 0
     #: Why the broker cannot be used now, where it did not hang up but fell silent.
     silence: BrokerError | None = None
+
+    @property
+    def unavailable(self) -> dict[str, DestinationUnavailable]:
+        """The destinations that take nothing now, and why."""
+        return {row.destination: error for row, error in self.refused}
 
 
 def judge(
@@ -40,6 +52,10 @@ def judge(
     for row, outcome in zip(rows, outcomes, strict=True):
         if outcome is None:
             found.stored.append(row)
+            continue
+        if isinstance(outcome, DestinationUnavailable):
+            found.refused.append((row, outcome))
+            spoilt.add(row.key)
             continue
         unknown = isinstance(outcome, DispatchUnknown)
         ended = isinstance(outcome, DispatchUnknown) and outcome.hung_up
@@ -58,9 +74,27 @@ def judge(
         # What follows a failed message of its key waits until that one has left.
         goes = found.hung_up and row.key not in spoilt
         (found.again if goes else found.returned).append(row)
-    if apart and not found.stored and not found.failed and found.again:
+    nothing = not (found.stored or found.failed or found.refused)
+    if apart and nothing and found.again:
         # Nothing was written: sending again would not find the message.
         found.returned += found.again
         found.again = []
         found.silence = next(one for one in outcomes if one is not None)
     return found
+
+
+def split(
+    rows: Sequence[Claimed], destinations: Collection[str]
+) -> tuple[list[Claimed], list[Claimed]]:
+    """Return the rows that may be sent, and those to `destinations`, with what has to
+    follow them by its key."""
+    sound: list[Claimed] = []
+    left: list[Claimed] = []
+    keys: set[str] = set()
+    for row in rows:
+        if row.destination in destinations or row.key in keys:
+            left.append(row)
+            keys |= {row.key} - {""}
+        else:
+            sound.append(row)
+    return sound, left

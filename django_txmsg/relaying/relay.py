@@ -17,11 +17,12 @@ from functools import partial
 from django.db import Error as AnyDatabaseError
 
 from .. import conf
-from ..errors import BrokerUnavailable
+from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..upkeep import outage, wakeups
 from ..upkeep.breaker import Breaker
 from ..upkeep.connections import recycle
 from ..upkeep.crew import Crew
+from . import pauses
 from .budget import Budget
 from .lane import Lane
 from .listener import listening
@@ -51,7 +52,7 @@ class Relay:
         lanes: int | None = None,
     ) -> None:
         self._stop = threading.Event()
-        #: Why a broker could not be used, by its alias.
+        #: Why a broker, by its alias, or a destination of it could not be used.
         self.unavailable: dict[str, str] = {}
         count = lanes or conf.get().RELAY.LANES
         max_pause = conf.get().RELAY.BREAKER_MAX_PAUSE
@@ -95,7 +96,8 @@ class Relay:
         """Relay until stopped; `once`: until no lane finds anything due any more.
 
         Raises the error that ended a lane, if one did, after all have ended. With
-        `once` a broker or database that is away ends its own lanes only.
+        `once` a broker or database that is away ends its own lanes only, and
+        DestinationUnavailable tells of messages that a destination did not take.
         """
 
         away: list[Exception] = []
@@ -121,6 +123,18 @@ class Relay:
         if away:
             # A database says more than a broker: it may hold what others need.
             raise min(away, key=lambda error: isinstance(error, BrokerUnavailable))
+        if once:
+            self._tell_of_pauses()
+
+    def _tell_of_pauses(self) -> None:
+        for using, broker in sorted(
+            {(one.using, one.broker_alias) for one in self.lanes}
+        ):
+            for name, error in pauses.of(using, broker).errors.items():
+                self.unavailable[name] = str(error)
+        if self.unavailable:
+            name, words = next(iter(self.unavailable.items()))
+            raise DestinationUnavailable(f"destination {name!r}: {words}")
 
     def _work(self, lane: Lane, once: bool) -> None:
         breaker = self._breakers[lane.broker_alias]
@@ -156,14 +170,17 @@ class Relay:
                 continue
             if once:
                 return
-            self._rest(wakeup, interval)
+            self._rest(lane, wakeup, interval)
 
-    def _rest(self, wakeup: wakeups.Wakeup, interval: float) -> None:
+    def _rest(self, lane: Lane, wakeup: wakeups.Wakeup, interval: float) -> None:
         """Wait until there may be something: the usual interval, or, while somebody
-        listens, until a ring."""
+        listens, until a ring; and no longer than until a pause ends."""
         until = time.monotonic() + interval
         while not self._stop.is_set():
             left = REST if wakeup.heard else until - time.monotonic()
+            trial = lane.next_trial
+            if trial is not None:
+                left = min(left, trial)
             if left <= 0 or wakeup.wait(min(REST, left)):
                 wakeup.due()  # takes the ring
                 return

@@ -81,6 +81,7 @@ class Settlement:
                 len(returned), lambda: self._outbox().release(returned, self._token)
             )
             self._lost(len(returned) - kept)
+        self._give_back_refused(found)
         for row, error in found.failed:
             self._refused(row, error)
         if stored and signals.announced(signals.message_dispatched):
@@ -92,6 +93,18 @@ class Settlement:
                     broker=self.broker_alias,
                     attempt=row.attempts + 1,
                 )
+
+    def _give_back_refused(self, found: Receipts) -> None:
+        """Give back what its destination does not take now, with the broker's words."""
+        for destination, error in found.unavailable.items():
+            ids = [row.id for row, _ in found.refused if row.destination == destination]
+            words = str(error)[:2000]
+
+            def release(ids: list[int] = ids, words: str = words) -> int:
+                return self._outbox().release(ids, self._token, error=words)
+
+            self._lost(len(ids) - self._fenced(len(ids), release))
+            self._counts["refused"] += len(ids)
 
     def _mark(self, stored: list[int]) -> int:
         # What the broker refuses is seldom, and noted row by row, without the turn.

@@ -24,6 +24,10 @@ class Sweep:
         self._floor: str | None = None
         self._swept_at = self._cost = 0.0
 
+    def rewind(self) -> None:
+        """Begin at the beginning next time: there is more to be claimed."""
+        self._floor = None
+
     def claim(self, claim: Claim) -> list[Claimed]:
         """Claim from where the last one left off; from the beginning when there is
         nothing, or the time for it has been earned."""

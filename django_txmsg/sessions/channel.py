@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 
 from .. import conf
 from ..brokers.base import Broker, Outgoing, Session
-from ..errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DestinationUnavailable,
+    DispatchRejected,
+    DispatchUnknown,
+)
 from ..upkeep.breaker import Breaker
 
 Outcomes = list[BrokerError | None]
@@ -230,7 +236,8 @@ class Channel:
 
 def _unproven(outcome: BrokerError | None) -> bool:
     """Return whether nobody knows if a message is stored."""
-    return outcome is not None and not isinstance(outcome, DispatchRejected)
+    answered = (DispatchRejected, DestinationUnavailable)
+    return outcome is not None and not isinstance(outcome, answered)
 
 
 def _close_aside(session: Session) -> None:

@@ -7,15 +7,32 @@ one for each database of the process (`outage.py`).
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
+import weakref
+from dataclasses import dataclass
 
 log = logging.getLogger("django_txmsg.breaker")
 
 #: Seconds before a subscription is tried again that the broker refused. Somebody has to
 #: allow it first, and on RabbitMQ a refusal ends the connection: each try makes one.
 AFTER_REFUSAL = 1.0
+
+
+#: Characters that are kept of an error.
+LONGEST = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Something that cannot be used: what, for how many seconds, and why."""
+
+    kind: str
+    name: str
+    seconds: float
+    error: str
 
 
 class Breaker:
@@ -34,35 +51,55 @@ class Breaker:
         follows: str = "its messages wait in the outbox and count no attempt",
         first_pause: float = 0.2,
     ) -> None:
-        self._name, self._max_pause = f"{kind} {name!r}", max_pause
+        self.kind, self.name, self._max_pause = kind, name, max_pause
         self._follows, self._first_pause = follows, first_pause
         self._lock = threading.Lock()
         #: Held while connecting, by those who share this breaker: a server that has
         #: come back is not stormed.
         self.connecting = threading.Lock()
         self._failures = 0
-        self._until = 0.0
+        self._until = self._began = 0.0
         #: What went wrong last, while the server is down.
         self.error: BaseException | None = None
+        with _registering:
+            _breakers.add(self)
 
     @property
     def remaining(self) -> float:
         """Seconds until the next probe; 0 when the server may be asked."""
         return max(0.0, self._until - time.monotonic())
 
-    def failed(self, error: BaseException) -> None:
-        """Note that the server is down: one log line an outage, then silence."""
+    @property
+    def outage(self) -> Outage | None:
+        """The present outage, or None."""
+        error = self.error
+        if error is None:
+            return None
+        seconds = time.monotonic() - self._began
+        return Outage(self.kind, self.name, seconds, str(error)[:LONGEST])
+
+    def failed(self, error: BaseException, *, progress: bool = False) -> None:
+        """Note that the server is down: one log line an outage, then silence. After
+        some `progress` the pause is the first one again."""
         with self._lock:
             self.error = error
             if self.remaining:
                 return  # another thread has met the same outage
-            self._failures += 1
+            first = not self._failures
+            if first:
+                self._began = time.monotonic()
+            self._failures = 1 if progress else self._failures + 1
             pause = self._first_pause * 2 ** min(self._failures - 1, 20)
             pause = min(self._max_pause, pause)
             self._until = time.monotonic() + pause * random.uniform(0.75, 1.25)  # noqa: S311 - jitter
-            first = self._failures == 1
         if first:
-            log.warning("%s cannot be used; %s: %s", self._name, self._follows, error)
+            what = f"{self.kind} {self.name!r}"
+            log.warning("%s cannot be used; %s: %s", what, self._follows, error)
+
+    def rest(self, seconds: float) -> None:
+        """Put off the next probe, with nothing learned."""
+        with self._lock:
+            self._until = time.monotonic() + seconds
 
     def worked(self) -> None:
         """Note that the server answers again."""
@@ -70,4 +107,33 @@ class Breaker:
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0
                 self.error = None
-            log.info("%s works again, after %d probes", self._name, failures)
+            what = f"{self.kind} {self.name!r}"
+            log.info("%s works again, after %d probes", what, failures)
+
+
+_breakers: weakref.WeakSet[Breaker] = weakref.WeakSet()
+_registering = threading.Lock()
+
+
+def outages() -> list[Outage]:
+    """Return the outages that this process has met and that last: of brokers, paused
+    destinations, refused subscriptions and databases, each once, the longest first."""
+    with _registering:
+        known = list(_breakers)
+    found: dict[tuple[str, str], Outage] = {}
+    for one in sorted(
+        filter(None, (breaker.outage for breaker in known)),
+        key=lambda outage: -outage.seconds,
+    ):
+        found.setdefault((one.kind, one.name), one)
+    return list(found.values())
+
+
+def _forget() -> None:
+    """What the parent process uses is not used here."""
+    global _breakers, _registering
+    _breakers, _registering = weakref.WeakSet(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

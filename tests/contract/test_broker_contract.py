@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 from django.db import connection
@@ -16,14 +16,14 @@ from django_txmsg.brokers.base import Broker, Outgoing
 from django_txmsg.errors import (
     BrokerError,
     BrokerUnavailable,
+    DestinationUnavailable,
     DispatchHeld,
-    DispatchRejected,
     DispatchUnknown,
 )
 from django_txmsg.models import QueueMessage, QueueSubscription
 from django_txmsg.testing.broker_suite import BrokerSuite, bodies, take
 from django_txmsg.testing.broker_suite.talk import numbered
-from tests.faults import ManageProcess
+from tests.faults import ManageProcess, wait_until
 from tests.services import ActiveMQ
 from tests.services.stomp_server import LIMITED_USER
 
@@ -75,6 +75,34 @@ class TestServers(OnServer):
             return None
         return Outgoing(destination, {"CC": "no list"}, b"refused")
 
+    def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
+        """A queue that is full and rejects more. (An ActiveMQ that says so is another
+        server: `test_refusals.py`.)"""
+        if isinstance(self.server, ActiveMQ):
+            return None
+        return self._full(destination)
+
+    @contextmanager
+    def _full(self, destination: str) -> Iterator[None]:
+        name = f"full-{destination}"
+        self.server.control(
+            "set_policy", name, f"^{destination}$",
+            '{"max-length": 1, "overflow": "reject-publish"}', "--apply-to", "queues",
+        )  # fmt: skip
+
+        def is_full() -> bool:
+            with self.broker().open() as session:
+                (outcome,) = session.send(
+                    [Outgoing(destination, {}, b"")], isolate=True
+                )
+            return outcome is not None
+
+        wait_until(is_full)
+        yield
+        self.server.control("clear_policy", name)
+        wait_until(lambda: not is_full())
+        self.rest(destination)
+
 
 if ELSEWHERE:
 
@@ -95,7 +123,8 @@ def ship(broker: Broker, batch: list[Outgoing]) -> dict[bytes, BrokerError | Non
             answers = session.send(left, isolate=isolate)
         for one, answer in zip(left, answers, strict=True):
             hung_up_on = isolate and getattr(answer, "written", False)
-            if answer is None or isinstance(answer, DispatchRejected) or hung_up_on:
+            known = answer is None or isinstance(answer, DestinationUnavailable)
+            if known or hung_up_on:
                 outcomes[one.body] = answer
         isolate = any(isinstance(answer, DispatchUnknown) for answer in answers)
     raise AssertionError(f"no end to it: {outcomes}")
@@ -131,7 +160,7 @@ def test_what_follows_a_refused_message_of_its_key_is_held_back(
     with broker.open() as session:
         first, second, *others = session.send(batch)
 
-    assert isinstance(first, DispatchRejected)
+    assert isinstance(first, DestinationUnavailable)
     assert isinstance(second, DispatchHeld)
     assert set(others) == {None}
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
+import redis
 
 from django_txmsg import Message, send_message
 from django_txmsg.brokers import get_broker
@@ -25,6 +29,17 @@ class TestRedisStreams(BrokerSuite):
 
     def broker(self) -> RedisBroker:
         return RedisBroker("tested", self.url)
+
+    @contextmanager
+    def turned_away(self, destination: str) -> Iterator[None]:
+        """The user may write to streams of other names alone."""
+        client = redis.Redis.from_url(self.url.partition("?")[0])
+        with client:
+            client.execute_command("ACL", "SETUSER", "default", "resetkeys", "~*.free")
+            try:
+                yield
+            finally:
+                client.execute_command("ACL", "SETUSER", "default", "~*")
 
 
 def named(url: str, path: str = "tests.redis_broker.RedisBroker"):

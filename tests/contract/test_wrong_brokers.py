@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from django_txmsg.brokers import Broker, Delivery, Outgoing, Session
-from django_txmsg.errors import BrokerError, DispatchRejected, DispatchUnknown
+from django_txmsg.errors import (
+    BrokerError,
+    DestinationUnavailable,
+    DispatchRejected,
+    DispatchUnknown,
+)
 from django_txmsg.testing.broker_suite import BrokerSuite, talk
 from tests.redis_broker import WORKERS, RedisBroker, RedisSession
 from tests.services import Redis
@@ -93,6 +98,16 @@ class IgnoresIsolate(Wrong):
         if not any(one.body == b"refused" for one in batch):
             return super().send(batch)
         return [DispatchUnknown("hung up", hung_up=True) for _ in batch]
+
+
+class BlamesTheMessage(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        return [DispatchRejected("full") for _ in batch]
+
+
+class TurnsAllAway(Wrong):
+    def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
+        return [DestinationUnavailable("full") for _ in batch]
 
 
 class AcknowledgesEarly(Wrong):
@@ -286,6 +301,9 @@ class Suite(BrokerSuite):
     def broker(self) -> Broker:
         return WrongBroker("tested", self.url)
 
+    def turned_away(self, destination: str) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def refused(self, destination: str) -> Outgoing | None:
         return Outgoing(destination, {}, b"refused")
 
@@ -298,6 +316,7 @@ def held(entry: bytes) -> Delivery:
 STORED = "a_batch_is_stored_in_order_and_every_outcome_is_a_receipt"
 AGAIN = "what_is_not_acknowledged_comes_again_when_its_session_ends"
 OVER = "what_is_acknowledged_never_comes_again"
+TURNED_AWAY = "a_destination_that_takes_nothing_says_so_and_others_go_on"
 HEADERS = "any_text_is_a_header"
 TOGETHER = "a_transaction_sends_and_acknowledges_together"
 EACH = "every_subscriber_of_a_topic_gets_a_copy_also_while_it_is_away"
@@ -327,6 +346,8 @@ BIG = b"\xff" * 2_000_000
             "isolated_messages_show_on_which_one_a_broker_hangs_up",
             [],
         ),
+        (BlamesTheMessage, TURNED_AWAY, []),
+        (TurnsAllAway, TURNED_AWAY, []),
         (AcknowledgesEarly, AGAIN, []),
         (AcknowledgesEarly, "what_a_killed_consumer_had_comes_again", []),
         (LosesWhatItHolds, AGAIN, []),

@@ -10,7 +10,7 @@ import pytest
 
 from django_txmsg.brokers import make_broker
 from django_txmsg.brokers.base import Broker, Outgoing
-from django_txmsg.errors import BrokerUnavailable, DispatchRejected
+from django_txmsg.errors import BrokerUnavailable, DestinationUnavailable
 from tests import services
 from tests.docs.pages import ROOT
 
@@ -96,4 +96,4 @@ def test_it_may_read_nothing_else(shop: Broker, act: Callable[[Broker], Any]) ->
 
 @pytest.mark.parametrize("queue", ["bank.transfer", "billing.txmsg.control"])
 def test_it_may_send_nowhere_else(shop: Broker, queue: str) -> None:
-    assert isinstance(send(shop, queue), DispatchRejected)
+    assert isinstance(send(shop, queue), DestinationUnavailable)

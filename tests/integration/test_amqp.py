@@ -24,6 +24,7 @@ from django_txmsg.brokers.base import Delivery, Outgoing, Session
 from django_txmsg.errors import (
     BrokerError,
     BrokerUnavailable,
+    DestinationUnavailable,
     DispatchHeld,
     DispatchRejected,
     DispatchUnknown,
@@ -155,7 +156,7 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
     with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as other:
         other.channel().queue_declare(destination, exclusive=True)
         (error,) = session.send([Outgoing(destination, {}, b"lost")])
-        assert isinstance(error, DispatchRejected)
+        assert isinstance(error, DestinationUnavailable)
         assert "exclusive to another connection" in str(error)
         with pytest.raises(BrokerUnavailable, match="exclusive"):
             opened(rabbitmq_amqp.url()).subscribe(destination, prefetch=1)
@@ -199,7 +200,7 @@ def test_what_no_queue_takes_is_refused_with_the_reason_and_a_topic_is_not(
     )
     refused = outcomes.pop(1)
     assert outcomes == [None] * 3
-    assert isinstance(refused, DispatchRejected)
+    assert isinstance(refused, DestinationUnavailable)
     assert "declare=no" in str(refused)
 
 
@@ -225,7 +226,7 @@ def test_what_comes_back_is_refused_alone_and_its_queue_is_made_again(
     outcomes = session.send(batch, isolate=isolate)
     for number, outcome in enumerate(outcomes):
         if number % 3 == 1:
-            assert isinstance(outcome, DispatchRejected)
+            assert isinstance(outcome, DestinationUnavailable)
             assert "NO_ROUTE" in str(outcome)
         else:
             assert outcome is None
@@ -263,7 +264,7 @@ def test_a_full_queue_that_refuses_is_a_refusal_and_holds_its_key_back(
     stored, other, refused, *held = session.send(batch)
     assert stored is None
     assert other is None
-    assert isinstance(refused, DispatchRejected)
+    assert isinstance(refused, DestinationUnavailable)
     assert [type(one) for one in held] == [DispatchHeld] * 2
     assert bodies(received(session, destination, 2)) == [b"0", b"1"]
 
@@ -292,7 +293,7 @@ def test_a_topic_that_must_not_be_written_is_refused_when_sent_alone(
     outcomes = session.send(batch, isolate=True)
     refused = outcomes.pop(2)
     assert outcomes == [None] * 4
-    assert isinstance(refused, DispatchRejected)
+    assert isinstance(refused, DestinationUnavailable)
     assert "refused" in str(refused)
 
 

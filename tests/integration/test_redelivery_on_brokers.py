@@ -261,10 +261,11 @@ def test_a_cut_connection_during_a_handler(
     assert not DeadLetter.objects.exists()
 
 
-def test_a_rejected_message_and_its_companions(
+def test_a_destination_that_must_not_be_written_and_its_companions(
     destination: str, broker: StompServer
 ) -> None:
-    """This user may only send to names that begin with `allowed.`"""
+    """This user may only send to names that begin with `allowed.` The others wait, at
+    no attempt, until somebody who may sends them."""
     good, bad = f"allowed.{destination}", destination
     limited = {"default": {"URL": broker.url(user="limited")}}
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2}
@@ -275,18 +276,23 @@ def test_a_rejected_message_and_its_companions(
             )
 
         lane = Lane("default", "default")
+        waiting = OutboxMessage.objects.filter(dispatched_at=None)
 
-        def settled() -> bool:
-            # RabbitMQ hangs up on a bad message; sent one by one, they are found.
+        def tried() -> bool:
+            # RabbitMQ hangs up on a bad message; sent one by one, it is found.
             with contextlib.suppress(BrokerUnavailable):
                 lane.dispatch()
-            return not OutboxMessage.objects.filter(
-                dispatched_at=None, dead_at=None
-            ).exists()
+            return waiting.count() == 4 and time.monotonic() > end
 
-        wait_until(settled, deadline=60)
+        end = time.monotonic() + 2.0
+        wait_until(tried, deadline=60)
         lane.close()
-    assert OutboxMessage.objects.filter(dispatched_at__isnull=False).count() == 16
-    assert DeadLetter.objects.filter(reason="rejected", attempts=2).count() == 4
+        assert set(waiting.values_list("attempts", flat=True)) == {0}
+        assert any(
+            bad in words for words in waiting.values_list("last_error", flat=True)
+        )
     bodies = {int(delivery.body) for delivery in drained(good)}
     assert sorted(bodies) == [n for n in range(20) if n % 5]
+    wait_until(lambda: ship() == 0 and not waiting.exists())
+    assert {int(one.body) for one in drained(bad)} == {0, 5, 10, 15}
+    assert not DeadLetter.objects.exists()

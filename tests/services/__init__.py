@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TypeVar
 
-from .activemq import ActiveMQ
+from .activemq import ActiveMQ, SilentActiveMQ, SmallActiveMQ
 from .by_amqp import ByAmqp
 from .pgbouncer import PgBouncer
 from .postgresql import PostgreSQL
@@ -34,6 +34,8 @@ __all__ = [
     "Redis",
     "Server",
     "ServerFailedError",
+    "SilentActiveMQ",
+    "SmallActiveMQ",
     "SmallDisk",
     "free_port",
     "running_servers",

@@ -39,7 +39,7 @@ CONFIGURATION = """\
       </policyEntries></policyMap>
     </destinationPolicy>
     <persistenceAdapter>
-      <kahaDB directory="{data}/kahadb" journalDiskSyncStrategy="always"/>
+      <kahaDB directory="{data}/kahadb" journalDiskSyncStrategy="always"{journal}/>
     </persistenceAdapter>
     <plugins>
       <simpleAuthenticationPlugin>
@@ -64,10 +64,10 @@ CONFIGURATION = """\
                   keyStorePassword="{keystore_password}"/>
     </sslContext>
     <systemUsage>
-      <systemUsage>
+      <systemUsage{usage}>
         <!-- Without this limit a long queue takes the heap and the broker hangs. -->
         <memoryUsage><memoryUsage percentOfJvmHeap="60"/></memoryUsage>
-        <storeUsage><storeUsage limit="8 gb"/></storeUsage>
+        <storeUsage><storeUsage limit="{store}"/></storeUsage>
         <tempUsage><tempUsage limit="1 gb"/></tempUsage>
       </systemUsage>
     </systemUsage>
@@ -93,6 +93,8 @@ class ActiveMQ(StompServer):
 
     name = "activemq"
     debian_packages = "activemq openjdk-17-jre-headless openssl"
+    #: How much its store holds; further settings of usage and journal.
+    store, usage, journal = "8 gb", "", ""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,6 +120,9 @@ class ActiveMQ(StompServer):
         (self.directory / "conf/activemq.xml").write_text(
             CONFIGURATION.format(
                 data=self.directory / "data",
+                store=self.store,
+                usage=self.usage,
+                journal=self.journal,
                 allowed=ALLOWED,
                 cramped=CRAMPED,
                 keystore=self.certificates.keystore,
@@ -153,6 +158,20 @@ class ActiveMQ(StompServer):
                 f"xbean:file:{here}/conf/activemq.xml",
             ]
         )
+
+
+class SmallActiveMQ(ActiveMQ):
+    """One that says so when it has no room: at `CRAMPED` queues, and when its store of
+    a few megabytes is full."""
+
+    store, usage = "6 mb", ' sendFailIfNoSpace="true"'
+    journal = ' journalMaxFileLength="256kb" cleanupInterval="300"'
+
+
+class SilentActiveMQ(SmallActiveMQ):
+    """One that stops reading when its store is full."""
+
+    usage = ""
 
 
 def _home() -> Path:

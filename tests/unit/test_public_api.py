@@ -57,8 +57,8 @@ PUBLIC = {
     "django_txmsg.errors": """
         AlreadyPending
         BlockLeftOpen BrokerError BrokerUnavailable CommitTimedOut ConfigurationError
-        DecodeError DeliveryLost DispatchHeld DispatchRejected DispatchUnknown
-        DuplicateMessage DurableInStage InvalidMessage MiddlewareMisused
+        DecodeError DeliveryLost DestinationUnavailable DispatchHeld DispatchRejected
+        DispatchUnknown DuplicateMessage DurableInStage InvalidMessage MiddlewareMisused
         NewerCodeNeeded Redeliver Refuse SessionError StageError StageTimedOut
         StoreError SwallowedDatabaseError
         TaskGivenUp TransactionRequired TxmsgError WorkerFailed

@@ -77,6 +77,10 @@ class Link:
         self.methods: dict[tuple[int, tuple[int, int]], Callable[[bytes], None]] = {}
         self._partial: dict[int, _Partial] = {}
         self._closing = False
+        #: Why the broker reads nothing that is sent here, while it says so.
+        self.blocked = ""
+        self.methods[0, spec.Connection.Blocked] = self._on_blocked
+        self.methods[0, spec.Connection.Unblocked] = self._on_unblocked
         self.transport = Transport(
             address,
             tls=options.tls,
@@ -139,7 +143,7 @@ class Link:
                 self.beat()
                 heard_at = max(listening, self.transport.heard_at)
                 if time.monotonic() - heard_at > 2 * self.heartbeat:
-                    raise OSError("the broker's heart-beats have stopped")
+                    raise TimeoutError("the broker's heart-beats have stopped")
                 left = min(left, self.heartbeat / 2)
             if not self.transport.read(left) and time.monotonic() >= deadline:
                 return False
@@ -161,6 +165,21 @@ class Link:
             # A line that is full is not idle, and others' heart-beats must not wait.
             self.transport.write_soon(frames.HEARTBEAT)
 
+    def _on_blocked(self, arguments: bytes) -> None:
+        reason = arguments[1 : 1 + arguments[0]].decode(errors="replace")
+        self.blocked = f"the broker takes no messages: {reason or 'an alarm'}"
+
+    def _on_unblocked(self, arguments: bytes) -> None:
+        self.blocked = ""
+
+    def why_blocked(self) -> str:
+        """Return why the broker reads nothing, if it has said so by now; "" otherwise.
+        Also after a write that has failed."""
+        with contextlib.suppress(OSError, ChannelClosed):
+            while self.transport.read(0.0):
+                self._handle()
+        return self.blocked
+
     def close(self) -> None:
         """Say good-bye, and close the socket; never raises."""
         with self.owned:
@@ -169,7 +188,8 @@ class Link:
             with contextlib.suppress(
                 amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed
             ):
-                if self.transport.connected:
+                # A blocked connection is not read: its good-bye would not be heard.
+                if self.transport.connected and not self.blocked:
                     self._connection.close()
             self.transport.close()
 

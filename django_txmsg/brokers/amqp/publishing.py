@@ -17,10 +17,11 @@ from amqp import spec
 from ...errors import (
     BrokerError,
     BrokerUnavailable,
+    DestinationUnavailable,
     DispatchHeld,
-    DispatchRejected,
     DispatchUnknown,
 )
+from .. import refusals
 from .frames import Ready
 from .link import PUBLISHING, ChannelClosed, Link, said
 
@@ -40,6 +41,8 @@ class Publisher:
         self._settled: list[tuple[int, BrokerError | None]] = []
         self._batch: Sequence[Ready | None] = ()
         self._returned: dict[int, BrokerError] = {}
+        #: Whether the channel has said of a message that it could not be stored.
+        self._refused = False
 
     def publish(
         self,
@@ -58,28 +61,35 @@ class Publisher:
         sending = _Order(keys, outcomes)
         self._batch = batch
         hung_up, error = False, BrokerError("")
+        if self._link.why_blocked():
+            error = DispatchUnknown(self._link.blocked, written=False)
+            for index in sorted(sending.open):
+                outcomes[index] = error
+            return
         while sending.open and not hung_up:
             self._pending = {}
             self._settled.clear()
             self._returned.clear()
-            error = DispatchUnknown("no confirm came in time")
             try:
                 self._open()
                 self._pump(sending, window, timeout)
+                silence = self._link.blocked or "no confirm came in time"
+                error = DispatchUnknown(silence)
             except ChannelClosed as closed:
-                # On one of the messages, and it does not say on which.
-                error = DispatchUnknown(closed.text, hung_up=True)
-                if closed.channel != PUBLISHING:
-                    # The subscription's: its session must not wait on without it.
-                    self._link.transport.close()
-                elif len(self._pending) == 1:
-                    error = DispatchRejected(closed.text)
-                hung_up = not isinstance(error, DispatchRejected)
+                error = self._closed(closed)
+                hung_up = isinstance(error, DispatchUnknown)
             except (BrokerUnavailable, amqp.AMQPError, OSError, struct.error) as lost:
+                # Who takes nothing, or says nothing, has not hung up.
+                silent = isinstance(lost, TimeoutError)
+                text = (self._link.why_blocked() if silent else "") or said(lost)
                 self._link.transport.close()
-                error, hung_up = DispatchUnknown(said(lost), hung_up=True), True
+                error, hung_up = DispatchUnknown(text, hung_up=not silent), not silent
+            for index, known in self._settled:
+                sending.settle(index, known)
             for index in list(self._pending.values()):
                 sending.settle(index, error)
+            if isinstance(error, DestinationUnavailable):
+                self._leave(sending, error)
             if isinstance(error, DispatchUnknown):
                 break
         for index in sorted(sending.open):
@@ -90,10 +100,45 @@ class Publisher:
             )
         self._pending, self._batch = {}, ()
 
+    def _closed(self, closed: ChannelClosed) -> BrokerError:
+        """Return what it means that a channel was closed: on one of the messages on
+        their way, and the broker does not say on which."""
+        if closed.channel != PUBLISHING:
+            # The subscription's: its session must not wait on without it.
+            self._link.transport.close()
+            return DispatchUnknown(closed.text, hung_up=True)
+        error = refusals.by_amqp(closed.code, closed.text)
+        routes = {self._route(index) for index in self._pending.values()}
+        of_all = isinstance(error, DestinationUnavailable) and len(routes) == 1
+        if of_all or len(self._pending) == 1:
+            return error
+        return DispatchUnknown(closed.text, hung_up=True)
+
+    def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
+        """Send no more to a route that takes nothing: each would cost a channel."""
+        refused = {
+            self._route(index)
+            for index, outcome in enumerate(sending.outcomes)
+            if outcome is error
+        }
+        for index in sorted(sending.open):
+            if index in sending.open and self._route(index) in refused:
+                sending.leave(index, error)
+
+    def _route(self, index: int) -> bytes:
+        one = self._batch[index]
+        assert one is not None
+        return one.route
+
     def _open(self) -> None:
         """See to it that there is a channel in confirm mode."""
         if self._channel is not None and self._channel.connection is not None:
-            return
+            if not self._refused:
+                return
+            # A channel remembers that a quorum queue was full until something is taken
+            # from that, even if its limit has gone.
+            self._channel.close()
+        self._refused = False
         self._channel = self._link.channel(PUBLISHING)
         self._channel.confirm_select()
         self._sent = 0
@@ -139,7 +184,8 @@ class Publisher:
         self._settle(arguments, None)
 
     def _on_nack(self, arguments: bytes) -> None:
-        self._settle(arguments, DispatchRejected(_NACK))
+        self._refused = True
+        self._settle(arguments, DestinationUnavailable(refusals.NACK))
 
     def _settle(self, arguments: bytes, error: BrokerError | None) -> None:
         tag, multiple = struct.unpack_from(">QB", arguments)
@@ -174,7 +220,7 @@ class Publisher:
                     return
 
 
-class Unroutable(DispatchRejected):
+class Unroutable(DestinationUnavailable):
     """The message came back: there is no queue."""
 
 
@@ -182,7 +228,7 @@ class _Order:
     """Which message of a batch may go, by the order of their keys."""
 
     def __init__(self, keys: Sequence[str], outcomes: list[BrokerError | None]) -> None:
-        self._keys, self._outcomes = keys, outcomes
+        self._keys, self.outcomes = keys, outcomes
         self.ready: deque[int] = deque()
         #: Indices without an outcome.
         self.open: set[int] = set()
@@ -204,7 +250,7 @@ class _Order:
 
     def settle(self, index: int, error: BrokerError | None) -> None:
         """Note an outcome, and let the next of its key go or hold it back."""
-        self._outcomes[index] = error
+        self.outcomes[index] = error
         self.open.discard(index)
         waiting = self._waiting.get(self._keys[index])
         if waiting and error is None:
@@ -212,14 +258,17 @@ class _Order:
         while waiting and error is not None:
             self._hold(waiting.popleft())
 
+    def leave(self, index: int, error: BrokerError) -> None:
+        """Note the outcome of one that is not sent."""
+        if index in self.ready:
+            self.ready.remove(index)
+        waiting = self._waiting.get(self._keys[index])
+        if waiting and index in waiting:
+            waiting.remove(index)
+        self.settle(index, error)
+
     def _hold(self, index: int) -> None:
         self.open.discard(index)
-        self._outcomes[index] = DispatchHeld(
+        self.outcomes[index] = DispatchHeld(
             "The message was not sent: an earlier one of its key is not stored."
         )
-
-
-_NACK = (
-    "the broker could not store it: its queue is full and refuses more, is only being "
-    "made, or has lost the majority of its replicas"
-)

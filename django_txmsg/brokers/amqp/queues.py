@@ -12,7 +12,8 @@ from typing import Any
 import amqp
 
 from ... import wire
-from ...errors import DispatchRejected
+from ...errors import DestinationUnavailable, DispatchRejected
+from .. import refusals
 from .frames import TOPICS, short
 from .link import ASKING, ChannelClosed, Link
 
@@ -45,7 +46,8 @@ class Queues:
     def ensure(self, queue: str, arguments: dict[str, Any] | None = None) -> None:
         """See to it that a queue is there.
 
-        Raises DispatchRejected when the broker does not make it, or must not.
+        Raises DestinationUnavailable when the broker does not make it, or must not,
+        and DispatchRejected for a name that no queue can have.
         """
         if queue in self._known:
             return
@@ -58,13 +60,14 @@ class Queues:
                 raise
             # Somebody else may have made it just now, in another way.
             if error.code != DIFFERS or not self.waiting(queue):
-                raise DispatchRejected(f"queue {queue!r}: {error.text}") from error
+                text = f"queue {queue!r}: {error.text}"
+                raise refusals.by_amqp(error.code, text) from error
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
         """Return how many messages and consumers a queue has; None for no queue.
 
-        Raises DispatchRejected for one that is exclusive to another connection.
+        Raises DestinationUnavailable for one that is exclusive to another connection.
         """
         try:
             found = self._on().queue_declare(queue, passive=True)
@@ -72,7 +75,7 @@ class Queues:
             if error.channel != ASKING:
                 raise
             if error.code == LOCKED:
-                raise DispatchRejected(
+                raise DestinationUnavailable(
                     f"queue {queue!r} is exclusive to another connection: RabbitMQ "
                     f"deletes it, with what lies in it, when that connection ends"
                 ) from error
@@ -157,7 +160,7 @@ class Queues:
 
     def _make(self, queue: str, arguments: dict[str, Any] | None) -> None:
         if not self._options.declare:
-            raise DispatchRejected(
+            raise DestinationUnavailable(
                 f"there is no queue {queue!r}, and ?declare=no makes none"
             )
         if arguments is None:

@@ -18,6 +18,7 @@ from ... import wire
 from ...errors import (
     BrokerError,
     BrokerUnavailable,
+    DestinationUnavailable,
     DispatchRejected,
     DispatchUnknown,
 )
@@ -28,6 +29,8 @@ from .link import CONSUMING, PUBLISHING, ChannelClosed, Link
 from .publishing import Publisher, Unroutable
 from .queues import Queues
 from .subscription import Subscription
+
+REFUSALS = (DispatchRejected, DestinationUnavailable)
 
 
 class AmqpSession(Session):
@@ -64,10 +67,16 @@ class AmqpSession(Session):
     ) -> list[BrokerError | None]:
         outcomes: list[BrokerError | None] = [None] * len(batch)
         ready: list[frames.Ready | None] = [None] * len(batch)
+        unavailable: dict[str, DestinationUnavailable] = {}
         with self._asked():
             for index, one in enumerate(batch):
                 try:
+                    if one.destination in unavailable:
+                        raise unavailable[one.destination]
                     ready[index] = self._ready(one, PUBLISHING)
+                except DestinationUnavailable as error:
+                    # Not asked for again: each refusal costs a channel.
+                    outcomes[index] = unavailable[one.destination] = error
                 except DispatchRejected as error:
                     outcomes[index] = error
         self._publisher.publish(
@@ -92,7 +101,7 @@ class AmqpSession(Session):
                 try:
                     milliseconds = round(one.delay * 1000)
                     queue = self._queues.delayed(one.destination, milliseconds)
-                except DispatchRejected as error:
+                except REFUSALS as error:
                     outcomes[index] = error
                 else:
                     waiting[index] = replace(
@@ -105,7 +114,8 @@ class AmqpSession(Session):
 
     def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
         """Return the frames of a message, to a queue that is there. Raises
-        DispatchRejected for one that cannot be sent."""
+        DispatchRejected for one that cannot be sent, and DestinationUnavailable where
+        nothing can be sent now."""
         if not wire.is_topic(outgoing.destination):
             self._queues.ensure(outgoing.destination)
         return frames.published(outgoing, channel, self._link.frame_max)
@@ -119,7 +129,7 @@ class AmqpSession(Session):
         with self._asked():
             try:
                 self._subscription.declare(destination, subscriber)
-            except DispatchRejected as error:
+            except REFUSALS as error:
                 raise BrokerUnavailable(str(error)) from error
             self._subscription.consume(self._opened(), self._prefetch)
 
@@ -167,7 +177,7 @@ class AmqpSession(Session):
         # To this subscriber alone, where it came from a topic.
         copy = Outgoing(self._subscription.queue, headers, delivery.body)
         (error,) = self.send([copy], isolate=True)
-        if isinstance(error, DispatchRejected):
+        if isinstance(error, REFUSALS):
             raise error
         if error is not None:
             raise BrokerUnavailable(str(error)) from error

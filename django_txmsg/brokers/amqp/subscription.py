@@ -40,8 +40,11 @@ class Subscription:
         self.over = ""
 
     def declare(self, destination: str, subscriber: str | None) -> None:
-        """See to it that there is a queue to receive from. Raises DispatchRejected when
-        the broker does not make it, or when it is none for a stage."""
+        """See to it that there is a queue to receive from.
+
+        Raises DestinationUnavailable when the broker does not make it, and
+        DispatchRejected when it is none for a stage.
+        """
         self._destination = destination
         self._private = wire.is_topic(destination) and subscriber is None
         if not wire.is_topic(destination):

@@ -41,7 +41,7 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(found, indent=2))
         else:
             self._print(picture, given_up)
-        late = picture.overdue or picture.left_behind
+        late = picture.overdue or picture.left_behind or picture.late_outages
         if late or picture.held_keys or picture.full:
             sys.exit(1)
 
@@ -154,6 +154,16 @@ def facts(picture: Status) -> dict[str, Any]:
             for one in picture.held_keys
         ],
         "queues": {n: waiting(w) for n, w in picture.queues.items()},
+        "outages": [
+            {
+                "kind": one.kind,
+                "name": one.name,
+                "age": _seconds(one.since, now),
+                "error": one.error,
+                "processes": one.processes,
+            }
+            for one in picture.outages
+        ],
         "workers": [
             {
                 "name": worker.name,

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 
 from ... import wire
 from ...brokers.base import Outgoing
-from ...errors import DispatchHeld, DispatchRejected, DispatchUnknown
+from ...errors import (
+    DestinationUnavailable,
+    DispatchHeld,
+    DispatchRejected,
+    DispatchUnknown,
+)
 from .talk import Talk, numbered, numbers, take
 
 
@@ -90,6 +97,42 @@ class Sending(Talk):
         assert isinstance(follower, DispatchHeld)
         assert [outcomes[n] for n in (0, 1, 3, 5)] == [None] * 4
         assert self.rest(destination) == [b"0", b"1", b"3", b"5"]
+
+    def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
+        """Return a context in which the destination takes no message, since it is full
+        or forbidden, and others do; None if yours has no such state."""
+        return None
+
+    def test_a_destination_that_takes_nothing_says_so_and_others_go_on(
+        self, destination: str
+    ) -> None:
+        state = self.turned_away(destination)
+        if state is None:
+            return
+        free = f"{destination}.free"
+        with state:
+            with self.open() as session:
+                turned_away, *later = session.send(
+                    numbered(destination, 2), isolate=True
+                )
+            assert isinstance(turned_away, DestinationUnavailable)
+            assert str(turned_away), "no word of the broker's"
+            for one in later:
+                unsent = isinstance(one, DispatchUnknown) and not one.written
+                assert unsent or isinstance(one, DestinationUnavailable)
+            with self.open() as session:
+                batch = [*numbered(destination, 1), *numbered(free, 3)]
+                first, *others = session.send(batch)
+            if isinstance(first, DispatchUnknown):
+                assert first.hung_up, "it has answered"
+                with self.open() as session:
+                    others = session.send(numbered(free, 3))
+            else:
+                assert isinstance(first, DestinationUnavailable)
+            assert others == [None] * 3
+            assert sorted(set(self.rest(free))) == numbers(3)
+        self.send(Outgoing(destination, {}, b"again"))
+        assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
         """Return a message to `destination` that the broker refuses, or hangs up on,

@@ -14,7 +14,7 @@ from django.test import override_settings
 
 from django_txmsg import wire
 from django_txmsg.brokers.base import Outgoing
-from django_txmsg.errors import BrokerError, BrokerUnavailable, DispatchRejected
+from django_txmsg.errors import BrokerError, BrokerUnavailable, DestinationUnavailable
 from django_txmsg.sessions import channels
 from django_txmsg.sessions.channel import Channel
 from django_txmsg.sessions.channels import control_channel
@@ -111,7 +111,7 @@ def test_one_that_is_refused_takes_no_other_along(activemq, destination) -> None
             messages = [*good, outgoing("forbidden", 99)]
             *outcomes, refused = send_all(limited, messages, lambda: None)
             assert outcomes == [None] * THREADS
-            assert isinstance(refused, DispatchRejected)
+            assert isinstance(refused, DestinationUnavailable)
         channels.close_channels()
 
 

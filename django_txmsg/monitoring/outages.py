@@ -1,0 +1,73 @@
+"""What living processes cannot use: brokers, destinations, subscriptions, databases.
+
+Each process writes it into its row with its heartbeat. The overview, `message_status`
+and the health view read it here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..models import Worker
+from ..upkeep.breaker import Outage
+
+#: An outage that lasts for longer needs somebody's attention.
+LATE = dt.timedelta(minutes=2)
+#: The most outages that a process writes into its row.
+MOST = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An outage that at least one living process has met."""
+
+    kind: str
+    name: str
+    since: dt.datetime
+    error: str
+    processes: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+def told(outages: Sequence[Outage]) -> list[dict[str, Any]]:
+    """Return the outages as a process writes them: how long each lasts at the
+    heartbeat, by which the database's clock tells since when."""
+    return [
+        {
+            "kind": one.kind,
+            "name": one.name,
+            "seconds": round(one.seconds, 1),
+            # PostgreSQL stores no NUL.
+            "error": one.error.replace("\0", ""),
+        }
+        for one in outages[:MOST]
+    ]
+
+
+def read(workers: Iterable[Worker]) -> list[Known]:
+    """Return the outages that these processes have met, each once, the longest first.
+    What is not legible, since other code wrote it, is left out."""
+    found: dict[tuple[str, str], Known] = {}
+    for worker in workers:
+        for given in worker.outages or ():
+            try:
+                kind, name, error = (str(given[x]) for x in ("kind", "name", "error"))
+                since = worker.heartbeat_at - dt.timedelta(seconds=given["seconds"])
+            except (KeyError, TypeError, ValueError, OverflowError):
+                continue
+            known = found.get((kind, name))
+            count = 1 + (known.processes if known else 0)
+            if known and known.since <= since:
+                since, error = known.since, known.error
+            found[kind, name] = Known(kind, name, since, error, count)
+    return sorted(found.values(), key=lambda one: (one.since, one.kind, one.name))
+
+
+def late(outages: Iterable[Known], now: dt.datetime) -> list[Known]:
+    """Return those that last for too long."""
+    return [one for one in outages if now - one.since >= LATE]

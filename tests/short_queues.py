@@ -1,0 +1,63 @@
+"""The embedded broker with queues of limited length, as a policy limits them elsewhere.
+
+`ROOM` says how many messages a destination still takes. What is beyond is refused as a
+broker refuses it whose queue is full, and what follows it by its key is held back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from django_txmsg.brokers.base import Outgoing, one_by_one
+from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
+from django_txmsg.errors import BrokerError, DestinationUnavailable
+
+#: Destinations with a limit, and for how many messages there is room.
+ROOM: dict[str, int] = {}
+#: How many messages were sent to each destination, those that were refused included.
+TRIED: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+class ShortQueues(DatabaseBroker):
+    """A database:// broker whose queues can be full."""
+
+    def open(
+        self, *, transacted: bool = False, subscriber: str | None = None
+    ) -> DatabaseSession:
+        return ShortSession(self.stored_in or "", 30.0, 0.01)
+
+
+class ShortSession(DatabaseSession):
+    def send(
+        self,
+        batch: Sequence[Outgoing],
+        *,
+        isolate: bool = False,
+        timeout: float | None = None,
+    ) -> list[BrokerError | None]:
+        with _lock:
+            outcomes = one_by_one(batch, _taken)
+        sound = [one for one, bad in zip(batch, outcomes, strict=True) if bad is None]
+        super().send(sound)
+        return outcomes
+
+    def enlist(self, outgoing: Outgoing) -> None:
+        with _lock:
+            error = _taken(outgoing)
+        if error is not None:
+            raise error
+        super().enlist(outgoing)
+
+
+def _taken(one: Outgoing) -> BrokerError | None:
+    TRIED[one.destination] += 1
+    room = ROOM.get(one.destination)
+    if room is None:
+        return None
+    if room <= 0:
+        return DestinationUnavailable(f"{one.destination} is full: 0 places left")
+    ROOM[one.destination] = room - 1
+    return None
