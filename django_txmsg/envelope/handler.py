@@ -54,9 +54,9 @@ def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
     if accepted(handler) is None:
         _check_call(handler, 1)
         return handler
-    needed = [one for one in _positional(handler) if one.default is one.empty]
-    _check_call(handler, max(len(needed), 1))
-    if len(needed) == 2:
+    arguments = _arguments(handler)
+    _check_call(handler, arguments)
+    if arguments == 2:
 
         @functools.wraps(handler)
         def both(message: Message) -> Any:
@@ -107,11 +107,35 @@ def _runs(handler: Any) -> Any:
             return type(handler).__call__
 
 
+def _arguments(handler: Callable[..., Any]) -> int:
+    """Return how many arguments a handler that takes a body is called with."""
+    needed = [one for one in _positional(handler) if one.default is one.empty]
+    own = _own_signature(handler)
+    if own is None or own == inspect.signature(handler):
+        return max(len(needed), 1)
+    kinds = [one.kind for one in own.parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        # A decorator's function that takes less, or more, than what it has decorated.
+        needed = [one for one in _taken(own) if one.default is one.empty]
+        return max(len(needed), 1)
+    # Or one that hands on what it gets, and may add to it.
+    asked = [one.annotation for one in needed[1:2]]
+    return 2 if asked and (asked[0] in _THE_MESSAGE or _named_message(asked[0])) else 1
+
+
+def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:
+    """Return what a call has to fit: a decorator's function gives the signature of what
+    it has decorated for its own, and may call that with arguments of its own."""
+    try:
+        return inspect.signature(handler, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
+
+
 def _check_call(handler: Callable[..., Any], arguments: int) -> None:
     """Raise ConfigurationError if the handler cannot be called with so many."""
-    try:
-        signature = inspect.signature(handler)
-    except (TypeError, ValueError):
+    signature = _own_signature(handler)
+    if signature is None:
         return
     try:
         if arguments > 2:
@@ -127,12 +151,16 @@ def _check_call(handler: Callable[..., Any], arguments: int) -> None:
 
 def _positional(handler: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(handler).parameters.values()
+        signature = inspect.signature(handler)
     except (TypeError, ValueError):
         return []
+    return _taken(signature)
+
+
+def _taken(signature: inspect.Signature) -> list[inspect.Parameter]:
     return [
         one
-        for one in parameters
+        for one in signature.parameters.values()
         if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
     ]
 
@@ -152,13 +180,18 @@ def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     try:
         return eval(given, names)  # noqa: S307 - the annotation of the user's own code
     except Exception as error:
-        if given.rpartition(".")[2] == Message.__name__:
+        if _named_message(given):
             return Message
         raise ConfigurationError(
             f"The annotation {given!r} of {path_of(handler)} is unknown: {error}. "
             f"Import the class where the handler's module is run, and not under "
             f"TYPE_CHECKING."
         ) from None
+
+
+def _named_message(annotation: Any) -> bool:
+    text = isinstance(annotation, str)
+    return text and annotation.rpartition(".")[2] == Message.__name__
 
 
 def path_of(handler: Callable[..., Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from django_txmsg import Destination, Message, stage
 from django_txmsg.errors import ConfigurationError
-from django_txmsg.stages import all_stages, unregister
+from django_txmsg.stages import all_stages, find, unregister
 
 
 @dataclass
@@ -77,6 +78,76 @@ def typed_with_default(order: Order, more: int = 1) -> None: ...
 def two(order: Order, more: int) -> None: ...
 
 
+def with_a_repository(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an argument to whatever the call has."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, repository="r", **kwargs)
+
+    return call
+
+
+def for_a_message(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an argument to the message."""
+
+    @functools.wraps(function)
+    def call(message: Message) -> Any:
+        return function(message, repository="r")
+
+    return call
+
+
+def for_a_body(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an argument to the body and its message."""
+
+    @functools.wraps(function)
+    def call(order: Order, message: Message) -> Any:
+        return function(order, message, repository="r")
+
+    return call
+
+
+def without_the_message(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call with no argument."""
+
+    @functools.wraps(function)
+    def call(message: Message) -> Any:
+        return function()
+
+    return call
+
+
+def message_and_more(message: Message, repository: str) -> str:
+    return repository
+
+
+def body_and_more(order: Order, repository: str) -> str:
+    return f"{order.number}{repository}"
+
+
+def both_and_more(order: Order, message: Message, repository: str) -> str:
+    return f"{order.number}{message.destination}{repository}"
+
+
+def keyword_and_more(order: Order, *, repository: str) -> str:
+    return f"{order.number}{repository}"
+
+
+#: Decorators that add arguments, or take some away, and what the handler returns.
+DECORATED: dict[str, tuple[Any, Any, str | None]] = {
+    "a message": (for_a_message(message_and_more), None, "r"),
+    "a message, handed on": (with_a_repository(message_and_more), None, "r"),
+    "a body, handed on": (with_a_repository(body_and_more), Order("1"), "1r"),
+    "a keyword": (with_a_repository(keyword_and_more), Order("1"), "1r"),
+    "both": (for_a_body(both_and_more), Order("1"), "1tests.decoratedr"),
+    "both, handed on": (
+        with_a_repository(both_and_more), Order("1"), "1tests.decoratedr",
+    ),
+    "nothing": (without_the_message(nothing), None, None),
+}  # fmt: skip
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "no function": (7, "cannot be a handler"),
     "None": (None, "cannot be a handler"),
@@ -139,6 +210,16 @@ def test_a_handler_that_can_never_do_its_work_is_refused(case: str) -> None:
 def test_what_can_be_called_is_declared(case: str) -> None:
     handler = ACCEPTED[case]
     assert stage("tests.accepted")(handler) is handler
+
+
+@pytest.mark.parametrize("case", DECORATED)
+def test_a_decorator_may_give_other_arguments_than_it_gets(case: str) -> None:
+    handler, body, returned = DECORATED[case]
+    stage("tests.decorated")(handler)
+    [declared] = find(["tests.decorated"])
+
+    message = Message(id=uuid.uuid4(), destination="tests.decorated", body=body)
+    assert declared.handler(message) == returned
 
 
 @pytest.mark.parametrize(
