@@ -50,12 +50,24 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
 
 def _will_do(sent: Any, arrived: type) -> bool:
     """Return whether a value may arrive as its class's base: what a subclass adds to
-    text, or to a number, is nothing that is sent. An enum's member is no text."""
+    text, or to a number, is nothing that is sent."""
     if arrived is float:
         return type(sent) is int
-    if isinstance(sent, bool | enum.Enum):
+    if isinstance(sent, bool) or not _replaces_its_value(sent):
         return False
-    return arrived in _PLAIN and isinstance(sent, arrived)
+    if arrived in _PLAIN:
+        return isinstance(sent, arrived)
+    # A generic model that was made without its parameters: pydantic's == says so, too.
+    generic = getattr(arrived, "__pydantic_generic_metadata__", None)
+    return generic is not None and generic["origin"] is type(sent)
+
+
+def _replaces_its_value(sent: Any) -> bool:
+    """Return whether an enum's member does what its value does: Django's choices, and
+    IntEnum and StrEnum do. Others show their name where text is expected."""
+    if not isinstance(sent, enum.Enum) or isinstance(sent, int):
+        return True
+    return isinstance(sent, str) and str(sent) == sent.value
 
 
 def _inside(
@@ -101,19 +113,18 @@ def _same_items(sent: Any, read: Any) -> Found:
 
 
 def _same_elements(sent: Any, read: Any) -> bool:
-    return _typed(sent) == _typed(read)
+    own = {one: one for one in sent}
+    return len(own) == len(read) and all(
+        one in own and not changes(own[one], one) for one in read
+    )
 
 
 def _same_entries(sent: Any, read: Any) -> Found:
     if sent.keys() != read.keys():
         return False
-    if not all(type(key) is str for key in sent) and _typed(sent) != _typed(read):
+    if not all(type(key) is str for key in sent) and not _same_elements(sent, read):
         return False
     return _inside(sent, sent.values(), map(read.__getitem__, sent))
-
-
-def _typed(elements: Iterable[Any]) -> set[tuple[type, Any]]:
-    return {(type(one), one) for one in elements}
 
 
 def _same_attributes(names: Sequence[str]) -> Comparison:
@@ -140,7 +151,20 @@ def _attributes(of: Any, names: Sequence[str]) -> list[Any]:
 def _same_model(kind: Any) -> Comparison:
     """Compare pydantic's models, with what they hold beside their fields."""
     names = [*kind.model_fields, *kind.__private_attributes__, "model_extra"]
-    return _same_attributes(names)
+    if not kind.model_config.get("use_enum_values"):
+        return _same_attributes(names)
+    steps = [FieldName(one) for one in names]
+
+    def compare(sent: Any, read: Any) -> Found:
+        # Its fields hold values, but for defaults, which pydantic leaves as they are.
+        own = map(_value_of, _attributes(sent, names))
+        return _inside(steps, own, map(_value_of, _attributes(read, names)))
+
+    return compare
+
+
+def _value_of(one: Any) -> Any:
+    return one.value if isinstance(one, enum.Enum) else one
 
 
 def _same_secret(sent: Any, read: Any) -> Sequence[Change]:

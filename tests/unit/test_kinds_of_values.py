@@ -21,6 +21,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 import pytest
+from django.db.models import IntegerChoices, TextChoices
 from django.utils.safestring import mark_safe
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
 from typing_extensions import NotRequired, TypedDict
@@ -42,6 +43,14 @@ class Status(str, enum.Enum):
 
 class Level(enum.IntEnum):
     LOW = 1
+
+
+class Paid(TextChoices):
+    YES = "yes"
+
+
+class Size(IntegerChoices):
+    SMALL = 77
 
 
 class Right(enum.Flag):
@@ -136,6 +145,12 @@ class WithPrivate(BaseModel):
 
 class Extra(BaseModel):
     model_config = ConfigDict(extra="allow")
+
+
+class Values(BaseModel):
+    model_config = ConfigDict(use_enum_values=True)
+    colour: Colour = Colour.RED
+    status: Status = Status.NEW
 
 
 class NoExtra(BaseModel):
@@ -312,6 +327,16 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "text of a subclass": (str, mark_safe("<b>")),
     "a dict of a subclass": (dict[str, int], Counter(a=1)),
     "a mapping": (Mapping[str, int], OrderedDict(a=1)),
+    "a choice of text": (str, Paid.YES),
+    "a choice of numbers": (int, Size.SMALL),
+    "a choice in Any": (Any, {"paid": Paid.YES}),
+    "a choice for a key": (dict[str, int], {Paid.YES: 1}),
+    "an IntEnum in an int": (int, Level.LOW),
+    "text of a subclass for a key": (dict[str, int], {mark_safe("a"): 1}),
+    "text of a subclass in a set": (set[str], {mark_safe("a"), Paid.YES}),
+    "ints in a set of floats": (frozenset[float], frozenset({1, 2})),
+    "a generic model without its parameters": (Page[Leaf], Page(items=[Leaf("a")])),
+    "a list of them": (list[Page[int]], [Page(items=[1]), Page(items=[])]),
     "a list of a subclass": (list[int], type("Own", (list,), {})([1])),
 }
 #: Would arrive as something else.
@@ -346,7 +371,11 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "bools in a list of ints": (list[int], [77, True], "1: bool would arrive as int"),
     "an int for a key that is a bool": (dict[int, int], {True: 77}, "int_parsing"),
     "an Enum in a str": (str, Status.NEW, "Status would arrive as str|unexpected"),
-    "an Enum in an int": (int, Level.LOW, "Level would arrive as int|unexpected"),
+    "a bool in a set of ints": (set[int], {True, 77}, "another set"),
+    "a Decimal in a set of Any": (set[Any], {Decimal("77.5")}, "another set"),
+    "a generic model with another's field": (
+        Page[float], Page(items=[77, True]), r"items\.1: bool|unexpected_type",
+    ),
     "text that is stripped": (
         Stripped, Stripped.model_construct(name=" 77 "), "name: another str",
     ),
@@ -406,6 +435,12 @@ def test_it_arrives_equal(kind: str) -> None:
     assert read == value
     if isinstance(value, dt.datetime | dt.time):
         assert read.utcoffset() == value.utcoffset()
+
+
+def test_a_default_may_be_a_member_where_a_model_has_values() -> None:
+    read = sent_and_read(Values, Values())
+
+    assert (read.colour, read.status) == ("red", "new")
 
 
 @pytest.mark.parametrize("kind", REFUSED)
