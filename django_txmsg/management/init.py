@@ -58,7 +58,8 @@ class Command(BaseCommand):
 def _steps() -> Iterator[tuple[str, str, str]]:
     """Yield a title, a reason and the lines of each step that is left to do."""
     where = _path(getattr(settings, "SETTINGS_MODULE", ""))
-    project = (settings.ROOT_URLCONF or "project").partition(".")[0]
+    urls = getattr(settings, "ROOT_URLCONF", None)  # a project of workers has none
+    project = (urls or "project").partition(".")[0]
     if not getattr(settings, "TXMSG", {}).get("SERVICE"):
         yield (
             f"Name this service, in {where}",
@@ -87,11 +88,9 @@ def _steps() -> Iterator[tuple[str, str, str]]:
             f'DATABASES["{alias}"]["OPTIONS"] = '
             f'{{"transaction_mode": "IMMEDIATE", "timeout": 20}}',
         )
-    try:
-        reverse("django_txmsg:health")
-    except (NoReverseMatch, AttributeError):
+    if urls is not None and not _serves_health():
         yield (
-            f"Serve health and metrics, in {_path(settings.ROOT_URLCONF)}",
+            f"Serve health and metrics, in {_path(urls)}",
             "They need no login: restrict them at your proxy.",
             _URLS,
         )
@@ -115,6 +114,14 @@ def _steps() -> Iterator[tuple[str, str, str]]:
         "Kubernetes restart it.",
         "python manage.py txmsg run",
     )
+
+
+def _serves_health() -> bool:
+    try:
+        reverse("django_txmsg:health")
+    except (NoReverseMatch, AttributeError):
+        return False
+    return True
 
 
 def _stages() -> Iterator[tuple[str, str, str]]:

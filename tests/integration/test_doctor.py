@@ -7,6 +7,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.core.management import call_command
 from django.db import connection
 from django.test import override_settings
@@ -181,6 +182,15 @@ def test_init_prints_what_a_bare_project_lacks() -> None:
         "python manage.py txmsg run",
     ):
         assert line in said
+
+
+def test_init_knows_of_projects_without_urls() -> None:
+    with override_settings(TXMSG={}):
+        del settings.ROOT_URLCONF  # as where no settings file has it
+        said = printed("init")
+
+    assert 'TXMSG = {"SERVICE": "project"}' in said
+    assert "django_txmsg.urls" not in said
 
 
 def test_init_leaves_out_what_is_there() -> None:
