@@ -22,7 +22,7 @@ from ..sending.scope import in_scope
 from ..upkeep import outage
 from . import failing, inbox, reading, turns
 from .attempt import announce_processed, is_handlers, stage_scope
-from .outcomes import Arrival, Duplicate, Outcome, Processed
+from .outcomes import Arrival, Outcome, Processed
 from .savepoints import Savepoints
 from .transaction import StageTransaction, guarded, is_outage, lost_conflict
 
@@ -115,7 +115,7 @@ def _together(
             outcomes[id(arrival)] = Processed()
             announce_processed(stage, message, durations[seen.id], True)
         elif seen.id not in locked:
-            outcomes[id(arrival)] = Duplicate()
+            alone.append(arrival)  # settled by a copy, as it finds out
     for (arrival, message, seen), reason, duration in failures:
         seen = arrival.count(seen.attempted(rows.start_again(seen.id)))
         outcome, _ = failing.failed(arrival, message, seen, reason, duration)

@@ -57,11 +57,21 @@ def process(arrival: Arrival) -> Outcome:
     Raises BrokerUnavailable or a database's error when the world broke and not the
     message: nothing was decided then. Ask again with the same arrival.
     """
-    with _lease(arrival):
-        if not arrival.stage.ordered:
-            return _process(arrival)
-        with turns.in_hand(arrival):
-            return _process(arrival)
+    turn = turns.in_hand(arrival) if arrival.stage.ordered else nullcontext()
+    with _lease(arrival), turn:
+        while True:
+            outcome = _process(arrival)
+            if not isinstance(outcome, Duplicate) or not _is_forgotten(arrival):
+                return outcome
+
+
+def _is_forgotten(arrival: Arrival) -> bool:
+    """Return whether nothing is known any more of what was recorded. The record's
+    commit waits for no disk, so that a crash of the server may take it: what finds its
+    row gone has not been settled by a copy, and nobody else has the message."""
+    if arrival.counted.row is None or arrival.parked is not None:
+        return False
+    return _recalled(arrival, arrival.counted.row) is None
 
 
 def _process(arrival: Arrival) -> Outcome:
@@ -274,10 +284,16 @@ def _recorded(arrival: Arrival) -> Seen | None:
     inbox = InboxMessage.objects.db_manager(arrival.using)
     if parked is not None and arrival.token is not None:
         inbox.extend(counted.row, arrival.token, parked.lease)
-    seen = inbox.recall(counted.row)
+    seen = _recalled(arrival, counted.row)
     if seen is None or counted.attempt or _nothing_to_do(arrival, seen):
         return seen
     return arrival.count(seen.attempted(inbox.start_again(seen.id, arrival.token)))
+
+
+def _recalled(arrival: Arrival, row: int) -> Seen | None:
+    message_id = reading.identity(arrival.delivery, arrival.stage.broker)
+    inbox = InboxMessage.objects.db_manager(arrival.using)
+    return inbox.recall(row, arrival.stage.name, message_id)
 
 
 def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:

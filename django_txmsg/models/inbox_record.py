@@ -75,7 +75,8 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
 
         Commits at once, so that a message that kills its worker is still counted; on
         PostgreSQL without waiting for the disk, since losing a count costs no more
-        than one attempt. `idempotent` stages run again what they have processed.
+        than one attempt: who finds nothing to change asks `recall()`. `idempotent`
+        stages run again what they have processed.
         Of messages that are to run `together` none is counted an attempt: should their
         worker die, nobody could tell whose it was, and each comes again alone.
         """
@@ -143,10 +144,13 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
             [message.id, stage, mark],
         )
 
-    def recall(self, pk: int) -> Seen | None:
+    def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> Seen | None:
         """Return what is known of a message whose arrival was recorded before, if it is
-        not forgotten."""
-        return self._seen("id = %s", [pk])
+        not forgotten: a crash of the server may have given its row to another one."""
+        value = prepared(self.model, "message_id", message_id, connections[self.db])
+        return self._seen(
+            "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
+        )
 
     def _seen(self, condition: str, parameters: list[Any]) -> Seen | None:
         now = now_sql(connections[self.db])

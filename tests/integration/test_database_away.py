@@ -13,6 +13,7 @@ from django.db import OperationalError, connection, connections
 
 from django_txmsg import stages
 from django_txmsg.envelope.message import Message
+from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
 from django_txmsg.stages import Stage
 from django_txmsg.testing.profiles import RABBITMQ
@@ -126,6 +127,53 @@ def test_a_handler_that_loses_its_connection_runs_again_at_once(
     # Counted, should it be the message that ends the server; no failure of it else.
     assert InboxMessage.objects.get().attempts == 2
     assert not Attempt.objects.exists()
+
+
+@pytest.fixture
+def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
+    """The server, which is late to write to its disk what nobody waits for."""
+
+    def be(setting: str) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER SYSTEM {setting}")
+            cursor.execute("SELECT pg_reload_conf()")
+
+    be("SET wal_writer_delay = '10s'")
+    yield postgres
+    be("RESET wal_writer_delay")
+
+
+@pytest.mark.parametrize("ends", ["parked", "blocking", "dead"])
+def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
+    ends: str, broker: ScriptedBroker, forgetful: services.PostgreSQL
+) -> None:
+    """The commit of the record waits for no disk, and the handler fails by itself."""
+    policy = RedeliveryPolicy(
+        max_redeliveries=0 if ends == "dead" else 3,
+        initial_delay=0.0,
+        mode="blocking" if ends == "blocking" else "non_blocking",
+    )
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        if len(attempts) == 1:
+            forgetful.kill()
+            forgetful.start()
+        if len(attempts) == 1 or ends == "dead":
+            raise ValueError("the handler's own")
+        effect(message)
+
+    connections.close_all()
+    with declared(handler, redelivery=policy) as stage, running(stage):
+        (message,) = put(broker, stage, 1)
+        broker.wait_for("ACK")
+        ended = DeadLetter.objects if ends == "dead" else Effect.objects
+        wait_until(ended.exists)
+    assert ended.count() == 1
+    assert message.deliveries == 1
+    # As nothing is known of the first attempt, another one is the first.
+    assert attempts[:2] == [1, 1]
 
 
 @pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc"])
