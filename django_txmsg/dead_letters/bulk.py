@@ -36,8 +36,6 @@ log = logging.getLogger("django_txmsg.bulk")
 
 LARGEST_BATCH = 1000
 
-#: The least and the most messages a second that can be asked for.
-RATES = 0.001, 1_000_000
 
 #: Seconds that a batch waits for what a worker holds, before it is tried again later.
 PATIENCE = 3.0
@@ -64,11 +62,8 @@ def start(
 
     `rate` limits the messages a second. What dies later is not taken in.
     """
-    if rate is not None and not RATES[0] <= rate <= RATES[1]:
-        raise TxmsgError(
-            f"The rate must be greater than zero: between {RATES[0]:g} and "
-            f"{RATES[1]:,} messages a second, not {rate:g}."
-        )
+    if wrong := bulk_operation.wrong_rate(rate):
+        raise TxmsgError(wrong)
     kind = BulkKind(kind)
     selection.insist_on_few_ids(filters)
     letters = selection.matching(kind, filters, using=using)

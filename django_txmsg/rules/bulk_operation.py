@@ -12,6 +12,18 @@ from typing import Any
 
 #: Dead letters of the first batch. The next ones are larger.
 FIRST_BATCH = 100
+#: The least and the most messages a second that can be asked for.
+RATES = 0.001, 1_000_000
+
+
+def wrong_rate(rate: float | None) -> str:
+    """Return what is wrong with a number of messages a second, or ""."""
+    if rate is None or RATES[0] <= rate <= RATES[1]:
+        return ""
+    return (
+        f"The rate must be greater than zero: between {RATES[0]:g} and "
+        f"{RATES[1]:,} messages a second, not {rate:g}."
+    )
 
 
 def started(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..rules import bulk_operation
 from .connection import connect_plain
+from .errors import UsageError
 from .spec import SourceSpec
 from .stored_run import remember
 
@@ -24,8 +25,11 @@ def ask(
     """Have a service redeliver dead letters, and return the id of its bulk operation;
     None where there are none, or the name has asked for them before.
 
-    Raises UsageError where the name has asked for others.
+    Raises UsageError where the name has asked for others, and for a rate that no
+    worker can keep.
     """
+    if wrong := bulk_operation.wrong_rate(rate or None):
+        raise UsageError(wrong)
     ids = sum(uuid.UUID(message).int for _, message in letters) % 2**128
     connection = connect_plain(spec)
     try:
