@@ -99,6 +99,7 @@ class Project:
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    _imports: list[str] = field(default_factory=list)
     #: What `shop/stages.py` declares, by name: a later block edits an earlier one's.
     _declared: dict[str, str] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)
@@ -111,7 +112,8 @@ class Project:
             if block.language == "python" and block.runs:
                 self._write(block, f"{page.name}:{block.line}")
         self._append("settings.py", SETTINGS_END)
-        self._append("shop/stages.py", "\n\n".join(self._declared.values()))
+        declared = [*self._imports, *self._declared.values()]
+        self._append("shop/stages.py", "\n\n".join(declared))
         body = "".join(f"    {line}\n" for line in self._lines) or "    pass\n"
         self._append("test_page.py", f"{TEST_OF_LINES}{body}")
 
@@ -160,6 +162,8 @@ class Project:
                 self._append("test_page.py", f"\n{source}\n")
             elif kind == "executed" or (executing and isinstance(node, ast.Assign)):
                 self._lines += source.splitlines()
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self._imports.append(source)
             else:
                 name = getattr(node, "name", None) or ", ".join(_targets(node))
                 named = name != "other"
