@@ -5,7 +5,7 @@ FOR_DEMO ?= .venv/.for-demo
 # tox, the servers of the tests, and every Python that pyenv has: its shims refuse.
 TOX = $(PYTHON) -m tox
 FOR_TOX = .venv/.for-tox
-PYTHONS = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/*/bin)
+PYTHONS = $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.1[0-9]*/bin)
 export PATH := $(PATH)$(shell printf %s $(addprefix :,$(PYTHONS)))
 
 .DEFAULT_GOAL = help
