@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from typing import Any
 
 from django.db import connections
 
+from ..django_internals import settings_of
 from ..models import DatabaseIdentity
 
 #: Seconds for which an identity is taken for granted. A server that was restarted, or
@@ -75,5 +75,5 @@ def _note(using: str, identity: str) -> dt.datetime:
 
 
 def _place(using: str) -> tuple[str, ...]:
-    settings: Any = connections[using].settings_dict
+    settings = settings_of(connections[using])
     return tuple(str(settings.get(name, "")) for name in ("HOST", "PORT", "NAME"))

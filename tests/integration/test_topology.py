@@ -5,6 +5,7 @@ Services are told apart by TXMSG["SERVICE"] alone, as processes of their own are
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from django.core.management import call_command
 from django.core.management.base import CommandError
+from django.utils import timezone
 
 from django_txmsg import stages
 from django_txmsg.consuming.consumer import Consumer
@@ -32,7 +34,7 @@ from django_txmsg.models.worker import silent_after
 from django_txmsg.sending.outbox import send_message
 from tests.acceptance.crash_play import Manage
 from tests.app.models import Effect
-from tests.factories import WorkerFactory, ago
+from tests.factories import WorkerFactory
 from tests.faults import ManageProcess, wait_until
 from tests.running import committing, declared, send, ship, step, txmsg
 
@@ -228,9 +230,9 @@ def test_two_services_in_one_database_do_not_run_stages_of_one_name(
     ("other", "refused"),
     [
         ({"service": "billing"}, True),
-        ({"service": "billing", "heartbeat_at": ago(minutes=5)}, False),
-        ({"service": "billing", "heartbeat_at": ago(seconds=40)}, False),
-        ({"service": "billing", "heartbeat_at": ago(minutes=2), **SLOW}, True),
+        ({"service": "billing", "silent_for": dt.timedelta(minutes=5)}, False),
+        ({"service": "billing", "silent_for": dt.timedelta(seconds=40)}, False),
+        ({"service": "billing", "silent_for": dt.timedelta(minutes=2), **SLOW}, True),
         ({"service": "billing", "stages": ["elsewhere"]}, False),
         ({"service": "tests"}, False),
         ({"service": ""}, False),  # of an earlier version
@@ -241,8 +243,11 @@ def test_two_services_in_one_database_do_not_run_stages_of_one_name(
     ],
 )
 def test_who_is_in_whose_way(other: dict[str, Any], refused: bool) -> None:
+    given: dict[str, Any] = dict(other)
+    if silent_for := given.pop("silent_for", None):
+        given["heartbeat_at"] = timezone.now() - silent_for
     with txmsg(), declared(note) as stage:
-        WorkerFactory(**{"stages": [stage.name], **other})
+        WorkerFactory(**{"stages": [stage.name], **given})
         consumer = Consumer([stage])
         if refused:
             with pytest.raises(ConfigurationError, match="same database"):

@@ -49,7 +49,7 @@ PUBLIC = {
         send_message send_messages stage upgrade conf jms metrics signals wire
     """,
     "django_txmsg.brokers": """
-        Broker Delivery Outgoing Session get_broker make_broker
+        Broker Delivery Outgoing Session find_broker get_broker make_broker
     """,
     "django_txmsg.celery": "Celery OnceTask TransactionalTask",
     "django_txmsg.codecs": "Codec Misfit",
@@ -77,9 +77,9 @@ PUBLIC = {
     "django_txmsg.metrics": "Collector install metrics uninstall",
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
-        Attempt BulkOperation DeadLetter FailureNote IdempotencyKey InboxMessage KeyTail
-        OutboxMessage PeriodCount QueueMessage QueueSubscription Schedule
-        SessionRecord StageState TaskRun Worker
+        Attempt BulkOperation DatabaseIdentity DeadLetter FailureNote IdempotencyKey
+        InboxMessage KeyTail OutboxMessage PeriodCount QueueMessage
+        QueueSubscription Schedule SessionRecord StageState TaskRun Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
