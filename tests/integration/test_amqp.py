@@ -165,6 +165,18 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
     assert bodies(received(session, destination, 1)) == [b"kept"]
 
 
+def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
+    rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
+) -> None:
+    """The good-bye was read before anything was written, and ended the relay."""
+    session = opened(rabbitmq_amqp.url())
+    assert session.send([Outgoing(destination, {}, b"1")]) == [None]
+    rabbitmq.close_all_connections()
+    (error,) = session.send([Outgoing(destination, {}, b"2")])
+    assert isinstance(error, DispatchUnknown)
+    assert error.hung_up
+
+
 def test_whoever_makes_a_queue_first_says_what_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:

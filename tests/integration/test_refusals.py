@@ -1,5 +1,5 @@
-"""Real servers that say "not here, not now": full queues, a permission that is taken
-away.
+"""Real servers that say "not here, not now", or nothing: full queues, a permission that
+is taken away, an alarm, a full store.
 
 No message is blamed, all arrive in the order of their keys once the server takes them
 again, and another destination loses nothing meanwhile. `make soak` keeps each state up
@@ -23,11 +23,11 @@ from django.db import transaction
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.relaying.relay import Relay
-from django_txmsg.sending.outbox import send_messages
+from django_txmsg.sending.outbox import send_message, send_messages
 from django_txmsg.upkeep import breaker
-from tests.faults import wait_until
+from tests.faults import Proxy, wait_until
 from tests.running import IMPATIENT, at_work, committing, drained, txmsg
-from tests.services import ByAmqp, RabbitMQ, SmallActiveMQ
+from tests.services import ByAmqp, RabbitMQ, SilentActiveMQ, SmallActiveMQ
 from tests.services.activemq import CRAMPED
 from tests.services.stomp_server import PASSWORD
 
@@ -133,8 +133,8 @@ def test_a_full_queue_of_rabbitmq(
         "set_policy", policy, f"^{full}$",
         '{"max-length": 3, "overflow": "reject-publish"}', "--apply-to", "queues",
     )  # fmt: skip
-    store(full, range(60))
     with relayed(node.url()):
+        store(full, range(60))
         outage("destination", "full")
         store(free, range(300))
         wait_until(lambda: not pending(free), deadline=60)
@@ -148,28 +148,82 @@ def test_a_full_queue_of_rabbitmq(
 
 @lasting
 def test_a_permission_that_is_taken_away_and_given_back(
-    rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float
+    node: Any, destination: str, trials: Callable[[], int], seconds: float
 ) -> None:
     user, topic = uuid.uuid4().hex, f"topic:{destination}.forbidden"
     forbidden, free = f"{destination}.forbidden", f"{destination}.free"
     some = f"^({free}.*|amq[.]default)$"
-    rabbitmq.control("add_user", user, PASSWORD)
-    rabbitmq.control("set_permissions", user, ".*", ".*", ".*")
-    store(forbidden, range(20))
-    with relayed(rabbitmq.url(user=user)):
+    node.control("add_user", user, PASSWORD)
+    node.control("set_permissions", user, ".*", ".*", ".*")
+    with relayed(node.url(user=user)):
+        store(forbidden, range(20))
         wait_until(lambda: not pending(forbidden), deadline=60)
-        rabbitmq.control("set_permissions", user, some, some, some)
-        rabbitmq.close_all_connections()
+        node.control("set_permissions", user, some, some, some)
+        node.close_all_connections()
         store(forbidden, range(20, 40))
         store(topic, range(3))
         outage("destination", "ACCESS_REFUSED")
         store(free, range(300))
         wait_until(lambda: not pending(free), deadline=60)
         stays(trials, seconds)
-        rabbitmq.control("set_permissions", user, ".*", ".*", ".*")
+        node.control("set_permissions", user, ".*", ".*", ".*")
         wait_until(lambda: not pending(forbidden) + pending(topic), deadline=60)
         in_order(free, 300)
         in_order(forbidden, 40)
+
+
+@lasting
+def test_a_memory_alarm_of_rabbitmq_and_a_big_body(
+    rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int], seconds: float
+) -> None:
+    rabbitmq.control("set_vm_memory_high_watermark", "absolute", "1MB")
+    alarms = ("eval", "rabbit_alarm:get_alarms().")
+    try:
+        wait_until(lambda: "memory" in rabbitmq.control(*alarms), deadline=60)
+        with relayed(ByAmqp(rabbitmq).url(send_timeout="1")):
+            with transaction.atomic():
+                big = send_message(destination, b"x" * 15_000_000, key="big")
+            store(destination, range(20))
+            outage("broker", "low on memory")
+            stays(trials, seconds)
+            row = OutboxMessage.objects.get(message_id=big.id)
+            assert (row.attempts, row.dispatched_at) == (0, None)
+            rabbitmq.control("set_vm_memory_high_watermark", "0.4")
+            wait_until(lambda: not pending(destination), deadline=90)
+            assert not DeadLetter.objects.exists()
+            assert not OutboxMessage.objects.exclude(attempts=0).exists()
+            ids = {one.headers["txmsg-id"] for one in drained(destination)}
+            assert len(ids) == 21
+    finally:
+        rabbitmq.control("set_vm_memory_high_watermark", "0.4")
+
+
+def test_a_queue_of_another_kind_slows_the_relay_down(
+    rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int]
+) -> None:
+    """AMQP has made it as a quorum queue, and STOMP would declare a classic one: each
+    try costs a connection."""
+    with get_broker_of(ByAmqp(rabbitmq).url()) as session:
+        session.subscribe(destination, prefetch=1)
+    with Proxy(rabbitmq.port) as proxy:
+        with relayed(rabbitmq.url(port=proxy.port)):
+            store(destination, range(50))
+            outage("destination", "inequivalent arg")
+            before, began = proxy.accepted, time.monotonic()
+            stays(trials, 3.0)
+            rate = (proxy.accepted - before) / (time.monotonic() - began)
+            # Two for each trial, and a pause of half a second between trials.
+            assert rate <= 2 * 2 / PAUSES
+        assert not OutboxMessage.objects.exclude(attempts=0).exists()
+        with relayed(rabbitmq.url(port=proxy.port, existing="*")):
+            wait_until(lambda: not pending(destination), deadline=60)
+            in_order(destination, 50)
+
+
+@contextmanager
+def get_broker_of(url: str) -> Iterator[Any]:
+    with txmsg(BROKERS={"default": {"URL": url}}), get_broker("default").open() as one:
+        yield one
 
 
 @lasting
@@ -180,8 +234,8 @@ def test_a_full_queue_of_activemq(
     seconds: float,
 ) -> None:
     full, free = f"{CRAMPED}{destination}", destination
-    store(full, range(100), headers={"padding": "x" * 2000})
     with relayed(small_activemq.url()):
+        store(full, range(100), headers={"padding": "x" * 2000})
         outage("destination", "Memory Limit reached")
         store(free, range(300))
         wait_until(lambda: not pending(free), deadline=60)
@@ -209,3 +263,67 @@ def test_a_full_queue_of_activemq(
         in_order(free, 300)
     for key in range(5):
         assert [n for n in taken if n % 5 == key] == list(range(key, 100, 5))
+
+
+def test_a_store_that_is_full_says_so(
+    small_activemq: SmallActiveMQ, destination: str, trials: Callable[[], int]
+) -> None:
+    fill_the_store(small_activemq, destination, trials, "destination", "store is Full")
+
+
+def test_a_store_that_is_full_says_nothing(
+    silent_activemq: SilentActiveMQ, destination: str, trials: Callable[[], int]
+) -> None:
+    fill_the_store(silent_activemq, destination, trials, "broker", "did not answer")
+
+
+def fill_the_store(
+    server: SmallActiveMQ,
+    destination: str,
+    trials: Callable[[], int],
+    kind: str,
+    words: str,
+) -> None:
+    with relayed(server.url(send_timeout="2")):
+        store(destination, range(150), headers={"padding": "x" * 8000})
+        store(
+            destination,
+            range(150, 240),
+            headers={"padding": "x" * 8000, "more": "y" * 8000},
+        )
+        for n in range(240, 700):
+            if any(
+                one.kind == kind and words in one.error for one in breaker.outages()
+            ):
+                break
+            store(destination, range(n, n + 1), headers={"padding": "x" * 8000})
+            threading.Event().wait(0.02)
+        outage(kind, words)
+        stays(trials, 0.0)
+        assert pending(destination)
+        assert not OutboxMessage.objects.exclude(attempts=0).exists()
+        count = OutboxMessage.objects.count()
+        found: dict[int, None] = {}
+        done = threading.Event()
+
+        def consume() -> None:
+            with get_broker("default").open() as session:
+                session.subscribe(destination, prefetch=50)
+                while not done.is_set():
+                    one = session.receive(0.2)
+                    if one is not None:
+                        found.setdefault(int(one.body))
+                        session.ack([one])
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        try:
+            wait_until(lambda: len(found) == count, deadline=120)
+        finally:
+            done.set()
+            consumer.join()
+    assert not DeadLetter.objects.exists()
+    assert not OutboxMessage.objects.exclude(attempts=0).exists()
+    for key in range(5):
+        numbers = [n for n in found if n % 5 == key]
+        assert numbers == sorted(numbers)

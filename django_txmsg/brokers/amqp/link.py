@@ -172,12 +172,16 @@ class Link:
     def _on_unblocked(self, arguments: bytes) -> None:
         self.blocked = ""
 
+    def hear(self) -> None:
+        """Handle what the broker has sent by now, without waiting."""
+        while self.transport.read(0.0):
+            self._handle()
+
     def why_blocked(self) -> str:
         """Return why the broker reads nothing, if it has said so by now; "" otherwise.
-        Also after a write that has failed."""
-        with contextlib.suppress(OSError, ChannelClosed):
-            while self.transport.read(0.0):
-                self._handle()
+        For a connection that is given up: whatever else it has said is lost."""
+        with contextlib.suppress(*_LOST):
+            self.hear()
         return self.blocked
 
     def close(self) -> None:
@@ -185,9 +189,7 @@ class Link:
         with self.owned:
             self.patience = self.options.close_timeout
             self._closing = True
-            with contextlib.suppress(
-                amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed
-            ):
+            with contextlib.suppress(*_LOST):
                 # A blocked connection is not read: its good-bye would not be heard.
                 if self.transport.connected and not self.blocked:
                     self._connection.close()
@@ -244,6 +246,10 @@ class _Partial:
             self.pieces.append(payload)
             self._missing -= len(payload)
         return self._missing <= 0
+
+
+#: How a connection, or a channel of it, ends.
+_LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
 
 
 def _nobody(method: bytes, properties: bytes, body: bytes) -> None:

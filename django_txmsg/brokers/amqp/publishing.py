@@ -61,16 +61,15 @@ class Publisher:
         sending = _Order(keys, outcomes)
         self._batch = batch
         hung_up, error = False, BrokerError("")
-        if self._link.why_blocked():
-            error = DispatchUnknown(self._link.blocked, written=False)
-            for index in sorted(sending.open):
-                outcomes[index] = error
-            return
         while sending.open and not hung_up:
             self._pending = {}
             self._settled.clear()
             self._returned.clear()
             try:
+                self._link.hear()
+                if self._link.blocked:
+                    error = DispatchUnknown(self._link.blocked, written=False)
+                    break
                 self._open()
                 self._pump(sending, window, timeout)
                 silence = self._link.blocked or "no confirm came in time"
