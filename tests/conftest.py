@@ -87,9 +87,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     be the next one's, whose tables are empty when it begins."""
     from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
+    from django_txmsg.upkeep import breaker
 
     stop_dispatchers(5.0)
+    # What this process could not use is the test's own affair, too.
     pauses.forget()
+    for one in list(breaker._breakers):
+        one.worked()
 
 
 def ask_for(kind: type[S]) -> S:

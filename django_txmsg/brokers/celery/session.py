@@ -14,14 +14,7 @@ from typing import Any, NoReturn
 from kombu import Producer
 
 from ... import wire
-from ...errors import (
-    BrokerError,
-    BrokerUnavailable,
-    DestinationUnavailable,
-    DispatchRejected,
-    DispatchUnknown,
-)
-from .. import refusals
+from ...errors import BrokerError, BrokerUnavailable, DispatchRejected, DispatchUnknown
 from ..base import Delivery, Outgoing, Session
 from .publication import HEADER, Publication
 
@@ -100,17 +93,12 @@ class CelerySession(Session):
                     if ended is not None:
                         written = False
                         break
-                    said = f"{type(error).__name__}: {error}"
-                    outcomes[number] = DispatchRejected(said)
+                    refusal = f"{type(error).__name__}: {error}"
+                    outcomes[number] = DispatchRejected(refusal)
             else:
                 number = len(batch)
                 ended = self._await_confirms(timeout)
         except self._ends as error:
-            refusal = refusals.by_amqp(getattr(error, "code", 0), str(error))
-            if len(batch) == 1 and isinstance(refusal, DestinationUnavailable):
-                with contextlib.suppress(*self._ends):
-                    self._use_another_channel()
-                return [refusal]
             ended = DispatchUnknown(
                 f"{type(error).__name__}: {error}",
                 hung_up=not isinstance(error, TimeoutError),
@@ -137,12 +125,10 @@ class CelerySession(Session):
                 if self._open:
                     raise  # the channel is closed, and their confirms are lost
                 self._use_another_channel()
-                text = (
+                raise DispatchRejected(
                     f"{type(entity).__name__.lower()} {entity.name!r} cannot be "
                     f"declared: {error}"
-                )
-                code = getattr(error, "code", 0)
-                raise refusals.by_amqp(code, text) from error
+                ) from error
         return publication
 
     def _publish(
@@ -190,13 +176,13 @@ class CelerySession(Session):
         self._settle(tag, multiple, "")
 
     def _on_nack(self, tag: int, multiple: bool) -> None:
-        self._settle(tag, multiple, refusals.NACK)
+        self._settle(tag, multiple, "the broker has refused it (basic.nack)")
 
     def _settle(self, tag: int, multiple: bool, refusal: str) -> None:
         for one in [one for one in self._open if one <= tag] if multiple else [tag]:
             number = self._open.pop(one, None)
             if number is not None and refusal:
-                self._outcomes[number] = DestinationUnavailable(refusal)
+                self._outcomes[number] = DispatchRejected(refusal)
 
     def _on_return(
         self, error: Exception, exchange: str, routing_key: str, message: Any
@@ -205,7 +191,7 @@ class CelerySession(Session):
         number = self._named.get(message.properties.get("message_id", ""))
         if number is not None:
             self._connection.declared_entities.clear()
-            self._outcomes[number] = DestinationUnavailable(
+            self._outcomes[number] = DispatchRejected(
                 f"no queue of exchange {exchange!r} takes {routing_key!r} any more: "
                 f"{error}"
             )
