@@ -37,7 +37,11 @@ from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage, QueueMe
 from tests.app.models import Effect
 from tests.running import IMPATIENT, committing, declared, step
 
-pytestmark = committing
+pytestmark = [
+    committing,
+    # Django 6.1 deprecates what projects still call.
+    pytest.mark.filterwarnings("ignore:savepoint"),
+]
 
 OUT = "tests.out"
 HOUR = dt.timedelta(hours=1)
