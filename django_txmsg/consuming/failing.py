@@ -82,10 +82,10 @@ def failed(
         if not attempt:
             return Duplicate(), seen
         return None, seen.attempted(attempt)
-    if mode == "broker" and arrival.parked is None:
-        handed_back = _hand_back(arrival, seen, decision.delay)
-        if handed_back:
-            note()
+    noted = mode == "broker" and arrival.parked is None
+    if noted:
+        note()  # first: a kill after the hand-back must not lose the attempt's error
+        if _hand_back(arrival, seen, decision.delay):
             return decision, seen
     there = seen
 
@@ -102,7 +102,8 @@ def failed(
             return Duplicate()
         if stage.ordered:
             turns.aside(arrival, there)
-        note()
+        if not noted:
+            note()
         return decision
 
     return _durably(arrival, park), seen
