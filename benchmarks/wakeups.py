@@ -182,10 +182,10 @@ def play(role: str, url: str, notify: bool) -> None:
     from django.core.management import call_command
 
     from django_txmsg import Message, signals, stage
-    from django_txmsg.upkeep import activity, wakeups
+    from django_txmsg.runtime import idle_clock, notifications
 
     # An idle hour in less than a minute.
-    activity.CALM = 10.0
+    idle_clock.CALM = 10.0
 
     @stage("bench.wakeups")
     def handle(message: Message) -> None:
@@ -202,7 +202,7 @@ def play(role: str, url: str, notify: bool) -> None:
         signals.message_dispatched.connect(dispatched)
 
     def ready() -> None:
-        while notify and not wakeups.heard("default"):
+        while notify and not notifications.heard("default"):
             time.sleep(0.05)
         print("ready", flush=True)
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from .envelope.redelivery import RedeliveryPolicy
     from .envelope.upgraders import upgrade
     from .errors import Redeliver, Refuse
+    from .http_outbox.session import outbox_session
     from .middleware import no_outbox
     from .scheduling.timetable import every
     from .sending.destination import Destination
     from .sending.outbox import send_message, send_messages
     from .sending.pending import cancel_message, reschedule_message
-    from .sessions.session import outbox_session
     from .stages import stage
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOME = {
     "every": "scheduling.timetable",
     "message_type": "envelope.message_type",
     "no_outbox": "middleware",
-    "outbox_session": "sessions.session",
+    "outbox_session": "http_outbox.session",
     "reschedule_message": "sending.pending",
     "send_message": "sending.outbox",
     "send_messages": "sending.outbox",

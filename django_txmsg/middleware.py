@@ -22,9 +22,9 @@ from django.http.response import HttpResponseBase
 
 from . import conf
 from .django_internals.views import View, is_non_atomic, wrap_views
+from .http_outbox import idempotency
+from .http_outbox.session import OutboxSession
 from .sending.scope import enter_scope
-from .sessions import idempotency
-from .sessions.session import OutboxSession
 
 log = logging.getLogger("django_txmsg.middleware")
 

@@ -87,7 +87,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
     be the next one's, whose tables are empty when it begins."""
     from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
-    from django_txmsg.upkeep import breaker
+    from django_txmsg.runtime import breaker
 
     stop_dispatchers(5.0)
     # What this process could not use is the test's own affair, too.

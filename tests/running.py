@@ -26,10 +26,10 @@ from django_txmsg.consuming.throttle import Throttle
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime.breaker import Breaker
+from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.sending.outbox import send_message
-from django_txmsg.upkeep.activity import Activity
-from django_txmsg.upkeep.breaker import Breaker
-from django_txmsg.upkeep.crew import Crew
 
 #: Tests that commit. With the two applications alone, emptying the tables is quick.
 committing = pytest.mark.django_db(

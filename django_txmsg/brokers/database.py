@@ -26,10 +26,10 @@ from .. import conf, wire
 from ..envelope.broker_url import split_url
 from ..errors import BrokerError, BrokerUnavailable, DeliveryLost, DispatchRejected
 from ..models.queue import QueueMessage, QueueSubscription, due_in, queue_name
-from ..upkeep import outage, wakeups
-from ..upkeep.connections import shed
-from ..upkeep.leases import Lease
-from ..upkeep.notifier import notify
+from ..runtime import database_health, notifications
+from ..runtime.connections import shed
+from ..runtime.leases import Lease
+from ..runtime.notifier import notify
 from .base import Broker, Delivery, Outgoing, Session, one_by_one
 from .stored_headers import priority, read_headers
 
@@ -106,7 +106,7 @@ class DatabaseSession(Session):
         #: What others are to be told of.
         self._told: set[str] = set()
         self._closed = threading.Event()
-        self._wakeup: wakeups.Wakeup | None = None
+        self._wakeup: notifications.Wakeup | None = None
         self._keeping = Lease(using, lease, self._extend)
         self._handed_at = 0.0
         self._pace = 1.0
@@ -136,7 +136,9 @@ class DatabaseSession(Session):
             name = subscriber or str(self._token)
             self._queue = queue_name(destination, name)
             self._asked(lambda: self._subscriptions.add(destination, name))
-        self._wakeup = wakeups.Wakeup(self._using, wakeups.queue(self._queue))
+        self._wakeup = notifications.Wakeup(
+            self._using, notifications.queue(self._queue)
+        )
 
     def receive(self, timeout: float) -> Delivery | None:
         deadline = time.monotonic() + timeout
@@ -211,7 +213,7 @@ class DatabaseSession(Session):
             try:
                 held = list(self._held)
                 self._asked(lambda: self._rows.release(held, self._token))
-                self._told.add(wakeups.queue(self._queue))
+                self._told.add(notifications.queue(self._queue))
                 self._tell()
             except BrokerUnavailable:
                 log.info(
@@ -246,8 +248,8 @@ class DatabaseSession(Session):
         ]
         self._rows.bulk_create(rows, batch_size=500)
         shed(self._using, sum(len(row.body) for row in rows))
-        self._told |= {wakeups.queue(row.queue) for row in rows}
-        self._told |= {wakeups.later(one.delay) for one in batch if one.delay}
+        self._told |= {notifications.queue(row.queue) for row in rows}
+        self._told |= {notifications.later(one.delay) for one in batch if one.delay}
 
     def _tell(self) -> None:
         """Wake who waits for what was just committed."""
@@ -298,8 +300,8 @@ class DatabaseSession(Session):
         try:
             return question()
         except AnyDatabaseError as error:
-            if not outage.may_pass(error):
+            if not database_health.may_pass(error):
                 raise
-            if outage.is_away(error):
-                outage.discard(self._using)
+            if database_health.is_away(error):
+                database_health.discard(self._using)
             raise BrokerUnavailable(f"database {self._using!r}: {error}") from error

@@ -43,8 +43,8 @@ from ..envelope.transaction_definition import TransactionDefinition
 from ..errors import TaskGivenUp
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
+from ..runtime import database_health
 from ..sending.scope import Scope, in_scope
-from ..upkeep import outage
 from . import following, memo, running
 from .calling import identity, place
 
@@ -71,7 +71,7 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     except (DatabaseError, InterfaceError, Undecided) as raised:
         refused = isinstance(raised, Undecided)
         error = raised.error if isinstance(raised, Undecided) else raised
-        if task.request.is_eager or not (refused or outage.is_away(error)):
+        if task.request.is_eager or not (refused or database_health.is_away(error)):
             raise error from cause_of(error)  # by which it is known
         connections[once.using].close()
         once.take_back()
@@ -141,7 +141,7 @@ class _Once:
                     wait = random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311
                     threading.Event().wait(wait)
                     continue
-                if not outage.is_away(error) and not self._fail(seen, error):
+                if not database_health.is_away(error) and not self._fail(seen, error):
                     # A soft time limit, say, that came after the commit.
                     return self._again(seen)
                 raise

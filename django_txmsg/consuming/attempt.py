@@ -2,7 +2,7 @@
 
 Begin → run the stage, which stores what it sends → commit; and around all that, the
 middlewares that are outside of the transaction. What an exception of it means,
-`inbox.py` and `failing.py` say.
+`inbox.py` and `failure.py` say.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ..models.inbox_record import Seen
 from ..models.outbox_store import NewMessage
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage
-from . import turns
+from . import ordering
 from .outcomes import Arrival, Processed
 from .transaction import (
     StageTransaction,
@@ -137,7 +137,7 @@ def _in_transaction(
                 if stage.transaction == "outbox" and seen and late:
                     inbox.finish([seen.id])
                 if stage.ordered:
-                    turns.wake(arrival)
+                    ordering.wake(arrival)
         employed = transaction.employed
     acknowledged = stage.transaction != "outbox"
     if acknowledged:

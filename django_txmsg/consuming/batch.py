@@ -18,9 +18,9 @@ from ..envelope.message import Message
 from ..errors import DecodeError
 from ..models import InboxMessage
 from ..models.inbox_record import Seen
+from ..runtime import database_health
 from ..sending.scope import in_scope
-from ..upkeep import outage
-from . import failing, inbox, reading, turns
+from . import decoding, failure, inbox, ordering
 from .attempt import announce_processed, is_handlers, stage_scope
 from .outcomes import Arrival, Outcome, Processed
 from .savepoints import Savepoints
@@ -40,12 +40,12 @@ def process(batch: Sequence[Arrival]) -> list[Outcome]:
     alone: list[Arrival] = []
     for arrival in batch:
         try:
-            message = reading.read(arrival.delivery, arrival.stage)
+            message = decoding.read(arrival.delivery, arrival.stage)
         except (DecodeError, MemoryError):
             alone.append(arrival)
             continue
         again = message.id in readable or arrival.counted.row is not None
-        if again or not reading.has_identity(arrival.delivery):
+        if again or not decoding.has_identity(arrival.delivery):
             alone.append(arrival)
         else:
             readable[message.id] = (arrival, message)
@@ -63,7 +63,7 @@ def _together(
     alone: list[Arrival],
 ) -> None:
     if given[0][0].stage.ordered:
-        places = turns.in_order([arrival for arrival, _ in given])
+        places = ordering.in_order([arrival for arrival, _ in given])
         given = [given[place] for place in places]
     first = given[0][0]
     stage, using = first.stage, first.using
@@ -75,7 +75,7 @@ def _together(
         seen = arrival.count(recorded[message.id], attempt=False)
         # What has failed before, or killed its worker, takes no others along again.
         ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
-        if ordinary and not reading.expired(message, arrival.delivery, seen.now):
+        if ordinary and not decoding.expired(message, arrival.delivery, seen.now):
             work.append((arrival, message.attempted(1), seen))
         else:
             alone.append(arrival)
@@ -90,7 +90,7 @@ def _together(
             locked = rows.lock([seen.id for _, _, seen in work])
             savepoints = Savepoints(using)
             here = [arrival for arrival, _, seen in work if seen.id in locked]
-            admission = turns.Admission(here)
+            admission = ordering.Admission(here)
             for item in work:
                 arrival, message, seen = item
                 if seen.id not in locked:
@@ -102,7 +102,7 @@ def _together(
                 if seen.id in durations:
                     admission.note(message.id)
             rows.finish(list(durations))
-            turns.wake_all([one for one, _, seen in work if seen.id in durations])
+            ordering.wake_all([one for one, _, seen in work if seen.id in durations])
     except BaseException as error:
         if is_outage(error, on) or not is_handlers(error):
             raise
@@ -118,13 +118,13 @@ def _together(
             alone.append(arrival)  # settled by a copy, as it finds out
     for (arrival, message, seen), reason, duration in failures:
         seen = arrival.count(seen.attempted(rows.start_again(seen.id)))
-        outcome, _ = failing.failed(arrival, message, seen, reason, duration)
+        outcome, _ = failure.failed(arrival, message, seen, reason, duration)
         if outcome is None:
             alone.append(arrival)  # blocking redelivery has counted the attempt
         else:
             outcomes[id(arrival)] = outcome
     for arrival, _, seen in early:
-        waiting = turns.out_of_turn(arrival, seen, attempts=0)
+        waiting = ordering.out_of_turn(arrival, seen, attempts=0)
         if waiting is None:
             # It has come by now: a message of the batch before it is dead, and passed.
             alone.append(arrival)
@@ -147,7 +147,7 @@ def _run_one(
         if not is_handlers(error):
             raise
         whole = must_roll_back(connections[using]) or lost_conflict(error)
-        if whole or outage.lacks_resources(error):
+        if whole or database_health.lacks_resources(error):
             # The savepoint could not be rolled back, or the transaction cannot commit
             # any more, or is too large for what is left: this ends it as a whole.
             raise

@@ -13,9 +13,9 @@ from ..dead_letters import bulk
 from ..models.fields import clock
 from ..models.period_count import PERIOD
 from ..monitoring import periods
-from ..upkeep import outage, wakeups
-from ..upkeep.activity import RARELY, Activity
-from ..upkeep.connections import recycle
+from ..runtime import database_health, notifications
+from ..runtime.connections import recycle
+from ..runtime.idle_clock import RARELY, Activity
 
 
 class BulkThread:
@@ -26,14 +26,19 @@ class BulkThread:
     ) -> None:
         self._stopping, self._activity = stop, activity
         self._retries = {
-            using: outage.Retry(using, f"bulk operations in database {using!r} wait")
+            using: database_health.Retry(
+                using, f"bulk operations in database {using!r} wait"
+            )
             for using in databases
         }
         self._looked = dict.fromkeys(databases, 0.0)
 
     def run(self) -> None:
         """Work off until told to stop."""
-        asked = {using: wakeups.Wakeup(using, wakeups.WORK) for using in self._retries}
+        asked = {
+            using: notifications.Wakeup(using, notifications.WORK)
+            for using in self._retries
+        }
         kept_at = time.monotonic()
         while not self._stopping.wait(1.0):
             counting = time.monotonic() - kept_at > PERIOD.total_seconds()
@@ -42,7 +47,7 @@ class BulkThread:
                 if self._is_time(using, wakeup, counting):
                     self._work_off(using, counting)
 
-    def _is_time(self, using: str, asked: wakeups.Wakeup, counting: bool) -> bool:
+    def _is_time(self, using: str, asked: notifications.Wakeup, counting: bool) -> bool:
         if not self._retries[using].ready:
             return False
         calm = asked.heard and self._activity.calm

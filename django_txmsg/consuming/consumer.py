@@ -20,23 +20,23 @@ from .. import conf, wire
 from ..brokers import find_broker, get_broker
 from ..dead_letters import bulk
 from ..errors import BrokerUnavailable, ConfigurationError
+from ..http_outbox.control_thread import ControlThread
 from ..models import StageState, Worker
 from ..monitoring import databases
 from ..monitoring.presence import Presence
 from ..relaying.listener import listening
-from ..sessions.control_thread import ControlThread
+from ..runtime import database_health, notifications
+from ..runtime.breaker import Breaker
+from ..runtime.connections import recycle
+from ..runtime.idle_clock import RARELY, SELDOM, Activity
+from ..runtime.thread_group import Crew
 from ..stages import Stage
-from ..upkeep import outage, wakeups
-from ..upkeep.activity import RARELY, SELDOM, Activity
-from ..upkeep.breaker import Breaker
-from ..upkeep.connections import recycle
-from ..upkeep.crew import Crew
-from . import turns
-from .allowance import Allowance
+from . import ordering
+from .backpressure import Room
 from .bulk_thread import BulkThread
 from .due_messages import wake_for_parked
 from .intake import IntakeThread
-from .room import Room
+from .recycle_limits import Allowance
 from .stage_middleware import prepared
 from .stage_thread import StageThread
 from .throttle import Throttle
@@ -159,14 +159,16 @@ class Consumer:
         """Note which stages run in order from now on, and which not any more."""
         stages = {thread.stage.name: thread.stage for thread in self.threads}
         try:
-            turns.begin(list(stages.values()))
+            ordering.begin(list(stages.values()))
         except AnyDatabaseError as error:
             log.warning("cannot note which stages run in order: %s", error)
 
     def _watch(self, once: bool) -> None:
         beat_at, beats, look_at, obey_at = 0.0, 0, 0.0, 0.0
         pause = min(0.5, self._settings.CONSUME.POLL_INTERVAL)
-        asked = wakeups.Wakeup(router.db_for_write(StageState), wakeups.WORK)
+        asked = notifications.Wakeup(
+            router.db_for_write(StageState), notifications.WORK
+        )
         while not self._stop.wait(pause):
             calm = asked.heard and self._activity.calm
             if asked.due() or not calm or time.monotonic() >= obey_at:
@@ -199,7 +201,7 @@ class Consumer:
             if error is not None:
                 raise BrokerUnavailable(f"broker {alias!r} cannot be used: {error}")
         for using in self._databases:
-            away = outage.error(using)
+            away = database_health.error(using)
             if away is not None:
                 raise away
         asked = all(thread.dry or thread.paused.is_set() for thread in self.threads)
@@ -215,7 +217,7 @@ class Consumer:
         """Hold the stages that an operator has paused."""
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
-        looking = outage.retry(using, "cannot read which stages are paused")
+        looking = database_health.retry(using, "cannot read which stages are paused")
         paused = looking.run(states.paused)
         if paused is None:
             return

@@ -23,8 +23,8 @@ from ..envelope.failure import text_of
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import StageTimedOut
+from ..runtime import database_health
 from ..stages import Stage
-from ..upkeep import outage
 
 log = logging.getLogger("django_txmsg.deadline")
 
@@ -207,7 +207,9 @@ def _cancel(connection: Any) -> None:
 
 
 def _is_cancelled(error: OperationalError) -> bool:
-    return outage.sqlstate(error) == _CANCELLED or text_of(error) == "interrupted"
+    return (
+        database_health.sqlstate(error) == _CANCELLED or text_of(error) == "interrupted"
+    )
 
 
 _watch = Watch()

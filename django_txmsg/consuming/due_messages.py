@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ..models import InboxMessage
-from ..upkeep import outage
-from . import turns
+from ..runtime import database_health
+from . import ordering
 from .stage_thread import StageThread
 
 
@@ -26,7 +26,9 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
     for using, named in by_alias.items():
         reads = {name: threads[0].stage.reads for name, threads in named.items()}
         inbox = InboxMessage.objects.db_manager(using)
-        looking = outage.retry(using, "cannot see which parked messages are due")
+        looking = database_health.retry(
+            using, "cannot see which parked messages are due"
+        )
         due = looking.run(partial(inbox.due_stages, reads))
         if due is None:
             continue
@@ -46,8 +48,12 @@ def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
 
     def ask() -> None:
         if due:
-            turns.ask(stage, all(one.has_received(turns.grace()) for one in threads))
+            ordering.ask(
+                stage, all(one.has_received(ordering.grace()) for one in threads)
+            )
         for room in {thread.room for thread in threads if thread.room is not None}:
             room.look()
 
-    outage.retry(using, f"cannot ask whose turn it is at {stage.name!r}").run(ask)
+    database_health.retry(using, f"cannot ask whose turn it is at {stage.name!r}").run(
+        ask
+    )

@@ -28,12 +28,12 @@ from ..errors import (
 from ..models import InboxMessage, OutboxMessage
 from ..models.inbox_record import Seen
 from ..models.outbox import PENDING
+from ..runtime import database_health
+from ..runtime.leases import Lease
 from ..stages import Stage
-from ..upkeep import outage
-from ..upkeep.leases import Lease
-from . import reading, turns
+from . import decoding, ordering
 from .attempt import LostRace, is_handlers, run, session_id
-from .failing import bury, failed, keep, unreadable
+from .failure import bury, failed, keep, unreadable
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome
 from .transaction import (
     MAX_CONFLICTS,
@@ -57,7 +57,7 @@ def process(arrival: Arrival) -> Outcome:
     Raises BrokerUnavailable or a database's error when the world broke and not the
     message: nothing was decided then. Ask again with the same arrival.
     """
-    turn = turns.in_hand(arrival) if arrival.stage.ordered else nullcontext()
+    turn = ordering.in_hand(arrival) if arrival.stage.ordered else nullcontext()
     with _lease(arrival), turn:
         while True:
             outcome = _process(arrival)
@@ -79,17 +79,17 @@ def _process(arrival: Arrival) -> Outcome:
     try:
         message, short = _read(arrival)
     except DecodeError as error:
-        if isinstance(error, NewerCodeNeeded) and not reading.has_identity(
+        if isinstance(error, NewerCodeNeeded) and not decoding.has_identity(
             arrival.delivery
         ):
             return _adopt(arrival)
         return _unreadable(arrival, error)
-    if not reading.has_identity(arrival.delivery):
+    if not decoding.has_identity(arrival.delivery):
         return _adopt(arrival)
     seen, begun = _record(arrival, message)
     if seen is not None and not begun:
         if stage.ordered and not _nothing_to_do(arrival, seen):
-            waiting = turns.out_of_turn(arrival, seen)
+            waiting = ordering.out_of_turn(arrival, seen)
             if waiting is not None:
                 return waiting
         outcome = _foregone(arrival, message, seen)
@@ -108,7 +108,7 @@ def _process(arrival: Arrival) -> Outcome:
             given = message.attempted(attempt)
             return copy_context().run(run, arrival, given, seen, begun)
         except LostRace:
-            return turns.lost(arrival, seen)
+            return ordering.lost(arrival, seen)
         except Undecided as refused:
             # By its cause it is known.
             raise refused.error from cause_of(refused.error)
@@ -149,7 +149,7 @@ def _process(arrival: Arrival) -> Outcome:
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
     """Return whether the database had no room for the handler's work. That is nobody's
     fault, unless it has room whenever it is asked, and never for this message."""
-    if not outage.lacks_resources(error):
+    if not database_health.lacks_resources(error):
         return False
     arrival.counted.crowded += 1
     if arrival.counted.crowded > MAX_CROWDED:
@@ -168,9 +168,9 @@ def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
     """Return the message, or what the memory was too short for: an attempt that failed,
     since it may be the body's size, and would hold up the others for ever."""
     try:
-        return reading.read(arrival.delivery, arrival.stage), None
+        return decoding.read(arrival.delivery, arrival.stage), None
     except MemoryError as error:
-        return reading.envelope(arrival.delivery, arrival.stage), error
+        return decoding.envelope(arrival.delivery, arrival.stage), error
 
 
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
@@ -181,13 +181,13 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
         return unreadable(arrival, error)
     seen = None if arrival.parked is None else arrival.parked.seen
     if seen is None:
-        message = reading.envelope(arrival.delivery, arrival.stage)
+        message = decoding.envelope(arrival.delivery, arrival.stage)
         rows = InboxMessage.objects.db_manager(arrival.using)
         seen = rows.record(arrival.stage.name, [message], together=True)[message.id]
         if seen.settled:
             return Duplicate()
     attempts = 0 if arrival.parked is None else 1
-    waiting = turns.out_of_turn(arrival, seen, attempts=attempts)
+    waiting = ordering.out_of_turn(arrival, seen, attempts=attempts)
     return waiting or unreadable(arrival, error, seen)
 
 
@@ -206,9 +206,9 @@ def _adopt(arrival: Arrival) -> Outcome:
     """Give a foreign message an identity that lasts, before anything is done for it:
     it comes again under that one, from the inbox where its queue takes nothing now.
     What the broker refuses to take back is buried."""
-    delivery = reading.named(arrival.delivery)
+    delivery = decoding.named(arrival.delivery)
     try:
-        return reading.send_back(delivery, arrival.session)
+        return decoding.send_back(delivery, arrival.session)
     except DestinationUnavailable as error:
         return keep(replace(arrival, delivery=delivery), str(error))
     except DispatchRejected as error:
@@ -241,7 +241,7 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
     if before is not None:
         return before, False
     if stage.transaction != "outbox":
-        if not reading.came_before(arrival.delivery):
+        if not decoding.came_before(arrival.delivery):
             return None, False
         rows = inbox.record(stage.name, [message], idempotent=True)
         return arrival.count(rows[message.id]), False
@@ -291,7 +291,7 @@ def _recorded(arrival: Arrival) -> Seen | None:
 
 
 def _recalled(arrival: Arrival, row: int) -> Seen | None:
-    message_id = reading.identity(arrival.delivery, arrival.stage.broker)
+    message_id = decoding.identity(arrival.delivery, arrival.stage.broker)
     inbox = InboxMessage.objects.db_manager(arrival.using)
     return inbox.recall(row, arrival.stage.name, message_id)
 
@@ -318,7 +318,7 @@ def _reason_not_to_run(arrival: Arrival, message: Message, seen: Seen) -> str:
         return "settled"
     if seen.attempt > arrival.stage.policy.max_begun:
         return "worker_lost"
-    return "expired" if reading.expired(message, arrival.delivery, seen.now) else ""
+    return "expired" if decoding.expired(message, arrival.delivery, seen.now) else ""
 
 
 def _nothing_to_do(arrival: Arrival, seen: Seen) -> bool:

@@ -24,11 +24,11 @@ from ..errors import (
     InvalidMessage,
 )
 from ..models import DeadLetter
-from ..upkeep import outage
-from ..upkeep.activity import Activity
-from ..upkeep.breaker import Breaker
-from ..upkeep.connections import recycle
-from . import reading
+from ..runtime import database_health
+from ..runtime.breaker import Breaker
+from ..runtime.connections import recycle
+from ..runtime.idle_clock import Activity
+from . import decoding
 
 log = logging.getLogger("django_txmsg.intake")
 
@@ -47,7 +47,7 @@ class IntakeThread:
             follows=f"{destination} is not taken in",
         )
         self._using = router.db_for_write(DeadLetter)
-        self._retry = outage.Retry(
+        self._retry = database_health.Retry(
             self._using, f"{destination}: a message cannot be taken in, and is kept"
         )
 
@@ -67,20 +67,20 @@ class IntakeThread:
                 self._stopping.wait(1.0)
 
     def _take_in(self, broker: Broker, session: Session) -> None:
-        while outage.wait(self._using, self._stopping):
+        while database_health.wait(self._using, self._stopping):
             delivery = session.receive(0.5)
             self._breaker.worked()
             recycle(idle=delivery is None, but=broker.stored_in)
             if delivery is None or self._stopping.is_set():
                 continue
             # As its stage would: redelivered, it is the message that it was.
-            delivery = reading.recognised(delivery)
-            if reading.has_identity(delivery) or delivery.problem:
+            delivery = decoding.recognised(delivery)
+            if decoding.has_identity(delivery) or delivery.problem:
                 self._settle(session, delivery)
             else:
-                delivery = reading.named(delivery)
+                delivery = decoding.named(delivery)
                 try:
-                    reading.send_back(delivery, session)
+                    decoding.send_back(delivery, session)
                 except (DispatchRejected, DestinationUnavailable):
                     # A worker that dies before it is acknowledged leaves two.
                     self._settle(session, delivery)
@@ -110,11 +110,11 @@ class IntakeThread:
         with transaction.atomic(using=self._using):
             burial.bury(
                 using=self._using,
-                message_id=reading.identity(delivery, self._broker),
+                message_id=decoding.identity(delivery, self._broker),
                 stage="",
                 broker=self._broker,
                 destination=origin,
-                headers=reading.kept_headers(delivery),
+                headers=decoding.kept_headers(delivery),
                 body=delivery.body,
                 reason="broker",
                 failure=Failure.because(

@@ -22,17 +22,17 @@ from .. import conf
 from ..brokers.base import Delivery, Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..models.inbox_parked import Parked
+from ..runtime import database_health
+from ..runtime.breaker import Breaker
+from ..runtime.connections import leave_blocks, open_caches, recycle
+from ..runtime.idle_clock import Activity
 from ..stages import Stage
-from ..upkeep import outage
-from ..upkeep.activity import Activity
-from ..upkeep.breaker import Breaker
-from ..upkeep.connections import leave_blocks, open_caches, recycle
 from . import batch as batches
-from . import reading
-from .allowance import Allowance
+from . import decoding
+from .backpressure import Room
 from .outcomes import Arrival, Interrupted, Outcome, Processed
 from .parking import NO_SESSION, Parking
-from .room import Room
+from .recycle_limits import Allowance
 from .stage_middleware import prepared
 from .subscription import Subscription
 from .throttle import Throttle
@@ -75,8 +75,8 @@ class StageThread:
         self.room = room or (Room(self.stage) if self.stage.ordered else None)
         self._settings = conf.get()
         said = f"stage {self.stage.name!r}: nothing could be decided about a message, "
-        self._undecided = outage.Retry(self.using, f"{said}which is kept")
-        self._looking = outage.Retry(
+        self._undecided = database_health.Retry(self.using, f"{said}which is kept")
+        self._looking = database_health.Retry(
             self.using, f"stage {self.stage.name!r}: cannot look for messages"
         )
 
@@ -96,8 +96,10 @@ class StageThread:
                 self._close()
                 recycle(idle=True)
                 self._stopping.wait(0.2)
-            elif self.stage.transaction == "outbox" and not outage.usable(self.using):
-                outage.wait(self.using, self._stopping)
+            elif self.stage.transaction == "outbox" and not database_health.usable(
+                self.using
+            ):
+                database_health.wait(self.using, self._stopping)
             elif self._subscription.session is None and self._subscription.pause:
                 self._work_parked_without_broker()
                 self._stopping.wait(min(self._subscription.pause, 0.5))
@@ -231,7 +233,7 @@ class StageThread:
                         alias,
                     )
                 recycle()
-            if not outage.may_pass(refused):
+            if not database_health.may_pass(refused):
                 # An error of ours, or a value of the message that is not to be stored:
                 # it has to end.
                 for arrival in arrivals:
@@ -247,7 +249,7 @@ class StageThread:
         if self._stopping.is_set() or self.paused.is_set():
             self._parking.give_back(parked)
             return False
-        delivery = reading.from_parked(
+        delivery = decoding.from_parked(
             parked.destination, parked.headers, parked.body, parked.seen.message_id
         )
         arrival = self._arrival(session, delivery, parked)
@@ -272,7 +274,7 @@ class StageThread:
     ) -> Arrival:
         return Arrival(
             stage=self.stage,
-            delivery=reading.recognised(delivery),
+            delivery=decoding.recognised(delivery),
             session=session,
             worker=self.worker,
             stop=self._stopping,

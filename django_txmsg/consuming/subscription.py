@@ -12,8 +12,8 @@ from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
+from ..runtime.breaker import AFTER_REFUSAL, Breaker
 from ..stages import Stage
-from ..upkeep.breaker import AFTER_REFUSAL, Breaker
 
 
 class Subscription:

@@ -30,8 +30,8 @@ from ..errors import (
     DurableInStage,
     SwallowedDatabaseError,
 )
+from ..runtime import database_health
 from ..sending.block import Block
-from ..upkeep import outage
 
 log = logging.getLogger("django_txmsg.demarcation")
 
@@ -79,7 +79,7 @@ def lost_conflict(error: BaseException) -> bool:
     """Return whether PostgreSQL has rolled a transaction back for another one's sake,
     which a repetition mends: a serialization failure or a deadlock."""
     lost = isinstance(error, DatabaseError)
-    return lost and outage.sqlstate(error) in ("40001", "40P01")
+    return lost and database_health.sqlstate(error) in ("40001", "40P01")
 
 
 def pause_after(conflicts: int) -> float:
@@ -94,7 +94,7 @@ def is_outage(error: BaseException, raw: Any) -> bool:
     the handler asks elsewhere is the handler's affair, and leaves that one open."""
     if isinstance(error, BrokerUnavailable):
         return True
-    return outage.is_away(error) and bool(getattr(raw, "closed", False))
+    return database_health.is_away(error) and bool(getattr(raw, "closed", False))
 
 
 class Undecided(Exception):
@@ -116,7 +116,7 @@ def ours() -> Iterator[None]:
     try:
         yield
     except AnyDatabaseError as error:
-        if lost_conflict(error) or not outage.may_pass(error):
+        if lost_conflict(error) or not database_health.may_pass(error):
             raise
         raise Undecided(error) from error
 

@@ -27,8 +27,8 @@ from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import limit_waits
 from ..rules import bulk_operation
-from ..upkeep import outage, wakeups
-from ..upkeep.notifier import notify
+from ..runtime import database_health, notifications
+from ..runtime.notifier import notify
 from . import resolution, selection
 from .resolution import Tally
 
@@ -83,7 +83,7 @@ def start(
         (pk,) = cursor.fetchone()
     operation: BulkOperation = BulkOperation.objects.using(using).get(pk=pk)
     if conf.get().NOTIFY:
-        notify(using, {wakeups.WORK})
+        notify(using, {notifications.WORK})
     log.info(
         "bulk operation %d: %s %d dead letters, asked for by %s, filter %s",
         operation.pk, kind, operation.total, by or "unknown", dict(filters),
@@ -153,7 +153,7 @@ def work_batch(
             with transaction.atomic(using=using):
                 return _work_batch(using, only, taken)
         except OperationalError as error:
-            if outage.gave_up_waiting(error):
+            if database_health.gave_up_waiting(error):
                 return None
             # A deadlock's victim: nothing was done.
             if patience is None or in_block(connections[using]):

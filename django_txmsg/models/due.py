@@ -8,7 +8,7 @@ from django.db import connections
 
 from ..rules import lease
 from ..rules.outbox import PENDING
-from ..upkeep import wakeups
+from ..runtime import notifications
 from .outbox import OutboxMessage
 from .queue import QueueMessage
 
@@ -37,7 +37,7 @@ def seconds_until_due(
     stored, or an earlier release."""
     queues, outboxes = [
         [one.removeprefix(kind) for one in topics if one.startswith(kind)]
-        for kind in (wakeups.queue(""), wakeups.outbox(""))
+        for kind in (notifications.queue(""), notifications.outbox(""))
     ]
     with connections[using].cursor() as cursor:
         cursor.execute(_LOOK, [queues, ["", *services], outboxes])

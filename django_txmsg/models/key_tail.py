@@ -1,6 +1,6 @@
 """Hop 3's memory: the last message of each key that has left for a destination.
 
-The relay hangs each new message of the key on it: `relaying/links.py`.
+The relay hangs each new message of the key on it: `relaying/key_chain.py`.
 """
 
 from __future__ import annotations

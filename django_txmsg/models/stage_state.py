@@ -11,8 +11,8 @@ from django.db import models
 from django.db.models.functions import Now
 
 from .. import conf
-from ..upkeep import wakeups
-from ..upkeep.notifier import notify
+from ..runtime import notifications
+from ..runtime.notifier import notify
 
 
 class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -36,7 +36,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
     def _told(self, changed: int) -> bool:
         """Wake the consumers, which look."""
         if changed and conf.get().NOTIFY:
-            notify(self.db, {wakeups.WORK})
+            notify(self.db, {notifications.WORK})
         return bool(changed)
 
     def ordered(self, stage: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models import Worker
-from ..upkeep.breaker import Outage
+from ..runtime.breaker import Outage
 
 #: An outage that lasts for longer needs somebody's attention.
 LATE = dt.timedelta(minutes=2)

@@ -14,7 +14,7 @@ from ..errors import ConfigurationError
 from ..models import Worker
 from ..models.fields import clock
 from ..models.worker import silent_after
-from ..upkeep import breaker, outage
+from ..runtime import breaker, database_health
 from . import attendance, outages
 
 
@@ -90,4 +90,4 @@ class Presence:
 
     def _quietly(self, action: Callable[[], object]) -> None:
         what = f"worker {self.name} cannot tell that it lives"
-        outage.retry(self._using, what).run(action)
+        database_health.retry(self._using, what).run(action)

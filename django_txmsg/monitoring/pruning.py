@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from ..upkeep import outage
-from ..upkeep.connections import recycle
+from ..runtime import database_health
+from ..runtime.connections import recycle
 from . import retention
 
 log = logging.getLogger("django_txmsg.pruning")
@@ -35,7 +35,9 @@ class Pruner:
         while not self._stop.wait(pause * random.uniform(0.75, 1.25)):  # noqa: S311 - jitter
             pause = EVERY
             for using in self._databases:
-                pruning = outage.retry(using, f"rows of database {using!r} stay")
+                pruning = database_health.retry(
+                    using, f"rows of database {using!r} stay"
+                )
                 pruning.run(partial(self._prune, using))
             recycle(idle=True)
 

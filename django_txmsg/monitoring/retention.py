@@ -19,6 +19,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet, Value
 
 from .. import conf, wire
 from ..django_internals import delete_where
+from ..http_outbox import control_message
 from ..models import (
     Attempt,
     DeadLetter,
@@ -35,7 +36,6 @@ from ..models.fields import clock
 from ..models.holds import Holds
 from ..rules import dead_letters, inbox, outbox
 from ..rules.rule import Rule
-from ..sessions import control_message
 
 #: Days after which a worker that was killed, and could not say so, is forgotten.
 SILENT_WORKERS = 1.0

@@ -21,11 +21,11 @@ from .. import conf, signals
 from ..brokers import get_broker
 from ..django_internals import in_block, in_memory, in_testcase
 from ..errors import BrokerUnavailable
-from ..upkeep import outage, wakeups
-from ..upkeep.breaker import Breaker
-from ..upkeep.connections import recycle
-from ..upkeep.endings import at_childs_end
-from ..upkeep.notifier import notify
+from ..runtime import database_health, notifications
+from ..runtime.breaker import Breaker
+from ..runtime.connections import recycle
+from ..runtime.fork_exit import at_childs_end
+from ..runtime.notifier import notify
 from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
@@ -53,7 +53,9 @@ class Dispatcher:
         #: When to try rows again, how often they were, and which: the next one first.
         self._again: list[tuple[float, int, list[int]]] = []
         self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
-        self._retry = outage.Retry(using, "what was committed is left to the relay")
+        self._retry = database_health.Retry(
+            using, "what was committed is left to the relay"
+        )
         self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"txmsg-dispatch-{using}-{broker}", daemon=True
@@ -154,7 +156,7 @@ class Dispatcher:
             at = time.monotonic() + AGAIN[tries]
             heapq.heappush(self._again, (at, tries + 1, held))
         elif held and conf.get().NOTIFY:
-            notify(self.using, {wakeups.outbox(self.broker)})
+            notify(self.using, {notifications.outbox(self.broker)})
 
 
 _dispatchers: dict[tuple[str, str], Dispatcher] = {}
@@ -200,7 +202,7 @@ def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
         # in memory, another one would have the test's fail with "table is locked".
         _dispatcher(using, broker).wake(ids)
     elif mode == "off" and conf.get().NOTIFY:
-        notify(using, {wakeups.outbox(broker)})
+        notify(using, {notifications.outbox(broker)})
 
 
 def _dispatcher(using: str, broker: str) -> Dispatcher:

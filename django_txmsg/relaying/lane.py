@@ -21,11 +21,11 @@ from ..errors import BrokerError, BrokerUnavailable
 from ..models import OutboxMessage
 from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
-from ..upkeep.connections import shed
-from ..upkeep.leases import Lease
+from ..runtime.connections import shed
+from ..runtime.leases import Lease
 from . import pauses
 from .budget import Budget, Part
-from .links import link
+from .key_chain import link
 from .pauses import Trial
 from .receipts import Receipts, judge, split
 from .settlement import Settlement

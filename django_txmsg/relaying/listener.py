@@ -28,8 +28,8 @@ from .. import conf
 from ..django_internals import can_listen, djangos_errors, raw
 from ..models import OutboxMessage
 from ..models.due import seconds_until_due
-from ..upkeep import outage, wakeups
-from ..upkeep.notifier import CHANNEL, notify
+from ..runtime import database_health, notifications
+from ..runtime.notifier import CHANNEL, notify
 
 log = logging.getLogger("django_txmsg.notify")
 
@@ -56,11 +56,11 @@ class Listener:
         while not self._stop.is_set():
             pause = 1.0
             try:
-                if outage.usable(self._alias):
+                if database_health.usable(self._alias):
                     self._listen()
                     pause = AGAIN
             except AnyDatabaseError as error:
-                if not outage.note(self._alias, error):
+                if not database_health.note(self._alias, error):
                     log.warning("cannot listen in database %r: %s", self._alias, error)
                     pause = AGAIN
             except _Deaf:
@@ -77,8 +77,8 @@ class Listener:
                 log.exception("listening in database %r failed", self._alias)
                 pause = AGAIN
             finally:
-                wakeups.deaf(self._using)
-                outage.discard(self._alias)
+                notifications.deaf(self._using)
+                database_health.discard(self._alias)
             self._stop.wait(pause)
 
     def _listen(self) -> None:
@@ -96,7 +96,7 @@ class Listener:
                 proof, asked = _ask(self._using), time.monotonic()
             topics = _received(connection, min(0.3, look_at - time.monotonic()))
             if topics:
-                wakeups.ring(self._using, topics)
+                notifications.ring(self._using, topics)
                 look_at = min([look_at, *_delays(topics)])
             if proof in topics:
                 proof = ""
@@ -105,12 +105,12 @@ class Listener:
 
     def _look(self) -> float:
         """Ring for what is due, and return in how many seconds to look again."""
-        waiting = wakeups.topics(self._using)
+        waiting = notifications.topics(self._using)
         due = seconds_until_due(self._alias, waiting, conf.get().services)
-        if not wakeups.heard(self._using):
-            wakeups.ring(self._using, {wakeups.ALL})
-        wakeups.proved(self._using, PROVED)
-        wakeups.ring(self._using, {one for one, left in due.items() if left <= 0})
+        if not notifications.heard(self._using):
+            notifications.ring(self._using, {notifications.ALL})
+        notifications.proved(self._using, PROVED)
+        notifications.ring(self._using, {one for one, left in due.items() if left <= 0})
         return min([LOOK, *(left + 0.001 for left in due.values() if left > 0)])
 
 

@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 from .. import conf
 from ..errors import DestinationUnavailable
-from ..upkeep.breaker import Breaker
+from ..runtime.breaker import Breaker
 
 #: Messages of a trial after a refusal.
 FIRST_TRIAL = 10

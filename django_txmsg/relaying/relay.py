@@ -18,10 +18,10 @@ from django.db import Error as AnyDatabaseError
 
 from .. import conf
 from ..errors import BrokerUnavailable, DestinationUnavailable
-from ..upkeep import outage, wakeups
-from ..upkeep.breaker import Breaker
-from ..upkeep.connections import recycle
-from ..upkeep.crew import Crew
+from ..runtime import database_health, notifications
+from ..runtime.breaker import Breaker
+from ..runtime.connections import recycle
+from ..runtime.thread_group import Crew
 from . import pauses
 from .budget import Budget
 from .lane import Lane
@@ -140,10 +140,12 @@ class Relay:
         breaker = self._breakers[lane.broker_alias]
         interval = conf.get().RELAY.POLL_INTERVAL
         # What is claimed has its lease.
-        retry = outage.Retry(lane.using, "the outbox cannot be dispatched")
-        wakeup = wakeups.Wakeup(lane.using, wakeups.outbox(lane.broker_alias))
+        retry = database_health.Retry(lane.using, "the outbox cannot be dispatched")
+        wakeup = notifications.Wakeup(
+            lane.using, notifications.outbox(lane.broker_alias)
+        )
         while not self._stop.is_set():
-            if not once and not outage.wait(lane.using, self._stop):
+            if not once and not database_health.wait(lane.using, self._stop):
                 return
             if breaker.remaining:
                 self._stop.wait(min(breaker.remaining, 1.0))
@@ -158,7 +160,7 @@ class Relay:
                     raise
                 continue
             except AnyDatabaseError as error:
-                if once or not outage.may_pass(error):
+                if once or not database_health.may_pass(error):
                     raise
                 retry.after(error, self._stop)
                 continue
@@ -172,7 +174,7 @@ class Relay:
                 return
             self._rest(lane, wakeup, interval)
 
-    def _rest(self, lane: Lane, wakeup: wakeups.Wakeup, interval: float) -> None:
+    def _rest(self, lane: Lane, wakeup: notifications.Wakeup, interval: float) -> None:
         """Wait until there may be something: the usual interval, or, while somebody
         listens, until a ring; and no longer than until a pause ends."""
         until = time.monotonic() + interval
@@ -188,4 +190,4 @@ class Relay:
 
 
 def _is_away(error: Exception) -> bool:
-    return isinstance(error, BrokerUnavailable) or outage.may_pass(error)
+    return isinstance(error, BrokerUnavailable) or database_health.may_pass(error)

@@ -19,8 +19,8 @@ from ..errors import BrokerError
 from ..models import OutboxMessage
 from ..models.outbox import PENDING, OutboxManager
 from ..models.outbox_claim import Claimed
-from ..upkeep import outage
-from ..upkeep.leases import Lease
+from ..runtime import database_health
+from ..runtime.leases import Lease
 from .receipts import Receipts
 from .turn import Turn
 
@@ -145,7 +145,7 @@ class Settlement:
             except AnyDatabaseError as error:
                 connection.close()
                 over = not self._lease.left or self._stop.is_set()
-                if over or in_block(connection) or not outage.may_pass(error):
+                if over or in_block(connection) or not database_health.may_pass(error):
                     raise
                 log.info("what the broker has answered is noted once more: %s", error)
             self._stop.wait(min(pause, self._lease.left))

@@ -21,10 +21,10 @@ from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Schedule
 from ..models.fields import clock
+from ..runtime import database_health
+from ..runtime.connections import recycle
+from ..runtime.thread_group import Crew
 from ..sending.outbox import send_message
-from ..upkeep import outage
-from ..upkeep.connections import recycle
-from ..upkeep.crew import Crew
 from .timetable import Recurring, recurring
 
 log = logging.getLogger("django_txmsg.timekeeper")
@@ -73,7 +73,9 @@ class Timekeeper:
         while not self._stop.is_set():
             wait = LONGEST_WAIT
             for using in self._using:
-                keeping = outage.retry(using, "recurring messages cannot be stored")
+                keeping = database_health.retry(
+                    using, "recurring messages cannot be stored"
+                )
                 left = keeping.run(partial(self._keep, using))
                 wait = min(wait, 1.0 if left is None else left)
                 recycle()

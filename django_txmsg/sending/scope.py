@@ -23,7 +23,7 @@ from ..models.outbox_store import NewMessage
 @dataclass
 class Scope:
     """What the messages sent in this context belong to: a session, as
-    `sessions/session.py` makes it, or a stage's attempt (`consuming/attempt.py`).
+    `http_outbox/session.py` makes it, or a stage's attempt (`consuming/attempt.py`).
 
     `cause` is the message that a stage processes; its own messages get ids derived
     from it, and `worker` is the process that does so. `enlist`, when set, takes

@@ -19,9 +19,9 @@ from django.utils import timezone
 from ..envelope.message import Message
 from ..errors import BrokerUnavailable, TxmsgError
 from ..models import TaskRun
+from ..runtime import database_health
 from ..sending.scope import current_scope, enter_scope
 from ..stages import Stage
-from ..upkeep import outage
 from .framework import (
     AnyResult,
     AnyTask,
@@ -131,7 +131,7 @@ def _asked(using: str, question: Callable[[], T]) -> T:
         try:
             return question()
         except AnyDatabaseError as error:
-            if not outage.may_pass(error):
+            if not database_health.may_pass(error):
                 raise
             connections[using].close()
             if tries == 2:

@@ -25,7 +25,7 @@ from django.utils import timezone
 from .. import conf
 from ..brokers import find_broker, get_broker
 from ..brokers.base import Delivery, Session
-from ..consuming import batch, reading
+from ..consuming import batch, decoding
 from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
 from ..consuming.stage_middleware import Chain, prepared
 from ..envelope.handler import Handler
@@ -38,9 +38,9 @@ from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..relaying.dispatcher import stop_dispatchers
 from ..relaying.lane import Lane
+from ..runtime.notifier import stop_notifiers
 from ..sending.unique import message_of
 from ..stages import Stage, find
-from ..upkeep.notifier import stop_notifiers
 
 #: Seconds for which a test keeps what it claims: longer than it is ever debugged.
 _LEASE = 86_400
@@ -220,7 +220,7 @@ class _Worker:
             self._note(outcomes, limit)
         stage = self._stage
         while parked := rows.claim_parked(stage.name, self._token, _LEASE, stage.reads):
-            delivery = reading.from_parked(
+            delivery = decoding.from_parked(
                 parked.destination, parked.headers, parked.body, parked.seen.message_id
             )
             self._note(batch.process([self._arrival(delivery, parked)]), limit)
@@ -238,7 +238,7 @@ class _Worker:
     def _arrival(self, delivery: Delivery, parked: Parked | None = None) -> Arrival:
         return Arrival(
             stage=self._stage,
-            delivery=reading.recognised(delivery),
+            delivery=decoding.recognised(delivery),
             session=self._session,
             worker="drain",
             stop=_Hurry(),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from django_txmsg import stages
-from django_txmsg.consuming import attempt, inbox, reading
+from django_txmsg.consuming import attempt, decoding, inbox
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.envelope.message import Message
@@ -43,7 +43,7 @@ def consumer() -> None:
     for one in json.loads(os.environ["CRASH_STAGES"]):
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))
-    after(reading, "read", "received")
+    after(decoding, "read", "received")
     after(inbox, "_record", "recorded")
     before(StageTransaction, "__exit__", "before the commit")
     before(StageTransaction, "__exit__", "broker proven alive")

@@ -25,11 +25,11 @@ from django_txmsg.dead_letters import bulk, burial
 from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message, new_id
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
+from django_txmsg.http_outbox.control_message import ControlMessage
 from django_txmsg.management.commands import _process
 from django_txmsg.models import BulkOperation, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_messages
-from django_txmsg.sessions.control_message import ControlMessage
 from tests.app.models import Effect
 from tests.faults import ANSWERS, REQUESTS, ManageProcess, Proxy, wait_until
 from tests.running import IMPATIENT, ship, txmsg

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from django_txmsg import stages
-from django_txmsg.consuming import failing
+from django_txmsg.consuming import failure
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
@@ -35,7 +35,7 @@ def declare() -> None:
     policy = RedeliveryPolicy(initial_delay=delay, backoff=1.0, mode="broker")
     for name in json.loads(os.environ["FAILING_STAGES"]):
         stages.stage(name, redelivery=policy)(handler)
-    crash_points.after(failing, "_hand_back", "handed back")
+    crash_points.after(failure, "_hand_back", "handed back")
 
 
 @pytest.mark.postgresql  # one database will do: the brokers differ

@@ -9,7 +9,7 @@ from django.db import connection
 
 from django_txmsg import wire
 from django_txmsg.consuming.consumer import Consumer
-from django_txmsg.consuming.reading import MAX_HEADERS
+from django_txmsg.consuming.decoding import MAX_HEADERS
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage
 from django_txmsg.models.queue import QueueMessage

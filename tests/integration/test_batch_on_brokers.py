@@ -13,8 +13,8 @@ from django_txmsg import Refuse
 from django_txmsg.brokers import get_broker
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.sending.outbox import send_message, send_messages
-from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import Proxy, wait_until
 from tests.running import (

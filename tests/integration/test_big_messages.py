@@ -9,7 +9,7 @@ import pytest
 
 from django_txmsg import Refuse
 from django_txmsg.brokers import get_broker
-from django_txmsg.consuming.reading import MAX_HEADER_BLOCK
+from django_txmsg.consuming.decoding import MAX_HEADER_BLOCK
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import DeadLetter, InboxMessage

@@ -15,11 +15,11 @@ from django_txmsg import stages
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage
+from django_txmsg.runtime import database_health
 from django_txmsg.stages import Stage
 from django_txmsg.testing.profiles import RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
 from django_txmsg.testing.store import StoredMessage
-from django_txmsg.upkeep import outage
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -64,7 +64,7 @@ def effect(message: Message) -> None:
 
 def probed(times: int) -> Callable[[], bool]:
     """Whether the outage has been seen, and probed so often since."""
-    return lambda: outage.breaker("default")._failures > times
+    return lambda: database_health.breaker("default")._failures > times
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -93,7 +93,7 @@ def test_nobody_subscribes_while_the_database_is_known_to_be_away(
     postgres.stop()
     with pytest.raises(OperationalError) as caught:
         connection.ensure_connection()
-    assert outage.note("default", caught.value)
+    assert database_health.note("default", caught.value)
     with declared(effect) as stage, running(stage, concurrency=8):
         messages = put(broker, stage, 5)
         wait_until(probed(3))
@@ -281,7 +281,7 @@ def test_a_locks_time_out_keeps_the_delivery_and_stops_nobody(
             wait_until(lambda: Effect.objects.count() == 6)
             broker.wait_for("ACK", 6)
         assert {one.deliveries for one in [held, *others]} == {1}
-        assert outage.error("default") is None
+        assert database_health.error("default") is None
     finally:
         other.close()
         with connection.cursor() as cursor:
@@ -301,7 +301,7 @@ def test_a_statements_time_out_is_a_failure_of_its_message() -> None:
             send(stage.destination, body)
         with running(stage):
             wait_until(lambda: Effect.objects.count() == 3)
-    assert outage.error("default") is None
+    assert database_health.error("default") is None
     assert sorted(InboxMessage.objects.values_list("attempts", flat=True)) == [1, 1, 2]
     assert Attempt.objects.get().exception.startswith("django.db.utils.Operational")
 

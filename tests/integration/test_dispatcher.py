@@ -21,10 +21,10 @@ from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher
 from django_txmsg.relaying.lane import AFTER_COMMIT_LEASE
+from django_txmsg.runtime import leases
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing.profiles import RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
-from django_txmsg.upkeep import leases
 from tests.faults import wait_until
 from tests.running import committing, ship, txmsg
 

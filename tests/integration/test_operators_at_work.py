@@ -12,7 +12,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.db.models.functions import Now
 
-from django_txmsg.consuming import inbox, reading
+from django_txmsg.consuming import decoding, inbox
 from django_txmsg.consuming.outcomes import Waiting
 from django_txmsg.consuming.parking import NO_SESSION
 from django_txmsg.dead_letters import bulk, burial
@@ -126,7 +126,7 @@ def test_one_that_a_worker_is_about_to_put_back_is_let_go() -> None:
         parked = thread._parking.claim()
         assert parked is not None
         assert parked.seen.id == first.pk
-        delivery = reading.from_parked(
+        delivery = decoding.from_parked(
             parked.destination, parked.headers, parked.body, parked.seen.message_id
         )
 

@@ -14,7 +14,7 @@ import pytest
 from django.db import connections, transaction
 from django.db.models.functions import Now
 
-from django_txmsg.consuming import turns
+from django_txmsg.consuming import ordering
 from django_txmsg.consuming.due_messages import wake_for_parked
 from django_txmsg.dead_letters import bulk
 from django_txmsg.dead_letters.unread import bury_unread
@@ -55,11 +55,11 @@ def test_a_stage_that_is_renamed_under_traffic() -> None:
 
     with txmsg(ORDER_PATIENCE=0.2):
         with declared(effect, destination, name="tests.old", ordered="block") as old:
-            turns.begin([old])
+            ordering.begin([old])
             send(6)
             step(old, times=7)
         with declared(effect, destination, name="tests.new", ordered="block") as new:
-            turns.begin([new])
+            ordering.begin([new])
             with running(new, concurrency=2):
                 send(4)
                 wait_until(lambda: Effect.objects.count() >= 20, deadline=60)

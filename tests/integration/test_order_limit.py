@@ -11,7 +11,7 @@ from django.db.models.functions import Now
 from django.test import Client
 
 from django_txmsg import health, metrics
-from django_txmsg.consuming import room as rooms
+from django_txmsg.consuming import backpressure as rooms
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage

@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 
 from django_txmsg import RedeliveryPolicy, Refuse, stages
 from django_txmsg.checks import stages as stage_checks
-from django_txmsg.consuming import turns
+from django_txmsg.consuming import ordering
 from django_txmsg.dead_letters import bulk, burial, resolution
 from django_txmsg.envelope.failure import Failure
 from django_txmsg.envelope.message import Message
@@ -446,7 +446,7 @@ def test_with_skip_a_lost_predecessor_is_not_waited_for_longer_than_the_patience
         with txmsg(ORDER_PATIENCE=3600.0):
             step(stage, times=2)
             due_now()
-            turns.ask(stage)
+            ordering.ask(stage)
             assert effects() == []
             assert waiting(stage) == 2
         with txmsg(ORDER_PATIENCE=0.0):
@@ -466,7 +466,7 @@ def test_with_block_a_lost_predecessor_is_waited_for() -> None:
         InboxMessage.objects.update(waits_since=Now() - timedelta(days=1))
         with txmsg(ORDER_PATIENCE=0.0):
             due_now()
-            turns.ask(stage)
+            ordering.ask(stage)
             assert waiting(stage) == 1
             assert InboxMessage.objects.let_go(stage.name, "k", link="txmsg-after") == 1
             settle(stage, 1)
@@ -492,7 +492,7 @@ def test_with_block_what_a_stage_cannot_have_seen_is_not_waited_for(
         deliver(stage.destination, two, one)
         step(stage, times=2)
         due_now()
-        turns.ask(stage)
+        ordering.ask(stage)
         assert waiting(stage) == 2
         InboxMessage.objects.update(waits_since=Now() - timedelta(minutes=3))
         with txmsg(ORDER_PATIENCE=1.0):  # else its queue is read for two minutes first
@@ -535,7 +535,7 @@ def test_a_stage_that_is_ordered_no_longer_lets_all_go() -> None:
         step(stage, times=2)
         name, destination = stage.name, stage.destination
     with declared(effect, destination, name=name) as stage:
-        turns.begin([stage])
+        ordering.begin([stage])
         settle(stage, 2)
     assert sorted(effects()) == ["1", "2"]
 

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from django_txmsg import Refuse, stages
-from django_txmsg.consuming import turns
+from django_txmsg.consuming import ordering
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.dead_letters import bulk
 from django_txmsg.envelope.message import Message
@@ -38,7 +38,7 @@ from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox import InboxManager
 from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.relaying.links import link
+from django_txmsg.relaying.key_chain import link
 from django_txmsg.sending.outbox import send_message
 from tests.app.models import Effect
 from tests.running import committing, put, ship, step, thread_of, txmsg
@@ -257,7 +257,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        turns.ask(self.stage)
+        ordering.ask(self.stage)
 
     @rule()
     def one_goes_bad(self) -> None:

@@ -20,7 +20,7 @@ from django.db import (
 )
 
 from django_txmsg.consuming.transaction import lost_conflict
-from django_txmsg.upkeep import outage
+from django_txmsg.runtime import database_health
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until
@@ -33,7 +33,7 @@ pytestmark = committing
 def forgotten() -> Iterator[None]:
     """No test's outage is another's."""
     yield
-    outage.breaker("default").worked()
+    database_health.breaker("default").worked()
     connections.close_all()
 
 
@@ -65,14 +65,14 @@ def ended_backend() -> None:
 def test_a_connection_that_the_server_ended_is_an_outage_and_so_is_its_next_use() -> (
     None
 ):
-    assert outage.is_away(error_of(ended_backend))
-    assert outage.is_away(error_of(lambda: ask("SELECT 1")))
+    assert database_health.is_away(error_of(ended_backend))
+    assert database_health.is_away(error_of(lambda: ask("SELECT 1")))
 
 
 @pytest.mark.postgresql
 def test_a_server_that_takes_no_writes_is_an_outage() -> None:
     ask("SET default_transaction_read_only = on")
-    assert outage.is_away(error_of(lambda: Effect.objects.create(name="no")))
+    assert database_health.is_away(error_of(lambda: Effect.objects.create(name="no")))
 
 
 @pytest.mark.postgresql
@@ -80,7 +80,7 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
     connections.close_all()
     postgres.stop()
     try:
-        assert outage.is_away(error_of(lambda: ask("SELECT 1")))
+        assert database_health.is_away(error_of(lambda: ask("SELECT 1")))
     finally:
         postgres.start()
 
@@ -95,18 +95,18 @@ def test_either_driver_tells_the_servers_code(name: str) -> None:
         error.__cause__ = cause
         return error
 
-    assert outage.is_away(told("57P01"))
-    assert outage.gave_up_waiting(told("55P03"))
+    assert database_health.is_away(told("57P01"))
+    assert database_health.gave_up_waiting(told("55P03"))
     assert lost_conflict(told("40001"))
     assert lost_conflict(told("40P01"))
     assert not lost_conflict(told("57014"))
-    assert outage.sqlstate(OperationalError()) == ""
+    assert database_health.sqlstate(OperationalError()) == ""
 
 
 @pytest.mark.postgresql
 def test_a_time_out_or_a_lost_race_is_no_outage() -> None:
     ask("SET statement_timeout = '20ms'")
-    assert not outage.is_away(error_of(lambda: ask("SELECT pg_sleep(5)")))
+    assert not database_health.is_away(error_of(lambda: ask("SELECT pg_sleep(5)")))
     ask("SET statement_timeout = 0")
     other: Any = connections["default"].copy()
     with transaction.atomic():
@@ -117,11 +117,11 @@ def test_a_time_out_or_a_lost_race_is_no_outage() -> None:
             with pytest.raises(OperationalError) as caught:
                 cursor.execute("SELECT 1 FROM app_effect")
     other.close()
-    assert not outage.is_away(caught.value)
-    assert not outage.is_away(error_of(lambda: ask("SELECT 1 FROM nowhere")))
-    assert not outage.is_away(ProgrammingError("of Django's own"))
-    assert not outage.is_away(OperationalError("of our own"))
-    assert not outage.is_away(ValueError("of a handler"))
+    assert not database_health.is_away(caught.value)
+    assert not database_health.is_away(error_of(lambda: ask("SELECT 1 FROM nowhere")))
+    assert not database_health.is_away(ProgrammingError("of Django's own"))
+    assert not database_health.is_away(OperationalError("of our own"))
+    assert not database_health.is_away(ValueError("of a handler"))
 
 
 @pytest.mark.sqlite
@@ -135,18 +135,18 @@ def test_a_file_that_cannot_be_opened_or_written_is_an_outage_and_a_lock_is_none
         with other.cursor() as cursor:
             cursor.execute(sql)
 
-    assert outage.is_away(error_of(lambda: ask_other("SELECT 1")))
+    assert database_health.is_away(error_of(lambda: ask_other("SELECT 1")))
     other.close()
     other.settings_dict["NAME"] = f"file:{connections['other'].settings_dict['NAME']}"
     other.settings_dict["NAME"] += "?mode=ro"
     other.settings_dict["OPTIONS"] = {"uri": True, "timeout": 0.01}
     write = "INSERT INTO app_effect (name, message_id) VALUES ('', '')"
-    assert outage.is_away(error_of(lambda: ask_other(write)))
+    assert database_health.is_away(error_of(lambda: ask_other(write)))
     other.close()
     other.settings_dict["NAME"] = connections["other"].settings_dict["NAME"]
     with transaction.atomic(using="other"):
         Effect.objects.using("other").create(name="held")
-        assert not outage.is_away(error_of(lambda: ask_other(write)))
+        assert not database_health.is_away(error_of(lambda: ask_other(write)))
     other.close()
 
 
@@ -155,9 +155,9 @@ def test_a_connection_that_broke_alone_stops_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     error = error_of(ended_backend)
-    assert outage.Retry("default", "it waits").after(error, threading.Event())
+    assert database_health.Retry("default", "it waits").after(error, threading.Event())
     assert Effect.objects.count() == 0
-    assert outage.error("default") is None
+    assert database_health.error("default") is None
     assert "cannot be used" not in caplog.text
 
 
@@ -176,7 +176,7 @@ def test_all_threads_wait_for_one_probe_and_go_on_when_the_server_is_back(
         go_on.wait(60)
         error = error_of(lambda: ask("SELECT 1"))
         met.append(error)
-        back.append(outage.Retry("default", "it waits").after(error, stop))
+        back.append(database_health.Retry("default", "it waits").after(error, stop))
         ask("SELECT 1")
         connections.close_all()
 
@@ -187,7 +187,7 @@ def test_all_threads_wait_for_one_probe_and_go_on_when_the_server_is_back(
     connections.close_all()
     postgres.stop()
     go_on.wait(60)
-    wait_until(lambda: len(met) == 8 and outage.error("default"))
+    wait_until(lambda: len(met) == 8 and database_health.error("default"))
     postgres.start()
     for thread in threads:
         thread.join(60)
@@ -211,14 +211,14 @@ def test_a_read_only_server_is_waited_for_until_it_takes_writes(
         done = threading.Event()
 
         def work() -> None:
-            outage.Retry("default", "it waits").after(error, threading.Event())
+            database_health.Retry("default", "it waits").after(error, threading.Event())
             Effect.objects.create(name="written")
             connections.close_all()
             done.set()
 
         thread = threading.Thread(target=work)
         thread.start()
-        wait_until(lambda: outage.error("default"))
+        wait_until(lambda: database_health.error("default"))
         assert not done.is_set()
     finally:
         ask("ALTER SYSTEM RESET default_transaction_read_only")
@@ -245,10 +245,10 @@ def test_a_stop_ends_the_wait_at_once(postgres: services.PostgreSQL) -> None:
         error = error_of(lambda: ask("SELECT 1"))
         stop = threading.Event()
         back: list[bool] = []
-        waits = outage.Retry("default", "it waits")
+        waits = database_health.Retry("default", "it waits")
         thread = threading.Thread(target=lambda: back.append(waits.after(error, stop)))
         thread.start()
-        wait_until(lambda: outage.error("default"))
+        wait_until(lambda: database_health.error("default"))
         stop.set()
         thread.join(30)
         assert back == [False]
@@ -258,8 +258,8 @@ def test_a_stop_ends_the_wait_at_once(postgres: services.PostgreSQL) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_process_finds_out_for_itself() -> None:
-    outage.breaker("default").failed(OperationalError("away"))
+    database_health.breaker("default").failed(OperationalError("away"))
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if outage.error("default") is None else 1)
+        os._exit(0 if database_health.error("default") is None else 1)
     assert os.waitpid(pid, 0)[1] == 0

@@ -36,8 +36,8 @@ from django_txmsg.relaying import pauses
 from django_txmsg.relaying.dispatcher import dispatch_inline
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime import breaker
 from django_txmsg.sending.outbox import send_message, send_messages
-from django_txmsg.upkeep import breaker
 from tests.faults import wait_until
 from tests.running import (
     IMPATIENT,

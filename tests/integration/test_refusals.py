@@ -23,8 +23,8 @@ from django.db import transaction
 from django_txmsg.brokers import get_broker
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime import breaker
 from django_txmsg.sending.outbox import send_message, send_messages
-from django_txmsg.upkeep import breaker
 from tests.faults import Proxy, wait_until
 from tests.running import IMPATIENT, at_work, committing, drained, txmsg
 from tests.services import ByAmqp, RabbitMQ, SilentActiveMQ, SmallActiveMQ

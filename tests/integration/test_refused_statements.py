@@ -19,12 +19,12 @@ from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.runtime import database_health
+from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.scheduling.timekeeper import Timekeeper
 from django_txmsg.scheduling.timetable import forget
 from django_txmsg.sending.outbox import send_messages
-from django_txmsg.upkeep import outage
-from django_txmsg.upkeep.activity import Activity
-from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import at_work, committing, declared, put, running
@@ -44,10 +44,10 @@ Refusal = Callable[[], AbstractContextManager[None]]
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch, impatient: None) -> Iterator[None]:
     """Pauses that a test can wait for."""
-    monkeypatch.setattr(outage, "FIRST_PAUSE", 0.005)
-    monkeypatch.setattr(outage, "MAX_PAUSE", 0.02)
+    monkeypatch.setattr(database_health, "FIRST_PAUSE", 0.005)
+    monkeypatch.setattr(database_health, "MAX_PAUSE", 0.02)
     yield
-    outage.breaker("default").worked()
+    database_health.breaker("default").worked()
 
 
 def ask(*statements: str) -> None:
@@ -373,7 +373,9 @@ def test_a_timekeeper_goes_on(caplog: pytest.LogCaptureFixture) -> None:
         with trigger("INSERT", OUTBOX):
             crew.add("timekeeper", timekeeper.run)
             crew.start()
-            keeping = outage.retry("default", "recurring messages cannot be stored")
+            keeping = database_health.retry(
+                "default", "recurring messages cannot be stored"
+            )
             # SQLite's trigger refuses as a constraint does: the tick's own fault.
             wait_until(
                 lambda: keeping._failures >= 2 or "is not stored for" in caplog.text
@@ -406,8 +408,8 @@ def test_what_is_refused_is_said_now_and_then(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all threads of a process together, however many there are."""
-    monkeypatch.setattr(outage, "SAY_EVERY", 0.3)
-    monkeypatch.setattr(outage, "_report_at", 0.0)
+    monkeypatch.setattr(database_health, "SAY_EVERY", 0.3)
+    monkeypatch.setattr(database_health, "_report_at", 0.0)
 
     def said() -> list[str]:
         own = [one for one in caplog.records if one.name == "django_txmsg.outage"]

@@ -14,12 +14,12 @@ from django_txmsg import wire
 from django_txmsg.consuming.subscription import Subscription
 from django_txmsg.envelope.message import Message
 from django_txmsg.errors import BrokerUnavailable
-from django_txmsg.sessions.control_thread import ControlThread
+from django_txmsg.http_outbox.control_thread import ControlThread
+from django_txmsg.runtime.breaker import Breaker
+from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.testing.profiles import CLASSIC, RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
-from django_txmsg.upkeep.activity import Activity
-from django_txmsg.upkeep.breaker import Breaker
-from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, thread_of, txmsg

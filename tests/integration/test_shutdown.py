@@ -9,7 +9,7 @@ import pytest
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
 from django_txmsg.models.queue import QueueMessage
-from django_txmsg.upkeep.crew import Crew
+from django_txmsg.runtime.thread_group import Crew
 from tests.app.models import Effect
 from tests.faults import wait_until
 from tests.running import committing, declared, put, running, thread_of

@@ -23,8 +23,8 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
+from django_txmsg.runtime import idle_clock, notifications, notifier
 from django_txmsg.sending.outbox import send_message
-from django_txmsg.upkeep import activity, notifier, wakeups
 from tests import services
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
@@ -70,7 +70,7 @@ def hook() -> None:
     """In the process: a stage, and as long as the test says nobody looks by himself."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
-    activity.CALM = 0.0
+    idle_clock.CALM = 0.0
 
     def effect(message: Message) -> None:
         Effect.objects.create(name="woken", message_id=str(message.id))
@@ -84,7 +84,7 @@ def _say_when_it_listens() -> None:
     pause = threading.Event()
     before = False
     while True:
-        heard = wakeups.heard("default")
+        heard = notifications.heard("default")
         if heard != before:
             print("it listens" if heard else "deaf", flush=True)  # noqa: T201 - the test waits for it
         before = heard
@@ -247,7 +247,7 @@ def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
         def told() -> set[str]:
             return {one for payload in payloads for one in payload.split("\n")}
 
-        wait_until(lambda: told() == said or wakeups.ALL in told())
+        wait_until(lambda: told() == said or notifications.ALL in told())
         took = time.monotonic() - began
     assert len(payloads) <= took / notifier.GAP + 2
 
@@ -341,7 +341,7 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
     with txmsg(LISTEN_DATABASE=pooled):
         with listener.listening({"default"}):
             wait_until(lambda: "a notification did not come" in caplog.text)
-            assert not wakeups.heard("default")
+            assert not notifications.heard("default")
         assert checked() == ["txmsg.W030"]
 
 
@@ -360,13 +360,13 @@ def test_who_listens_at_a_server_that_is_left_notices_and_polls(
         cursor.execute(f'CREATE DATABASE "{elsewhere}"')
     try:
         with txmsg(), listener.listening({"default"}):
-            wait_until(lambda: wakeups.heard("default"))
+            wait_until(lambda: notifications.heard("default"))
             with monkeypatch.context() as moved:
                 # Whoever connects from now on is led to another server.
                 moved.setitem(connections.databases, "default",
                               {**given, "NAME": elsewhere})  # fmt: skip
                 wait_until(lambda: "a notification did not come" in caplog.text)
-                wait_until(lambda: not wakeups.heard("default"))
+                wait_until(lambda: not notifications.heard("default"))
         wait_until(lambda: not _listens())
         wait_until(
             lambda: not any(one._running for one in notifier._notifiers.values())
@@ -378,16 +378,16 @@ def test_who_listens_at_a_server_that_is_left_notices_and_polls(
 
 def test_what_anybody_notifies_of_disturbs_nobody() -> None:
     with txmsg(), listener.listening({"default"}):
-        wait_until(lambda: wakeups.heard("default"))
+        wait_until(lambda: notifications.heard("default"))
         with connection.cursor() as cursor:
             for payload in ("+x", "+nan", "+-1e9", "", "\n\n", "*", "queue '; --"):
                 cursor.execute("SELECT pg_notify(%s, %s)", ["django_txmsg", payload])
-        woken = wakeups.Wakeup("default", "queue rung")
+        woken = notifications.Wakeup("default", "queue rung")
         woken.due()
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_notify('django_txmsg', 'queue rung')")
         assert woken.wait(30)
-        assert wakeups.heard("default")
+        assert notifications.heard("default")
 
 
 def test_a_server_that_binds_parameters_is_listened_to(
@@ -397,7 +397,7 @@ def test_a_server_that_binds_parameters_is_listened_to(
     options = {**given["OPTIONS"], "server_side_binding": True}
     monkeypatch.setitem(connections.databases, "default", {**given, "OPTIONS": options})
     with txmsg(), listener.listening({"default"}):
-        wait_until(lambda: wakeups.heard("default"))
+        wait_until(lambda: notifications.heard("default"))
     wait_until(lambda: not _listens())
 
 
@@ -405,8 +405,8 @@ def test_with_a_direct_way_it_listens_and_the_check_is_silent() -> None:
     with txmsg():
         assert checked() == []
         with listener.listening({"default"}):
-            wait_until(lambda: wakeups.heard("default"))
-        wait_until(lambda: not wakeups.heard("default"))
+            wait_until(lambda: notifications.heard("default"))
+        wait_until(lambda: not notifications.heard("default"))
 
 
 def test_an_alias_that_is_not_there_is_an_error() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from django_txmsg.upkeep.leases import Lease
+from django_txmsg.runtime.leases import Lease
 from tests.faults import wait_until
 
 

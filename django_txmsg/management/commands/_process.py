@@ -24,10 +24,10 @@ from ...models.fields import clock
 from ...models.period_count import PERIOD
 from ...monitoring import periods
 from ...monitoring.presence import Presence
+from ...runtime import database_health
+from ...runtime.connections import recycle
+from ...runtime.thread_group import Crew
 from ...sending.scope import handlers_running
-from ...upkeep import outage
-from ...upkeep.connections import recycle
-from ...upkeep.crew import Crew
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -168,5 +168,7 @@ def heartbeat(
 
 def _count(using: str) -> None:
     """Remember what nobody then has to count to see it; another time, if not now."""
-    counting = outage.retry(using, f"the charts of database {using!r} are not counted")
+    counting = database_health.retry(
+        using, f"the charts of database {using!r} are not counted"
+    )
     counting.run(lambda: periods.remember(using, clock(using)))

@@ -21,9 +21,9 @@ from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
 from ...monitoring.pruning import Pruner
 from ...relaying.relay import Relay
+from ...runtime.thread_group import Crew
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
-from ...upkeep.crew import Crew
 from . import _reloading as reloading
 from ._lines import Lines
 from ._process import SIGNALS, heartbeat, say, stay_light, stop_on_signals

@@ -15,7 +15,7 @@ from ...models.fields import clock
 from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
-from ...upkeep import outage
+from ...runtime import database_health
 from ._tables import require_tables
 
 
@@ -50,7 +50,7 @@ class Command(BaseCommand):
                 self.stdout.write("It is due now, whatever it has waited for.")
                 return
         except OperationalError as error:
-            if not outage.gave_up_waiting(error):
+            if not database_health.gave_up_waiting(error):
                 raise
             raise CommandError(
                 f"Nothing is changed: a worker runs the first message of key {key!r} "

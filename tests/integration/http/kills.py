@@ -27,7 +27,7 @@ def die_once(*_: Any, **__: Any) -> None:
 
 def before_the_control_message() -> None:
     """Between steps 2 and 3."""
-    from django_txmsg.sessions.session import OutboxSession
+    from django_txmsg.http_outbox.session import OutboxSession
 
     announce = OutboxSession._announce
 
@@ -113,8 +113,8 @@ def stopped_before_the_commit() -> None:
 
 
 def _stop_a_joiner(step: str, *, before: bool) -> None:
+    from django_txmsg.http_outbox.session import OutboxSession
     from django_txmsg.sending.block import Block
-    from django_txmsg.sessions.session import OutboxSession
 
     join, announce = OutboxSession._join, OutboxSession._announce
     joined: set[object] = set()

@@ -22,9 +22,9 @@ from django_txmsg.brokers import Broker, Session, get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
+from django_txmsg.http_outbox import control_message, control_receive, control_state
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.relaying.lane import Lane
-from django_txmsg.sessions import control_message, look, look_up
 from tests.app.models import Order
 
 from .conftest import txmsg
@@ -58,7 +58,7 @@ def dispatch(using: str, session_id: uuid.UUID) -> None:
 
 def handle(delivery: Delivery) -> None:
     """Look once, as the consumer does."""
-    look_up.handle(delivery, dispatch, threading.Event())
+    control_receive.handle(delivery, dispatch, threading.Event())
 
 
 def handle_to_the_end(delivery: Delivery) -> list[float]:
@@ -72,7 +72,7 @@ def handle_to_the_end(delivery: Delivery) -> list[float]:
             while True:
                 try:
                     return handle(delivery)
-                except look_up.LookAgain as again:
+                except control_receive.LookAgain as again:
                     pauses.append(again.after)
                     threading.Event().wait(again.after)
         except BaseException as error:
@@ -164,7 +164,7 @@ def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
         # The session is over, and the transaction around it is not.
         delivery = arrivals.receive(30)
         for _ in range(8):
-            with pytest.raises(look_up.LookAgain) as again:
+            with pytest.raises(control_receive.LookAgain) as again:
                 _elsewhere(lambda: handle(delivery))
             pauses.append(again.value.after)
         assert arrived() == 0
@@ -209,7 +209,7 @@ def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> No
             with transaction.atomic(), outbox_session():
                 send_two()
             delivery = arrivals.receive(30)
-            with pytest.raises(look_up.LookAgain):
+            with pytest.raises(control_receive.LookAgain):
                 _elsewhere(lambda: handle(delivery))
             assert heard["handled"] == []
         handle_to_the_end(delivery)
@@ -368,7 +368,7 @@ def test_the_commit_wins_against_the_tombstone(arrivals, heard) -> None:
         delivery = arrivals.receive(30)
         ends = [time.monotonic() + 1.0]
         while time.monotonic() < ends[0]:
-            with pytest.raises(look_up.LookAgain) as again:
+            with pytest.raises(control_receive.LookAgain) as again:
                 _elsewhere(lambda: handle(delivery))
             threading.Event().wait(min(0.1, again.value.after))
     handle_to_the_end(delivery)
@@ -407,7 +407,7 @@ def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
     )
     assert len(claimed) == 2
     delivery = arrivals.receive(30)
-    with pytest.raises(look_up.LookAgain) as again:
+    with pytest.raises(control_receive.LookAgain) as again:
         handle(delivery)
     assert 0 < again.value.after <= 1.0
     # Whoever it was has died: the lease ends, and the control message does it.
@@ -437,8 +437,8 @@ def test_a_broker_that_is_down_is_asked_again(arrivals, heard) -> None:
     def down(using: str, session_id: uuid.UUID) -> None:
         raise BrokerUnavailable("down")
 
-    with pytest.raises(look_up.LookAgain):
-        look_up.handle(delivery, down, threading.Event())
+    with pytest.raises(control_receive.LookAgain):
+        control_receive.handle(delivery, down, threading.Event())
     assert heard["handled"] == []
     handle(delivery)
     assert arrived() == 2
@@ -523,7 +523,7 @@ def test_a_key_that_was_rotated_is_honoured(arrivals, heard, settings) -> None:
     delivery = arrivals.receive(30)
     settings.SECRET_KEY_FALLBACKS = [settings.SECRET_KEY]
     settings.SECRET_KEY = "a new one"
-    with pytest.raises(look_up.LookAgain):
+    with pytest.raises(control_receive.LookAgain):
         handle(delivery)
     settings.SECRET_KEY_FALLBACKS = []
     handle(delivery)
@@ -541,7 +541,7 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
     """As for a database without our tables. Logged, and no place is held for ever."""
-    monkeypatch.setattr(look, "PATIENCE", 0.5)
+    monkeypatch.setattr(control_state, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:
         raise LookupError("no such thing")
@@ -552,8 +552,8 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
     with override_settings(TXMSG=lease(0.1)):
         ends = time.monotonic() + 30
         while not heard["handled"] and time.monotonic() < ends:
-            with suppress(look_up.LookAgain):
-                look_up.handle(delivery, broken, threading.Event())
+            with suppress(control_receive.LookAgain):
+                control_receive.handle(delivery, broken, threading.Event())
     assert heard["handled"][0]["outcome"] == "left_to_relay"
     assert heard["handled"][0]["session_id"] == session.id
     assert "no such thing" in caplog.text

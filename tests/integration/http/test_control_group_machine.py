@@ -27,10 +27,10 @@ from django_txmsg import send_message
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Session
 from django_txmsg.conf import get
+from django_txmsg.http_outbox import control_receive
+from django_txmsg.http_outbox.session import OutboxSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.relaying.lane import Lane
-from django_txmsg.sessions import look_up
-from django_txmsg.sessions.session import OutboxSession
 from tests.faults import wait_until
 
 from .conftest import wait_for_the_database
@@ -174,8 +174,8 @@ class Groups(RuleBasedStateMachine):
         while (delivery := self.receiver.receive(0.1)) is not None:
             self.in_hand.append(delivery)
         for delivery in list(self.in_hand):
-            with contextlib.suppress(look_up.LookAgain):
-                look_up.handle(delivery, dispatch, threading.Event())
+            with contextlib.suppress(control_receive.LookAgain):
+                control_receive.handle(delivery, dispatch, threading.Event())
                 self.receiver.ack([delivery])
                 self.in_hand.remove(delivery)
 

@@ -16,12 +16,17 @@ from django.test import override_settings
 from django.utils import timezone
 
 from django_txmsg import outbox_session, send_message, signals
+from django_txmsg.http_outbox import (
+    control_connections,
+    control_group,
+    control_group_lock,
+    control_thread,
+)
+from django_txmsg.http_outbox.session import OutboxSession
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.outbox_store import NewMessage
-from django_txmsg.sessions import channels, control_thread, group, group_lock
-from django_txmsg.sessions.session import OutboxSession
-from django_txmsg.upkeep.activity import Activity
-from django_txmsg.upkeep.breaker import Breaker
+from django_txmsg.runtime.breaker import Breaker
+from django_txmsg.runtime.idle_clock import Activity
 from tests.faults import Proxy, wait_until
 from tests.running import drained
 from tests.services import ActiveMQ, PostgreSQL
@@ -51,9 +56,9 @@ def settings_for(
     destination: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[..., override_settings]]:
-    monkeypatch.setattr(group, "SPARE", SPARE)
-    monkeypatch.setattr(group, "LEAD", 0.1)
-    monkeypatch.setattr(group_lock, "MARGIN", 0.1)
+    monkeypatch.setattr(control_group, "SPARE", SPARE)
+    monkeypatch.setattr(control_group, "LEAD", 0.1)
+    monkeypatch.setattr(control_group_lock, "MARGIN", 0.1)
 
     def settings(**http: Any) -> override_settings:
         return override_settings(
@@ -66,7 +71,7 @@ def settings_for(
         )
 
     yield settings
-    channels.close_channels()
+    control_connections.close_channels()
 
 
 @pytest.fixture
@@ -219,15 +224,15 @@ def test_under_traffic_nobody_waits_for_a_receipt(grouped, heard) -> None:
 
 
 def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) -> None:
-    usual, both, found = group.find, threading.Barrier(2), []
+    usual, both, found = control_group.find, threading.Barrier(2), []
 
-    def find(*arguments: Any) -> group.Group | None:
+    def find(*arguments: Any) -> control_group.Group | None:
         found.append(usual(*arguments))
         with contextlib.suppress(threading.BrokenBarrierError):
             both.wait(0.5)
         return found[-1]
 
-    monkeypatch.setattr(group, "find", find)
+    monkeypatch.setattr(control_group, "find", find)
     session, joined = OutboxSession(), []
 
     def store_one() -> None:
@@ -249,7 +254,7 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
     """Else each control message from then on would be held for as long."""
     store()
-    (groups_,) = group._groups.values()
+    (groups_,) = control_group._groups.values()
     now = timezone.now()
     groups_.note(now + dt.timedelta(days=1))
     groups_._open_next()
@@ -259,7 +264,9 @@ def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
 
 
 def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -> None:
-    monkeypatch.setattr(group, "LEAD", 60.0)  # so that each session would open the next
+    monkeypatch.setattr(
+        control_group, "LEAD", 60.0
+    )  # so that each session would open the next
     store("opens")
     refused: list[str] = []
 
@@ -272,8 +279,8 @@ def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -
         wait_until(lambda: store() is None and "txmsg-control-group" in refused)
         store()
         # One that has to connect meanwhile is as one without a broker.
-        channels.close_channels()
-        group._groups.clear()
+        control_connections.close_channels()
+        control_group._groups.clear()
         store()
     assert "txmsg-control-connect" in refused
     assert [one["outcome"] for one in heard["sent"]][-1] == "failed"
@@ -370,10 +377,12 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
         (over,) = cursor.fetchone()
-    answers: list[group_lock.Verdict] = []
+    answers: list[control_group_lock.Verdict] = []
 
     def ask() -> None:
-        answers.extend(group_lock.ask("default", each, over) for each in (one, other))
+        answers.extend(
+            control_group_lock.ask("default", each, over) for each in (one, other)
+        )
         connections.close_all()
 
     for inside in (True, False):
@@ -383,7 +392,7 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
             thread = threading.Thread(target=ask)
             thread.start()
             thread.join()
-    held, free = group_lock.Verdict.HELD, group_lock.Verdict.OVER
+    held, free = control_group_lock.Verdict.HELD, control_group_lock.Verdict.OVER
     assert answers == [held, free, free, free]
 
 
@@ -406,7 +415,9 @@ def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
 
     thread = threading.Thread(target=stores)
     with transaction.atomic(), connection.cursor() as cursor:
-        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [group_lock.key(one)])
+        cursor.execute(
+            "SELECT pg_advisory_xact_lock(%s)", [control_group_lock.key(one)]
+        )
         thread.start()
         wait_until(somebody_waits)
         cursor.execute("SELECT clock_timestamp()")
@@ -418,7 +429,7 @@ def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
 
 def _inserted(one: uuid.UUID, count: int) -> dt.datetime:
     rows = [NewMessage(uuid.uuid4(), "q", "text/plain", b"") for _ in range(count)]
-    stored = OutboxMessage.objects.store(rows, lock=group_lock.key(one))
+    stored = OutboxMessage.objects.store(rows, lock=control_group_lock.key(one))
     assert stored.locked_at is not None
     return stored.locked_at
 
@@ -439,7 +450,7 @@ def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> No
         standby.start()
         with database_at(here), transaction.atomic():
             with connections["default"].cursor() as cursor:
-                lock = group_lock.key(one)
+                lock = control_group_lock.key(one)
                 cursor.execute("SELECT pg_advisory_xact_lock_shared(%s)", [lock])
             for url in (here, there):
                 asked += _asked(url, one, long_ago)
@@ -447,10 +458,12 @@ def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> No
             asked += _asked(there, one, long_ago)
     finally:
         standby.remove()
-    verdict = group_lock.Verdict
+    verdict = control_group_lock.Verdict
     assert asked == [verdict.HELD, verdict.EARLY, verdict.OVER]
 
 
-def _asked(url: str, one: uuid.UUID, until: dt.datetime) -> list[group_lock.Verdict]:
+def _asked(
+    url: str, one: uuid.UUID, until: dt.datetime
+) -> list[control_group_lock.Verdict]:
     with database_at(url):
-        return [group_lock.ask("default", one, until)]
+        return [control_group_lock.ask("default", one, until)]

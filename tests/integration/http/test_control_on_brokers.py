@@ -11,7 +11,7 @@ from django.test import override_settings
 
 from django_txmsg import wire
 from django_txmsg.brokers import get_broker
-from django_txmsg.sessions.control_message import ControlMessage
+from django_txmsg.http_outbox.control_message import ControlMessage
 from tests.services.stomp_server import StompServer
 
 

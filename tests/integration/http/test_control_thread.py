@@ -17,12 +17,12 @@ from django.test import override_settings
 
 from django_txmsg import outbox_session, send_message
 from django_txmsg.brokers import get_broker
+from django_txmsg.http_outbox import control_thread
+from django_txmsg.http_outbox.control_message import ControlMessage
 from django_txmsg.models import OutboxMessage, QueueMessage
-from django_txmsg.sessions import control_thread
-from django_txmsg.sessions.control_message import ControlMessage
-from django_txmsg.upkeep.activity import Activity
-from django_txmsg.upkeep.breaker import Breaker
-from django_txmsg.upkeep.crew import Crew
+from django_txmsg.runtime.breaker import Breaker
+from django_txmsg.runtime.idle_clock import Activity
+from django_txmsg.runtime.thread_group import Crew
 from tests.faults import ManageProcess, wait_until
 
 from .conftest import txmsg

@@ -259,7 +259,9 @@ def test_an_answer_that_asks_for_another_try_is_not_kept(status) -> None:
 
 
 def test_a_response_that_is_too_large_is_not_kept(monkeypatch) -> None:
-    monkeypatch.setattr("django_txmsg.sessions.idempotency.MAX_KEPT", 10, raising=False)
+    monkeypatch.setattr(
+        "django_txmsg.http_outbox.idempotency.MAX_KEPT", 10, raising=False
+    )
     assert post("a-key").status_code == 201
     assert IdempotencyKey.objects.get().body is None
     assert post("a-key").status_code == 409

@@ -11,8 +11,8 @@ from django.core.management import call_command
 from django.test import Client, override_settings
 
 from django_txmsg.errors import BrokerUnavailable
+from django_txmsg.http_outbox import control_connections
 from django_txmsg.models import OutboxMessage
-from django_txmsg.sessions import channels
 from tests.app.models import Order
 from tests.faults import ANSWERS, Proxy, wait_until
 from tests.running import drained
@@ -49,7 +49,7 @@ def serve(
         )
 
     yield settings
-    channels.close_channels()
+    control_connections.close_channels()
 
 
 def place(number: str) -> int:

@@ -14,9 +14,9 @@ from django.test import override_settings
 
 from django_txmsg import outbox_session, send_message
 from django_txmsg.errors import SessionError, SwallowedDatabaseError
+from django_txmsg.http_outbox import commit_status
+from django_txmsg.http_outbox.session import OutboxSession
 from django_txmsg.models import OutboxMessage, QueueMessage
-from django_txmsg.sessions import commit_status
-from django_txmsg.sessions.session import OutboxSession
 from tests.app.models import Order
 
 from .conftest import txmsg

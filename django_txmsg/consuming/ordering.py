@@ -19,7 +19,7 @@ from ..models.inbox_record import Seen
 from ..models.inbox_release import ASKED, ON_ITS_WAY
 from ..models.inbox_turn import Turn
 from ..stages import Stage
-from . import reading
+from . import decoding
 from .outcomes import Arrival, Duplicate, Waiting
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
@@ -69,7 +69,7 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
     if turn is None:
         yield
         return
-    own = reading.identity(arrival.delivery, arrival.stage.broker)
+    own = decoding.identity(arrival.delivery, arrival.stage.broker)
     with _in_hand.holding(turn.stage, own):
         if turn.after_id is not None and turn.after_id != own:
             _in_hand.wait_for(turn.stage, turn.after_id)
@@ -123,7 +123,7 @@ def aside(arrival: Arrival, seen: Seen) -> None:
 def kept_headers(arrival: Arrival) -> dict[str, str]:
     """Return the headers to keep with a message that has failed. It has had its turn,
     and need not ask for it again: its predecessor may be forgotten by then."""
-    headers = reading.kept_headers(arrival.delivery)
+    headers = decoding.kept_headers(arrival.delivery)
     if arrival.stage.ordered:
         headers.pop(wire.AFTER, None)
     return headers
@@ -210,7 +210,7 @@ def _park(
     at_once = InboxMessage.objects.db_manager(arrival.using).wait(
         seen.id,
         turn,
-        headers=reading.kept_headers(arrival.delivery),
+        headers=decoding.kept_headers(arrival.delivery),
         body=arrival.delivery.body,
         token=arrival.token,
         uncounted=attempts,
@@ -223,7 +223,7 @@ def _park(
 
 def _wake(arrivals: Sequence[Arrival]) -> None:
     first = arrivals[0]
-    ids = [reading.identity(one.delivery, one.stage.broker) for one in arrivals]
+    ids = [decoding.identity(one.delivery, one.stage.broker) for one in arrivals]
     rows = InboxMessage.objects.db_manager(first.using)
     if rows.wake(first.stage.name, ids):
         # Before the commit, which is this thread's next step.

@@ -28,8 +28,8 @@ from ..errors import (
 )
 from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
-from ..upkeep.connections import close_broken
-from . import reading, turns
+from ..runtime.connections import close_broken
+from . import decoding, ordering
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
 from .transaction import MAX_CONFLICTS, lost_conflict, pause_after
 
@@ -93,7 +93,7 @@ def failed(
         parked = inbox.park(
             there.id,
             delay=decision.delay,
-            headers=turns.kept_headers(arrival),
+            headers=ordering.kept_headers(arrival),
             body=arrival.delivery.body,
             error=failure.exception,
             token=arrival.token,
@@ -101,7 +101,7 @@ def failed(
         if not parked:
             return Duplicate()
         if stage.ordered:
-            turns.aside(arrival, there)
+            ordering.aside(arrival, there)
         if not noted:
             note()
         return decision
@@ -132,14 +132,14 @@ def _wait_for_newer_code(
     delivery, stage = arrival.delivery, arrival.stage
     inbox = InboxMessage.objects.db_manager(arrival.using)
     if seen is None:
-        message = reading.envelope(delivery, stage)
+        message = decoding.envelope(delivery, stage)
         seen = inbox.record(stage.name, [message], together=True)[message.id]
         if seen.settled:
             return Duplicate()
     parked = inbox.park(
         seen.id,
         delay=0.0,
-        headers=reading.kept_headers(delivery),
+        headers=decoding.kept_headers(delivery),
         body=delivery.body,
         error=str(error),
         token=arrival.token,
@@ -176,19 +176,19 @@ def bury(
             using=arrival.using,
             message_id=seen.message_id
             if seen
-            else reading.identity(delivery, stage.broker),
+            else decoding.identity(delivery, stage.broker),
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
-            headers=turns.kept_headers(arrival),
+            headers=ordering.kept_headers(arrival),
             body=delivery.body,
             reason=reason,
             failure=failure,
             attempts=attempts,
         )
         if stage.ordered and seen is not None:
-            turns.aside(arrival, seen)
-            turns.wake(arrival)
+            ordering.aside(arrival, seen)
+            ordering.wake(arrival)
         return Dead(reason)
 
     return _durably(arrival, bury_it)
@@ -213,13 +213,13 @@ def keep(arrival: Arrival, reason: str) -> Outcome:
     """Park a message that the broker does not take back now, at no attempt: it runs
     from the inbox, as soon as a thread has time."""
     stage = arrival.stage
-    message = reading.envelope(arrival.delivery, stage)
+    message = decoding.envelope(arrival.delivery, stage)
     inbox = InboxMessage.objects.db_manager(arrival.using)
     seen = inbox.record(stage.name, [message], together=True)[message.id]
     parked = inbox.park(
         seen.id,
         delay=0.0,
-        headers=reading.kept_headers(arrival.delivery),
+        headers=decoding.kept_headers(arrival.delivery),
         body=arrival.delivery.body,
         error=reason,
     )
@@ -229,7 +229,7 @@ def keep(arrival: Arrival, reason: str) -> Outcome:
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:
     """Give the broker a delayed copy, with proof; the delivery is acknowledged next.
     Returns False when the broker does not take it: the inbox does."""
-    headers = reading.copied_headers(arrival.delivery.headers)
+    headers = decoding.copied_headers(arrival.delivery.headers)
     # A foreign message gets its identity here: as a copy it has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
     headers[wire.FAILED_ATTEMPT] = str(seen.attempt)

@@ -14,7 +14,7 @@ from django.core.signals import setting_changed
 
 from .. import conf
 from ..brokers import get_broker
-from .channel import Channel
+from .control_connection import Channel
 
 _channels: dict[str, Channel] = {}
 _lock = threading.Lock()

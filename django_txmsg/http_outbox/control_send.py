@@ -1,7 +1,8 @@
 """Step 3 of an HTTP request: before it commits, a session sends a control message.
 
 It says to the session's own service: look whether my messages were dispatched. If the
-process dies right after the commit, the receiver dispatches them (`look_up.py`).
+process dies right after the commit, the receiver (`control_receive.py`) dispatches
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..envelope.message import new_id
 from ..errors import BrokerError, CommitTimedOut
 from ..models import SessionRecord
 from . import commit_status, database_identity
-from .channels import control_channel
+from .control_connections import control_channel
 from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control")

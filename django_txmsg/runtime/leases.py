@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from django.db import connections
 
-from . import outage
+from . import database_health
 
 log = logging.getLogger("django_txmsg.leases")
 
@@ -50,15 +50,15 @@ class Lease:
 
     def renew(self) -> None:
         """Prolong it, if the database can be asked."""
-        if not outage.usable(self.using):
+        if not database_health.usable(self.using):
             return
         until = time.monotonic() + self.seconds
         try:
             self._renew()
         except Exception as error:
             # Whatever it was: the thread has the leases of others to renew.
-            outage.note(self.using, error)
-            outage.report("a lease cannot be renewed", error)
+            database_health.note(self.using, error)
+            database_health.report("a lease cannot be renewed", error)
         else:
             self._lapsed = self.lapsed
             self._until = until

@@ -27,8 +27,8 @@ from .. import conf
 from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
-from . import announce, commit_status, database_identity, group_lock
-from .channels import control_channel
+from . import commit_status, control_group_lock, control_send, database_identity
+from .control_connections import control_channel
 
 log = logging.getLogger("django_txmsg.control")
 
@@ -47,7 +47,7 @@ class Group:
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()
-        self.lock = group_lock.key(self.id)
+        self.lock = control_group_lock.key(self.id)
         self._groups = groups
         self._window = min(conf.get().HTTP.CONTROL_GROUP, LONGEST)
         self._valid = dt.timedelta(seconds=self._window + SPARE)
@@ -76,8 +76,8 @@ class Group:
         self._groups.offer(self)
 
     def _announce(self, opened_at: dt.datetime) -> None:
-        announce.send(
-            announce.control_message(
+        control_send.send(
+            control_send.control_message(
                 self._groups.using,
                 self.id,
                 "group",

@@ -18,9 +18,9 @@ from typing import Any
 from django.db import connections
 
 from ..django_internals import in_block
-from . import outage, wakeups
+from . import database_health, notifications
 from .connections import recycle
-from .endings import at_childs_end
+from .fork_exit import at_childs_end
 
 log = logging.getLogger("django_txmsg.notify")
 
@@ -111,7 +111,7 @@ class _Notifier:
     def _say(self, topics: Collection[str]) -> None:
         payload = "\n".join(sorted(topics))
         if len(payload.encode()) > MAX_BYTES:
-            payload = wakeups.ALL
+            payload = notifications.ALL
 
         def say() -> None:
             with connections[self._using].cursor() as cursor:
@@ -119,7 +119,9 @@ class _Notifier:
 
         # At once again on another connection: a server that was restarted has ended
         # this one, which only its next use tells.
-        outage.retry(self._using, "waiting processes are not notified").run(say)
+        database_health.retry(self._using, "waiting processes are not notified").run(
+            say
+        )
 
 
 _notifiers: dict[str, _Notifier] = {}

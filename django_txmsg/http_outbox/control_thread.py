@@ -25,11 +25,11 @@ from ..errors import BrokerUnavailable
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
-from ..upkeep import outage
-from ..upkeep.activity import Activity
-from ..upkeep.breaker import AFTER_REFUSAL, Breaker
-from ..upkeep.connections import recycle
-from . import database_identity, look_up
+from ..runtime import database_health
+from ..runtime.breaker import AFTER_REFUSAL, Breaker
+from ..runtime.connections import recycle
+from ..runtime.idle_clock import Activity
+from . import control_receive, database_identity
 from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control_thread")
@@ -124,16 +124,16 @@ class ControlThread:
     def _note_the_database(self) -> None:
         using = conf.get().HTTP.USING
         try:
-            if outage.usable(using):
+            if database_health.usable(using):
                 database_identity.note(using)
         except AnyDatabaseError as error:
-            if not outage.note(using, error):
+            if not database_health.note(using, error):
                 log.info("database %r is not told apart yet: %s", using, error)
 
     def _look(self, session: Session, held: _Held) -> None:
         try:
-            look_up.handle(held.delivery, self._dispatch, self._stopping)
-        except look_up.LookAgain as again:
+            control_receive.handle(held.delivery, self._dispatch, self._stopping)
+        except control_receive.LookAgain as again:
             held.due = time.monotonic() + again.after
             held_for = time.monotonic() - held.since
             hold = HOLD if again.hold is None else again.hold

@@ -25,11 +25,11 @@ from ..errors import BrokerError
 from ..models import OutboxMessage, SessionRecord
 from ..models.outbox import PENDING
 from ..models.session_record import SessionStatus
-from ..upkeep import outage
-from . import commit_status, database_identity, group_lock
+from ..runtime import database_health
+from . import commit_status, control_group_lock, database_identity
 from .commit_status import Verdict
 from .control_message import ControlMessage
-from .look import Look, forget, remember
+from .control_state import Look, forget, remember
 
 log = logging.getLogger("django_txmsg.control")
 
@@ -116,7 +116,7 @@ def _look_safely(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """Return the session's outcome, or raise LookAgain, whatever is broken."""
-    looking = outage.retry(control.using, "sessions cannot be looked after")
+    looking = database_health.retry(control.using, "sessions cannot be looked after")
     if not looking.ready:
         raise LookAgain(look.pause(0.2, 5.0))
     try:
@@ -124,13 +124,13 @@ def _look_safely(
     except LookAgain:
         raise
     except Exception as error:
-        if outage.may_pass(error):
+        if database_health.may_pass(error):
             looking.failed(error)
         elif isinstance(error, BrokerError):
             log.info("session %s waits: %s", control.session_id, error)
         else:
             log.exception("cannot look after session %s yet", control.session_id)
-        if outage.is_away(error) or look.patient():
+        if database_health.is_away(error) or look.patient():
             raise LookAgain(look.pause(0.2, 5.0)) from error
     else:
         looking.worked()
@@ -209,8 +209,8 @@ def _look_at_group(
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message does not say until when it is one")
-    verdict = group_lock.ask(using, group, control.joined_until)
-    if verdict is not group_lock.Verdict.OVER:
+    verdict = control_group_lock.ask(using, group, control.joined_until)
+    if verdict is not control_group_lock.Verdict.OVER:
         if _left_behind(using, group):
             dispatch(using, group)
         raise LookAgain(LOOK_AT_GROUPS_EVERY)

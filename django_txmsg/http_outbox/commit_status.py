@@ -1,7 +1,7 @@
 """Has a transaction committed? Asked of the database by somebody else's connection.
 
 PostgreSQL tells by the transaction's id, at once and for certain. Elsewhere nobody can
-ask, and the control message's receiver waits (`look_up.py`).
+ask, and the control message's receiver waits (`control_receive.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from django.db import DatabaseError, connections
 
-from ..upkeep import outage
+from ..runtime import database_health
 
 #: PostgreSQL's status texts. NULL means an id too old to be known.
 _STATUS = "SELECT pg_xact_status(CAST(%s AS text)::xid8)"
@@ -51,7 +51,7 @@ def ask(using: str, mark: str) -> Verdict:
             cursor.execute(_STATUS, [mark])
             (status,) = cursor.fetchone()
     except DatabaseError as error:
-        if outage.sqlstate(error) in _NOT_KNOWN:
+        if database_health.sqlstate(error) in _NOT_KNOWN:
             return Verdict.UNKNOWN
         raise
     return Verdict.UNKNOWN if status is None else Verdict(status)

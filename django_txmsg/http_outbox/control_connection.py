@@ -24,7 +24,7 @@ from ..errors import (
     DispatchRejected,
     DispatchUnknown,
 )
-from ..upkeep.breaker import Breaker
+from ..runtime.breaker import Breaker
 
 Outcomes = list[BrokerError | None]
 

@@ -1,7 +1,7 @@
 """Keeps all hops away from a server that is down: one log line, then growing pauses.
 
 One for each broker that a relay, a dispatcher, a channel or a consumer talks to, and
-one for each database of the process (`outage.py`).
+one for each database of the process (`database_health.py`).
 """
 
 from __future__ import annotations

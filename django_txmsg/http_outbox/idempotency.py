@@ -23,7 +23,7 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..models import IdempotencyKey
-from ..upkeep import outage
+from ..runtime import database_health
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 #: Said of a response that was stored earlier.
@@ -183,7 +183,7 @@ def _somebody_is_faster(error: Exception) -> bool:
     PostgreSQL's isolation says so."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
-    return outage.sqlstate(error) == "40001"
+    return database_health.sqlstate(error) == "40001"
 
 
 def _read_key(given: str) -> str | None:

@@ -18,9 +18,9 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.errors import WorkerFailed
 from django_txmsg.models import DeadLetter, InboxMessage, Worker
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing import drain
-from django_txmsg.upkeep.crew import Crew
 from tests.app.models import Effect
 from tests.faults import ManageProcess, wait_until
 from tests.running import IMPATIENT, committing, declared, put, running, txmsg

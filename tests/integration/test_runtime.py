@@ -14,8 +14,8 @@ from django.db import connection, connections
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import InboxMessage
+from django_txmsg.runtime.thread_group import Crew
 from django_txmsg.stages import Stage
-from django_txmsg.upkeep.crew import Crew
 from tests import services
 from tests.app.models import Effect
 from tests.faults import wait_until

@@ -23,8 +23,8 @@ from ..envelope.message import check_headers, new_id
 from ..errors import BrokerError, SessionError, SwallowedDatabaseError
 from ..sending.block import Block
 from ..sending.scope import Scope, current_scope, enter_scope
-from . import group
-from .announce import announce
+from . import control_group
+from .control_send import announce
 
 log = logging.getLogger("django_txmsg.session")
 
@@ -55,7 +55,7 @@ class OutboxSession:
         self._outer: Scope | None = None
         self._ended = self._joined = False
         self._joining = threading.Lock()
-        self._group: group.Group | None = None
+        self._group: control_group.Group | None = None
         self._began = 0.0
 
     @property
@@ -139,7 +139,7 @@ class OutboxSession:
         # a group that nobody vouches for would be left to the relay.
         with self._joining:
             if not self._joined:
-                self._group = group.find(self.using, self.metadata)
+                self._group = control_group.find(self.using, self.metadata)
                 self._joined = True
         if self._group is None:
             return self.id, None
