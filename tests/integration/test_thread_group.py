@@ -123,7 +123,7 @@ def test_a_thread_that_ends_ends_its_process(
         command,
         *(["--once"] if once else []),
         txmsg=IMPATIENT,
-        hook="tests.integration.test_crew.hook",
+        hook="tests.integration.test_thread_group.hook",
         env={"TXMSG_TEST_ENDS": which},
     )
     assert worker.wait() == 1
@@ -143,7 +143,9 @@ def test_a_handlers_own_keyboard_interrupt_fails_its_message_and_ctrl_c_still_st
         for body in (b'"interrupt"', b'"next"'):
             put("tests.crew", body)
         worker = manage(
-            "consume", txmsg=IMPATIENT, hook="tests.integration.test_crew.declare"
+            "consume",
+            txmsg=IMPATIENT,
+            hook="tests.integration.test_thread_group.declare",
         )
         wait_until(lambda: DeadLetter.objects.exists() and Effect.objects.exists())
         put("tests.crew", b'"after"')
