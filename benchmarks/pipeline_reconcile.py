@@ -1,4 +1,4 @@
-"""`reconcile` beside the way that it once worked, and what the next day costs."""
+"""`reconcile` of all at once, with journeys, and what the next day costs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks import _former_reconcile
 from benchmarks.pipeline_ways import peak, turns
 from django_txmsg.spark.connection import connect_plain
 from django_txmsg.spark.jobs.reconcile import ReconcileOptions, run_reconcile
@@ -38,9 +37,8 @@ def measure(
     spark: SparkSession, messages: int, day: int, count: int
 ) -> list[tuple[str, str, str, str, str]]:
     """Judge messages that are all in the lake, then days of `day` more; return the
-    lines of the table. Both ways read the databases, which are empty, and the lake,
-    count, and look for what is known of findings; neither keeps anything, but for the
-    runs that make and keep up the journeys."""
+    lines of the table. Each reads the databases, which are empty, and the lake, counts,
+    and looks for what is known of findings."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -60,42 +58,26 @@ def measure(
         assert found.counts == _counts(until)
         return spent
 
-    def formerly(until: int) -> float:
-        started = time.monotonic()
-        found = _former_reconcile.counts(spark, spec)
-        spent = time.monotonic() - started
-        assert found == _counts(until)
-        return spent
-
     fill_lake(spark, lake, source, range(messages), 1, day)
-    whole = turns(
-        {
-            "reconcile": lambda: ours(messages, keep=False),
-            "formerly": lambda: formerly(messages),
-        },
-        count,
-    )
+    ways = {"reconcile": lambda: ours(messages, keep=False)}
+    whole = turns(ways, count)["reconcile"]
     first = ours(messages, keep=True)
     days, until = [], messages
     for number in range(count):
         until += day
         fill_lake(spark, lake, source, range(until - day, until), 2 + number, day)
         days.append(ours(until, keep=True))
-    once = formerly(until)
     print(f"  the first run with journeys: {first:.1f}", flush=True)
     print("  the next days: " + ", ".join(f"{one:.1f}" for one in days), flush=True)
     print(f"  JVM at most {peak():.1f} GiB")
     shutil.rmtree(directory)
     name, following = f"reconcile 2 x {messages:,}", statistics.median(days)
-    lines = [
-        (f"{name}; as it once was", whole["reconcile"], whole["formerly"], ">= 3 x"),
-        (f"{name} making journeys; as it once was", first, whole["formerly"], ""),
-        (f"2 x {day:,} more; that first run", following, first, ""),
-        (f"2 x {day:,} more; as it once was", following, once, ">= 10 x"),
-    ]
     return [
-        (what, f"{spent:.1f} s", f"{other:.1f} s", f"{other / spent:.2f} x", goal)
-        for what, spent, other, goal in lines
+        (what, f"{spent:.1f} s", f"{other:.1f} s", f"{other / spent:.2f} x", "")
+        for what, spent, other in (
+            (f"{name} making journeys; nothing kept", first, whole),
+            (f"2 x {day:,} more; that first run", following, first),
+        )
     ]
 
 

@@ -1,4 +1,4 @@
-"""Column types and clock expressions that Django does not bring.
+"""Clock expressions and SQL that Django does not bring.
 
 Due and lease times are computed by the database, so that no node's clock matters.
 """
@@ -14,39 +14,6 @@ from typing import Any
 from django.db import connections, models
 
 from ..django_internals import in_block
-
-
-class CurrentXid(models.Func):
-    """The id of the running transaction, on PostgreSQL; NULL elsewhere."""
-
-    template = "NULL"
-    output_field = models.BigIntegerField()
-
-    def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        return self.as_sql(
-            compiler, connection, template="pg_current_xact_id()", **context
-        )
-
-
-class XidField(models.Field):  # type: ignore[type-arg]  # not generic at run time
-    """A PostgreSQL `xid8`; an empty bigint elsewhere. For the first migrations only:
-    the columns are those of the pipeline's app, which keeps them out of the models."""
-
-    def __init__(self, **options: Any) -> None:
-        options |= {"null": True, "editable": False, "db_default": CurrentXid()}
-        super().__init__(**options)
-
-    def deconstruct(self) -> Any:
-        name, path, args, options = super().deconstruct()
-        for implied in ("null", "editable", "db_default"):
-            options.pop(implied, None)
-        return name, path, args, options
-
-    def db_type(self, connection: Any) -> str:
-        return "xid8" if connection.vendor == "postgresql" else "bigint"
-
-    def from_db_value(self, value: Any, expression: Any, connection: Any) -> int | None:
-        return None if value is None else int(value)
 
 
 def now_sql(connection: Any) -> str:

@@ -1,4 +1,4 @@
-"""The pipeline's app comes and goes, and an installation from before loses nothing."""
+"""The pipeline's app comes and goes, and messages stay; migrations and workers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ import environ
 import psycopg
 import pytest
 from django.conf import settings
-from django.db import connections, transaction
+from django.db import connections, migrations, transaction
 from django.db.migrations.executor import MigrationExecutor
-from django.db.models.functions import Now
 from django.test import override_settings
 from pytest_django import DjangoDbBlocker
 
 from django_txmsg.errors import ConfigurationError
+from django_txmsg.migrations._workers import refuse_beside_workers
 from django_txmsg.models import OutboxMessage, Worker
 from django_txmsg.models.outbox_store import NewMessage
+from django_txmsg.models.worker import silent_after
 from tests.factories import ago
 
 ALIAS = "upgraded"
-BEFORE = ("django_txmsg", "0003_worker_service")
 APP = "txmsg_spark"
 WITHOUT = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
-MESSAGES = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
 OURS = {
     f"django_txmsg_{name}"
-    for name in ("archivemark", "pipelinerun", "stagedmessage", "storedrun")
+    for name in (
+        "archivemark",
+        "finding",
+        "pipelinealert",
+        "pipelinerun",
+        "stagedmessage",
+        "storedrun",
+    )
 }
 
 
@@ -72,56 +78,6 @@ def migrate(*targets: tuple[str, str | None]) -> Any:
     return executor.migrate(targets).apps
 
 
-def fill(apps: Any) -> None:
-    """Write rows as the release before did, some of them in one transaction."""
-    tables = {one._meta.model_name: one for one in apps.get_models()}
-    with transaction.atomic(using=ALIAS):
-        for body in (b"1", b"2"):
-            tables["outboxmessage"].objects.using(ALIAS).create(
-                message_id=uuid.uuid4(), destination="orders.place", body=body
-            )
-        tables["inboxmessage"].objects.using(ALIAS).create(
-            message_id=uuid.uuid4(), stage="orders.place", destination="orders.place"
-        )
-    tables["outboxmessage"].objects.using(ALIAS).filter(body=b"2").update(attempts=1)
-    tables["archivemark"].objects.using(ALIAS).create(
-        source="outbox", lake_id=uuid.uuid4(), lake="/lake", purged_through=7
-    )
-    tables["pipelinerun"].objects.using(ALIAS).create(id=uuid.uuid4(), job="archive")
-    tables["storedrun"].objects.using(ALIAS).create(name="news", messages=3, ids="6")
-    types = tables["contenttype"].objects.using(ALIAS)
-    types.create(app_label="django_txmsg", model="pipelinerun")
-
-
-Content = dict[str, list[dict[str, Any]]]
-
-
-def as_before(before: Content, now: Content) -> bool:
-    """Whether all rows are there as they were. Later migrations may add columns."""
-    return now.keys() == before.keys() and all(
-        len(now[table]) == len(rows)
-        and all(
-            old.items() <= new.items()
-            for old, new in zip(rows, now[table], strict=True)
-        )
-        for table, rows in before.items()
-    )
-
-
-def content(connection: Any, *tables: str) -> Content:
-    """Return all rows, or those of some tables."""
-    found = {}
-    with connection.cursor() as cursor:
-        for table in tables or (*MESSAGES, *sorted(OURS)):
-            cursor.execute(f"SELECT * FROM {table} ORDER BY 1")
-            names = [one[0] for one in cursor.description]
-            found[table] = [
-                {n: v for n, v in zip(names, row, strict=True) if v is not None}
-                for row in cursor.fetchall()
-            ]
-    return found
-
-
 def ask(connection: Any, sql: str) -> list[Any]:
     with connection.cursor() as cursor:
         cursor.execute(sql)
@@ -146,128 +102,124 @@ def triggers(connection: Any) -> list[str]:
     return ask(connection, "SELECT tgname FROM pg_trigger WHERE NOT tgisinternal")
 
 
-def labels(connection: Any) -> list[str]:
-    return ask(connection, "SELECT app_label FROM django_content_type")
-
-
-def store_and_change() -> None:
-    """Store a message and change it in a later transaction, as this release does."""
-    rows = [NewMessage(uuid.uuid4(), "orders.place", "text/plain", b"3")]
+def store_and_change(body: bytes) -> None:
+    """Store a message and change it in a later transaction."""
+    rows = [NewMessage(uuid.uuid4(), "orders.place", "text/plain", body)]
     with transaction.atomic(using=ALIAS):
         OutboxMessage.objects.db_manager(ALIAS).store(rows, tell_transaction=True)
-    OutboxMessage.objects.using(ALIAS).filter(body=b"3").update(attempts=1)
+    OutboxMessage.objects.using(ALIAS).filter(body=body).update(attempts=1)
 
 
-def test_an_installation_that_runs_the_pipeline_keeps_all_of_it(database) -> None:
-    fill(migrate(BEFORE, ("contenttypes", "0002_remove_content_type_name")))
-    before = content(database)
+def marks(connection: Any, body: str) -> tuple[Any, Any]:
+    """Return the transactions that stored a message and that changed it last."""
+    sql = (
+        "SELECT unnest(ARRAY[created_xid, changed_xid]) FROM"
+        f" django_txmsg_outboxmessage WHERE body = '{body}'"
+    )
+    created, changed = ask(connection, sql)
+    return created, changed
+
+
+def test_the_app_comes_to_messages_goes_and_comes_back(database) -> None:
+    migrate(("django_txmsg", "0001_initial"))
+    store_and_change(b"before")
 
     migrate()
-    assert as_before(before, content(database))
-    assert labels(database) == [APP]
-    # And back, with the app where it is, and here again.
-    migrate(BEFORE)
-    assert as_before(before, content(database))
-    assert labels(database) == ["django_txmsg"]
-    migrate()
-    assert as_before(before, content(database))
-
-    store_and_change()
+    store_and_change(b"with")
     if database.vendor == "postgresql":
-        [created, changed] = ask(
-            database,
-            "SELECT unnest(ARRAY[created_xid, changed_xid]) FROM"
-            " django_txmsg_outboxmessage WHERE body = '3'",
-        )
+        created, changed = marks(database, "with")
         assert int(changed) > int(created)
-
-
-def test_the_app_is_removed_with_all_that_came_with_it_and_comes_back(
-    database,
-) -> None:
-    fill(migrate(BEFORE, ("contenttypes", "0002_remove_content_type_name")))
-    migrate()
-    messages = content(database, "django_txmsg_outboxmessage")
+        # Who came before the columns is older than every transaction from here on.
+        assert marks(database, "before") == (None, None)
 
     migrate((APP, None))
-
     assert not OURS & set(database.introspection.table_names())
     assert columns_of_pipeline(database) == 0
     assert triggers(database) == []
-    store_and_change()
+    store_and_change(b"without")
 
     migrate()
     with_app = 4 if database.vendor == "postgresql" else 0
     assert columns_of_pipeline(database) == with_app
     assert len(triggers(database)) == with_app / 2
-    [stored] = messages.values()
-    # Who came before the columns is older than every transaction from here on.
-    now = content(database, "django_txmsg_outboxmessage").popitem()[1][:2]
-    assert all("created_xid" not in one for one in now)
-    assert [one["message_id"] for one in now] == [one["message_id"] for one in stored]
+    if database.vendor == "postgresql":
+        assert marks(database, "with") == (None, None)
+    rows = OutboxMessage.objects.using(ALIAS).order_by("id")
+    assert [bytes(one.body) for one in rows] == [b"before", b"with", b"without"]
 
 
-def test_an_installation_without_the_app_pays_for_nothing_and_loses_nothing(
-    database,
-) -> None:
+def test_an_installation_without_the_app_pays_for_nothing(database) -> None:
     with override_settings(INSTALLED_APPS=WITHOUT):
-        fill(migrate(BEFORE, ("contenttypes", "0002_remove_content_type_name")))
-        [messages] = content(database, "django_txmsg_outboxmessage").values()
-        used = content(database, *OURS - {"django_txmsg_stagedmessage"})
         migrate()
 
         assert columns_of_pipeline(database) == 0
         assert triggers(database) == []
-        # A table with rows waits for the app; one without is dropped.
-        there = OURS & set(database.introspection.table_names())
-        assert there == used.keys()
-        store_and_change()
-        # Back in the release before, which expects all of it.
-        migrate(BEFORE)
-        assert columns_of_pipeline(database) == 4
-        assert content(database, *used) == used
-        migrate()
+        assert not OURS & set(database.introspection.table_names())
+        store_and_change(b"1")
 
-    migrate()
-    assert content(database, *used) == used
-    assert set(database.introspection.table_names()) >= OURS
-    [left] = content(database, "django_txmsg_outboxmessage").values()
-    assert [one["message_id"] for one in left][:2] == [
-        one["message_id"] for one in messages
-    ]
+
+class TakesAway(migrations.Migration):
+    """One that processes of the release before cannot live with."""
+
+    operations = (
+        migrations.RunPython(refuse_beside_workers, refuse_beside_workers),
+        migrations.RemoveField("Worker", "in_flight"),
+    )
+
+
+def take_away(connection: Any, *, back: bool = False) -> None:
+    """Apply such a migration, or undo it, as `migrate` does."""
+    state = MigrationExecutor(connection).loader.project_state()
+    migration = TakesAway("next", "django_txmsg")
+    with connection.schema_editor(atomic=True) as editor:
+        (migration.unapply if back else migration.apply)(state, editor)
+
+
+def columns_of_worker(connection: Any) -> set[str]:
+    with connection.cursor() as cursor:
+        described = connection.introspection.get_table_description(
+            cursor, "django_txmsg_worker"
+        )
+    return {column.name for column in described}
 
 
 def test_columns_are_not_dropped_under_a_running_process(database) -> None:
-    """Neither on the way here nor on the way back."""
-    with override_settings(INSTALLED_APPS=WITHOUT):
-        apps = migrate(BEFORE)
-        workers = apps.get_model("django_txmsg", "Worker").objects.using(ALIAS)
-        old = workers.create(name="w", kind="consumer", host="web-1", pid=4711)
-        with pytest.raises(ConfigurationError, match="consumer 4711 on web-1"):
-            migrate()
-        assert columns_of_pipeline(database) == 4
-        # Killed, and not seen since.
-        workers.filter(pk=old.pk).update(heartbeat_at=ago(seconds=31))
-        migrate()
-        assert columns_of_pipeline(database) == 0
-
-        new = Worker.objects.using(ALIAS).create(
-            name="n", kind="relay", host="web-2", pid=4712
-        )
-        with pytest.raises(ConfigurationError, match="relay 4712 on web-2"):
-            migrate(BEFORE)
-        store_and_change()  # it lives on
-        new.delete(using=ALIAS)
-        migrate(BEFORE)
-
-
-@pytest.mark.parametrize("database", ["postgres"], indirect=True)
-def test_columns_that_stay_are_migrated_beside_a_running_process(database) -> None:
-    apps = migrate(BEFORE, ("contenttypes", "0002_remove_content_type_name"))
-    workers = apps.get_model("django_txmsg", "Worker").objects.using(ALIAS)
-    workers.create(name="w", kind="consumer", host="web-1", pid=4711)
+    """Neither on the way there nor on the way back."""
     migrate()
-    assert columns_of_pipeline(database) == 4
+    old = Worker.objects.using(ALIAS).create(
+        name="w", kind="consumer", host="web-1", pid=4711
+    )
+    with pytest.raises(ConfigurationError, match="consumer 4711 on web-1") as refused:
+        take_away(database)
+    assert "30 seconds after its last heartbeat" in str(refused.value)
+    assert "in_flight" in columns_of_worker(database)
+    # Killed, and not seen since.
+    old.heartbeat_at = ago(seconds=31)
+    old.save(using=ALIAS)
+    take_away(database)
+    assert "in_flight" not in columns_of_worker(database)
+
+    workers = Worker.objects.using(ALIAS).defer("in_flight")
+    workers.update(heartbeat_at=ago(seconds=5))
+    with pytest.raises(ConfigurationError, match="consumer 4711 on web-1"):
+        take_away(database, back=True)
+    assert "in_flight" not in columns_of_worker(database)
+    workers.update(heartbeat_at=ago(seconds=31))
+    take_away(database, back=True)
+    assert "in_flight" in columns_of_worker(database)
+
+
+def test_a_worker_that_beats_seldom_is_waited_for_as_long_as_it_may_be_silent(
+    database,
+) -> None:
+    migrate()
+    Worker.objects.using(ALIAS).create(
+        name="w", kind="relay", host="web-2", pid=4712,
+        heartbeat_at=ago(seconds=60), silent_after=silent_after(30.0),
+    )  # fmt: skip
+
+    with pytest.raises(ConfigurationError, match="relay 4712 on web-2"):
+        take_away(database)
 
 
 @pytest.mark.parametrize("database", ["postgres"], indirect=True)
@@ -287,19 +239,3 @@ def test_an_index_that_a_stopped_attempt_has_left_is_made_anew(
 
     valid = f"SELECT indisvalid FROM pg_index WHERE indexrelid = '{index}'::regclass"
     assert ask(database, valid) == [True]
-
-
-def test_a_message_that_was_cancelled_before_there_was_a_column_has_it(
-    database: Any,
-) -> None:
-    before = migrate(("django_txmsg", "0012_idempotency_session"))
-    rows = before.get_model("django_txmsg", "OutboxMessage").objects.using(ALIAS)
-    errors = ("cancelled: paid", "rejected: cancelled: by the broker", "expired: noon")
-    for error in errors:
-        rows.create(message_id=uuid.uuid4(), dead_at=Now(), last_error=error, body=b"")
-    rows.create(message_id=uuid.uuid4(), last_error="cancelled: once", body=b"")
-
-    after = migrate().get_model("django_txmsg", "OutboxMessage").objects.using(ALIAS)
-
-    [row] = after.filter(cancelled_at__isnull=False)
-    assert (row.last_error, row.cancelled_at) == ("cancelled: paid", row.dead_at)

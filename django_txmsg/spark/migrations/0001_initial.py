@@ -1,7 +1,4 @@
-"""The pipeline's tables, and what it reads PostgreSQL's rows by.
-
-An installation from before has all of it, made by the core: it is taken over as it is.
-"""
+"""The pipeline's tables, and the marks that it reads PostgreSQL's rows by."""
 
 from __future__ import annotations
 
@@ -10,196 +7,285 @@ from typing import Any
 import django.db.models.functions.datetime
 from django.db import migrations, models
 
-from . import _tables
+FUNCTION = """
+    CREATE FUNCTION django_txmsg_mark_change() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN
+        NEW.changed_xid := pg_current_xact_id();
+        RETURN NEW;
+    END $$;
+"""
+# Added without a default, the columns rewrite no row. A row that is there already has
+# none: it is older than every transaction that runs from here on.
+MARKS = """
+    ALTER TABLE {table} ADD COLUMN created_xid xid8, ADD COLUMN changed_xid xid8;
+    ALTER TABLE {table} ALTER COLUMN created_xid SET DEFAULT pg_current_xact_id(),
+        ALTER COLUMN changed_xid SET DEFAULT pg_current_xact_id();
+    CREATE TRIGGER {table}_mark BEFORE UPDATE ON {table}
+        FOR EACH ROW EXECUTE FUNCTION django_txmsg_mark_change();
+"""
+UNMARK = """
+    DROP TRIGGER {table}_mark ON {table};
+    ALTER TABLE {table} DROP COLUMN created_xid, DROP COLUMN changed_xid;
+"""
+MARKED = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
+# What a crash empties is staged again by the run that staged it.
+STAGED = "ALTER TABLE django_txmsg_stagedmessage SET UNLOGGED"
 
 
-def forwards(apps: Any, schema_editor: Any) -> None:
-    _tables.make_tables(apps, _tables.LABEL, schema_editor)
-    _tables.mark_changes(schema_editor)
-    _tables.move_content_types(schema_editor.connection, "django_txmsg", _tables.LABEL)
+def mark_changes(apps: Any, schema_editor: Any) -> None:
+    """Let the rows of outbox and inbox carry their transactions' ids: PostgreSQL."""
+    if schema_editor.connection.vendor == "postgresql":
+        schema_editor.execute(STAGED)
+        schema_editor.execute(FUNCTION)
+        for table in MARKED:
+            schema_editor.execute(MARKS.format(table=table))
 
 
-def backwards(apps: Any, schema_editor: Any) -> None:
-    if _tables.is_the_cores(schema_editor.connection):
-        return
-    _tables.unmark_changes(schema_editor)
-    _tables.drop_tables(apps, _tables.LABEL, schema_editor, even_if_used=True)
+def unmark_changes(apps: Any, schema_editor: Any) -> None:
+    if schema_editor.connection.vendor == "postgresql":
+        for table in MARKED:
+            schema_editor.execute(UNMARK.format(table=table))
+        schema_editor.execute("DROP FUNCTION django_txmsg_mark_change()")
 
 
 class Migration(migrations.Migration):
     initial = True
 
-    dependencies = [("django_txmsg", "0003_worker_service")]
+    dependencies = [("django_txmsg", "0001_initial")]
+
     operations = [
-        migrations.SeparateDatabaseAndState(
-            state_operations=[
-                migrations.CreateModel(
-                    name="StoredRun",
-                    fields=[
-                        (
-                            "name",
-                            models.CharField(
-                                max_length=64, primary_key=True, serialize=False
-                            ),
-                        ),
-                        ("messages", models.BigIntegerField()),
-                        (
-                            "ids",
-                            models.CharField(
-                                help_text="The sum of their ids.", max_length=32
-                            ),
-                        ),
-                        (
-                            "stored_at",
-                            models.DateTimeField(
-                                db_default=django.db.models.functions.datetime.Now()
-                            ),
-                        ),
-                    ],
-                    options={
-                        "verbose_name": "stored run",
-                        "db_table": "django_txmsg_storedrun",
-                    },
+        migrations.CreateModel(
+            name="StoredRun",
+            fields=[
+                (
+                    "name",
+                    models.CharField(max_length=64, primary_key=True, serialize=False),
                 ),
-                migrations.CreateModel(
-                    name="ArchiveMark",
-                    fields=[
-                        ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                        (
-                            "source",
-                            models.CharField(
-                                help_text="outbox, inbox, …", max_length=32
-                            ),
-                        ),
-                        (
-                            "lake_id",
-                            models.UUIDField(
-                                help_text="What the lake's table calls itself."
-                            ),
-                        ),
-                        ("lake", models.CharField(max_length=1024)),
-                        ("purged_through", models.BigIntegerField(default=0)),
-                        (
-                            "begun_through",
-                            models.BigIntegerField(
-                                default=0,
-                                help_text="Batches up to it may be on their way into the lake.",
-                            ),
-                        ),
-                        ("rows", models.BigIntegerField(default=0)),
-                        (
-                            "changed_at",
-                            models.DateTimeField(
-                                db_default=django.db.models.functions.datetime.Now()
-                            ),
-                        ),
-                    ],
-                    options={
-                        "verbose_name": "archive mark",
-                        "db_table": "django_txmsg_archivemark",
-                        "constraints": [
-                            models.UniqueConstraint(
-                                fields=("source", "lake_id"), name="txmsg_archive_mark"
-                            )
-                        ],
-                    },
+                ("messages", models.BigIntegerField()),
+                (
+                    "ids",
+                    models.CharField(help_text="The sum of their ids.", max_length=32),
                 ),
-                migrations.CreateModel(
-                    name="PipelineRun",
-                    fields=[
-                        ("id", models.UUIDField(primary_key=True, serialize=False)),
-                        ("job", models.CharField(max_length=32)),
-                        ("service", models.CharField(max_length=255)),
-                        (
-                            "state",
-                            models.CharField(
-                                choices=[
-                                    ("running", "running"),
-                                    ("clean", "clean"),
-                                    ("findings", "with findings"),
-                                    ("refused", "verification refused"),
-                                    ("failed", "failed"),
-                                ],
-                                default="running",
-                                max_length=16,
-                            ),
-                        ),
-                        (
-                            "run_by",
-                            models.CharField(blank=True, default="", max_length=255),
-                        ),
-                        (
-                            "lake",
-                            models.CharField(blank=True, default="", max_length=1024),
-                        ),
-                        ("options", models.JSONField(blank=True, default=dict)),
-                        ("rows", models.BigIntegerField(default=0)),
-                        ("counts", models.JSONField(blank=True, default=dict)),
-                        ("error", models.TextField(blank=True, default="")),
-                        (
-                            "started_at",
-                            models.DateTimeField(
-                                db_default=django.db.models.functions.datetime.Now()
-                            ),
-                        ),
-                        ("finished_at", models.DateTimeField(blank=True, null=True)),
-                    ],
-                    options={
-                        "verbose_name": "pipeline run",
-                        "db_table": "django_txmsg_pipelinerun",
-                        "indexes": [
-                            models.Index(
-                                fields=["-started_at"], name="txmsg_run_started"
-                            )
-                        ],
-                    },
+                (
+                    "stored_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
                 ),
-                migrations.CreateModel(
-                    name="StagedMessage",
-                    fields=[
-                        ("id", models.BigAutoField(primary_key=True, serialize=False)),
-                        ("run", models.CharField(max_length=64)),
-                        (
-                            "task",
-                            models.CharField(
-                                help_text="Which attempt of which task.", max_length=64
-                            ),
-                        ),
-                        ("message_id", models.UUIDField()),
-                        ("broker", models.CharField(max_length=64)),
-                        ("destination", models.CharField(max_length=255)),
-                        (
-                            "key",
-                            models.CharField(blank=True, default="", max_length=255),
-                        ),
-                        (
-                            "correlation_id",
-                            models.CharField(blank=True, default="", max_length=255),
-                        ),
-                        ("headers", models.JSONField(default=dict)),
-                        ("content_type", models.CharField(max_length=255)),
-                        ("body", models.BinaryField()),
-                        (
-                            "position",
-                            models.DateTimeField(
-                                blank=True,
-                                help_text="The order in which held messages leave.",
-                                null=True,
-                            ),
-                        ),
-                        ("dead_letter", models.BigIntegerField(blank=True, null=True)),
-                    ],
-                    options={
-                        "verbose_name": "staged message",
-                        "db_table": "django_txmsg_stagedmessage",
-                        "indexes": [
-                            models.Index(
-                                fields=["run", "task"], name="txmsg_staged_run"
-                            )
-                        ],
-                    },
-                ),
-            ]
+            ],
+            options={
+                "verbose_name": "stored run",
+                "db_table": "django_txmsg_storedrun",
+            },
         ),
-        migrations.RunPython(forwards, backwards),
+        migrations.CreateModel(
+            name="ArchiveMark",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "source",
+                    models.CharField(help_text="outbox, inbox, …", max_length=32),
+                ),
+                (
+                    "lake_id",
+                    models.UUIDField(help_text="What the lake's table calls itself."),
+                ),
+                ("lake", models.CharField(max_length=1024)),
+                ("purged_through", models.BigIntegerField(default=0)),
+                (
+                    "begun_through",
+                    models.BigIntegerField(
+                        default=0,
+                        help_text="Batches up to it may be on their way into the lake.",
+                    ),
+                ),
+                ("rows", models.BigIntegerField(default=0)),
+                (
+                    "changed_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "archive mark",
+                "db_table": "django_txmsg_archivemark",
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("source", "lake_id"), name="txmsg_archive_mark"
+                    )
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="Finding",
+            fields=[
+                (
+                    "id",
+                    models.UUIDField(
+                        help_text="A digest of what is found.",
+                        primary_key=True,
+                        serialize=False,
+                    ),
+                ),
+                ("service", models.CharField(max_length=255)),
+                ("verdict", models.CharField(max_length=32)),
+                ("message_id", models.UUIDField()),
+                (
+                    "destination",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                ("sender", models.CharField(blank=True, default="", max_length=255)),
+                ("consumer", models.TextField(blank=True, default="")),
+                ("sent_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "found_at",
+                    models.DateTimeField(help_text="When a run first came to it."),
+                ),
+                (
+                    "seen_at",
+                    models.DateTimeField(help_text="When a run last came to it."),
+                ),
+                ("acknowledged_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "acknowledged_by",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                ("note", models.TextField(blank=True, default="")),
+            ],
+            options={
+                "verbose_name": "finding",
+                "db_table": "django_txmsg_finding",
+                "permissions": [("acknowledge_finding", "Can acknowledge findings")],
+                "indexes": [
+                    models.Index(fields=["message_id"], name="txmsg_finding_message")
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="PipelineAlert",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("service", models.CharField(max_length=255)),
+                ("name", models.CharField(max_length=32)),
+                ("value", models.FloatField(default=0)),
+                ("bound", models.FloatField(default=0)),
+                ("firing", models.BooleanField(default=False)),
+                (
+                    "since",
+                    models.DateTimeField(
+                        blank=True,
+                        help_text="When it began to fire, the last time.",
+                        null=True,
+                    ),
+                ),
+                ("summary", models.TextField(blank=True, default="")),
+                (
+                    "told",
+                    models.CharField(
+                        blank=True,
+                        default="",
+                        help_text="What the webhook knows.",
+                        max_length=16,
+                    ),
+                ),
+                (
+                    "checked_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "pipeline alert",
+                "db_table": "django_txmsg_pipelinealert",
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=("service", "name"), name="txmsg_pipeline_alert"
+                    )
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="PipelineRun",
+            fields=[
+                ("id", models.UUIDField(primary_key=True, serialize=False)),
+                ("job", models.CharField(max_length=32)),
+                ("service", models.CharField(max_length=255)),
+                (
+                    "state",
+                    models.CharField(
+                        choices=[
+                            ("running", "running"),
+                            ("clean", "clean"),
+                            ("findings", "with findings"),
+                            ("refused", "verification refused"),
+                            ("failed", "failed"),
+                        ],
+                        default="running",
+                        max_length=16,
+                    ),
+                ),
+                ("run_by", models.CharField(blank=True, default="", max_length=255)),
+                ("lake", models.CharField(blank=True, default="", max_length=1024)),
+                ("options", models.JSONField(blank=True, default=dict)),
+                ("rows", models.BigIntegerField(default=0)),
+                ("counts", models.JSONField(blank=True, default=dict)),
+                ("error", models.TextField(blank=True, default="")),
+                (
+                    "started_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now()
+                    ),
+                ),
+                ("finished_at", models.DateTimeField(blank=True, null=True)),
+            ],
+            options={
+                "verbose_name": "pipeline run",
+                "db_table": "django_txmsg_pipelinerun",
+                "indexes": [
+                    models.Index(fields=["-started_at"], name="txmsg_run_started")
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="StagedMessage",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("run", models.CharField(max_length=64)),
+                (
+                    "task",
+                    models.CharField(
+                        help_text="Which attempt of which task.", max_length=64
+                    ),
+                ),
+                ("message_id", models.UUIDField()),
+                ("broker", models.CharField(max_length=64)),
+                ("destination", models.CharField(max_length=255)),
+                ("key", models.CharField(blank=True, default="", max_length=255)),
+                (
+                    "correlation_id",
+                    models.CharField(blank=True, default="", max_length=255),
+                ),
+                ("headers", models.JSONField(default=dict)),
+                ("content_type", models.CharField(max_length=255)),
+                ("body", models.BinaryField()),
+                (
+                    "position",
+                    models.DateTimeField(
+                        blank=True,
+                        help_text="The order in which held messages leave.",
+                        null=True,
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name": "staged message",
+                "db_table": "django_txmsg_stagedmessage",
+                "indexes": [
+                    models.Index(fields=["run", "task"], name="txmsg_staged_run")
+                ],
+            },
+        ),
+        migrations.RunPython(mark_changes, unmark_changes),
     ]

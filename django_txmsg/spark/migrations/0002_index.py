@@ -1,4 +1,8 @@
-"""The index that a stream of PostgreSQL's rows reads by, made beside their writers."""
+"""The index that a stream of PostgreSQL's rows reads by.
+
+A migration of its own: it is made beside the writers of tables that may be large, which
+PostgreSQL does outside of a transaction alone.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,37 @@ from typing import Any
 
 from django.db import migrations
 
-from . import _tables
+from ...django_internals import in_block
+
+INDEX = """
+    {create} {table}_xid ON {table} USING brin ((created_xid::text::bigint))
+        WITH (pages_per_range = 32, autosummarize = on)
+"""
+MARKED = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
 
 
-def forwards(apps: Any, schema_editor: Any) -> None:
-    _tables.index_marks(schema_editor)
+def index_marks(apps: Any, schema_editor: Any) -> None:
+    """Make the indexes. Writers go on meanwhile, where no transaction is open."""
+    connection = schema_editor.connection
+    if connection.vendor != "postgresql":
+        return
+    create = "CREATE INDEX IF NOT EXISTS"
+    if not in_block(connection):
+        create = "CREATE INDEX CONCURRENTLY IF NOT EXISTS"
+    for table in MARKED:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT 1 FROM pg_index WHERE indexrelid = to_regclass(%s)"
+                " AND NOT indisvalid",
+                [f"{table}_xid"],
+            )
+            if cursor.fetchone():  # an attempt that was stopped has left it
+                cursor.execute(f"DROP INDEX {table}_xid")
+        schema_editor.execute(INDEX.format(create=create, table=table))
 
 
 class Migration(migrations.Migration):
     atomic = False
     dependencies = [("txmsg_spark", "0001_initial")]
-    # It goes with its column.
-    operations = [migrations.RunPython(forwards, migrations.RunPython.noop)]
+    # They go with their columns.
+    operations = [migrations.RunPython(index_marks, migrations.RunPython.noop)]
