@@ -82,7 +82,9 @@ class PostgreSQL(Server):
 
     def ready(self) -> bool:
         try:
-            with psycopg.connect(self.url("postgres"), connect_timeout=2):
+            with psycopg.connect(self.url("postgres"), connect_timeout=2) as connection:
+                number = connection.info.server_version
+                self.version = f"{number // 10000}.{number % 10000}"
                 return True
         except psycopg.OperationalError:
             return False

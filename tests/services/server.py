@@ -47,6 +47,8 @@ class Server:
         KEEPER.remove(self.directory)
         atexit.register(self.remove)
         self.process: subprocess.Popen[bytes] | None = None
+        #: As the running server says it; "" before, and where it does not.
+        self.version = ""
 
     @classmethod
     def root(cls) -> Root:

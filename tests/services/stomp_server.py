@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from functools import cached_property
 from pathlib import Path
@@ -65,8 +66,11 @@ class StompServer(Server):
             with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
                 connection.settimeout(5)
                 connection.sendall(frame.encode())
-                if connection.recv(9) != b"CONNECTED":
+                answer = connection.recv(4096).decode(errors="replace")
+                if not answer.startswith("CONNECTED"):
                     return False
+                told = re.search(r"^server:\w+/([\w.]+)", answer, re.MULTILINE)
+                self.version = told[1] if told else ""
         except OSError:
             return False
         return accepts(self.tls_port)

@@ -1,0 +1,116 @@
+"""Leaves in a file what a run of the tests ran on, and how each test ended.
+
+    pytest -p tests.results --results build/results/unit tests/unit
+
+`scripts/what_ran.py` makes of such files CI's last lines, and the table of what was run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import services
+
+#: Markers that say which server a test used.
+SERVERS = ("activemq", "rabbitmq")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the file be named, without its ending."""
+    parser.addoption("--results", type=Path, help="where to leave how each test ended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect in the process that reports, and tell it the servers of the others."""
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Worker(config))
+    elif config.option.results:
+        config.pluginmanager.register(_Results(config))
+
+
+class _Worker:
+    """A process of pytest-xdist, which started servers."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_sessionfinish(self) -> None:
+        self._config.workeroutput["servers"] = _versions()  # type: ignore[attr-defined]
+
+
+class _Results:
+    """How each test ended, over all processes."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        on_postgresql = config.pluginmanager.has_plugin("tests.on_postgresql")
+        self._database = "postgresql" if on_postgresql else "sqlite"
+        path: Path = config.option.results
+        self._path = path.with_name(f"{path.name}-{self._database}.json")
+        self._servers: dict[str, str] = {}
+        self._outcomes: dict[str, str] = {}
+        self._used: dict[str, list[str]] = {}
+        self._failures: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the worst of a test's three phases."""
+        if report.failed or report.when == "call" or report.skipped:
+            if self._outcomes.get(report.nodeid) != "failed":
+                self._outcomes[report.nodeid] = report.outcome
+            used = [name for name in SERVERS if name in report.keywords]
+            if "database" in report.keywords:
+                used.append(self._database)
+            self._used[report.nodeid] = used
+        if report.failed:
+            self._fail(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A module that cannot be imported is a failure, too."""
+        if report.failed:
+            self._outcomes[report.nodeid] = "failed"
+            self._fail(report)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Hear of a worker's servers; one that crashed says nothing."""
+        self._servers |= getattr(node, "workeroutput", {}).get("servers", {})
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        results = {
+            "python": platform.python_version(),
+            "django": metadata.version("django"),
+            "pyspark": _installed("pyspark"),
+            "servers": self._servers | _versions(),
+            "exit": int(exitstatus),
+            "failures": self._failures,
+            "tests": {
+                test: [outcome, *self._used.get(test, [])]
+                for test, outcome in self._outcomes.items()
+            },
+        }
+        self._path.write_text(json.dumps(results, indent=1))
+
+    def _fail(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        """Note the error's first line."""
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = crash.message if crash else str(report.longrepr)
+        (line, *_) = text.strip().splitlines() or [""]
+        self._failures.append(f"{report.nodeid}: {line[:200]}")
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the servers that this process has started."""
+    return {one.name: one.version for one in services.running_servers() if one.version}
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
