@@ -14,7 +14,8 @@ export PATH := $(PATH)$(shell printf %s $(addprefix :,$(PYTHONS)))
 help:
 	@echo "make demo   an order travels through the example project, and ends"
 	@echo "make test   lint, then every test: on SQLite, on PostgreSQL, and with Spark"
-	@echo "make test-matrix  the same on every Python, Django and PySpark of tox.ini"
+	@echo "make test-matrix  the same on every Python, Django, PySpark and server of tox.ini;"
+	@echo "            writes README's table of what ran"
 	@echo "make soak   long runs under faults, on PostgreSQL; an hour of chaos among them,"
 	@echo "            or TXMSG_SOAK_SECONDS of it"
 	@echo "make lint   ruff, mypy, import-linter"
@@ -26,12 +27,17 @@ help:
 demo: $(FOR_DEMO)
 	$(PYTHON) example_project/demo.py
 
-# Two at a time: while one waits for its servers, the other computes.
+# Two at a time: while one waits for its servers, the other computes. tox shows what
+# an environment printed if it fails, so how each ended is said last.
 test: $(FOR_TOX)
-	$(TOX) run-parallel --parallel 2 -e sqlite,postgresql,spark43,lint
+	@rm -rf build/results
+	@$(TOX) run-parallel --parallel 2 -e sqlite,postgresql,spark43,lint; \
+		code=$$?; $(PYTHON) scripts/what_ran.py; exit $$code
 
 test-matrix: $(FOR_TOX)
-	$(TOX) run-parallel --parallel 2
+	@rm -rf build/results
+	@$(TOX) run-parallel --parallel 2; \
+		code=$$?; $(PYTHON) scripts/what_ran.py; $(PYTHON) scripts/what_ran.py --write; exit $$code
 
 soak: $(FOR_TOX)
 	$(TOX) run -e dev -- python -m tests.on_postgresql -m soak

@@ -2,13 +2,14 @@
 
     pytest -p tests.results --results build/results/unit tests/unit
 
-`scripts/what_ran.py` makes of such files CI's last lines, and the table of what was run.
+`scripts/what_ran.py` makes CI's last lines of such files, and the table of what ran.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import sqlite3
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ class _Results:
             "python": platform.python_version(),
             "django": metadata.version("django"),
             "pyspark": _installed("pyspark"),
-            "servers": self._servers | _versions(),
+            "database": self._database,
+            "servers": {"sqlite": sqlite3.sqlite_version} | self._servers | _versions(),
             "exit": int(exitstatus),
             "failures": self._failures,
             "tests": {

@@ -35,7 +35,8 @@ def _problems() -> Iterator[CheckMessage]:
         yield Error(
             f"{problem.path} {problem.message}",
             hint=problem.hint
-            or "The documentation's page on settings has each with its default.",
+            or "Each setting with its default: "
+            "https://django-txmsg.github.io/django_txmsg/reference/settings.html",
             id="txmsg.E001",
         )
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 #: Where the project is at home, and how a file of it is addressed there.
 HOME = "https://github.com/django-txmsg/django_txmsg"
+#: Where CI publishes docs/ as a site.
+SITE = "https://django-txmsg.github.io/django_txmsg/"
 _AT_HOME = re.compile(
     rf"{HOME}/(?:blob|tree)/main/"
     r"|https://raw\.githubusercontent\.com/django-txmsg/django_txmsg/main/"

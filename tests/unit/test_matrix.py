@@ -1,4 +1,5 @@
-"""The Pythons, Djangos and PySparks that are promised are those that tox runs."""
+"""The Pythons, Djangos and PySparks that are promised are those that tox runs, and
+what CI takes from others is pinned."""
 
 from __future__ import annotations
 
@@ -34,3 +35,17 @@ def test_every_pyspark_of_the_extra_is_run() -> None:
     assert run
     minors = range(int(promised[1]), int(promised[2]))
     assert run[1].split(",") == [f"4{minor}" for minor in minors]
+
+
+def test_every_action_is_pinned_by_a_digest_with_its_version() -> None:
+    workflows = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    used = re.findall(
+        r"uses: (.*)", "".join(workflow.read_text() for workflow in workflows)
+    )
+
+    assert len(used) > 10
+    assert [
+        action
+        for action in used
+        if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action)
+    ] == []

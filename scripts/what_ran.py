@@ -1,0 +1,140 @@
+"""Reads what runs of the tests have left in build/results (tests/results.py).
+
+    python scripts/what_ran.py           how each run ended, and its failures
+    python scripts/what_ran.py --write   docs/tested.json, and the tables made of it
+
+A version that was not run this time keeps what docs/tested.json says of it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "build" / "results"
+TESTED = ROOT / "docs" / "tested.json"
+#: The table stands in these, between two comments.
+PAGES = (ROOT / "README.md", ROOT / "docs" / "how-to" / "brokers.md")
+TABLE = re.compile(r"(?<=<!-- tested -->\n).*?(?=<!-- end of tested -->)", re.DOTALL)
+#: So many failures of a run are printed.
+FAILURES = 20
+
+#: The rows of the table, and the versions that should work besides those that ran.
+EXPECTED = {
+    "RabbitMQ": "3.11 to 3.13, 4.1, 4.2",
+    "ActiveMQ Classic": "5.18, 5.19, 6",
+    "ActiveMQ Artemis": "its dialect is written from documentation",
+    "PostgreSQL": "14, 16",
+    "SQLite": "3.35 or newer",
+    "Python with Django": "other pairs that Django supports",
+    "PySpark": "4.0 to 4.3",
+    "MySQL, Oracle": "no: not supported",
+}
+#: The row of a server, by the name that a run gives it.
+ROWS = {
+    "activemq": "ActiveMQ Classic",
+    "postgresql": "PostgreSQL",
+    "rabbitmq": "RabbitMQ",
+    "sqlite": "SQLite",
+}
+
+Tested = dict[str, dict[str, dict[str, Any]]]
+
+
+def main(arguments: list[str]) -> int:
+    """Print or write; return the exit code."""
+    paths = sorted(RESULTS.glob("*.json"), key=lambda path: path.stat().st_mtime)
+    runs = {path.stem: json.loads(path.read_text()) for path in paths}
+    if not arguments:
+        sys.stdout.write("".join(closing(name, run) for name, run in runs.items()))
+    elif arguments == ["--write"]:
+        write(merged(json.loads(TESTED.read_text()), list(runs.values())))
+    else:
+        sys.stderr.write(str(__doc__))
+        return 2
+    return 0
+
+
+def closing(name: str, run: dict[str, Any]) -> str:
+    """Return how a run ended, with a line for each failure."""
+    counts = Counter(outcome for outcome, *_ in run["tests"].values())
+    ended = [f"{counts[one]} {one}" for one in ("passed", "failed", "skipped")]
+    lines = [f"{name}: {', '.join(ended)}; exit code {run['exit']}"]
+    lines += [f"  FAILED {failure}" for failure in run["failures"][:FAILURES]]
+    if len(run["failures"]) > FAILURES:
+        lines.append(f"  and {len(run['failures']) - FAILURES} more")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:
+    """Return what was known, with what runs say of the versions that they ran on.
+
+    Of a test that ran twice on a version and a database, the later run counts.
+    """
+    ended: dict[tuple[str, str], dict[tuple[str, str], str]] = defaultdict(dict)
+    for run in runs:
+        for test, (outcome, *used) in run["tests"].items():
+            for place in places(run, test, used):
+                ended[place][run["database"], test] = outcome
+    for (row, version), outcomes in ended.items():
+        counts = Counter(outcomes.values())
+        tested.setdefault(row, {})[version] = {
+            "passed": counts["passed"],
+            "failed": counts["failed"],
+            "day": dt.date.today().isoformat(),
+        }
+    return tested
+
+
+def places(
+    run: dict[str, Any], test: str, used: list[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield each row and version that a test says something of."""
+    yield "Python with Django", f"{run['python']} with {run['django']}"
+    for server in used:
+        # A worker that crashed has not told its servers' versions.
+        if version := run["servers"].get(server):
+            yield ROWS[server], version
+    if test.startswith("tests/spark/"):
+        yield "PySpark", run["pyspark"]
+
+
+def write(tested: Tested) -> None:
+    """Write what is known, and the pages' table of it."""
+    TESTED.write_text(json.dumps(tested, indent=2, sort_keys=True) + "\n")
+    for page in PAGES:
+        page.write_text(TABLE.sub(lambda _: table(tested), page.read_text()))
+
+
+def table(tested: Tested) -> str:
+    """Return the table in Markdown."""
+    lines = ["| | tested with: tests passed | should work, not run |", "|---|---|---|"]
+    for row, expected in EXPECTED.items():
+        versions = tested.get(row, {})
+        ran = [
+            cell(version, versions[version]) for version in sorted(versions, key=order)
+        ]
+        lines.append(f"| {row} | {', '.join(ran) or 'not run'} | {expected} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def cell(version: str, ended: dict[str, Any]) -> str:
+    """Return how the tests on one version ended."""
+    failed = f", **{ended['failed']} failed**" if ended["failed"] else ""
+    return f"{version}: {ended['passed']:,}{failed}"
+
+
+def order(version: str) -> list[int]:
+    """Sort 3.9 before 3.10."""
+    return [int(number) for number in re.findall(r"\d+", version)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
