@@ -39,6 +39,7 @@ def main() -> None:
             "DISPATCH_ON_COMMIT": "off",
             "RELAY": {"BATCH_SIZE": relay.BATCH},
         },
+        apps=["django_txmsg.spark"],
     )
     works: dict[str, tuple[Callable[[], float], int]] = {
         "relay": (lambda: relay.relay(broker, options.messages), options.messages),
@@ -116,21 +117,18 @@ def postgres_seconds() -> float:
 
 def install(present: bool) -> None:
     """Add to outbox and inbox what the app has there, or take it away."""
+    from django.core.management import call_command
     from django.db import connection
 
-    from django_txmsg.spark.migrations import _tables
+    from django_txmsg.models import InboxMessage, OutboxMessage
 
-    with connection.schema_editor() as editor:
-        _tables.unmark_changes(editor)
+    call_command("migrate", "txmsg_spark", "zero", verbosity=0)
     # Freshly written, as they would be: a dropped column leaves a hole in each row.
     with connection.cursor() as cursor:
-        for table in _tables.MARKED:
-            cursor.execute(f"TRUNCATE {table}")
+        for model in (OutboxMessage, InboxMessage):
+            cursor.execute(f"TRUNCATE {model._meta.db_table}")
     if present:
-        with connection.schema_editor() as editor:
-            _tables.mark_changes(editor)
-        with connection.schema_editor() as editor:
-            _tables.index_marks(editor)
+        call_command("migrate", "txmsg_spark", verbosity=0)
 
 
 if __name__ == "__main__":
