@@ -1,11 +1,12 @@
-"""Whether messaging moves, for load balancers and uptime checks: one cheap look.
+"""The health view, for load balancers and uptime checks.
 
-It tells ages and numbers, never contents. `late` after 2 minutes, where a key of an
-ordered stage stands still, or where a process could not use a broker, a destination, a
-subscription or a database for 2 minutes; `degraded` after 10, or where a stage has no
-consumer, receives nothing, or has been waiting for newer code for longer than a
-deployment takes; `stuck` after 30. Only `stuck`, or a database that does not answer, is
-a 503: what a deployment or an operator holds back takes no process out of service.
+It returns ages and numbers, never contents. `late`: a message has been due for 2
+minutes, a key of an ordered stage is blocked, or a process could not use a broker, a
+destination, a subscription or a database for 2 minutes. `degraded`: due for 10 minutes,
+or a stage has no consumer, receives nothing, or has waited for newer code for longer
+than a deployment takes. `stuck`: due for 30 minutes. Only `stuck`, and a database that
+does not answer, give a 503: messages held back by a deployment or an operator take no
+process out of service.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from .monitoring.waiting import CAP, DEPLOYED, OVERDUE
 from .rules import inbox, outbox
 from .stages import all_stages
 
-#: The states, by the age of the oldest due message from which each holds.
+#: The states, each with the age of the oldest due message from which it applies.
 THRESHOLDS = (
     ("stuck", dt.timedelta(minutes=30)),
     ("degraded", dt.timedelta(minutes=10)),
     ("late", OVERDUE),
 )
 
-#: The words from the best to the worst.
+#: The states from best to worst.
 STATES = ("ok", "late", "degraded", "stuck")
 
 
 @dataclass(frozen=True)
 class Health:
-    """Ages of what is due by place, and living processes by kind."""
+    """Ages of due messages by place, and live processes by kind."""
 
     oldest: dict[str, dt.timedelta]
     workers: dict[str, int]
     unattended: bool
     ordered: dict[str, int]
-    """Of ordered stages: messages that wait for the ones before them, keys that stand
-    still, and stages that receive nothing."""
+    """For ordered stages: messages that wait for their predecessors, blocked keys, and
+    stages that receive nothing."""
     needs_newer_code: dt.timedelta | None
-    """How long the first message has been waiting for code that reads it."""
+    """How long the first message has waited for code that can read it."""
     outages: int = 0
-    """What living processes have not been able to use for two minutes or more."""
+    """How many resources live processes could not use for two minutes or more."""
 
     @property
     def state(self) -> str:
-        """The word for it: ok, late, degraded or stuck."""
+        """The overall state: ok, late, degraded or stuck."""
         words = [state_of(max(self.oldest.values()))]
         if self.ordered["held_keys"] or self.outages:
             words.append("late")
@@ -68,9 +69,9 @@ class Health:
 
 @probe
 def health(request: HttpRequest) -> JsonResponse:
-    """Answer how long the oldest due message has been waiting, and which processes run.
+    """Return how long the oldest due message has waited, and which processes run.
 
-    `?fail=late` or `?fail=degraded` answers 503 from that state on already.
+    With `?fail=late` or `?fail=degraded`, that state already gives a 503.
     """
     try:
         found = look(router.db_for_read(OutboxMessage))
@@ -98,7 +99,7 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(using: str) -> Health:
-    """Ask the database, in four statements."""
+    """Read the state from the database, in four statements."""
     states = StageState.objects.db_manager(using)
     held = states.exclude(paused_at=None, full_since=None)
     known = list(held.values_list("stage", "paused_at", "full_since"))
@@ -124,8 +125,8 @@ def look(using: str) -> Health:
 def _oldest(
     using: str, paused: Collection[str]
 ) -> tuple[dt.datetime, dict[str, dt.timedelta], dt.timedelta | None]:
-    """Return the instant, how long the oldest due messages have been due, and since
-    when the first has been waiting for newer code."""
+    """Return the database's clock, how long the oldest due messages have been due, and
+    how long the first has waited for newer code."""
     connection = connections[using]
     held = sorted(held_queues(paused))
     sql = f"""
@@ -157,7 +158,7 @@ def _but(column: str, names: Collection[str]) -> str:
 
 
 def state_of(age: dt.timedelta) -> str:
-    """Return the word for a lag: ok, late, degraded or stuck."""
+    """Return the state for an age: ok, late, degraded or stuck."""
     for name, threshold in THRESHOLDS:
         if age >= threshold:
             return name

@@ -1,9 +1,9 @@
-"""Prometheus metrics (extra `prometheus`): the tables at scrape time, and this process.
+"""Prometheus metrics (extra `prometheus`), of the tables and of this process.
 
-`metrics.install()`, once in each process (an AppConfig's `ready()`), counts what the
-process does by the package's signals; the collector reads counts and ages from the
-database with capped queries at each scrape. Workers have no HTTP server:
-give all processes one PROMETHEUS_MULTIPROC_DIR, and any web process answers for them.
+Call `metrics.install()` once in each process (in an AppConfig's `ready()`). It counts
+by the package's signals; at each scrape the collector reads counts and ages from the
+database, with capped queries. Workers have no HTTP server: give all processes one
+PROMETHEUS_MULTIPROC_DIR, and any web process reports for them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ BUCKETS = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800,
 )  # fmt: skip
 
-#: How often a control message's receiver looked at its session.
+#: Buckets for how often a control message's receiver checked its session.
 LOOKS = (1, 2, 3, 5, 10, 20, 50, 100)
 
 _installed: dict[str, Any] = {}
 
 
 def install(registry: Any = None) -> None:
-    """Count what this process does. Calling it again changes nothing.
+    """Count the events of this process. Calling it again changes nothing.
 
-    Raises ConfigurationError where prometheus-client is not installed.
+    Raises ConfigurationError if prometheus-client is not installed.
     """
     if _installed:
         return
@@ -109,7 +109,7 @@ class Collector:
         self._using = using
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: a registry must not query the database at registration."""
+        """Return nothing: a registry must not query the database at registration."""
         return ()
 
     def collect(self) -> Iterator[Any]:
@@ -143,7 +143,7 @@ class Collector:
         yield from gauges.families.values()
 
     def _pipeline(self, gauges: Gauges, now: Any) -> None:
-        """What `pipeline follow` has measured, where its app is there."""
+        """What `pipeline follow` has measured, if its app is installed."""
         if not apps.is_installed("django_txmsg.spark"):
             return
         alerts = apps.get_model("txmsg_spark", "PipelineAlert")

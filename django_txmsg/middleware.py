@@ -1,8 +1,8 @@
-"""Hop 1 in a web process: a request's data and messages, both or neither.
+"""Hop 1 in a web process: a request's data and messages commit together or not at all.
 
-The transaction begins right before the view and ends after it, below every middleware
-that stands above this one. Sync views get it, under WSGI and under ASGI; an async view
-opens its own inside `sync_to_async()`. See docs/explanation/http-outbox.md.
+The transaction begins right before the view and ends after it, inside every middleware
+listed before this one. Sync views get it, under WSGI and ASGI; an async view opens its
+own inside `sync_to_async()`. See docs/explanation/http-outbox.md.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Marked = TypeVar("Marked", bound=View)
 
 
 def no_outbox(view: Marked) -> Marked:
-    """Mark a view that the middleware leaves alone: it gets no transaction.
+    """Exempt a view from the middleware: it gets no transaction.
 
-    Above other decorators or below them; on a class-based view, with
+    It may be above or below other decorators; for a class-based view use
     `@method_decorator(no_outbox, name="dispatch")`.
     """
     view._txmsg_no_outbox = True  # type: ignore[attr-defined]  # a mark on a function
@@ -71,8 +71,8 @@ class OutboxMiddleware:
         try:
             response: HttpResponseBase = await self.get_response(request)
         except BaseException as error:
-            # As when the client has gone and the request is cancelled, perhaps while
-            # process_view() runs: its thread comes to this afterwards.
+            # The client may have disconnected and the request been cancelled, even
+            # while process_view() runs: its thread reaches this point afterwards.
             await _to_the_end(_abandon, request, error)
             raise
         if _session(request) is None:
@@ -97,7 +97,7 @@ class OutboxMiddleware:
             return None
         reading = request.method in idempotency.SAFE_METHODS and view not in _writing
         session = OutboxSession(using, reading=reading)
-        # Known first: a request that is cancelled meanwhile ends it.
+        # Stored first, so that a request cancelled meanwhile ends it.
         request.outbox_session = session  # type: ignore[attr-defined]  # kept on the request
         session.begin()
         answer = idempotency.claim(request, using)
@@ -107,16 +107,18 @@ class OutboxMiddleware:
 
 
 async def _to_the_end(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Do it in the thread of this request's sync code, whoever cancels us meanwhile."""
+    """Run it to its end in the thread of this request's sync code, even if this task is
+    cancelled."""
     try:
         return await asyncio.shield(sync_to_async(work)(*arguments))
     finally:
-        # The shield's context is a copy of this one, which is left here too.
+        # The shield's context is a copy of this one, which is reset here too.
         enter_scope(None)
 
 
 def _finish(request: HttpRequest, response: HttpResponseBase) -> HttpResponseBase:
-    """Commit or roll back by the response; raise what makes a commit impossible."""
+    """Commit or roll back by the response; raise the error that makes a commit
+    impossible."""
     session = _session(request)
     if session is None:
         return response
@@ -166,14 +168,15 @@ def _session(request: HttpRequest) -> OutboxSession | None:
 
 
 def _note(request: HttpRequest, error: Exception) -> None:
-    """Note what a view or its template raises, whatever is made of it above."""
+    """Record an exception of a view or its template, however outer middlewares handle
+    it."""
     if _session(request) is not None:
         request._txmsg_error = error  # type: ignore[attr-defined]  # kept on the request
 
 
 def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> View:
-    """Return the view, whose transaction on its database is the session. Those that
-    ATOMIC_REQUESTS puts on other databases stay."""
+    """Return the view, wrapped so that the session is its transaction on this database.
+    The transactions of ATOMIC_REQUESTS on other databases stay."""
     if iscoroutinefunction(view):
         return atomic
 
@@ -198,7 +201,8 @@ def _around(view: View, atomic: View, without_atomic: Callable[[str], View]) -> 
     return run
 
 
-#: Views whose GET has turned out to write: on SQLite they begin with the lock for it.
+#: Views whose GET turned out to write: on SQLite their transactions begin with the
+#: write lock.
 _writing: WeakSet[View] = WeakSet()
 
 

@@ -1,7 +1,8 @@
-"""For the tests of projects under pytest: fixtures, and no broker unless asked for.
+"""Fixtures for projects under pytest; tests use no broker unless they ask for one.
 
-pytest finds it by its entry point. A thin door to `django_txmsg.testing`; it imports
-nothing of Django before a test runs, and does nothing where the app is not installed.
+pytest finds this module by its entry point. It only wraps `django_txmsg.testing`,
+imports nothing of Django before a test runs, and does nothing if the app is not
+installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ REAL, ON_COMMIT = "txmsg_real_broker", "txmsg_on_commit"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known."""
+    """Register the markers."""
     config.addinivalue_line(
         "markers",
         f'{REAL}: the test may reach the brokers of TXMSG["BROKERS"]; for all others '
@@ -36,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SentMessages(UserList["Message"]):
-    """The messages stored so far, in their order; called with a destination, those."""
+    """The messages stored so far, in order; call it with a destination to get only
+    those."""
 
     def __call__(self, destination: str) -> list[Message]:
         """Return the messages to one destination."""
@@ -44,7 +46,7 @@ class SentMessages(UserList["Message"]):
 
 
 class Txmsg:
-    """What the fixture `txmsg` is."""
+    """The object that the fixture `txmsg` returns."""
 
     @property
     def sent(self) -> SentMessages:
@@ -55,7 +57,8 @@ class Txmsg:
         return SentMessages(outbox_messages())
 
     def drain(self, *stages: str, **options: Any) -> Drained:
-        """Let messages make their whole way: `django_txmsg.testing.drain()`."""
+        """Relay and process messages until none is left:
+        `django_txmsg.testing.drain()`."""
         from .testing import drain
 
         return drain(*stages, **options)
@@ -63,7 +66,7 @@ class Txmsg:
 
 @pytest.fixture
 def txmsg(request: pytest.FixtureRequest) -> Txmsg:
-    """What was `sent`, and `drain()`. Gives the test the database."""
+    """Gives access to `sent` messages and `drain()`. Gives the test the database."""
     if not request.config.pluginmanager.hasplugin("django"):
         raise pytest.UsageError(
             "The fixture txmsg needs pytest-django: pip install pytest-django"
@@ -76,7 +79,7 @@ def txmsg(request: pytest.FixtureRequest) -> Txmsg:
 def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
     """A STOMP broker that follows a script; TXMSG's default broker for the test.
 
-    It plays ActiveMQ Classic, or the profile that is its indirect parameter.
+    It plays ActiveMQ Classic, or the profile given as its indirect parameter.
     """
     from .testing import CLASSIC, ScriptedBroker
 
@@ -95,8 +98,8 @@ def scripted_broker(request: pytest.FixtureRequest) -> Iterator[ScriptedBroker]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _txmsg_without_brokers() -> Iterator[Any]:
-    """The embedded broker for the whole run, set-ups of classes included; yields what
-    TXMSG is without it and with it."""
+    """Use the embedded broker for the whole run, including set-ups of classes; yields
+    TXMSG without it and with it."""
     if not _installed() or not _sound():
         yield None, None  # a project may be set up by its first test
         return
@@ -113,7 +116,8 @@ def _txmsg_without_brokers() -> Iterator[Any]:
 def _txmsg_without_broker(
     request: pytest.FixtureRequest, _txmsg_without_brokers: Any
 ) -> Iterator[None]:
-    """The embedded broker for a test, whatever its class overrides; or TXMSG's own."""
+    """Use the embedded broker for one test, whatever its class overrides; or TXMSG's
+    own."""
     if not _installed():
         yield
         return
@@ -138,13 +142,14 @@ def _txmsg_without_broker(
 
 
 def _installed() -> bool:
-    """Return whether there is a Django project, set up, that has the app."""
+    """Return whether Django is set up with the app installed."""
     apps: Any = getattr(sys.modules.get("django.apps"), "apps", None)
     return apps is not None and apps.ready and apps.is_installed("django_txmsg")
 
 
 def _sound() -> bool:
-    """Return whether TXMSG can be read: a class may override it with what cannot."""
+    """Return whether TXMSG can be read: a class may override it with an invalid
+    value."""
     from . import conf
 
     return not conf.problems()

@@ -1,7 +1,7 @@
-"""What happened to a message: one log line and one Django signal an event.
+"""Events in a message's life: each writes one log line and sends one Django signal.
 
-Signals are sent after the commit that they tell of, and a receiver that raises is
-logged and harms nothing. Log records carry the facts as attributes (`txmsg_id`,
+Signals are sent after the commit that they report. A receiver's exception is logged and
+has no other effect. Log records carry the facts as attributes (`txmsg_id`,
 `txmsg_destination`, `txmsg_stage`, `txmsg_attempt`, `txmsg_duration`).
 """
 
@@ -38,12 +38,11 @@ message_buried = Signal()
 reason, error."""
 
 messages_committed = Signal()
-"""Rows of the outbox were committed: the dispatcher's wake-up. A savepoint that was
-rolled back by hand leaves ids of rows that are gone. Arguments: using, broker, ids (of
-rows)."""
+"""Rows of the outbox were committed; wakes the dispatcher. If a savepoint was rolled
+back by hand, some of the ids have no row. Arguments: using, broker, ids (of rows)."""
 
 lease_lost = Signal()
-"""Somebody else has claimed what this relay held. Arguments: count, broker."""
+"""Another relay has claimed the messages of this one. Arguments: count, broker."""
 
 outcome_unknown = Signal()
 """No receipt came; the messages will be sent again. Arguments: count, broker."""
@@ -53,22 +52,20 @@ dangerous_window = Signal()
 Arguments: stage, seconds, failed (the broker's commit did not follow), employed."""
 
 session_ended = Signal()
-"""An outbox session, of an HTTP request or not, came to its end. Arguments:
-session_id, using, outcome ("committed", "rolled_back", "failed", or "joined" when an
-outer transaction decides), duration (seconds), stored (messages)."""
+"""An outbox session, of an HTTP request or not, ended. Arguments: session_id, using,
+outcome ("committed", "rolled_back", "failed", or "joined" if an outer transaction
+decides), duration (seconds), stored (messages)."""
 
 control_message_sent = Signal()
-"""A session told its service, before its commit, to look after its messages.
-Arguments: session_id, using, outcome ("sent" or "failed"), duration (seconds),
-error."""
+"""A session sent its control message before its commit. Arguments: session_id, using,
+outcome ("sent" or "failed"), duration (seconds), error."""
 
 control_message_handled = Signal()
 """A control message was settled. Arguments: session_id, using, outcome ("dispatched",
 "already_dispatched", "rolled_back", "given_up", "left_to_relay", "unsigned",
-"another_database", "unreadable"),
-attempts (looks at the session), transit_time (seconds from its sending to its first
-arrival, by two clocks, or None), headers (those that were signed: the session's
-metadata, for example)."""
+"another_database", "unreadable"), attempts (checks of the session), transit_time
+(seconds from its sending to its first arrival, by two clocks, or None), headers (those
+that were signed: the session's metadata, for example)."""
 
 _EVENTS = {
     message_stored: ("stored", logging.INFO),
@@ -81,7 +78,8 @@ _EVENTS = {
 
 
 def announced(signal: Signal) -> bool:
-    """Return whether anybody would hear of this event: spares the work if not."""
+    """Return whether this event has a log handler or receiver; if not, callers skip the
+    work."""
     return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
 
 

@@ -1,6 +1,6 @@
 """Hop 8: the user's functions, declared with `@stage` and found by autodiscovery.
 
-Every installed app's `stages` module is imported when Django starts.
+Django imports the `stages` module of every installed app at start.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
 from .sending.destination import Destination
 
-#: Seconds that a handler can be given at most: PostgreSQL counts them in milliseconds,
-#: in an integer.
+#: Longest time-out of a handler, in seconds: PostgreSQL counts milliseconds in an
+#: integer.
 MAX_TIMEOUT = 7 * 86_400.0
 Order = Literal["block", "skip"]
 ORDERS: tuple[Order, ...] = ("block", "skip")
@@ -35,7 +35,7 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Stage:
-    """A handler, the destination it consumes, and how its transaction is drawn."""
+    """A handler, its destination, and the options of its transaction."""
 
     name: str
     destination: str
@@ -48,42 +48,43 @@ class Stage:
     broker: str = "default"
     batch: int = 1
     timeout: float | None = None
-    #: Whether messages of one key run in their order, and what a dead one does to it.
+    #: Whether messages of one key run in order, and whether a dead one blocks them.
     ordered: Order | None = None
     #: The annotation of the body that the handler takes; None: it takes the message.
     accepts: Any = None
-    #: What `resolved()` has found out.
+    #: What `resolved()` has determined.
     _definition: TransactionDefinition | None = None
-    #: What surrounds its transaction: middlewares (`consuming/stage_middleware.py`).
+    #: Middlewares around its transaction (`consuming/stage_middleware.py`).
     outside: Any = None
 
     @property
     def is_resolved(self) -> bool:
-        """Whether it is as a consumer runs it."""
+        """Whether policy and transaction are determined, as a consumer needs them."""
         return self._definition is not None
 
     def resolved(self) -> Stage:
-        """Return the stage with its policy and its transaction found out once and for
-        all, as a consumer runs it: two answers for one message would be a split one."""
+        """Return the stage with its policy and transaction determined once, as a
+        consumer runs it: two different answers for one message could split it."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 
     @property
     def reader(self) -> BodyReader | None:
-        """What makes a body the handler's argument; None where it takes the message,
-        with the body as JSON gives it. Raises ConfigurationError without a codec."""
+        """The codec that turns a body into the handler's argument; None if the handler
+        takes the message, whose body is parsed JSON. Raises ConfigurationError if no
+        codec fits."""
         return None if self.accepts is None else codecs.reader(self.accepts)
 
     @property
     def reads(self) -> Sequence[tuple[str, int]] | None:
-        """The message types that the handler reads, each with its version here; None
-        where it takes every body, as JSON gives it."""
+        """The message types that the handler reads, each with its version here; None if
+        it takes every body as parsed JSON."""
         reader = self.reader
         return None if reader is None else reader.reads
 
     @property
     def policy(self) -> RedeliveryPolicy:
-        """The stage's redelivery policy, or the settings' one."""
+        """The stage's redelivery policy, or that of the settings."""
         if self.redelivery is not None:
             return self.redelivery
         given = conf.get().REDELIVERY
@@ -98,14 +99,15 @@ class Stage:
 
     @property
     def subscriber(self) -> str | None:
-        """The name of the stage's subscription, where its destination is a topic."""
+        """The name of the stage's subscription, if its destination is a topic."""
         if not wire.is_topic(self.destination):
             return None
         return f"{conf.get().SERVICE}.{self.name}"
 
     @property
     def definition(self) -> TransactionDefinition:
-        """The stage's transaction: its own words, else TRANSACTION_DEFINITION's."""
+        """The stage's transaction: its own options, else those of
+        TRANSACTION_DEFINITION."""
         if self._definition is not None:
             return self._definition
         default = TransactionDefinition()
@@ -119,8 +121,9 @@ class Stage:
 
 
 class CallNext:
-    """What a middleware of TXMSG["STAGE_MIDDLEWARE"] calls to go on, once: the next
-    middleware, and in the end the handler. `stage` is the one it stands before."""
+    """The next step for a middleware of TXMSG["STAGE_MIDDLEWARE"], to be called once:
+    the next middleware, or finally the handler. `stage` is the stage that it belongs
+    to."""
 
     __slots__ = ("_call", "stage")
 
@@ -128,9 +131,9 @@ class CallNext:
         self.stage, self._call = stage, call
 
     def __call__(self, message: Message) -> Any:
-        """Go on with the message, or with a copy of it that has another body or other
-        headers. Returns what the handler returned, where that is inside of the same
-        transaction; raises what it raised."""
+        """Go on with the message, or with a copy that has another body or other
+        headers. Returns the handler's result, if inside the same transaction; raises
+        the handler's exception."""
         return self._call(message)
 
 
@@ -184,20 +187,20 @@ def stage(
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
-    It takes a Message, or what its annotation says that the body is: `(order: Order)`
-    or `(order: Order, message: Message)`; `txmsg-type` selects the member of a union.
-    `name` (default: the destination) is the inbox's key together with the message id:
-    keep it when you rename the function. `transaction`: "outbox" (exactly-once
-    effects), "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no
-    database). `using` and `isolation` define the database transaction (default:
-    TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency`
-    is threads a process; `batch` messages share one transaction, each in a savepoint.
-    `timeout`: seconds for one execution of the handler. Its query is cancelled then, it
-    can make no other, and the attempt fails with StageTimedOut.
-    `ordered`: messages of one key run one at a time, in the order in which they left;
-    a dead one holds up its followers ("block") or does not ("skip").
+    It takes a Message, or a body of the annotated type: `(order: Order)` or `(order:
+    Order, message: Message)`; `txmsg-type` selects the member of a union. `name`
+    (default: the destination) is the inbox's key together with the message id: keep it
+    when you rename the function. `transaction`: "outbox" (exactly-once effects),
+    "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no database).
+    `using` and `isolation` define the database transaction (default:
+    TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
+    the number of threads in each process; `batch` messages share one transaction, each
+    in a savepoint. `timeout`: seconds for one execution of the handler. Then its query
+    is cancelled, it can run no other, and the attempt fails with StageTimedOut.
+    `ordered`: messages of one key run one at a time, in the order in which they left; a
+    dead one blocks its followers ("block") or does not ("skip").
 
-    Raises ConfigurationError for a name that is taken and for what cannot be.
+    Raises ConfigurationError if the name is taken or the options contradict each other.
     """
     destination = _named(destination)
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
@@ -226,7 +229,7 @@ def stage(
 
 
 def register(declared: Stage) -> None:
-    """Make a stage known. Raises ConfigurationError when its name is taken."""
+    """Register a stage. Raises ConfigurationError if its name is taken."""
     known = _stages.get(declared.name, declared)
     first, second = path_of(known.handler), path_of(declared.handler)
     if first != second:
@@ -238,13 +241,13 @@ def register(declared: Stage) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forget a stage, as tests do with the ones they declare."""
+    """Remove a stage, as tests do with the stages they declare."""
     _stages.pop(name, None)
 
 
 def provide(provider: Callable[[], Iterable[Stage]]) -> None:
-    """Let `provider` say, each time that stages are asked for, which ones other
-    settings than ours declare."""
+    """Register a function that returns further stages, from settings other than ours;
+    it is called whenever stages are listed."""
     if provider not in _providers:
         _providers.append(provider)
 

@@ -1,4 +1,4 @@
-"""Hop 3 for people who run Celery beat: what the commands do, as tasks.
+"""Hop 3 for users of Celery beat: the work of the commands, as tasks.
 
 `autodiscover_tasks()` finds them. They may overlap, and run beside `manage.py relay`:
 no message is claimed twice. See docs/how-to/celery.md.
@@ -37,15 +37,15 @@ def relay_outbox(
     databases: list[str] | None = None,
     brokers: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Dispatch what is due, and return how many messages met which end. Recurring
-    messages whose tick has come are stored first.
+    """Dispatch due messages, and return the counts by outcome. Recurring messages whose
+    tick has come are stored first.
 
-    `databases` are those that the settings and the stages name, when not given. A
-    broker that is down, or a destination that takes nothing, is logged and named
-    under "unavailable"; its messages wait for the next run, and others leave.
+    `databases` defaults to those that the settings and the stages name. A broker that
+    is down, or a destination that takes no messages, is logged and named under
+    "unavailable"; its messages wait for the next run, and the others leave.
     """
     using = databases or with_tables()
-    # One row for all runs: it falls silent when beat does.
+    # One worker row for all runs: it becomes silent when beat stops.
     Presence("relay", using[0], name="celery: relay_outbox").beat(0)
     relay = Relay(
         using,
@@ -53,7 +53,7 @@ def relay_outbox(
         batch_size=batch_size,
     )
     Timekeeper(using).tick()
-    # relay.unavailable says which.
+    # relay.unavailable names them.
     with contextlib.suppress(BrokerUnavailable, DestinationUnavailable):
         relay.run(once=True)
     counts: dict[str, Any] = dict(relay.counts)
@@ -66,7 +66,7 @@ def relay_outbox(
 def prune_messages(
     *, batch_size: int = retention.BATCH_SIZE, database: str | None = None
 ) -> dict[str, int]:
-    """Delete settled rows past TXMSG["RETENTION"], and return how many of which."""
+    """Delete settled rows past TXMSG["RETENTION"], and return the counts by kind."""
     using = database or router.db_for_write(OutboxMessage)
     return {
         kind.name: retention.prune(kind, using, batch_size=batch_size)

@@ -1,8 +1,8 @@
 """OpenTelemetry (extra `opentelemetry`): a span where a message is stored, a span where
-it is processed, and a link between them, however long it lay in between.
+it is processed, and a link between them, however long it waits in between.
 
-Nothing happens, and nothing is imported, before `tracing.install()` was called in the
-process (an AppConfig's `ready()`). The trace travels in the message's `traceparent`.
+Nothing happens, and nothing is imported, until the process calls `tracing.install()`
+(in an AppConfig's `ready()`). The trace travels in the message's `traceparent`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .errors import ConfigurationError
 
 _tracer: Any = None
 
-#: The name of this messaging system, in the semantic conventions' sense.
+#: The name of this messaging system in OpenTelemetry's semantic conventions.
 SYSTEM = "django_txmsg"
 
 
 def install(tracer_provider: Any = None) -> None:
-    """Trace from now on, by the given or the global tracer provider.
+    """Trace from now on, with the given or the global tracer provider.
 
-    Raises ConfigurationError where opentelemetry-api is not installed.
+    Raises ConfigurationError if opentelemetry-api is not installed.
     """
     global _tracer
     _tracer = _module("trace").get_tracer(
@@ -42,9 +42,9 @@ def uninstall() -> None:
 def stored(
     message_id: object, destination: str, headers: MutableMapping[str, str]
 ) -> None:
-    """Note in a producer span that a message is stored, and write its `traceparent`.
+    """Record in a producer span that a message is stored, and set its `traceparent`.
 
-    A `traceparent` that the caller gave stays as it is.
+    A `traceparent` from the caller stays as it is.
     """
     if _tracer is None or wire.TRACEPARENT in headers:
         return
@@ -59,9 +59,9 @@ def stored(
 
 @contextmanager
 def processing(message: Message, stage: str) -> Iterator[None]:
-    """Run a stage within a consumer span, linked to where the message was stored.
+    """Run a stage within a consumer span, linked to the span that stored the message.
 
-    The span is a child of it too, so that one trace shows the whole flow.
+    It is also a child of that span, so that one trace shows the whole flow.
     """
     if _tracer is None:
         yield
@@ -96,7 +96,8 @@ def _attributes(operation: str, destination: str, message_id: object) -> dict[st
 
 
 def _propagator() -> Any:
-    # W3C trace context whatever the process is set to: it is what is on the wire.
+    # Always W3C trace context, whatever the process is set to: the wire format requires
+    # it.
     name = "trace.propagation.tracecontext"
     return _module(name).TraceContextTextMapPropagator()
 

@@ -1,1 +1,2 @@
-"""What travels: a message, its bytes, its failures and its next attempt. Pure."""
+"""Messages, their bytes, their failures and their next attempt. Pure functions and
+values."""

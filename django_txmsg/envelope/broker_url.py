@@ -1,7 +1,7 @@
 """The parts of a broker's URL, which may list several hosts.
 
-Used by every reader of a URL of `TXMSG["BROKERS"]`, before hop 4. It checks nothing
-but the brackets: what the parts mean is the broker's business.
+Every reader of a URL of `TXMSG["BROKERS"]` uses it, before hop 4. It validates only
+brackets: the broker judges the parts.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import re
 import ssl
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-#: Options in a URL's query that are secret.
+#: Options of a URL's query that are secret.
 _SECRET = re.compile(r"((?:password|passcode|secret|token)=)[^&#]*", re.IGNORECASE)
 
 
 class BrokerUrl(str):
-    """A broker's URL that does not show its password where values are shown: on
-    Django's debug page, in mails of errors, in `diffsettings`. It is a string as any
-    other, password included, to its users."""
+    """A broker's URL that hides its password where values are displayed: on Django's
+    debug page, in error mails, in `diffsettings`. For its users it is an ordinary
+    string, password included."""
 
     __slots__ = ()
 
@@ -26,7 +26,7 @@ class BrokerUrl(str):
 
 
 def without_password(url: str) -> str:
-    """Return the URL with asterisks for what is secret in it."""
+    """Return the URL with asterisks in place of its secrets."""
     scheme, separator, rest = url.partition("://")
     credentials, at, hosts = rest.rpartition("@")
     user, colon, _ = credentials.partition(":")
@@ -37,20 +37,20 @@ def without_password(url: str) -> str:
 def split_url(url: str) -> SplitResult:
     """Return the parts of `url`; `netloc` is the whole list of hosts.
 
-    Raises ValueError for brackets that do not match.
+    Raises ValueError if brackets do not match.
     """
     scheme, separator, rest = url.partition("://")
     hosts = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if hosts.count("[") != hosts.count("]"):
         raise ValueError("an IPv6 address is not closed")
-    # Without the hosts: urlsplit refuses two IPv6 addresses as one malformed one.
+    # Without the hosts: urlsplit refuses two IPv6 addresses as one malformed address.
     parts = urlsplit(f"{scheme}{separator}{rest[len(hosts) :]}")
     return parts._replace(netloc=hosts)
 
 
 def read_query(parts: SplitResult) -> dict[str, str]:
-    """Return the options of a URL's query. Raises ValueError, which shows nothing of a
-    password that was written with a "/", "?", "#" or "&" as it is."""
+    """Return the options of a URL's query. Raises ValueError, whose text never contains
+    any part of a password with an unencoded "/", "?", "#" or "&"."""
     behind = parts.path + parts.fragment
     if "@" not in parts.netloc:
         behind += parts.query
@@ -70,8 +70,8 @@ def read_query(parts: SplitResult) -> dict[str, str]:
 
 
 def hurry(url: str, timeout: float) -> str:
-    """Return the URL with limits that it does not say itself: each of several hosts in
-    its share of the `timeout`, so that one that is silent does not hide the next."""
+    """Return the URL with short time-outs where it sets none: each host gets its share
+    of `timeout`, so that a silent host leaves time for the next."""
     parts = split_url(url)
     said = dict(parse_qsl(parts.query, keep_blank_values=True))
     limits = {
@@ -84,7 +84,7 @@ def hurry(url: str, timeout: float) -> str:
 
 
 def read_address(text: str, default_port: int) -> tuple[str, int]:
-    """Return host and port of one of a URL's hosts. Raises ValueError."""
+    """Return host and port of one host of a URL. Raises ValueError."""
     host, bracket, port = text.rpartition("]")
     if bracket:
         host, port = host.removeprefix("["), port.removeprefix(":")
@@ -102,10 +102,10 @@ def read_address(text: str, default_port: int) -> tuple[str, int]:
 def tls_context(
     ca: str | None, cert: str | None, key: str | None, key_password: str | None
 ) -> ssl.SSLContext:
-    """Return the context of a connection that verifies the broker's certificate and
-    name, always. Raises OSError or ssl.SSLError for a file that cannot be read."""
+    """Return the TLS context of a connection, which always verifies the broker's
+    certificate and name. Raises OSError or ssl.SSLError if a file cannot be read."""
     context = ssl.create_default_context(cafile=ca)
     if cert is not None:
-        # Without a password OpenSSL would ask for one, on the terminal.
+        # Without a password OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(cert, key, key_password or "")
     return context

@@ -1,7 +1,7 @@
-"""CloudEvents 1.0 as others send them, structured or binary, read as our messages.
+"""Reads CloudEvents 1.0, structured or binary, as our messages.
 
-The event's attributes become our headers, where the sender has not set them itself;
-its data becomes the body. Pure: no Django, no I/O.
+The event's attributes become headers, unless the sender set those itself; its data
+becomes the body. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from .serializers import is_json
 
 STRUCTURED = "application/cloudevents+json"
 _ANY = "application/cloudevents"
-#: How attributes are named as headers: HTTP's and Kafka's way, AMQP's, and both as
-#: properties that JMS can name.
+#: Prefixes of attributes as headers: that of HTTP, of Kafka and of AMQP, and the latter
+#: as JMS property names.
 _PREFIXES = ("ce-", "ce_", "cloudEvents:", "cloudEvents_")
 _MARKS = frozenset(f"{prefix}specversion" for prefix in _PREFIXES)
 _NEEDED = ("id", "source", "type")
 _DATA = ("data", "data_base64")
-#: What no attribute may have in it, and no header of ours can: control characters and
-#: lone surrogates.
+#: Control characters and lone surrogates: neither an attribute nor one of our headers
+#: may contain them.
 _NO_TEXT = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
 
 
 def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
-    """Return the headers that an event's attributes stand for; none for what is no
-    event. An id of its own comes from the source and the id, which are unique together.
-    """
+    """Return the headers for an event's attributes, or none if the message is not an
+    event. The message id is derived from source and id, which are unique together."""
     try:
         event = _attributes(headers, body)
     except DecodeError:
@@ -58,14 +57,14 @@ def headers_of(headers: Mapping[str, str], body: bytes) -> dict[str, str]:
 
 
 def is_structured(content_type: str) -> bool:
-    """Return whether the body is an event, with its data in it."""
+    """Return whether the body is a structured event, which contains its data."""
     return content_type.strip().lower().startswith(_ANY)
 
 
 def data(body: bytes) -> tuple[bytes, str]:
     """Return the data of a structured event as bytes, and its content type.
 
-    Raises DecodeError for what is no event, or a batch of them.
+    Raises DecodeError if the body is not an event, or is a batch of events.
     """
     event = _event(body)
     content_type = str(event.get("datacontenttype") or wire.JSON)

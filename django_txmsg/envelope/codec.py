@@ -1,7 +1,7 @@
-"""A codec: it makes objects of a user's classes from JSON, and JSON of them.
+"""Codecs: they turn JSON into objects of a user's classes, and back.
 
-Pure: no Django, no I/O. Ours is pydantic's (`pydantic_codec`); TXMSG["CODECS"] names
-others, which come first.
+Pure: no Django, no I/O. Ours uses pydantic (`pydantic_codec`); TXMSG["CODECS"] names
+others, which take precedence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import TxmsgError
 from . import serializers
 
-#: The most errors that are reported of one body.
+#: Most errors reported for one body.
 MAX_ERRORS = 20
 MAX_PATH = 200
 
@@ -26,7 +26,7 @@ class Misfit(TxmsgError):
     """A body does not fit its type.
 
     `errors` are pairs of the path in the body and the kind of the error. They never
-    say what is there: it may be personal.
+    contain values, which may be personal.
     """
 
     def __init__(self, errors: Sequence[tuple[str, str]]) -> None:
@@ -42,36 +42,38 @@ class Codec(ABC):
 
     @abstractmethod
     def handles(self, annotation: Any) -> bool:
-        """Return whether this codec knows what to do with a handler's annotation, or
-        with the class of what is sent."""
+        """Return whether this codec handles a handler's annotation, or the class of a
+        sent object."""
 
     @abstractmethod
     def decode(self, annotation: Any, body: bytes) -> Any:
-        """Return the object that JSON text in UTF-8 stands for. Raises Misfit."""
+        """Return the object for JSON text in UTF-8. Raises Misfit."""
 
     @abstractmethod
     def encode(self, annotation: Any, value: Any) -> bytes:
         """Return JSON text in UTF-8 that `decode()` reads. Raises Misfit for a value
-        that it would not read."""
+        that `decode()` would not read."""
 
     def decode_value(self, annotation: Any, value: Any) -> Any:
-        """Return the object that a parsed body stands for, in which numbers that have a
-        fraction are Decimals. Raises Misfit."""
+        """Return the object for a parsed body, in which fractional numbers are
+        Decimals. Raises Misfit."""
         return self.decode(annotation, to_json(value))
 
     def schema(self, annotation: Any) -> dict[str, Any] | None:
-        """Return the JSON Schema (draft 2020-12) of what is read; None: unknown."""
+        """Return the JSON Schema (draft 2020-12) of the bodies it reads; None:
+        unknown."""
         return None
 
 
 def from_json(body: bytes | str) -> Any:
-    """Parse JSON, with numbers that have a fraction as Decimals: a float would cut
-    their digits. Raises DecodeError where it is not JSON."""
+    """Parse JSON, with fractional numbers as Decimals, because a float would lose
+    digits. Raises DecodeError if it is not JSON."""
     return serializers.loads(body, parse_float=decimal.Decimal)
 
 
 def to_json(value: Any) -> bytes:
-    """Write what `from_json()` read, with Decimals as numbers again, digit by digit."""
+    """Write what `from_json()` parsed, with Decimals as numbers again, digit by
+    digit."""
     text = json.dumps(value, default=_plain, ensure_ascii=False)
     return _NUMBER.sub(r"\1", text).encode()
 
@@ -82,6 +84,6 @@ def _plain(value: object) -> str:
     return serializers.as_text(value)
 
 
-# json writes no number of ours, but text; nobody's text has this in front.
+# json can write our numbers only as text; no user's text begins with this mark.
 _MARK = uuid.uuid4().hex
 _NUMBER = re.compile(f'"{_MARK}([^"]*)"')

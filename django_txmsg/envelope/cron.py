@@ -1,8 +1,8 @@
-"""When a recurring message is due: a cron expression on the wall clock of a time zone.
+"""When a recurring message is due: a cron expression in the local time of a time zone.
 
-A clock change is taken as Debian's cron takes it. Where the hour or the minute begins
-with a star, real time counts. Any other time of day comes once a day: one that is
-skipped in spring right after the change, one that comes twice in autumn at its first.
+Clock changes follow Debian's cron. If the hour or minute begins with a star, ticks
+follow elapsed time. Every other time of day occurs once a day: if spring skips it,
+right after the change; if autumn repeats it, the first time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import ConfigurationError
 
 UTC = dt.timezone.utc
 _SECOND = dt.timedelta(seconds=1)
-#: Longer than any clock is turned back.
+#: Longer than any clock change.
 _A_CHANGE = dt.timedelta(hours=3)
 
 
@@ -26,8 +26,8 @@ _A_CHANGE = dt.timedelta(hours=3)
 class Cron:
     """The ticks of an expression of five fields, or six with seconds first.
 
-    Ticks are aware instants in UTC. Raises ConfigurationError for an expression that
-    is none or never due, and for an unknown time zone.
+    Ticks are aware instants in UTC. Raises ConfigurationError if the expression is
+    malformed or never due, or the time zone is unknown.
     """
 
     expression: str
@@ -41,23 +41,25 @@ class Cron:
         return f"{self.expression} {self.tz}"
 
     def after(self, instant: dt.datetime) -> dt.datetime | None:
-        """Return the first tick after an instant; None when there is none."""
-        # From within an hour that comes twice, one of its first time may be given.
+        """Return the first tick after an instant, or None."""
+        # From inside a repeated hour, cronsim may return a tick of its first
+        # occurrence.
         return next((tick for tick in self._ticks(instant) if tick > instant), None)
 
     def between(self, after: dt.datetime, until: dt.datetime) -> Iterator[dt.datetime]:
-        """Yield the ticks after an instant until another, that one included."""
+        """Yield the ticks after `start`, up to and including `end`."""
         found = takewhile(lambda tick: tick <= until, self._ticks(after))
         return (tick for tick in found if tick > after)
 
     def last(self, after: dt.datetime, until: dt.datetime) -> dt.datetime | None:
-        """Return the last tick of `between()`, in a time that does not grow with it."""
-        # From within an hour that comes twice, those of its first time are not found.
+        """Return the last tick of `between()`, in time that does not grow with the
+        interval."""
+        # From inside a repeated hour, ticks of its first occurrence are not found.
         margin = _A_CHANGE if len(self.expression.split()) == 5 else _SECOND
         found = self._ticks(until.replace(microsecond=0) + margin, reverse=True)
         tick = next((tick for tick in found if tick <= until), None)
         if tick is not None:
-            # Backwards, some right behind a change of half an hour are passed over.
+            # Backwards, cronsim skips some ticks right after a half-hour change.
             for later in self.between(tick, until):
                 tick = later
         return tick if tick is not None and tick > after else None

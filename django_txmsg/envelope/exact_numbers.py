@@ -1,7 +1,7 @@
-"""Numbers for Decimals keep their digits: they are handed on as text.
+"""Keeps the digits of numbers that are read as Decimals, by passing them as text.
 
-pydantic reads a number's digits by way of a float, and `12345678901234567.89` becomes
-`…568`. A marked JSON Schema tells where the Decimals are. Pure: no Django, no I/O.
+pydantic reads a number through a float, and `12345678901234567.89` becomes `…568`. A
+marked JSON Schema shows where the Decimals are. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import decimal
 from collections.abc import Sequence
 from typing import Any
 
-#: In a schema: a Decimal is read here.
+#: Schema key: a Decimal is read here.
 MARK = "x-txmsg-decimal"
-#: Of a field: the paths that it is read from too, beside its name.
+#: Schema key of a field: the paths from which it is also read, besides its name.
 ALIASES = "x-txmsg-aliases"
 
 
 def with_exact_numbers(value: Any, schema: dict[str, Any]) -> Any:
-    """Return a parsed body with each Decimal that is read as one turned to text; the
-    very value where there is none."""
+    """Return a parsed body with each number that is read as a Decimal turned into text;
+    the same object if there is none."""
     return _Exact(schema.get("$defs", {})).walk(value, schema)
 
 
 def with_aliases(schema: Any) -> Any:
-    """Return a schema in which each object has its fields by their aliases too."""
+    """Return a schema in which each object lists its fields by their aliases too."""
     if isinstance(schema, list):
         return [with_aliases(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,7 +1,8 @@
-"""An exception as it is kept: its text, its traceback, and a fingerprint to group by.
+"""The stored form of an exception: its text, its traceback, and a fingerprint to group
+by.
 
-An exception is its author's code: its text, its cause, its notes, the names of its
-class may raise, and it is the failure that it is all the same. Pure: no Django, no I/O.
+Exceptions run their author's code: the text, the cause, the notes, even the name of the
+class may raise. The failure is recorded all the same. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-#: Longest text kept of an exception and of a traceback, in characters.
+#: Longest stored text of an exception, and of a traceback, in characters.
 MAX_EXCEPTION = 2_000
 MAX_TRACEBACK = 16_384
 
-#: What differs between two texts that say the same: ids, numbers, instants.
+#: Parts in which texts of the same error differ: ids, numbers, instants.
 _VARIABLE = re.compile(r"\b[0-9a-f]{8}[0-9a-f-]{8,}\b|\d+")
 
 _OURS = str(Path(__file__).parents[1])
@@ -27,7 +28,7 @@ _OURS = str(Path(__file__).parents[1])
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is kept of an error. Two failures of one cause share a fingerprint."""
+    """The stored form of an error. Failures with the same cause share a fingerprint."""
 
     exception: str
     traceback: str = ""
@@ -35,9 +36,9 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Return what is kept of `error`: its type and the module and function of the
-        innermost application frame make the fingerprint, without line numbers, so
-        that it survives an edit."""
+        """Return the stored form of `error`. The fingerprint is made of its type and of
+        the module and function of the innermost application frame, without line
+        numbers, so that it survives an edit."""
         name = _name(type(error))
         text = f"{name}: {text_of(error)}".rstrip(": ")
         trace = _asked(lambda: "".join(tb.format_exception(error)))
@@ -52,34 +53,34 @@ class Failure:
 
     @classmethod
     def because(cls, reason: str, detail: str) -> Failure:
-        """Return a failure without an exception: a verdict of our own, or a broker's.
-        The words make the fingerprint too, but for numbers and ids in them: a broker
-        refuses for reasons that have nothing in common."""
+        """Return a failure without an exception: a verdict of ours, or a broker's. The
+        fingerprint is made of its text without numbers and ids, since a broker's
+        reasons to refuse have nothing else in common."""
         same = _VARIABLE.sub("#", _clean(detail)[:MAX_EXCEPTION].lower())
         digest = hashlib.sha256(f"2|{reason}|{same}".encode()).hexdigest()
         return cls(_cut(_clean(detail), MAX_EXCEPTION), "", digest[:16])
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says, or which error its own text raised."""
+    """Return an exception's text, or the name of the error that its text raised."""
     return _asked(lambda: str(error), "<str() raised {}>")
 
 
 def class_name(error: BaseException) -> str:
-    """Return the name of its class, without the module."""
+    """Return the name of an exception's class, without the module."""
     return _bare_name(type(error))
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether this is Ctrl-C, which Python raises in the main thread alone (and
-    a command of ours nowhere). In another thread it is what somebody's code raised, and
-    a failure like any other."""
+    """Return whether this is Ctrl-C, which Python raises only in the main thread (and
+    commands of ours nowhere). In another thread, some code raised it, and it is an
+    ordinary failure."""
     main = threading.current_thread() is threading.main_thread()
     return isinstance(error, KeyboardInterrupt) and main
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """Return what an exception was raised from, whatever its class makes of that."""
+    """Return the cause of an exception, even if its class overrides the attribute."""
     cause: BaseException | None = vars(BaseException)["__cause__"].__get__(error)
     return cause
 
@@ -90,8 +91,8 @@ def _traceback_of(error: BaseException) -> TracebackType | None:
 
 
 def _asked(question: Callable[[], str], otherwise: str = "") -> str:
-    """Return the answer of code that is not ours as a plain text, or `otherwise` with
-    the name of what it raised."""
+    """Return the result of foreign code as plain text, or `otherwise` with the name of
+    the exception it raised."""
     try:
         return "".join([question()])
     except BaseException as failed:
@@ -104,7 +105,7 @@ def _name(kind: type[BaseException]) -> str:
 
 
 def _bare_name(kind: type[BaseException]) -> str:
-    # Past a metaclass that hides it.
+    # Bypasses a metaclass that hides it.
     return str(vars(type)["__name__"].__get__(kind))
 
 
@@ -119,7 +120,7 @@ def _application_frame(error: BaseException) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    # The module and not the file: every app has a file named stages.py.
+    # The module, not the file: every app has a file named stages.py.
     module = frame.f_globals.get("__name__") or Path(frame.f_code.co_filename).name
     return f"{module}:{frame.f_code.co_name}"
 
@@ -131,7 +132,7 @@ def _clean(text: str) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Keep both ends: the first line tells the way in, the last ones the error."""
+    """Keep both ends: the first line shows the way in, the last ones the error."""
     if len(text) <= most:
         return text
     head = most // 4

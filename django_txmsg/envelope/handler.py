@@ -1,4 +1,4 @@
-"""What a handler takes: the message, its body, or both. Its annotations say so.
+"""What a handler takes, by its annotations: the message, its body, or both.
 
 Pure: no Django, no I/O.
 """
@@ -18,7 +18,7 @@ Handler = Callable[[Message], Any]
 Body = TypeVar("Body")
 Result = TypeVar("Result")
 
-#: Annotations of a first argument that is the message, as JSON gives its body.
+#: Annotations of a first argument that takes the message, whose body is parsed JSON.
 _THE_MESSAGE = (Message, Any, object, inspect.Parameter.empty)
 
 
@@ -40,8 +40,8 @@ class Declaring(Protocol[Body]):
 
 
 def accepted(handler: Callable[..., Any]) -> Any:
-    """Return the annotation of the body that a handler takes; None where it takes the
-    message. Raises ConfigurationError for an annotation that names nothing."""
+    """Return the annotation of the body that a handler takes, or None if it takes the
+    message. Raises ConfigurationError if the annotation cannot be resolved."""
     positional = _positional(handler)
     if not positional:
         return None
@@ -50,7 +50,7 @@ def accepted(handler: Callable[..., Any]) -> Any:
 
 
 def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
-    """Return the handler as a function of the message that has been read for it."""
+    """Return the handler as a function of the message with its decoded body."""
     if accepted(handler) is None:
         _check_call(handler, 1)
         return handler
@@ -72,8 +72,9 @@ def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
 
 
 def check(handler: Any) -> None:
-    """Raise ConfigurationError for what is no plain function, or cannot be one: calling
-    it would do nothing, and its message would count as worked on."""
+    """Raise ConfigurationError unless this can be a handler: a plain function. Calling
+    a coroutine function or a generator would run nothing, and the message would count
+    as processed."""
     if not callable(handler) or inspect.isclass(handler):
         raise ConfigurationError(
             f"{handler!r} cannot be a handler. Decorate a function, or give an "
@@ -108,24 +109,25 @@ def _runs(handler: Any) -> Any:
 
 
 def _arguments(handler: Callable[..., Any]) -> int:
-    """Return how many arguments a handler that takes a body is called with."""
+    """Return how many arguments a handler with a body parameter is called with."""
     needed = [one for one in _positional(handler) if one.default is one.empty]
     own = _own_signature(handler)
     if own is None or own == inspect.signature(handler):
         return max(len(needed), 1)
     kinds = [one.kind for one in own.parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        # A decorator's function that takes less, or more, than what it has decorated.
+        # The function of a decorator that takes fewer or more arguments than the
+        # decorated one.
         needed = [one for one in _taken(own) if one.default is one.empty]
         return max(len(needed), 1)
-    # Or one that hands on what it gets, and may add to it.
+    # A decorator's function that passes on its arguments, and may add some.
     asked = [one.annotation for one in needed[1:2]]
     return 2 if asked and (asked[0] in _THE_MESSAGE or _named_message(asked[0])) else 1
 
 
 def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:
-    """Return what a call has to fit: a decorator's function gives the signature of what
-    it has decorated for its own, and may call that with arguments of its own."""
+    """Return the signature that a call must fit. A decorator's function reports the
+    signature of the decorated function, but may call it with other arguments."""
     try:
         return inspect.signature(handler, follow_wrapped=False)
     except (TypeError, ValueError):
@@ -133,7 +135,8 @@ def _own_signature(handler: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _check_call(handler: Callable[..., Any], arguments: int) -> None:
-    """Raise ConfigurationError if the handler cannot be called with so many."""
+    """Raise ConfigurationError if the handler cannot be called with that many
+    arguments."""
     signature = _own_signature(handler)
     if signature is None:
         return
@@ -167,7 +170,8 @@ def _taken(signature: inspect.Signature) -> list[inspect.Parameter]:
 
 def _resolved(handler: Callable[..., Any], parameter: inspect.Parameter) -> Any:
     """Return an annotation as an object: with `from __future__ import annotations` it
-    is text. Only this one is looked up: the others may be there for a checker alone."""
+    is text. Only this annotation is resolved: names in the others may exist for type
+    checkers only."""
     given = parameter.annotation
     if not isinstance(given, str):
         return given
@@ -195,5 +199,5 @@ def _named_message(annotation: Any) -> bool:
 
 
 def path_of(handler: Callable[..., Any]) -> str:
-    """Return the name of a function, with its module's."""
+    """Return the dotted path of a function."""
     return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"

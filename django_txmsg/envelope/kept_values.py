@@ -1,8 +1,8 @@
-"""What arrives as something else than what was sent, though nobody has raised an error:
-asterisks for a secret, a default for a field that is not written, text for a date.
+"""Finds values that would arrive changed although nothing raised an error: asterisks
+for a secret, a default for a field that is not written, text for a date.
 
-Objects are compared here, and not by their classes' `==`: to that, True is 1 and 1.0,
-and a field that a dataclass leaves out of it may be lost. Pure: no Django, no I/O.
+Objects are compared here, not by their classes' `==`: to that, True equals 1 and 1.0,
+and a dataclass may exclude a field from it. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from itertools import count
 from operator import attrgetter
 from typing import Any
 
-#: Where something has changed, from the outside in, and what has become of it.
+#: The path of the change, from the outside in, and a description of it.
 Change = tuple[tuple[Any, ...], str]
-#: Whether two values of a class are the same, or where they are not.
+#: A comparison of two values of a class: None if equal, else where they differ.
 Found = Sequence[Change] | bool
 Comparison = Callable[[Any, Any], Found]
 
 
 class FieldName(str):
-    """A step to a field, whose name is the class's own: a key of a dict is a value."""
+    """A step to a field. Its name belongs to the class, unlike a dict's key, which is a
+    value."""
 
     __slots__ = ()
 
 
 def changes(sent: Any, read: Any) -> Sequence[Change]:
-    """Return where `read`, which is what `sent` becomes on its way, is another value,
-    or one of another type."""
+    """Return where `read`, the result of sending `sent`, has another value or another
+    type."""
     if sent is read:
         return ()
     kind, arrived = type(sent), type(read)
@@ -50,21 +51,21 @@ def changes(sent: Any, read: Any) -> Sequence[Change]:
 
 def _will_do(sent: Any, arrived: type) -> bool:
     """Return whether a value may arrive as its class's base: what a subclass adds to
-    text, or to a number, is nothing that is sent."""
+    text or numbers is not sent."""
     if arrived is float:
         return type(sent) is int
     if isinstance(sent, bool) or not _replaces_its_value(sent):
         return False
     if arrived in _PLAIN:
         return isinstance(sent, arrived)
-    # A generic model that was made without its parameters: pydantic's == says so, too.
+    # A generic model created without its parameters: pydantic's == agrees.
     generic = getattr(arrived, "__pydantic_generic_metadata__", None)
     return generic is not None and generic["origin"] is type(sent)
 
 
 def _replaces_its_value(sent: Any) -> bool:
-    """Return whether an enum's member does what its value does: Django's choices, and
-    IntEnum and StrEnum do. Others show their name where text is expected."""
+    """Return whether an enum's member behaves like its value: so do Django's choices,
+    IntEnum and StrEnum. Other members show their name where text is expected."""
     if not isinstance(sent, enum.Enum) or isinstance(sent, int):
         return True
     return isinstance(sent, str) and str(sent) == sent.value
@@ -75,7 +76,7 @@ def _inside(
 ) -> Sequence[Change]:
     found: Sequence[Change] = ()
     for step, one, other in zip(steps, sent, read, strict=False):
-        # Nearly all that is sent, without a call.
+        # The common case, without a call.
         if one is other or (
             type(one) is type(other) and type(one) in _ATOMS and one == other
         ):
@@ -101,7 +102,7 @@ def _same_number(sent: Any, read: Any) -> bool:
 
 
 def _same_time(sent: Any, read: Any) -> bool:
-    # The name of its zone does not travel, and its offset does.
+    # The offset travels, the name of the zone does not.
     local = sent.replace(tzinfo=None) == read.replace(tzinfo=None)
     return bool(local and sent.utcoffset() == read.utcoffset())
 
@@ -149,14 +150,15 @@ def _attributes(of: Any, names: Sequence[str]) -> list[Any]:
 
 
 def _same_model(kind: Any) -> Comparison:
-    """Compare pydantic's models, with what they hold beside their fields."""
+    """Compare pydantic models, including values that are not in fields."""
     names = [*kind.model_fields, *kind.__private_attributes__, "model_extra"]
     if not kind.model_config.get("use_enum_values"):
         return _same_attributes(names)
     steps = [FieldName(one) for one in names]
 
     def compare(sent: Any, read: Any) -> Found:
-        # Its fields hold values, but for defaults, which pydantic leaves as they are.
+        # Fields hold validated values, except defaults, which pydantic does not
+        # validate.
         own = map(_value_of, _attributes(sent, names))
         return _inside(steps, own, map(_value_of, _attributes(read, names)))
 
@@ -176,7 +178,7 @@ def _same_object(sent: Any, read: Any) -> Found:
 
 
 def _comparison(kind: Any) -> Comparison:
-    """Return how two objects of a class are compared."""
+    """Return the function that compares two objects of a class."""
     found = _known.get(kind)
     if found is None:
         found = _known[kind] = _found_out(kind)
@@ -199,9 +201,9 @@ def _found_out(kind: Any) -> Comparison:
 
 
 _MISSING = object()
-#: Classes whose `==` says it all, between two of the very class.
+#: Classes whose `==` is exact between two objects of the very same class.
 _ATOMS = frozenset({str, int, bool, bytes, uuid.UUID, dt.date, dt.timedelta})
-#: What JSON and Python have by themselves.
+#: The types of JSON itself and of Python's built-ins.
 _PLAIN: dict[type, Comparison] = {
     str: _equal,
     int: _equal,

@@ -1,7 +1,7 @@
-"""What of a type has to be known beyond pydantic's reading it: where its Decimals are,
-and which words in the path of an error are the type's own.
+"""Facts about a type beyond pydantic's validation: where its Decimals are, and which
+parts of an error's path are the type's own names.
 
-Imported with pydantic alone. No Django, no I/O.
+Imported only where pydantic is. No Django, no I/O.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from .exact_numbers import ALIASES, MARK, with_aliases
 from .kept_values import FieldName
 
-#: Stands in a path for what the type does not name: a key in a dict is a value.
+#: Replaces a part of a path that the type does not name: a key in a dict is a value.
 HIDDEN = "*"
-#: What pydantic calls members of a union that have no name of their own.
+#: pydantic's labels for members of a union that have no name of their own.
 _KINDS = frozenset(
     {
         "[key]", "bool", "bytes", "date", "datetime", "decimal", "enum", "float", "int",
@@ -41,7 +41,7 @@ class Marked:
         return frozenset(_names(self.schema)) | _KINDS
 
     def path(self, location: tuple[Any, ...]) -> str:
-        """Return the path of an error, without a word that was in the body only."""
+        """Return the path of an error without names that were only in the body."""
         steps = (
             str(one)
             if isinstance(one, int | FieldName) or one in self.names
@@ -52,7 +52,7 @@ class Marked:
 
 
 def marked(adapter: Any) -> Marked:
-    """Return what is to be known of the type of a pydantic adapter."""
+    """Return the marked schema of a pydantic adapter's type."""
     from pydantic.errors import PydanticInvalidForJsonSchema
     from pydantic.json_schema import GenerateJsonSchema
 
@@ -76,7 +76,7 @@ def marked(adapter: Any) -> Marked:
             return _aliased(super().typed_dict_field_schema(schema), schema)
 
     try:
-        # By their names: the aliases, of which there may be many, are told beside.
+        # By field names: aliases, of which there may be many, are listed separately.
         schema = adapter.json_schema(schema_generator=Marking, by_alias=False)
     except PydanticInvalidForJsonSchema:
         schema = {}

@@ -1,7 +1,7 @@
-"""Message: the immutable envelope that travels all nine hops.
+"""Message: the immutable envelope that makes all nine hops.
 
-Pure: no Django, no I/O. `outbound()` validates what a caller sends; everything
-that cannot be carried is refused here, before anything is stored.
+Pure: no Django, no I/O. `outbound()` validates a message to send, and refuses
+everything that cannot be carried before anything is stored.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .. import wire
 from ..errors import MAX_SECONDS, InvalidMessage
 
 MAX_NAME_LENGTH = 255
-#: ActiveMQ takes 10 KB a header line; a header has to arrive on every broker.
+#: ActiveMQ accepts 10 KB for a header line; a header has to arrive on every broker.
 MAX_HEADER_BYTES = 8192
 MAX_HEADERS = 200
 
 _DESTINATION = re.compile(r"(?:topic:)?[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-# NUL ends a STOMP frame; the other control characters but \n, \r and \t have no use in
-# a header and break tools that read it.
+# NUL ends a STOMP frame. The other control characters, except \n, \r and \t, are
+# useless in a header and break tools that read it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-# No encoding of characters has a place for half a pair. What lies above U+FFFF gets
-# lost in headers when ActiveMQ restarts: its store has no place for that.
+# No encoding can hold half a surrogate pair. ActiveMQ loses characters above U+FFFF in
+# headers when it restarts: its store cannot hold them.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ABOVE = re.compile(r"[\U00010000-\U0010ffff]")
 
@@ -47,8 +47,8 @@ class Message:
     """One message as its sender stored it and as a handler receives it.
 
     `body` is the JSON value, the text, or the bytes; `headers` are the caller's.
-    `delivery_attempt` counts started executions of the receiving stage from 1, and is
-    0 on the sender's side; `redelivered` says that this is not the first arrival.
+    `delivery_attempt` counts started executions of the receiving stage from 1, and is 0
+    at the sender; `redelivered` is true unless this is the first arrival.
     """
 
     id: uuid.UUID
@@ -68,14 +68,14 @@ class Message:
         object.__setattr__(self, "headers", own)
 
     def __repr__(self) -> str:
-        # Bodies and header values may hold personal data: neither belongs in a log.
+        # Bodies and header values may hold personal data: neither may be logged.
         return (
             f"<Message {self.id} to {self.destination!r}"
             f" attempt {self.delivery_attempt}>"
         )
 
     def attempted(self, attempt: int) -> Message:
-        """Return this message as the `attempt`-th execution sees it."""
+        """Return this message as the `attempt`-th execution receives it."""
         if attempt == self.delivery_attempt:
             return self
         return replace(self, delivery_attempt=attempt)
@@ -131,8 +131,8 @@ def check_key(key: object) -> str:
 
 
 def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Return a copy of the caller's headers. Raises InvalidMessage for what a broker
-    could not carry unchanged, and for names that are ours."""
+    """Return a copy of the caller's headers. Raises InvalidMessage for headers that a
+    broker could not carry unchanged, and for reserved names."""
     if headers is None:
         return {}
     if len(headers) > MAX_HEADERS:
@@ -170,7 +170,7 @@ def check_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def check_duration(name: str, value: object) -> dt.timedelta | None:
-    """Return a delay or an expiry as given. Raises InvalidMessage unless it is a
+    """Return the delay or expiry unchanged. Raises InvalidMessage unless it is a
     non-negative timedelta or None."""
     if value is None:
         return None
@@ -184,11 +184,11 @@ def check_duration(name: str, value: object) -> dt.timedelta | None:
 
 
 def new_id() -> uuid.UUID:
-    """Return a UUID of version 7 (RFC 9562): time first, so that an index on it
-    grows at one end.
+    """Return a UUID of version 7 (RFC 9562): time first, so that an index on it grows
+    at one end.
 
-    What is random comes from the system: a generator of this process would be copied
-    by a fork, and not each server that forks lets Python know of it.
+    The random part comes from the operating system: a fork would copy a generator of
+    this process, and not every forking server notifies Python.
     """
     value = int(time.time() * 1000) << 80 | int.from_bytes(os.urandom(10), "big")
     value = value & ~(0xF << 76) | 0x7 << 76

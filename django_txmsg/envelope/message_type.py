@@ -1,4 +1,4 @@
-"""What a body's class is called between services, and which version of it this is.
+"""The name of a body's class between services, and the version of it.
 
 Pure: no Django, no I/O.
 """
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigurationError
 
-#: The highest version accepted; above it, the sender is broken.
+#: The highest accepted version; a higher one means a broken sender.
 MAX_VERSION = 1000
 MAX_NAME_LENGTH = 200
 
@@ -26,10 +26,10 @@ Class = TypeVar("Class")
 
 @dataclass(frozen=True, slots=True)
 class MessageType:
-    """The name and the version of a class of bodies, as its declaration says.
+    """The declared name and version of a class of bodies.
 
-    `name` "" is the app's label and the class's name. `readable_from` is the oldest
-    version whose readers understand this one; None leaves that to be found out.
+    If `name` is "", it is the app's label and the class's name. `readable_from` is the
+    oldest version whose readers understand this one; None: it is derived.
     """
 
     name: str = ""
@@ -54,12 +54,12 @@ class MessageType:
 def message_type(
     name: str = "", *, version: int = 1, readable_from: int | None = None
 ) -> Callable[[Class], Class]:
-    """Say what a dataclass, TypedDict or pydantic model is called on the wire.
+    """Name a dataclass, TypedDict or pydantic model on the wire.
 
-    `name` (default: app label + class name) is what other services know it by: keep it
+    `name` (default: app label + class name) is its name for other services: keep it
     when you rename the class. Raise `version` (from 1) with every change of the fields.
-    `readable_from` is the oldest version whose code reads this one's messages; older
-    code lets them wait. Raises ConfigurationError for what cannot be.
+    `readable_from` is the oldest version whose code can read this version's messages;
+    with older code they wait. Raises ConfigurationError if a value is invalid.
     """
     declared = MessageType(name, version, readable_from)
 
@@ -71,20 +71,20 @@ def message_type(
 
 
 def declaration(cls: type) -> MessageType:
-    """Return what was declared of this very class; a subclass is another type."""
+    """Return the declaration of exactly this class; a subclass is another type."""
     found = vars(cls).get(_ATTRIBUTE)
     return found if isinstance(found, MessageType) else MessageType()
 
 
 def is_name(text: str) -> bool:
-    """Return whether this can be the name of a message type."""
+    """Return whether this is a valid name of a message type."""
     return len(text) <= MAX_NAME_LENGTH and _NAME.fullmatch(text) is not None
 
 
 def name_of(cls: type, label: str) -> str:
-    """Return what a class is called that declares no name: by the label of its app, and
-    what a name cannot have in it otherwise. Raises ConfigurationError."""
-    # "Page[Order]", as pydantic calls a generic class that is one of something.
+    """Return the default name of a class: its app's label and its own name, without
+    characters that a type's name cannot have. Raises ConfigurationError."""
+    # "Page[Order]", pydantic's name for a parametrized generic class.
     plain = re.sub(r"[\[\], ]+", "-", f"{label}.{cls.__name__}").strip("-")
     name = plain.encode("ascii", "backslashreplace").decode().replace("\\", "")
     if not is_name(name):
@@ -96,7 +96,7 @@ def name_of(cls: type, label: str) -> str:
 
 
 def unaliased(annotation: Any) -> Any:
-    """Return what a `type X = …` or a NewType stands for, anything else as it is."""
+    """Return the target of a `type X = …` or a NewType; anything else unchanged."""
     while True:
         origin = typing.get_origin(annotation)
         if type(annotation).__name__ == "TypeAliasType":
@@ -115,12 +115,12 @@ def unaliased(annotation: Any) -> Any:
 
 
 def class_of(annotation: Any) -> type | None:
-    """Return the class that a body's annotation means, None where it is none that
-    services could know by a name: a list, a dict, a number."""
+    """Return the class of a body's annotation, or None if services cannot refer to it
+    by name: a list, a dict, a number."""
     annotation = unaliased(annotation)
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = annotation.__origin__
-    # A generic class of something is that class, whatever it is of.
+    # A parametrized generic class counts as that class, whatever its parameters.
     annotation = typing.get_origin(annotation) or annotation
     if not isinstance(annotation, type):
         return None

@@ -1,7 +1,8 @@
-"""The codec for dataclasses, TypedDicts and pydantic models, which pydantic reads.
+"""The codec for dataclasses, TypedDicts and pydantic models.
 
-The home of pydantic (the extra `typed`), imported when a first body needs it. It
-reads in strict JSON mode: the lax one takes "yes" for True and numbers for dates.
+The only module that uses pydantic (the extra `typed`), imported when the first body
+needs it. It validates in strict JSON mode: the lax one takes "yes" for True and numbers
+for dates.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from .marked_schema import Marked, marked
 
 INSTALL = 'pip install "django_txmsg[typed]"'
 
-#: A number with a fraction or an exponent behind something else, where none is
-#: overlooked.
+#: Matches any number with a fraction or an exponent; may match more, never fewer.
 _FRACTION = re.compile(rb"[:\[,\s][-\d]\d*[.eE]")
 _DIGITS = ("max_digits", "decimal_places")
 _NUMBERS = ("int", "float", "decimal", "bool")
@@ -35,9 +35,9 @@ class PydanticCodec(Codec):
         self._marked: dict[Any, Marked] = {}
 
     def handles(self, annotation: Any) -> bool:
-        """Return whether pydantic can make sense of it.
+        """Return whether pydantic can handle it.
 
-        Raises ConfigurationError where pydantic is missing, or says why not.
+        Raises ConfigurationError if pydantic is missing, or with pydantic's reason.
         """
         return self._adapter(annotation) is not None
 
@@ -51,7 +51,8 @@ class PydanticCodec(Codec):
         return self._exactly(annotation, value, None)
 
     def _exactly(self, annotation: Any, value: Any, body: bytes | None) -> Any:
-        """Validate a parsed body, or its bytes where they will do."""
+        """Validate a parsed body, or its bytes if their numbers need no exact
+        reading."""
         marks = self._marks(annotation)
         exact = with_exact_numbers(value, marks.schema) if marks.decimals else value
         if exact is not value:
@@ -69,7 +70,7 @@ class PydanticCodec(Codec):
             # The adapter's own method looks up a dozen options first.
             body: bytes = adapter.serializer.to_json(value, warnings="error", **options)
         except ValueError as error:  # PydanticSerializationError is one
-            # It names a field, and the value too.
+            # It names a field, but also the value.
             named = _FIELD.findall(str(error))
             wrong = [(field, "unexpected_type") for field in named]
             wrong = wrong or [("$", "unexpected_type")]
@@ -92,7 +93,7 @@ class PydanticCodec(Codec):
         from pydantic.json_schema import GenerateJsonSchema
 
         class Telling(GenerateJsonSchema):
-            """Tells apart what pydantic's own schemas leave alike."""
+            """Makes schemas differ where pydantic's own are the same."""
 
             def decimal_schema(self, schema: Any) -> Any:
                 found = super().decimal_schema(schema)
@@ -165,5 +166,6 @@ def _may_have_fractions(body: bytes) -> bool:
 
 
 def _has_constants(body: bytes) -> bool:
-    """Return whether a body may have what Python's JSON has, and JSON has not."""
+    """Return whether a body may contain constants of Python's JSON that are not
+    JSON."""
     return b"NaN" in body or b"Infinity" in body

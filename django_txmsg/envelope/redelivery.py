@@ -1,7 +1,7 @@
-"""The side track: what becomes of a message whose stage failed.
+"""The side track: what follows when a message's stage fails.
 
-Pure: `decide(policy, attempt, error)` says either when to try again or that the message
-is dead. The defaults are ActiveMQ's maximum, 1 delivery and 6 redeliveries.
+Pure: `decide(policy, attempt, error)` returns either when to try again or that the
+message is dead. The default is ActiveMQ's maximum, 1 delivery and 6 redeliveries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_REDELIVERIES = 1_000_000
 
 
 def problems(**values: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of each value that no policy can have, and what it must be."""
+    """Yield the name of each invalid value of a policy, and what it must be."""
     for name, value in values.items():
         low, high = _BOUNDS.get(name, (None, None))
         if name == "mode":
@@ -31,7 +31,7 @@ def problems(**values: Any) -> Iterator[tuple[str, str]]:
             not isinstance(value, int) or isinstance(value, bool)
         ):
             yield name, f"must be an integer, not {value!r}"
-        # Not the other way round: no comparison with NaN is true.
+        # Written so that NaN fails: every comparison with NaN is false.
         elif not low <= value <= high:
             yield name, f"must be between {low:g} and {high:g}, not {value!r}"
 
@@ -50,11 +50,11 @@ _BOUNDS: dict[str, Any] = {
 class RedeliveryPolicy:
     """How often, and with which pauses, a failing message is tried again.
 
-    Attempt n that failed is followed, after `initial_delay * backoff ** (n - 1)`
-    seconds, at most `max_delay`, spread by ± `jitter` of it, by attempt n + 1, up to
-    `max_redeliveries` + 1 attempts in all. `refuse_on` names exception types (or
-    their subtypes) that no repetition can mend. An attempt whose worker died counts as
-    one that failed; `lost_workers` more of them are taken as nobody's fault.
+    After failed attempt n the message waits `initial_delay * backoff ** (n - 1)`
+    seconds, at most `max_delay`, spread by ± `jitter` of it; then attempt n + 1
+    follows, up to `max_redeliveries` + 1 attempts in all. `refuse_on` names exception
+    types (or their subtypes) for which repetition is pointless. An attempt whose worker
+    died counts as failed, except the first `lost_workers` of them.
     """
 
     max_redeliveries: int = 6
@@ -81,12 +81,12 @@ class RedeliveryPolicy:
 
     @property
     def max_attempts(self) -> int:
-        """Executions in all: the delivery and its redeliveries."""
+        """Most executions: the delivery and its redeliveries."""
         return self.max_redeliveries + 1
 
     @property
     def max_begun(self) -> int:
-        """Executions in all, with those that may end with their worker."""
+        """Most executions, including those that may end with their worker."""
         return self.max_attempts + self.lost_workers
 
     def delay(self, attempt: int, rand: Callable[[], float] = random.random) -> float:
@@ -108,7 +108,7 @@ class RedeliverAfter:
 
 @dataclass(frozen=True)
 class Dead:
-    """Bury the message. `reason` is a short code kept with the dead letter."""
+    """Bury the message. `reason` is a short code stored with the dead letter."""
 
     reason: str
 

@@ -1,7 +1,7 @@
-"""Whether code of one JSON Schema reads what code of another one writes.
+"""Whether code of one JSON Schema can read what code of another one writes.
 
-Pure: no Django, no I/O. Where it cannot tell, it says no: a contract that is red for
-nothing is looked at, one that is green for nothing loses messages.
+Pure: no Django, no I/O. In doubt the answer is no: a wrong "no" is looked into, a wrong
+"yes" loses messages.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any]
 
-#: Bounds of a value: the greater the narrower, and the smaller the narrower.
+#: Bounds of a value: for the first group greater is narrower, for the second smaller.
 _AT_LEAST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _AT_MOST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-#: What is compared by itself, and what asks for nothing. Of all else that the reader
-#: asks for, the writer has to say the very same.
+#: Keywords that are compared separately, or that require nothing. For all other
+#: keywords of the reader, the writer must have exactly the same.
 _COMPARED = frozenset(
     {
         *_AT_LEAST, *_AT_MOST, "$defs", "$ref", "additionalProperties", "allOf",
         "anyOf", "const", "enum", "items", "oneOf", "prefixItems", "properties",
         "required", "type",
-        # Nothing is asked for:
+        # Nothing is required:
         "$comment", "$id", "$schema", "default", "deprecated", "description",
         "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
         "writeOnly",
@@ -30,16 +30,16 @@ _COMPARED = frozenset(
 
 
 class Fault(NamedTuple):
-    """Where a reader fails, and in what."""
+    """A place at which the reader fails, and the reason."""
 
     path: str
     kind: str
 
 
 def faults(reader: Schema, writer: Schema, *, ours: bool = False) -> list[Fault]:
-    """Return where a reader's schema does not take what a writer's lets through.
+    """Return where a reader's schema rejects what a writer's schema permits.
 
-    `ours`: it is our code that writes, which leaves no default out and adds nothing.
+    `ours`: the writer is our own code, which writes all defaults and adds no fields.
     """
     return list(_Comparison(reader, writer, ours).compare(reader, writer, "$"))
 
@@ -84,7 +84,7 @@ class _Comparison:
             self._open = opened
             if not found[-1]:
                 return
-        # The one that comes nearest tells most.
+        # The closest alternative gives the most useful reason.
         best = min(found, key=lambda one: ("type" in {f.kind for f in one}, len(one)))
         yield from best
 
@@ -122,7 +122,7 @@ class _Comparison:
             for name in read.keys() - written.keys():
                 yield from self.compare(read[name], any_name, f"{path}.{name}")
         if isinstance(others, Mapping) and "object" in _types(writer):
-            # Fields that are not named are ignored by who writes named ones.
+            # A writer that declares its fields adds no others.
             rest = writer.get("additionalProperties", bool(not written))
             if rest is not False:
                 yield from self.compare(others, rest, f"{path}.*")
@@ -202,7 +202,7 @@ def _choices(schema: Any) -> list[Any]:
 
 def _resolved(schema: Any, root: Schema) -> Any:
     while isinstance(schema, Mapping) and "$ref" in schema:
-        # Of a document, the part behind the type's own `$defs` is the name.
+        # In a document, the type's name follows its own `$defs`.
         name = schema["$ref"].rpartition("/$defs/")[2]
         schema = root.get("$defs", {}).get(name, True)
     return schema

@@ -19,8 +19,8 @@ from ..errors import DecodeError, InvalidMessage
 def encode(body: object) -> tuple[bytes, str]:
     """Return the body's bytes and their content type.
 
-    Raises InvalidMessage for what neither JSON nor bytes can carry: unknown types,
-    NaN and infinities, lone surrogates, circular references.
+    Raises InvalidMessage for values that neither JSON nor bytes can carry: unknown
+    types, NaN and infinities, lone surrogates, circular references.
     """
     if isinstance(body, bytes | bytearray | memoryview):
         return bytes(body), wire.BYTES
@@ -34,9 +34,9 @@ def encode(body: object) -> tuple[bytes, str]:
 
 
 def decode(body: bytes, content_type: str) -> Any:
-    """Return what the sender gave: a JSON value, or bytes for other content types.
+    """Return the sender's value: a JSON value, or bytes for other content types.
 
-    Raises DecodeError when the bytes are not what their content type says.
+    Raises DecodeError if the bytes do not match their content type.
     """
     if is_json(content_type):
         return loads(body)
@@ -56,7 +56,7 @@ def decode(body: bytes, content_type: str) -> Any:
 
 
 def loads(text: bytes | str, **options: Any) -> Any:
-    """Parse JSON. Raises DecodeError, reason `undecodable_body`, where it is none."""
+    """Parse JSON. Raises DecodeError, reason `undecodable_body`, if it is invalid."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, **options)
     except (ValueError, RecursionError, ArithmeticError) as error:
@@ -82,7 +82,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 def as_text(value: object) -> str:
-    """Return what JSON has no type for as the text that is sent. Raises TypeError."""
+    """Return the text that is sent for a value that JSON has no type for. Raises
+    TypeError."""
     if isinstance(value, uuid.UUID | decimal.Decimal):
         return str(value)
     if isinstance(value, dt.datetime | dt.date | dt.time):

@@ -1,4 +1,4 @@
-"""How a stage's transaction is drawn: its mode, its database and its isolation level.
+"""The options of a stage's transaction: mode, database, isolation level.
 
 Pure: no Django, no I/O.
 """
@@ -25,7 +25,7 @@ ISOLATION_LEVELS = (
 
 
 def check_mode(mode: str) -> None:
-    """Raise ConfigurationError for what is no transaction mode."""
+    """Raise ConfigurationError unless this is a transaction mode."""
     if mode not in TRANSACTION_MODES:
         raise ConfigurationError(
             f"transaction={mode!r} is none of {', '.join(TRANSACTION_MODES)}."
@@ -36,7 +36,8 @@ def check_mode(mode: str) -> None:
 class TransactionDefinition:
     """The database transaction of a stage: its alias and its isolation level.
 
-    `isolation` None is the connection's own level, READ COMMITTED by default.
+    If `isolation` is None, the connection's own level applies, READ COMMITTED by
+    default.
     """
 
     using: str = "default"

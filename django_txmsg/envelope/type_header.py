@@ -1,4 +1,4 @@
-"""The header `txmsg-type: NAME;v=N;min=M`: what a body is, and who can read it.
+"""The header `txmsg-type: NAME;v=N;min=M`: a body's type, and who can read it.
 
 Pure: no Django, no I/O.
 """
@@ -17,10 +17,11 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class TypeHeader:
-    """A message type's name, the version of the body, and the oldest reader that fits.
+    """A message type's name, the version of the body, and the oldest version that can
+    read it.
 
-    `version` is None where the sender gave the name alone: then the body is taken for
-    one of the reader's own version.
+    `version` is None if the sender gave only the name: the body is then read as the
+    reader's own version.
     """
 
     name: str
@@ -33,9 +34,9 @@ class TypeHeader:
     @classmethod
     @lru_cache(1000)
     def parse(cls, text: str) -> TypeHeader:
-        """Read the header; parameters of later releases are passed over.
+        """Read the header; parameters of later releases are ignored.
 
-        Raises DecodeError, reason `invalid_body`, for what names no type or version.
+        Raises DecodeError, reason `invalid_body`, if it names no type or version.
         """
         name, *parts = (part.strip() for part in text.split(";"))
         given = dict(part.partition("=")[::2] for part in parts)

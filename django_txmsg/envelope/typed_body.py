@@ -1,7 +1,7 @@
-"""Bodies of declared types: how a stage reads them, and how they are sent.
+"""Typed bodies: how a stage reads them, and how they are sent.
 
-A reader takes what its version reads: older bodies by their upgraders, newer ones as
-far as their sender says that they fit. Pure: no Django, no I/O.
+A reader accepts its own version, older bodies through their upgraders, and newer ones
+if their sender declares them readable. Pure: no Django, no I/O.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .type_header import TypeHeader
 
 @dataclass(frozen=True)
 class BodyType:
-    """One type of bodies, as it is read and sent here.
+    """One type of bodies, for reading and for sending.
 
-    `name` "" is a type that no header names: a list, a dict, a number.
+    If `name` is "", no header names the type: a list, a dict, a number.
     """
 
     annotation: Any
@@ -36,21 +36,21 @@ class BodyType:
 
     @property
     def cls(self) -> type:
-        """The class of the bodies, `object` where they have no class of their own."""
+        """The class of the bodies, or `object` if they have no class."""
         return class_of(self.annotation) or object
 
     @property
     def is_typed_dict(self) -> bool:
-        """Whether its objects are dicts when the program runs."""
+        """Whether its objects are plain dicts at run time."""
         return issubclass(self.cls, dict)
 
     @cached_property
     def header(self) -> str:
-        """What `txmsg-type` says of what is sent."""
+        """The value of `txmsg-type` for sent bodies."""
         return str(TypeHeader(self.name, self.version, self.oldest_reader))
 
     def encode(self, value: Any) -> bytes:
-        """Return the body's bytes. Raises InvalidMessage for what does not fit."""
+        """Return the body's bytes. Raises InvalidMessage if the body does not fit."""
         try:
             return self.codec.encode(self.annotation, value)
         except Misfit as error:
@@ -60,7 +60,7 @@ class BodyType:
 
 
 class BodyReader:
-    """Reads the bodies of one handler: of a type, or of the members of a union."""
+    """Reads the bodies of one handler: of one type, or of the members of a union."""
 
     def __init__(self, annotation: Any, types: Sequence[BodyType]) -> None:
         self._annotation, self._only = annotation, types[0] if len(types) == 1 else None
@@ -73,7 +73,7 @@ class BodyReader:
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """The types that are read, one unless it is a union."""
+        """The readable types: one, or the members of a union."""
         return tuple(self._types.values())
 
     @property
@@ -82,9 +82,9 @@ class BodyReader:
         return tuple((one.name, one.version) for one in self._types.values())
 
     def read(self, body: bytes, content_type: str, header: str | None) -> Any:
-        """Return the object that a body stands for.
+        """Return the object for a body.
 
-        Raises DecodeError for what does not fit, and NewerCodeNeeded.
+        Raises DecodeError if the body does not fit, and NewerCodeNeeded.
         """
         if header is None:
             return self._decoded(self._unnamed(), _json_text(body, content_type))
@@ -115,7 +115,7 @@ class BodyReader:
         return self._decoded(known, value, parsed=True)
 
     def _unnamed(self) -> BodyType:
-        """Return the type of a body that brings no header."""
+        """Return the type of a body without a type header."""
         if self._only is not None:
             return self._only
         if _is_tagged(self._annotation):
@@ -137,8 +137,8 @@ class BodyReader:
         except BaseException as error:
             if is_interrupt(error):
                 raise
-            # A validator of the user's own: no repetition mends that either. One that
-            # raises SystemExit would stop each worker that the message comes to.
+            # A user's validator: repetition does not help. If it raises SystemExit, it
+            # would stop each worker that receives the message.
             _refuse(f"$: {class_name(error)}")
 
 
@@ -147,14 +147,14 @@ def members(annotation: Any) -> list[Any]:
     bare = annotation = unaliased(annotation)
     if _is_annotated(annotation) and class_of(annotation) is None:
         bare = annotation.__origin__
-    # Both `A | B` and Union[A, B], which are two things before Python 3.14.
+    # Both `A | B` and Union[A, B], which are two types before Python 3.14.
     if type(bare).__name__ in ("UnionType", "_UnionGenericAlias", "Union"):
         return [one for part in typing.get_args(bare) for one in members(part)]
     return [annotation]
 
 
 def _json_text(body: bytes, content_type: str) -> bytes:
-    """Return the JSON in a body. What says nothing of itself, as a foreign sender's
+    """Return the JSON text of a body. A foreign sender's body without a content type,
     text or bytes, is read as JSON."""
     given = content_type.partition(";")[0].strip().lower()
     if serializers.is_json(content_type) or given == wire.BYTES:
@@ -170,8 +170,8 @@ def _is_annotated(annotation: Any) -> bool:
 
 
 def _is_tagged(annotation: Any) -> bool:
-    """Return whether a field of the body tells a union's members apart, as pydantic's
-    `Field(discriminator=…)` says."""
+    """Return whether a field of the body selects a union's member, as with pydantic's
+    `Field(discriminator=…)`."""
     return _is_annotated(annotation) and any(
         getattr(one, "discriminator", None) is not None
         for one in annotation.__metadata__
@@ -179,5 +179,5 @@ def _is_tagged(annotation: Any) -> bool:
 
 
 def _refuse(detail: str) -> NoReturn:
-    # Without the error it came from, whose text may show what is in the body.
+    # Raised without its cause, whose text may contain parts of the body.
     raise DecodeError("invalid_body", detail) from None

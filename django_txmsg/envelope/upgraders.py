@@ -1,6 +1,7 @@
-"""What makes an old body a newer one, from one version of its type to the next.
+"""Upgraders: functions from one version of a body to the next.
 
-Pure: no Django, no I/O. They run whenever a body is read; what is stored stays.
+Pure: no Django, no I/O. They run whenever a body is read; the stored body does not
+change.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _upgraders: dict[tuple[str, int], Upgrader] = {}
 
 
 def upgrade(name: str, *, from_version: int) -> Callable[[Decorated], Decorated]:
-    """Declare a function that takes a body of `from_version` as JSON gives it, with
-    numbers that have a fraction as Decimals, and returns one of the version after.
+    """Declare a function from a body of `from_version`, as parsed JSON with fractional
+    numbers as Decimals, to a body of the next version.
 
-    It is to be pure: it runs each time such a body is read. Raises ConfigurationError
-    where another function does so already.
+    It must be pure: it runs each time such a body is read. Raises ConfigurationError if
+    the step already has a function.
     """
     if not is_name(name) or not 1 <= from_version < MAX_VERSION:
         raise ConfigurationError(
@@ -45,19 +46,19 @@ def upgrade(name: str, *, from_version: int) -> Callable[[Decorated], Decorated]
 
 
 def forget(name: str) -> None:
-    """Forget the upgraders of a type, as tests do with the ones they declare."""
+    """Remove the upgraders of a type, as tests do with the ones they declare."""
     for key in [key for key in _upgraders if key[0] == name]:
         del _upgraders[key]
 
 
 def needed(name: str, version: int, to: int) -> bool:
-    """Return whether something is to be done between two versions."""
+    """Return whether an upgrader applies between two versions."""
     return any((name, one) in _upgraders for one in range(version, to))
 
 
 def upgraded(name: str, body: Any, version: int, to: int) -> Any:
-    """Return a body of `version` as version `to` has it; where nobody has declared how,
-    the fields' defaults are enough."""
+    """Return a body of `version` as version `to`; for steps without an upgrader, the
+    fields' defaults suffice."""
     for one in range(version, to):
         upgrader = _upgraders.get((name, one))
         if upgrader is not None:
@@ -66,6 +67,6 @@ def upgraded(name: str, body: Any, version: int, to: int) -> Any:
 
 
 def last_break(name: str, version: int) -> int:
-    """Return the oldest version that has no upgrader between it and `version`."""
+    """Return the oldest version from which `version` is reached without an upgrader."""
     breaks = [one for (of, one) in _upgraders if of == name and one < version]
     return max(breaks, default=0) + 1

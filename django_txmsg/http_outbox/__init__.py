@@ -1,1 +1,2 @@
-"""The HTTP-request outbox: a request's messages leave after its commit, for sure."""
+"""The HTTP outbox: a request's messages leave after its commit, even if the process
+dies."""

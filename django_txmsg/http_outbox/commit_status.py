@@ -1,7 +1,7 @@
-"""Has a transaction committed? Asked of the database by somebody else's connection.
+"""Whether a transaction has committed, queried from another connection.
 
-PostgreSQL tells by the transaction's id, at once and for certain. Elsewhere nobody can
-ask, and the control message's receiver waits (`control_receive.py`).
+PostgreSQL answers by the transaction's id, at once and for certain. On other databases
+the control message's receiver waits instead (`control_receive.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from django.db import DatabaseError, connections
 
 from ..runtime import database_health
 
-#: PostgreSQL's status texts. NULL means an id too old to be known.
+#: PostgreSQL's status texts. NULL: the id is too old to be known.
 _STATUS = "SELECT pg_xact_status(CAST(%s AS text)::xid8)"
 _MARK = "SELECT CAST(pg_current_xact_id() AS text)"
 
 
 class Verdict(enum.Enum):
-    """What is known of a transaction."""
+    """The known state of a transaction."""
 
     IN_PROGRESS = "in progress"
     COMMITTED = "committed"
@@ -28,12 +28,12 @@ class Verdict(enum.Enum):
 
 
 def can_tell(connection: Any) -> bool:
-    """Return whether this database can be asked at all."""
+    """Return whether this database supports the query."""
     return bool(connection.vendor == "postgresql")
 
 
 def transaction_id(connection: Any) -> str:
-    """Return the id of the transaction that is open, savepoints or not."""
+    """Return the id of the open transaction, with or without savepoints."""
     with connection.cursor() as cursor:
         cursor.execute(_MARK)
         (mark,) = cursor.fetchone()
@@ -41,10 +41,10 @@ def transaction_id(connection: Any) -> str:
 
 
 def ask(using: str, mark: str) -> Verdict:
-    """Return what became of the transaction with this id.
+    """Return the outcome of the transaction with this id.
 
-    UNKNOWN when the server does not know the id: a standby that was promoted before
-    the transaction reached it, or a very old one.
+    UNKNOWN if the server does not know the id: a standby that was promoted before the
+    transaction reached it, or a very old id.
     """
     try:
         with connections[using].cursor() as cursor:

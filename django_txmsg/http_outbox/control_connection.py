@@ -1,10 +1,11 @@
-"""Step 3 of an HTTP request: hands one control message to the broker, with a receipt.
+"""Step 3 of an HTTP request: sends one control message to the broker, and awaits its
+receipt.
 
-Requests that commit at the same time share a conversation: while one waits for its
-receipt, those of others gather, and leave together in the next. A session that has gone
-stale is replaced without the request noticing; a broker that is down is left alone for
-a while, so that an outage costs a request no waiting. Whatever a broker does, a request
-waits for CONTROL_TIMEOUT at most, from its first step to its last.
+Requests that commit at the same time share a session: while one waits for its receipt,
+the messages of others gather, and leave together in the next batch. A broken session is
+replaced without the request noticing. After a failure the broker is not tried again for
+a while, so that an outage costs requests no waiting. Whatever a broker does, a request
+waits for CONTROL_TIMEOUT at most, over all its steps.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ MAX_PAUSE = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    """A control message on its way, and the thread that waits for its receipt."""
+    """A control message to send, and the thread that waits for its receipt."""
 
     outgoing: Outgoing
     give_up: float = field(
         default_factory=lambda: time.monotonic() + conf.get().HTTP.CONTROL_TIMEOUT
     )
-    #: Set when its outcome is known, or when its thread is to send what has gathered.
+    #: Set when its outcome is known, or when its thread must send the gathered
+    #: messages.
     turn: threading.Event = field(default_factory=threading.Event)
     known: bool = False
     error: BrokerError | None = None
@@ -57,23 +59,23 @@ class _Sending:
 
 
 class Channel:
-    """One session with a broker, in the hands of one thread at a time."""
+    """One session with a broker, used by one thread at a time."""
 
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self._session: Session | None = None
         self._breaker = Breaker(broker.alias, MAX_PAUSE)
         self._lock = threading.Lock()
-        #: Who sends what has gathered: a request's thread, or a connecting one. The
-        #: first of what gathers meanwhile is the next.
+        #: The thread that sends the gathered messages: a request's, or one that
+        #: connects. The first of those that gather meanwhile is the next.
         self.leader: object | None = None
         self._gathered: list[_Sending] = []
 
     def send(self, outgoing: Outgoing) -> None:
-        """Hand over one message and return once the broker has given its receipt.
+        """Send one message and return when the broker has confirmed it.
 
-        Raises BrokerError: BrokerUnavailable at once while the broker is left alone,
-        and DispatchUnknown when there is no answer within CONTROL_TIMEOUT.
+        Raises BrokerError: BrokerUnavailable at once during a pause after a failure,
+        and DispatchUnknown if there is no answer within CONTROL_TIMEOUT.
         """
         mine = _Sending(outgoing)
         if self.broker.stored_in is not None:
@@ -86,7 +88,7 @@ class Channel:
             raise mine.error
 
     def close(self) -> None:
-        """End the conversation, if nobody is in it."""
+        """Close the session, unless a thread is using it."""
         with self._lock:
             if self.leader is None and self._session is not None:
                 self._session.close()
@@ -113,8 +115,8 @@ class Channel:
                 self._breaker.failed(late)
                 mine.end(late)
         finally:
-            # Also when a time-out of the server's was raised in this thread: it leaves
-            # no gap behind.
+            # Runs also when a time-out of the web server is raised in this thread, so
+            # that the next sender is always woken.
             with self._lock:
                 if mine in self._gathered:
                     self._gathered.remove(mine)
@@ -128,9 +130,9 @@ class Channel:
                     following.turn.set()
 
     def _lead(self, mine: _Sending) -> None:
-        """Send what has gathered, in the session of earlier requests if that works; if
-        not, or if too little time is left, let a thread do it, for which nobody need
-        wait longer than he has time."""
+        """Send the gathered messages in the existing session if possible. Otherwise, or
+        if too little time is left, start a thread for it, so that no request waits
+        longer than its own time-out."""
         with self._lock:
             group, self._gathered = self._gathered, []
         with self._telling(group):
@@ -150,7 +152,7 @@ class Channel:
                 try:
                     aside.start()
                 except RuntimeError as error:
-                    # No thread to be had, or the process ends.
+                    # No thread can be started, or the process is exiting.
                     raise BrokerUnavailable(f"cannot connect: {error}") from error
                 self.leader = aside
 
@@ -174,7 +176,7 @@ class Channel:
 
     @contextlib.contextmanager
     def _telling(self, group: list[_Sending]) -> Iterator[None]:
-        """Tell each of the group what became of it, if the block could not."""
+        """Report its outcome to each message of the group, if the block could not."""
         try:
             yield
         except BrokerError as error:
@@ -195,13 +197,12 @@ class Channel:
             self._breaker.worked()
 
     def _send_as_before(self, group: list[_Sending], timeout: float) -> Outcomes | None:
-        """Try the session of earlier requests. None when there is none, when it is of
-        no use any more, or when one that the broker refuses may have taken others
-        along."""
+        """Try the existing session. Returns None if there is none, if it is broken, or
+        if a message that the broker refused may have taken others down."""
         session, self._session = self._session, None
         if session is None:
             return None
-        # A broker that lets us wait does so on a new connection too.
+        # A broker that does not answer would not answer on a new connection either.
         patience = time.monotonic() + timeout / 2
         try:
             outcomes = self._send_in(session, group, timeout=timeout)
@@ -235,7 +236,7 @@ class Channel:
 
 
 def _unproven(outcome: BrokerError | None) -> bool:
-    """Return whether nobody knows if a message is stored."""
+    """Return whether it is unknown if a message is stored."""
     answered = (DispatchRejected, DestinationUnavailable)
     return outcome is not None and not isinstance(outcome, answered)
 

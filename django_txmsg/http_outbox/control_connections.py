@@ -1,6 +1,7 @@
-"""This process's channels for control messages, one for each default broker it has had.
+"""This process's connections for control messages: one for each default broker it has
+had.
 
-Their brokers are told to answer in the time that a request has.
+Their brokers have short time-outs, so that they answer within a request's time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _lock = threading.Lock()
 
 
 def control_channel() -> Channel:
-    """Return this process's channel to the default broker."""
+    """Return this process's connection to the default broker."""
     settings = conf.get()
     entry = settings.BROKERS["default"]
     named = f"{entry.get('BACKEND')} {entry.get('URL')!s}"
@@ -34,7 +35,7 @@ def control_channel() -> Channel:
 
 @atexit.register
 def close_channels() -> None:
-    """End all conversations with brokers, as at the process's end."""
+    """Close all connections, as at the process's end."""
     with _lock:
         channels = list(_channels.values())
         _channels.clear()
@@ -48,7 +49,7 @@ def _settings_changed(*, setting: str, **_: Any) -> None:
 
 
 def _forked() -> None:
-    # The sockets are the parent's: the child neither uses nor closes them.
+    # The sockets belong to the parent: the child neither uses nor closes them.
     global _lock
     _lock = threading.Lock()
     _channels.clear()

@@ -1,13 +1,14 @@
 """Step 3 for many requests at once: a control message that several sessions share.
 
-A control group is an id for which one control message has been confirmed. The sessions
-that store under it need none of their own, and wait for no receipt: the message is not
-settled before the last of them has ended. That holds by PostgreSQL's locks and clock
-(`group_lock.py`), and by no clock of a process: a session whose INSERT came too late,
-however that came about, has a message sent again before it commits.
+A control group is an id for which one control message has been confirmed. Sessions that
+store under it need no control message of their own, and wait for no receipt: the
+group's message is not settled before the last of them has ended. PostgreSQL's locks and
+clock ensure that (`control_group_lock.py`), not the clock of any process: if a
+session's INSERT came too late, for whatever reason, another message is sent before it
+commits.
 
-One that meets no open group stores under a new one, which its own message opens for
-others. As long as there is traffic the next one is opened beside it.
+A session that finds no open group stores under a new one, which its own control message
+opens for others. While there is traffic, the next group is opened in advance.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ from .control_connections import control_channel
 
 log = logging.getLogger("django_txmsg.control")
 
-#: Seconds for which sessions join a group at most: what is left of a killed process
-#: takes its message's receiver that long at most to be sure of.
+#: Longest time, in seconds, for which sessions join a group. After a process was
+#: killed, its message's receiver needs at most this long to be certain.
 LONGEST = 60.0
-#: Seconds before its end at which a group's successor is opened.
+#: Seconds before a group's end at which its successor is opened.
 LEAD = 0.25
-#: Seconds after a group's opening, beyond those in which sessions join it, within which
-#: their rows may still be inserted without another message.
+#: Seconds, after the time to join, within which rows may still be inserted without
+#: another control message.
 SPARE = 2.0
 
 
 class Group:
-    """One group, and when it can be joined. Of one database, in one process."""
+    """One group, and the time in which it can be joined. For one database, in one
+    process."""
 
     def __init__(self, groups: Groups) -> None:
         self.id = new_id()
@@ -51,23 +53,25 @@ class Group:
         self._groups = groups
         self._window = min(conf.get().HTTP.CONTROL_GROUP, LONGEST)
         self._valid = dt.timedelta(seconds=self._window + SPARE)
-        #: The database's clock before the message that opened it, once there is one.
+        #: The database's clock before the message that opened the group was sent; None
+        #: before.
         self.opened_at: dt.datetime | None = None
-        #: Until when, by this process's clock, sessions join it.
+        #: Until when sessions join it, by this process's clock.
         self.closes = 0.0
 
     def vouch(self, stored_at: dt.datetime) -> None:
-        """Return when a confirmed control message looks after what was stored until
-        then, by the database's clock. Raises BrokerError when there is none."""
+        """Return until when stored rows are covered by a confirmed control message, by
+        the database's clock. Raises BrokerError if there is none."""
         self._groups.note(stored_at)
         if self.opened_at is None:
             self.open(stored_at)
         elif stored_at > self.opened_at + self._valid:
-            # Too late for the one there is. This one keeps the group open for nobody.
+            # Too late for the existing message. This one opens the group for no other
+            # session.
             self._announce(stored_at)
 
     def open(self, opened_at: dt.datetime) -> None:
-        """Have a message for it confirmed, and let sessions join. May raise
+        """Have a control message for it confirmed, and let sessions join. Raises
         BrokerError."""
         attempted = time.monotonic()
         self._announce(opened_at)
@@ -92,8 +96,8 @@ class Groups:
 
     def __init__(self, using: str) -> None:
         self.using = using
-        #: Its identity, as a session's thread has asked for it: a group's own thread
-        #: uses no database.
+        #: The database's identity, as queried by a session's thread: a group's own
+        #: thread uses no database.
         self.database = ""
         self._lock = threading.Lock()
         self._open: Group | None = None
@@ -115,7 +119,7 @@ class Groups:
                 self._open = group
 
     def note(self, stored_at: dt.datetime) -> None:
-        """Know the database's clock, and open the next group in time."""
+        """Record the database's clock, and open the next group in time."""
         with self._lock:
             if self._newest is None or stored_at > self._newest:
                 self._newest = stored_at
@@ -129,14 +133,15 @@ class Groups:
         try:
             thread.start()
         except RuntimeError as error:
-            # No thread to be had, or the process ends: a session opens the next one.
+            # No thread can be started, or the process is exiting: a session opens the
+            # next group.
             self._opening = False
             log.info("no control group is opened on %r: %s", self.using, error)
 
     def _open_next(self) -> None:
         with self._lock:
-            # Known anew with the next session: a clock that was ahead once would put
-            # off the end of every group to come.
+            # Read anew with the next session: otherwise a clock that was ahead once
+            # would delay the end of every later group.
             newest, self._newest = self._newest, None
         assert newest is not None
         try:
@@ -152,9 +157,9 @@ _lock = threading.Lock()
 
 
 def find(using: str, metadata: Mapping[str, str]) -> Group | None:
-    """Return the group for a session that is about to store, or None where it needs a
-    control message of its own: only PostgreSQL can tell when a group is over, and only
-    a session that says nothing about itself can share a message."""
+    """Return the group for a session that is about to store, or None if it needs a
+    control message of its own. Only PostgreSQL can tell when a group has ended, and
+    only a session without metadata can share a message."""
     settings, connection = conf.get().HTTP, connections[using]
     if (
         not settings.CONTROL_GROUP
@@ -178,7 +183,7 @@ def _settings_changed(*, setting: str, **_: Any) -> None:
 
 
 def _forked() -> None:
-    # What is open is the parent's affair: it may end before us.
+    # The open groups belong to the parent, which may end first.
     global _lock
     _lock = threading.Lock()
     _groups.clear()

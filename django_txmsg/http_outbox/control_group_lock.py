@@ -1,10 +1,11 @@
-"""Does anybody still store under a control group? PostgreSQL's locks and clock tell.
+"""Whether any session may still store under a control group, by PostgreSQL's locks and
+clock.
 
-Each INSERT under a group takes the group's lock first, shared, and reads the clock
-then (`models/outbox_store.py`, in one statement); the lock is given back with the rows:
-at the commit, after they can be seen, or at the rollback of their transaction or
-savepoint. So who gets the lock for himself, at an instant after which nobody joins any
-more, knows that all rows are there to see.
+Each INSERT under a group first takes the group's lock, shared, and then reads the clock
+(`models/outbox_store.py`, in one statement). The lock is released together with the
+rows: at the commit, when they are visible, or at the rollback of their transaction or
+savepoint. So a receiver that gets the lock exclusively, after the time to join has
+passed, knows that all rows are visible.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from django.db import connections
 #: Seconds by which the database's clock may step back without harm.
 MARGIN = 1.0
 
-#: In this order: a standby has locks and rows of its own, and a lock that is free tells
-#: nothing as long as somebody may come and take it.
+#: Checked in this order: a standby has its own locks, and a free lock means nothing
+#: while sessions may still join.
 _ASK = """
     SELECT CASE
       WHEN pg_is_in_recovery() THEN 'early'
@@ -32,7 +33,8 @@ _ASK = """
 
 
 class Verdict(enum.Enum):
-    """Whether a group is over: nobody can join it, and who did has ended."""
+    """Whether a group has ended: no session can join, and all that joined have
+    ended."""
 
     EARLY = "early"
     HELD = "held"
@@ -40,9 +42,9 @@ class Verdict(enum.Enum):
 
 
 def ask(using: str, group: uuid.UUID, joined_until: dt.datetime) -> Verdict:
-    """Return whether a group that can be joined until then is over. Outside of a
-    transaction, in a single statement, so that the lock is free again at once: what is
-    asked for its rows has to be asked later."""
+    """Return whether a group that can be joined until then has ended. Runs outside of a
+    transaction, in a single statement, so that the lock is free again at once. Query
+    the group's rows only afterwards."""
     bound = joined_until + dt.timedelta(seconds=MARGIN)
     with connections[using].cursor() as cursor:
         cursor.execute(_ASK, [bound, key(group)])

@@ -1,8 +1,8 @@
-"""Step 3's control message on the wire: whom to look for, signed, and without a body.
+"""Step 3's control message on the wire: signed, without a body; it names a session.
 
-A session sends it to its own service before it commits (`announce.py`). Whoever may
-write to the queue may write anything: what is not signed with this project's SECRET_KEY
-is a hint at most, and how long anything takes is said by settings alone.
+A session sends it to its own service before it commits (`control_send.py`). Anyone who
+may write to the queue can write anything. So a message that is not signed with this
+project's SECRET_KEY is at most a hint, and all durations come from settings.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ TRANSACTION = "txmsg-transaction"
 JOINED_UNTIL = "txmsg-joined-until"
 #: The identity of the sender's database.
 DATABASE = "txmsg-database"
-#: The names of the headers that the signature is for, as a JSON list.
+#: The names of the signed headers, as a JSON list.
 SIGNED = "txmsg-signed"
 SIGNATURE = "txmsg-signature"
 
 _SALT = "django_txmsg.control"
-#: Seconds that a broker keeps one for its receiver, beyond the longest commit.
+#: Seconds, beyond the longest commit, for which a broker keeps it for its receiver.
 KEPT = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class ControlMessage:
-    """Whom to look for, where, and how to learn whether it has committed.
+    """The session to check, and how to learn whether it has committed.
 
-    `oracle` is "transaction" (ask the database for `transaction`), "delay" (wait),
+    `oracle` is "transaction" (query the database for `transaction`), "delay" (wait),
     "arrival" (the control message itself was committed with the session), or "group"
-    (`session_id` is that of many sessions, which join until `joined_until`); it is ""
-    of one that is not `signed`, which nobody may believe anything else either.
-    `database` is the identity of the database that the session's rows are in; "" of an
-    earlier release.
+    (`session_id` is shared by many sessions, which join until `joined_until`). It is ""
+    if the message is not `signed`; then nothing else in it can be trusted either.
+    `database` is the identity of the session's database; "" in messages of an earlier
+    release.
     """
 
     id: str
@@ -61,7 +61,7 @@ class ControlMessage:
 
     @classmethod
     def read(cls, delivery: Delivery) -> ControlMessage:
-        """Raises ValueError when the delivery is no control message."""
+        """Raises ValueError if the delivery is not a control message."""
         if delivery.problem or delivery.body:
             raise ValueError(delivery.problem or "it has a body")
         signed = _verified(delivery.headers)
@@ -87,11 +87,11 @@ class ControlMessage:
         except KeyError as error:
             raise ValueError(f"it has no header {error}") from None
         except (AttributeError, TypeError) as error:
-            # The embedded broker's headers are JSON, and need not be text.
+            # The embedded broker's headers are JSON, and may be other values than text.
             raise ValueError(str(error)) from None
 
     def outgoing(self) -> Outgoing:
-        """The message as it goes on the wire: durable, until it is of no use."""
+        """The message for the wire: durable, until its time has passed."""
         service = conf.get().SERVICE
         signed = {
             **self.headers,
@@ -119,8 +119,8 @@ class ControlMessage:
 
     @property
     def left(self) -> float:
-        """Seconds until nobody need look any more; not for things that must be exact,
-        since two clocks have a part in it."""
+        """Seconds until the session need not be checked any more. Approximate, because
+        two clocks are involved."""
         age = (timezone.now() - self.sent_at).total_seconds()
         return conf.get().HTTP.MAX_COMMIT_DURATION + KEPT - age
 

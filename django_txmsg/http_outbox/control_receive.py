@@ -1,8 +1,8 @@
-"""What the receiver of a control message does: looks after the session that sent it.
+"""The receiver of control messages: checks the session that sent one.
 
-If the session has committed and its process has died, its messages are dispatched here.
-If it never committed, the control message ends quietly. Until that is known, or as long
-as somebody else is sending, it is looked at again.
+If the session committed and its process died, the receiver dispatches its messages. If
+it never committed, the control message is settled without effect. While the outcome is
+unknown, or another process is sending, the session is checked again later.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from .control_state import Look, forget, remember
 
 log = logging.getLogger("django_txmsg.control")
 
-#: Longest pause, in seconds, between looks at a transaction that PostgreSQL says is
-#: in progress: what a slow commit adds to a message's way at most.
+#: Longest pause, in seconds, between checks of a transaction that PostgreSQL reports as
+#: in progress: the most that a slow commit delays its messages.
 LOOK_EVERY = 0.2
-#: Seconds after which another database's message is dropped: a process of that database
-#: would have taken it long before.
+#: Seconds after which a message for another database is dropped: a process of that
+#: database would have received it long before.
 FOREIGN_FOR = 300.0
-#: Seconds between looks at a group of sessions, and those that their own processes have
-#: to send what they stored.
+#: Seconds between checks of a group of sessions, and seconds that their own processes
+#: have to send what they stored.
 LOOK_AT_GROUPS_EVERY = 1.0
 
 
 class LookAgain(Exception):
-    """The session's end is not known yet: keep the delivery, and ask again `after`
-    so many seconds. `control` is what was looked after."""
+    """The session's outcome is not known yet: keep the delivery, and check again
+    `after` that many seconds. `control` is the control message."""
 
     def __init__(self, after: float = 0.0, hold: float | None = None) -> None:
-        #: Never at once: others are waiting, and so is who wants to stop.
+        #: Never at once: other messages are waiting, and so may be a stop.
         self.after = max(0.01, after)
         #: Seconds after which the delivery goes to the end of its queue, if not the
         #: usual ones.
@@ -60,8 +60,8 @@ class LookAgain(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What has not left of a session: how many messages, how many of them are due, and
-    how many of those somebody is sending."""
+    """A session's messages that have not left: how many there are, how many are due,
+    and how many of those are claimed."""
 
     count: int = 0
     due: int = 0
@@ -69,7 +69,7 @@ class Pending:
 
     @classmethod
     def of(cls, using: str, session_id: uuid.UUID) -> Pending:
-        """Ask the outbox."""
+        """Read it from the outbox."""
         due = Q(due_at__lte=Now())
         found = (
             OutboxMessage.objects.using(using)
@@ -88,11 +88,11 @@ def handle(
     dispatch: Callable[[str, uuid.UUID], Any],
     stop: threading.Event,
 ) -> None:
-    """Look once after a session's messages; on return the delivery can be settled.
+    """Check a session's messages once; on return the delivery can be settled.
 
-    `dispatch(using, session_id)` sends what is due of a session. Raises LookAgain, and
-    nothing else, when it is too early to tell, when somebody else is sending, or when
-    a broker or the database cannot be asked.
+    `dispatch(using, session_id)` sends the due messages of a session. Raises only
+    LookAgain: if it is too early to tell, if another process is sending, or if a broker
+    or the database does not answer.
     """
     try:
         control = ControlMessage.read(delivery)
@@ -115,7 +115,7 @@ def handle(
 def _look_safely(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Return the session's outcome, or raise LookAgain, whatever is broken."""
+    """Return the session's outcome, or raise LookAgain, whatever fails."""
     looking = database_health.retry(control.using, "sessions cannot be looked after")
     if not looking.ready:
         raise LookAgain(look.pause(0.2, 5.0))
@@ -157,13 +157,14 @@ def _look(
         raise LookAgain(look.pause(0.02, LOOK_EVERY))
     if verdict is Verdict.ABORTED:
         return "rolled_back"
-    # Only now: the rows of a transaction are not seen before its end is.
+    # Only now: a transaction's rows are not visible before its end is.
     pending = Pending.of(control.using, control.session_id)
     if verdict is Verdict.COMMITTED or pending.count:
         return _ship(control, look, pending, dispatch)
     if not control.signed:
-        # From before an upgrade, or of another key's time, or a stranger's: what has
-        # committed leaves, as it would by a relay, and nothing is given up for it.
+        # The message is from before an upgrade, signed with a retired key, or a
+        # stranger's. Committed messages are sent, as a relay would; no session is given
+        # up because of it.
         log.warning(
             "dropped a control message for session %s that is not signed with this "
             "project's SECRET_KEY or one of SECRET_KEY_FALLBACKS",
@@ -174,7 +175,7 @@ def _look(
 
 
 def _hand_back(control: ControlMessage, look: Look) -> str:
-    """Leave the message to a process of its database: it goes back into the queue."""
+    """Leave the message to a process of its database: it goes back to the queue."""
     age = (timezone.now() - control.sent_at).total_seconds()
     over = age > FOREIGN_FOR
     first = (control.using, control.database) not in _foreign
@@ -198,14 +199,15 @@ def _hand_back(control: ControlMessage, look: Look) -> str:
     raise LookAgain(after, hold=after)
 
 
-#: Of which other databases messages have come, by alias: a warning for each.
+#: Aliases of other databases whose messages arrived: one warning for each.
 _foreign: set[tuple[str, str]] = set()
 
 
 def _look_at_group(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
-    """Send what somebody did not; return the outcome once the group is over."""
+    """Send the messages whose own process did not; return the outcome when the group
+    has ended."""
     using, group = control.using, control.session_id
     if control.joined_until is None:
         raise ValueError("a control group's message does not say until when it is one")
@@ -214,12 +216,12 @@ def _look_at_group(
         if _left_behind(using, group):
             dispatch(using, group)
         raise LookAgain(LOOK_AT_GROUPS_EVERY)
-    # Only now: the rows of a transaction are not seen before its lock is free.
+    # Only now: a transaction's rows are not visible before its lock is free.
     return _ship(control, look, Pending.of(using, group), dispatch)
 
 
 def _left_behind(using: str, group: uuid.UUID) -> bool:
-    """Whether rows wait whose own process should have sent them by now."""
+    """Whether rows wait that their own process should have sent by now."""
     ago = Now() - dt.timedelta(seconds=LOOK_AT_GROUPS_EVERY)
     rows = OutboxMessage.objects.using(using).filter(PENDING, session_id=group)
     late = rows.filter(due_at__lte=Now(), created_at__lt=ago)
@@ -242,8 +244,8 @@ def _ship(
     if not pending.due:
         return _left_to_relay(control, f"{pending.count} messages are not due yet")
     if look.patient():
-        # Its own process, or a relay, is sending, or died while it was; or an earlier
-        # message of the same key goes first.
+        # Its own process or a relay is sending, or died while sending; or an earlier
+        # message of the same key must go first.
         raise LookAgain(look.pause(0.05, 1.0))
     return _left_to_relay(control, f"{pending.due} messages are due and not to be had")
 
@@ -257,7 +259,7 @@ def _wait_or_give_up(control: ControlMessage, look: Look) -> str:
     sessions = SessionRecord.objects.db_manager(control.using)
     record = sessions.filter(pk=control.session_id).first()
     if record is not None and record.status == SessionStatus.COMMITTED:
-        # Committed between the two queries, or dispatched before we came.
+        # Committed between the two queries, or dispatched before this one.
         if Pending.of(control.using, control.session_id).count:
             raise LookAgain
         return "already_dispatched"

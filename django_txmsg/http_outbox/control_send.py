@@ -1,6 +1,6 @@
-"""Step 3 of an HTTP request: before it commits, a session sends a control message.
+"""Step 3 of an HTTP request: a session sends a control message before it commits.
 
-It says to the session's own service: look whether my messages were dispatched. If the
+It asks the session's own service to check whether its messages were dispatched. If the
 process dies right after the commit, the receiver (`control_receive.py`) dispatches
 them.
 """
@@ -34,10 +34,11 @@ def announce(
     transaction: str | None = None,
 ) -> None:
     """Send the control message of a session that is about to commit. `transaction` is
-    its transaction's id, when that is known already.
+    the id of its transaction, if known.
 
-    Raises BrokerError when it could not be sent and settings say "fail", and
-    CommitTimedOut when the session was given up meanwhile. It must roll back then.
+    Raises BrokerError if it could not be sent and the settings say "fail", and
+    CommitTimedOut if the session was given up meanwhile. The session must then roll
+    back.
     """
     settings = conf.get().HTTP
     if settings.CONTROL_MESSAGE == "off":
@@ -56,14 +57,14 @@ def announce(
         mark = transaction or commit_status.transaction_id(connection)
     else:
         kind = "delay"
-    # What lies in the database itself is nobody else's.
+    # Messages in the database itself are visible to this session only.
     database = "" if kind == "arrival" else database_identity.current(using)
     try:
         send(
             control_message(using, session_id, kind, mark, metadata, database=database)
         )
     except BrokerError as error:
-        # A failed INSERT has spoiled the transaction that it shares.
+        # A failed INSERT has aborted the transaction that it shares.
         if settings.ON_CONTROL_FAILURE == "fail" or kind == "arrival":
             raise
         log.info("session %s commits without a control message: %s", session_id, error)
@@ -81,7 +82,7 @@ def control_message(
     joined_until: dt.datetime | None = None,
     database: str = "",
 ) -> ControlMessage:
-    """Return a control message of its own id."""
+    """Return a control message with an id of its own."""
     return ControlMessage(
         id=str(new_id()),
         session_id=session_id,
@@ -95,8 +96,8 @@ def control_message(
 
 
 def send(control: ControlMessage) -> None:
-    """Hand it to the broker, and tell how that went. Raises BrokerError when there is
-    no receipt."""
+    """Send it to the broker, and report the result. Raises BrokerError without a
+    receipt."""
     began = time.monotonic()
     error: BrokerError | None = None
     try:

@@ -1,4 +1,4 @@
-"""What is remembered of a control message between two looks at its session."""
+"""The state of a control message between two checks of its session."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from django.utils import timezone
 from .. import conf
 from .control_message import ControlMessage
 
-#: Seconds, beyond the longest lease, after which messages that are committed and
-#: cannot be sent are left to the relay.
+#: Seconds, beyond the longest lease, after which committed messages that cannot be sent
+#: are left to the relay.
 PATIENCE = 60.0
-#: Messages whose looks are remembered. A forgotten one is looked at as if it were new.
+#: Number of messages whose checks are remembered. A forgotten one starts anew.
 REMEMBERED = 10_000
 
 
 @dataclass
 class Look:
-    """How often a session was looked at, since when, and until when it is worth it."""
+    """How often a session was checked, since when, and until when checking makes
+    sense."""
 
     began: float = field(default_factory=time.monotonic)
     attempts: int = 0
     transit_time: float | None = None
-    #: Since when it is nothing but the messages' dispatch that is waited for.
+    #: Since when only the dispatch of the messages is outstanding.
     stuck_since: float | None = None
 
     @property
     def waited(self) -> float:
-        """Seconds since the first look."""
+        """Seconds since the first check."""
         return time.monotonic() - self.began
 
     def pause(self, first: float, most: float) -> float:
-        """Seconds until the next look: doubled each time."""
+        """Seconds until the next check: doubled each time."""
         return min(most, first * 2.0 ** min(self.attempts - 1, 30))
 
     def patient(self) -> bool:
-        """Whether it is worth while to wait, once more, for what should not take long:
-        whoever holds the messages may be dead, and its lease be a relay's."""
+        """Whether to wait once more for something that should not take long: the
+        process that holds the messages may be dead, and its lease as long as a
+        relay's."""
         if self.stuck_since is None:
             self.stuck_since = time.monotonic()
         return time.monotonic() - self.stuck_since < conf.get().RELAY.LEASE + PATIENCE
@@ -51,7 +53,7 @@ _lock = threading.Lock()
 
 
 def remember(control: ControlMessage) -> Look:
-    """Count one more look, the first one perhaps, and return all that is known."""
+    """Count one more check, perhaps the first, and return the state."""
     with _lock:
         look = _looks.pop(control.id, None)
         if look is None:
@@ -65,6 +67,6 @@ def remember(control: ControlMessage) -> Look:
 
 
 def forget(control: ControlMessage) -> None:
-    """There is nothing more to look at."""
+    """Remove the state: no further check is needed."""
     with _lock:
         _looks.pop(control.id, None)

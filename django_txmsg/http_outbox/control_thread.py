@@ -1,9 +1,9 @@
 """Receives this service's control messages and has each one settled.
 
-A control message whose session has not committed yet stays in hand, unacknowledged,
-and is looked at again; others are handled meanwhile, and a crash brings it back. None
-stays for long: it goes to the end of the queue, so that no number of them keeps another
-one from being looked at.
+While a session has not committed yet, its control message is held, unacknowledged, and
+its session is checked again; others are handled meanwhile, and a crash brings the
+message back. No message is held for long: it goes to the end of the queue, so that held
+messages never keep others from being checked.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control_thread")
 
-#: Control messages in hand at a time.
+#: Most control messages held at a time.
 PREFETCH = 1000
-#: Seconds that one is in hand at most.
+#: Longest time, in seconds, that one is held.
 HOLD = 30.0
 
 
 @dataclass(order=True)
 class _Held:
-    """A delivery in hand: when its next look is due, and since when it is there."""
+    """A held delivery: when its next check is due, and since when it is held."""
 
     due: float = field(init=False, default=0.0)
     number: int = field(init=False, default_factory=itertools.count().__next__)
@@ -58,7 +58,7 @@ class ControlThread:
     ) -> None:
         self._broker, self._stopping = broker, stop
         self._breaker, self._activity = breaker, activity
-        #: What the broker has against this destination alone: stages are to go on.
+        #: The broker's error about this destination alone; stages go on.
         self._refused = Breaker(
             wire.control_destination(conf.get().SERVICE),
             conf.get().RELAY.BREAKER_MAX_PAUSE,
@@ -70,7 +70,7 @@ class ControlThread:
         self._later: list[_Held] = []
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until stopped."""
         try:
             while not self._stopping.is_set():
                 pause = max(self._breaker.remaining, self._refused.remaining)
@@ -114,7 +114,8 @@ class ControlThread:
             if delivery is not None and not self._stopping.is_set():
                 self._look(session, _Held(delivery))
             recycle(idle=delivery is None, but=stored_in)
-            # Each once: what asks for another look at once lets others have theirs.
+            # Each once: one that asks for another check at once lets the others go
+            # first.
             now = time.monotonic()
             while self._later and self._later[0].due <= now:
                 if self._stopping.is_set():
@@ -148,8 +149,8 @@ class ControlThread:
         self._activity.note()
 
     def _send_again(self, session: Session, message: ControlMessage | None) -> bool:
-        """Put it at the end of the queue, with what is left of its life. Returns False
-        when the broker does not take it."""
+        """Send it to the end of the queue, with its remaining time to live. Returns
+        False if the broker does not accept it."""
         if message is None or not message.signed or message.left <= 0:
             session_id = message and message.session_id
             log.warning("session %s is looked after no longer", session_id)

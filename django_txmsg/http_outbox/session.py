@@ -1,8 +1,8 @@
-"""Hop 1 for code that nobody sent a message to: requests, commands, tasks.
+"""Hop 1 for code that no message started: requests, commands, tasks.
 
-`outbox_session()` opens a transaction; what is sent inside is stored with it; before
-it commits, a control message makes sure that the messages leave even if this process
-dies right after the commit; then it commits and they are dispatched.
+`outbox_session()` opens a transaction, and messages sent inside are stored with it.
+Before it commits, a control message ensures that they leave even if this process dies
+right after the commit. Then it commits, and they are dispatched.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class SessionScope(Scope):
 class OutboxSession:
     """One transaction and the messages that are stored in it.
 
-    `metadata` are headers for the control message, which the receivers of the signal
-    `control_message_handled` can read: a tenant, for example. `committed` says that the
-    transaction did, even when a hook that ran after the commit raised. `reading` says
-    that the session probably writes nothing, and spares SQLite a lock.
+    `metadata` are headers for the control message, which receivers of the signal
+    `control_message_handled` can read: a tenant, for example. `committed` is true once
+    the transaction has committed, even if a hook after the commit raised. `reading`
+    means that the session probably writes nothing, which saves a lock on SQLite.
     """
 
     def __init__(self, using: str | None = None, *, reading: bool = False) -> None:
@@ -60,7 +60,7 @@ class OutboxSession:
 
     @property
     def committed(self) -> bool:
-        """Whether the transaction is committed, even if a hook after it raised."""
+        """Whether the transaction has committed, even if a hook after it raised."""
         return self._block.committed
 
     @property
@@ -70,24 +70,24 @@ class OutboxSession:
 
     @property
     def stored_as(self) -> uuid.UUID | None:
-        """The `session_id` of the messages sent so far: of a group that this session
-        shares with others, or its own. None while there are none."""
+        """The `session_id` of the messages sent so far: that of a group shared with
+        other sessions, or its own. None before the first message."""
         return self._join()[0] if self.stored else None
 
     @property
     def spoiled(self) -> bool:
-        """Whether an error that was caught leaves nothing but to roll back."""
+        """Whether a caught error leaves only a rollback."""
         return self._block.spoiled
 
     def refused_to_write(self, error: Exception) -> bool:
-        """Whether SQLite refused a write because this session began by `reading`, and
-        somebody else has written since."""
+        """Whether SQLite refused a write because this session began with `reading`, and
+        another connection has written since."""
         sqlite = connections[self.using].vendor == "sqlite"
         return self._reading and sqlite and "database is locked" in str(error)
 
     def begin(self) -> None:
-        """Open the transaction, which begins with the first use of the database.
-        Raises SessionError the second time."""
+        """Open the transaction, which begins with the first use of the database. Raises
+        SessionError the second time."""
         if self._scope is not None or self._ended:
             raise SessionError("This outbox session has begun already; make another.")
         self._block.enter()
@@ -108,8 +108,8 @@ class OutboxSession:
     def commit(self) -> None:
         """Send the control message if messages were stored, and commit.
 
-        Rolls back, without an error, when `transaction.set_rollback()` asked for it.
-        Raises what made the commit impossible, with everything rolled back:
+        Rolls back, without an error, if `transaction.set_rollback()` requested it.
+        Raises the error that made the commit impossible, with everything rolled back:
         SwallowedDatabaseError, CommitTimedOut, BrokerError or a database error.
         """
         self._check_open()
@@ -133,10 +133,10 @@ class OutboxSession:
         self._end("joined" if self._block.nested else "committed", None)
 
     def _join(self) -> tuple[uuid.UUID, int | None]:
-        """Return as which session's the next rows are stored, and the lock that their
-        INSERT takes: a group's that they are guarded with, or this one's alone."""
-        # Threads may share a context, as those that an async view starts do: rows in
-        # a group that nobody vouches for would be left to the relay.
+        """Return the session id under which the next rows are stored, and the lock that
+        their INSERT takes: those of a group, or only this session's id."""
+        # Threads may share a context, like those that an async view starts. Rows in a
+        # group without a confirmed control message would be left to the relay.
         with self._joining:
             if not self._joined:
                 self._group = control_group.find(self.using, self.metadata)
@@ -191,7 +191,7 @@ class OutboxSession:
                 stored=self.stored,
             )
             if self._scope is not None:
-                # No circle is left for the garbage collector.
+                # Leaves no reference cycle for the garbage collector.
                 self._scope.session = self._scope.join = None
 
     def _check_open(self) -> None:
@@ -217,7 +217,7 @@ class OutboxSession:
 
 
 class _Rollback(Exception):
-    """What Atomic is told when the transaction is to roll back."""
+    """Passed to Atomic to make the transaction roll back."""
 
 
 _ROLLBACK = _Rollback()

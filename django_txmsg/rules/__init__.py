@@ -1,1 +1,1 @@
-"""What a row's columns mean, written once, in SQL: for the app and for its pipeline."""
+"""The states of rows, defined once in SQL, for the app and for its pipeline."""

@@ -1,4 +1,4 @@
-"""When the failed attempts at a message may be forgotten: with the message."""
+"""When recorded failed attempts may be deleted: together with their message."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from . import inbox
 from .dead_letters import is_open
 from .rule import Rule
 
-#: The inbox has yet to remember the message.
+#: The inbox still needs the message.
 _REMEMBERED = Rule(
     "EXISTS (SELECT 1 FROM django_txmsg_inboxmessage i WHERE"  # noqa: S608 - constants only
     " i.message_id = {message_id} AND i.stage = {stage}"
     f" AND {(~inbox.SETTLED).sql('i', cutoff='{cutoff}')})"
 )
 
-#: It may be forgotten, or archived: neither does its stage remember the message, nor
-#: has an operator to read the tracebacks of its dead letter.
+#: The attempt may be deleted or archived: its stage no longer remembers the message,
+#: and no open dead letter needs its traceback.
 SETTLED = Rule("{failed_at} < {cutoff}") & ~_REMEMBERED & ~is_open("{stage}")

@@ -1,7 +1,8 @@
-"""Asking for something to be done to dead letters: one row, whoever asks.
+"""Starting a bulk operation on dead letters: one row, whether the admin or a command
+starts it.
 
-What is to be done with each of them is `dead_letters/`'s to know; a consumer, or who
-has asked, works the row off from there.
+The row stores the request. `dead_letters/` applies it to each message, in a consumer or
+in the command that started it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-#: Dead letters of the first batch. The next ones are larger.
+#: Dead letters in the first batch. Later batches are larger.
 FIRST_BATCH = 100
-#: The least and the most messages a second that can be asked for.
+#: The lowest and highest rate that can be requested, in messages a second.
 RATES = 0.001, 1_000_000
 
 
 def wrong_rate(rate: float | None) -> str:
-    """Return what is wrong with a number of messages a second, or ""."""
+    """Return what is wrong with a rate in messages a second, or "" if it is valid."""
     if rate is None or RATES[0] <= rate <= RATES[1]:
         return ""
     return (
@@ -38,11 +39,11 @@ def started(
     force: bool = False,
     rate: float | None = None,
 ) -> tuple[str, list[Any]]:
-    """Return the statement, and its parameters, that stores a running bulk operation
-    and returns its id.
+    """Return the statement and parameters that store a running bulk operation and
+    return its id.
 
-    `filters` choose the dead letters, `total` of them, with ids up to `up_to`; `rate`
-    are messages a second at most.
+    `filters` select the dead letters, `total` of them, with ids up to `up_to`; `rate`
+    is the highest number of messages a second.
     """
     as_json = "%s::jsonb" if vendor == "postgresql" else "%s"
     values = {

@@ -1,4 +1,4 @@
-"""Whether a worker holds a row: the same in the outbox and in the inbox."""
+"""Whether a worker holds a row, for both the outbox and the inbox."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from .rule import Rule
 #: A worker holds it.
 HELD = Rule("{lease_until} >= {now}")
 
-#: No worker holds it, or one that has let its lease end.
+#: No worker holds it, or the worker's lease has ended.
 FREE = Rule("({lease_until} IS NULL OR {lease_until} < {now})")

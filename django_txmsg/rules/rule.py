@@ -1,4 +1,4 @@
-"""A condition on the rows of one table, which any SQL statement can ask."""
+"""A condition on the rows of one table, for use in any SQL statement."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from string import Formatter
 
 @dataclass(frozen=True)
 class Rule:
-    """SQL with names in braces: columns of the row, and values that who asks gives.
+    """SQL with names in braces: columns of the row, and values that the caller
+    supplies.
 
-    Rules are joined by `&`, `|` and `~`. A text whose outermost word is OR stands in
-    parentheses.
+    Rules are combined by `&`, `|` and `~`. Put parentheses around a text whose
+    outermost operator is OR.
     """
 
     text: str
 
     def sql(self, row: str = "", **values: str) -> str:
-        """Return the condition on the row that a statement calls `row`, with `values`
-        as SQL: an instant's is a clock, a literal or a parameter."""
+        """Return the condition for the row with alias `row`. `values` are SQL texts:
+        for an instant a clock, a literal or a parameter."""
         of = f"{row}." if row else ""
         return "".join(
             text + (values.get(name, f"{of}{name}") if name else "")
@@ -27,7 +28,7 @@ class Rule:
         )
 
     def parts(self) -> Iterator[tuple[str, str]]:
-        """Yield the pieces of text, each with the name that follows it, or ""."""
+        """Yield the pieces of text, each with the name after it, or ""."""
         for text, name, _, _ in Formatter().parse(self.text):
             yield text, name or ""
 

@@ -1,7 +1,8 @@
-"""The transaction that messages are sent in: hop 1's in a request, hop 7's in a stage.
+"""The transaction in which messages are sent: hop 1's in a request, hop 7's in a stage.
 
-One block for both. It begins with the first use of the database, knows whether it has
-committed, and tells a rollback that was asked for from one that an error left behind.
+Both use this block. It begins with the first use of the database, records whether it
+has committed, and distinguishes a requested rollback from one that an error made
+necessary.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from ..django_internals.late_atomic import LateAtomic
 class Block:
     """An atomic block that is entered and left once, perhaps in different functions.
 
-    `isolation` and `reading` are those of `LateAtomic`. `committed` says that its
-    transaction did, even when a hook that ran after the commit raised; `nested`, that
-    it is a savepoint in somebody else's, whose commit is not its own.
+    `isolation` and `reading` are those of `LateAtomic`. `committed` is true once its
+    transaction has committed, even if a hook after the commit raised. `nested` means
+    that it is a savepoint in an outer transaction, whose commit it does not control.
     """
 
     def __init__(
@@ -39,41 +40,42 @@ class Block:
         self._hear_no_more: Callable[[], None] | None = None
 
     def enter(self, *, begun: bool = False) -> None:
-        """Open it. `begun` says that the server has begun the transaction already."""
+        """Open it. `begun` means that the server has already begun the transaction."""
         self.nested = in_block(self._connection)
         self._atomic.enter(begun=begun)
         self._hear_no_more = hear_rollbacks(self._connection, self._hear)
         if not self.nested:
-            # The first hook of all: whatever raises after it, raises after the commit.
+            # The first hook of all: any other hook that raises does so after the
+            # commit.
             transaction.on_commit(self._note_commit, using=self.using)
 
     def exit(self, error: BaseException | None) -> None:
-        """Commit, or roll back because of the error or of what `set_rollback()` said.
-        Raises what made the commit impossible, or what a hook after it raised."""
+        """Commit, or roll back because of the error or of `set_rollback()`. Raises the
+        error that made the commit impossible, or that a hook after it raised."""
         if self._hear_no_more is not None:
             self._hear_no_more()
         self._atomic.exit(error)
 
     @property
     def employed(self) -> bool:
-        """Whether the database was asked for anything. A savepoint asks it."""
+        """Whether the database was used. Opening a savepoint counts."""
         return self._atomic.begun
 
     @property
     def spoiled(self) -> bool:
-        """Whether an error that was caught leaves nothing but to roll back."""
+        """Whether a caught error leaves only a rollback."""
         return is_broken(self._connection) or (
             must_roll_back(self._connection) and not self._rollback_asked
         )
 
     @property
     def rolls_back(self) -> bool:
-        """Whether leaving it without an error rolls back, for whatever reason."""
+        """Whether leaving it without an error rolls back, for any reason."""
         return must_roll_back(self._connection)
 
     @property
     def cause(self) -> BaseException | None:
-        """The error that has spoiled it, if Django has seen it."""
+        """The error that made a rollback necessary, if Django has seen it."""
         return cause_of_rollback(self._connection)
 
     def _hear(self, rollback: bool) -> None:

@@ -1,4 +1,4 @@
-"""A destination that says what is sent to it, so that senders are checked too."""
+"""A destination with a declared body type, so that senders are checked too."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _declared: list[Destination[Any]] = []
 
 
 class Destination(TypedName[Body]):
-    """A queue or a topic, and the type of the bodies in it.
+    """A queue or a topic, and the type of its bodies.
 
     `orders_place = Destination("orders.place", PlaceOrder)`: `orders_place.send(…)`
-    takes a PlaceOrder, for a type checker and when it runs; `@stage(orders_place)`
-    hands one out. The type may be a union. Raises InvalidMessage for a name that not
-    every broker can carry.
+    takes a PlaceOrder, for a type checker and at run time; `@stage(orders_place)`
+    passes one to the handler. The type may be a union. Raises InvalidMessage for a name
+    that some broker cannot carry.
     """
 
     def __init__(self, name: str, body: TypeForm[Body]) -> None:
@@ -44,7 +44,7 @@ class Destination(TypedName[Body]):
         unique: str | None = None,
         on_conflict: Literal["error", "skip"] = "error",
     ) -> Message:
-        """Store one message, as `send_message()` does, and raise what it raises; and
+        """Store one message like `send_message()`, with the same errors; also raises
         InvalidMessage for a body of another type."""
         return send_message(
             self,

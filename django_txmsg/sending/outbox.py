@@ -1,8 +1,8 @@
 """Hops 1 and 9: `send_message()`, called inside a transaction, stores a message.
 
-It inserts a row that commits with the business data or not at all, and asks for the
-dispatcher to be woken after the commit. It never talks to a broker, but for a stage
-whose messages belong to the broker's own transaction (best_effort_1pc, broker_only).
+It inserts a row that commits with the business data or not at all, and has the
+dispatcher woken after the commit. It never talks to a broker, except in a stage whose
+messages belong to the broker's own transaction (best_effort_1pc, broker_only).
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def send_message(
     `body` is anything JSON can carry (with Decimal, date, time, UUID as strings),
     bytes, or an object of a typed message's class, which is validated. Messages of one
     `key` leave in the order they were stored. `delay` and `expires` count from now, by
-    the database's clock. `using` names the database. A pending message holds its
-    `unique` key alone, until a relay has it in hand or it is cancelled or expired: with
-    `on_conflict` "skip", nothing is stored meanwhile, and the message that has the key
-    is returned, which leaves after this transaction.
+    the database's clock. `using` names the database. Only one pending message can have
+    a `unique` key, until a relay claims it, or it is cancelled or expires. With
+    `on_conflict` "skip", a second message is not stored; the pending one is returned,
+    and leaves after this transaction.
 
     Raises TransactionRequired outside a transaction, InvalidMessage for what cannot be
-    carried, DuplicateMessage when `message_id` is stored already, AlreadyPending when
-    `unique` is held. Nothing is stored then, and the transaction can go on.
+    carried, DuplicateMessage if `message_id` is stored already, AlreadyPending if the
+    `unique` key is taken. Then nothing is stored, and the transaction can go on.
     """
     row = _new_message(
         destination,
@@ -86,8 +86,8 @@ def send_messages(
 ) -> list[Message]:
     """Store many messages in a few INSERTs: dicts of send_message()'s arguments.
 
-    All are checked before the first is stored. Raises as send_message() does; after a
-    DuplicateMessage, none of them is stored.
+    All are checked before the first is stored. Raises the same errors as
+    send_message(); after a DuplicateMessage, none of them is stored.
     """
     return _send([_from_dict(one, broker) for one in messages], using)
 
@@ -107,7 +107,7 @@ def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
 
 
 def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
-    """Let a message leave in the transaction of its stage's broker."""
+    """Add a message to the transaction of its stage's broker."""
     if row.unique:
         raise InvalidMessage(
             "unique= needs the outbox, and this stage's messages belong to the "
@@ -160,7 +160,7 @@ def _new_message(
     unique: str | None = None,
     on_conflict: Literal["error", "skip"] = "error",
 ) -> NewMessage:
-    """Return what send_message() is to store. Raises InvalidMessage."""
+    """Return the message that send_message() stores. Raises InvalidMessage."""
     settings, current = conf.get(), current_scope()
     if broker not in settings.BROKERS:
         raise InvalidMessage(
@@ -227,7 +227,7 @@ def _new_message(
 
 def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
     """Return a body's bytes, their content type and their `txmsg-type`, which is empty
-    where nothing says what the body is."""
+    for an untyped body."""
     typed = (
         destination.type_of(body)
         if isinstance(destination, TypedName)

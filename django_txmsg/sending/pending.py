@@ -1,4 +1,4 @@
-"""Hop 2's way back: what has not left is cancelled, or leaves at another time."""
+"""Undoes hop 2: a message that has not left is cancelled, or rescheduled."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .storing import after_commit
 def cancel_message(
     message_id: uuid.UUID, *, why: str = "", using: str | None = None
 ) -> bool:
-    """Keep a stored message from leaving. It ends in the state "cancelled".
+    """Cancel a stored message: it does not leave, and its state becomes "cancelled".
 
-    Returns False, and changes nothing, when it has left, is dead, is on its way just
-    now, or is not there; and when it has a key and a relay has had it in hand: the next
-    of its key is to come after it. Inside a transaction it is cancelled if that
-    commits. `why` is kept with it. A message that a relay sent without an answer, or
-    sends still though its lease has ended, may arrive all the same.
+    Returns False, and changes nothing, if the message has left, is dead, is being sent
+    now, or does not exist; also if it has a key and a relay has claimed it before,
+    since later messages of the key must follow it. Inside a transaction it is cancelled
+    if that commits. `why` is stored with it. A message that a relay sent without an
+    answer, or is still sending although its lease has ended, may arrive all the same.
 
-    Raises InvalidMessage for what is no id.
+    Raises InvalidMessage if the id is not valid.
     """
     alias = _alias(message_id, using)
     return bool(OutboxMessage.objects.db_manager(alias).cancel(message_id, why=why))
@@ -39,14 +39,14 @@ def reschedule_message(
     using: str | None = None,
 ) -> bool:
     """Let a stored message leave in `delay` from now, by the database's clock, or at
-    the aware instant `at`; an instant that has passed means now.
+    the aware instant `at`; a past instant means now.
 
-    Returns False, and changes nothing, when it has left, is dead, is on its way just
-    now, or is not there. Messages of its key that were stored after it leave after it.
-    When it expires stays as it was. A message that a relay sent without an answer, or
-    sends still though its lease has ended, may arrive earlier, and again when due.
+    Returns False, and changes nothing, if the message has left, is dead, is being sent
+    now, or does not exist. Later messages of its key leave after it. Its expiry does
+    not change. A message that a relay sent without an answer, or is still sending
+    although its lease has ended, may arrive earlier, and again when due.
 
-    Raises InvalidMessage for what is no id or no time.
+    Raises InvalidMessage if the id or the time is not valid.
     """
     if (delay is None) == (at is None):
         raise InvalidMessage("reschedule_message() takes either delay= or at=.")

@@ -1,6 +1,6 @@
 """What the messages sent in this context belong to: a session, a stage, or neither.
 
-The middleware and the stages enter a scope; `send_message()` asks for it.
+The middleware and the stages enter a scope; `send_message()` reads it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..models.outbox_store import NewMessage
 
 @dataclass
 class Scope:
-    """What the messages sent in this context belong to: a session, as
-    `http_outbox/session.py` makes it, or a stage's attempt (`consuming/attempt.py`).
+    """What the messages sent in this context belong to: a session
+    (`http_outbox/session.py`) or a stage's attempt (`consuming/attempt.py`).
 
-    `cause` is the message that a stage processes; its own messages get ids derived
-    from it, and `worker` is the process that does so. `enlist`, when set, takes
-    messages into the broker's transaction instead of the outbox. `stored` counts the
-    messages stored, by database alias. `join`, when set, is called before each INSERT
-    on `using`, and says as which session's the rows are stored and which lock the
-    INSERT takes: `newest` is when the last of them had it, by the database's clock.
-    Without a lock, `transactions` has the id of theirs, where databases tell, by their
-    connection: threads may share a scope. `ended` says that it is over: code that
-    outlives it, as an async view's task may, has taken it along in its context, and
-    what is sent there is not of this scope.
+    `cause` is the message that a stage processes, from whose id its messages' ids are
+    derived; `worker` is the process that runs the stage. `enlist`, if set, adds
+    messages to the broker's transaction instead of the outbox. `stored` counts the
+    stored messages by database alias. `join`, if set, is called before each INSERT on
+    `using`, and returns the session id of the rows and the lock that the INSERT takes;
+    `newest` is when the last INSERT had that lock, by the database's clock. Without a
+    lock, `transactions` has the rows' transaction ids by connection, if the database
+    reports them; threads may share a scope. `ended` means that the scope is over: code
+    that runs longer, such as a task of an async view, still has it in its context, but
+    its messages do not belong to the scope.
     """
 
     session_id: uuid.UUID
@@ -52,7 +52,7 @@ class Scope:
 
 
 _scope: ContextVar[Scope | None] = ContextVar("django_txmsg_scope", default=None)
-#: The threads that are in a stage's handler.
+#: The threads that are running a stage's handler.
 _inside: set[int] = set()
 
 
@@ -63,9 +63,9 @@ def current_scope() -> Scope | None:
 
 
 def enter_scope(entered: Scope | None) -> Scope | None:
-    """Make messages sent from now on belong to `entered`, and return what was before.
+    """Make messages sent from now on belong to `entered`, and return the scope before.
 
-    For a scope that does not end where it began, as a request's under ASGI.
+    For a scope that may end in another function, such as a request's under ASGI.
     """
     before = _scope.get()
     _scope.set(entered)
@@ -86,13 +86,13 @@ def in_scope(entered: Scope) -> Iterator[Scope]:
 
 
 def handlers_running() -> int:
-    """Return how many threads of this process are in a handler."""
+    """Return how many threads of this process are running a handler."""
     return len(_inside)
 
 
 def _forked() -> None:
-    """What a child sends is not of its parent's scope: it would count on from the same
-    ordinal, and give other messages the same ids."""
+    """Messages of a forked child do not belong to its parent's scope: the child would
+    continue with the same ordinals, and give other messages the same ids."""
     _scope.set(None)
     _inside.clear()
 

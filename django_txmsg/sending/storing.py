@@ -1,4 +1,4 @@
-"""Hop 1's rows: how they get into the outbox, and what their commit sets off."""
+"""Hop 1's rows: inserting them into the outbox, and the effects of their commit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .scope import current_scope
 
 
 def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
-    """Insert ready rows into the outbox and return when each was created.
+    """Insert rows into the outbox and return when each was created.
 
-    Raises DuplicateMessage, with nothing stored, when one of the ids is there already.
-    A derived id that is there is left as it is, but for one with a unique key.
+    Raises DuplicateMessage, with nothing stored, if one of the ids is stored already. A
+    derived id that exists is left as it is, except one with a unique key.
     """
     if not in_block(connections[alias]):
         # Without REQUIRE_ATOMIC: still all of them or none.
@@ -88,10 +88,10 @@ def after_commit(
     new: Mapping[int, uuid.UUID] | None = None,
     due: Collection[int] = (),
 ) -> None:
-    """Have the dispatcher woken for rows once the transaction commits: `new` ones, the
-    message id of each by its primary key, and others that are `due`.
+    """Have the dispatcher woken for rows once the transaction commits: `new` ones, as
+    message ids by primary key, and others that are `due`.
 
-    What is stored without a break under the same savepoints shares one hook, and is
+    Rows stored in succession under the same savepoints share one hook, and are
     dispatched together.
     """
     hook = last_hook(connections[alias])
@@ -118,22 +118,22 @@ def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
 
 
 class AfterCommit:
-    """What the commit of a transaction sets off for the rows of one savepoint.
+    """The effects of a commit for the rows of one savepoint.
 
-    Django drops the hook when an `atomic()` block is rolled back. It keeps the hook
-    after `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`, so some of the rows may
-    be gone: a dispatcher finds nothing to claim, and nobody is told of them.
+    Django drops the hook when an `atomic()` block is rolled back, but keeps it after
+    `savepoint_rollback()` and `ROLLBACK TO SAVEPOINT`. So some of the rows may not
+    exist: a dispatcher then finds nothing to claim, and no event is sent for them.
     """
 
     def __init__(self, alias: str, broker: str) -> None:
-        # Django names a robust hook by it when it fails; of a class, an instance has
-        # none.
+        # Django logs a robust hook's name when it fails; an instance has none of its
+        # own.
         self.__qualname__ = "django_txmsg.outbox"
         self.alias, self.broker = alias, broker
         self.ids: list[int] = []
-        #: By primary key. SQLite gives one that a rollback has freed to another row.
+        #: By primary key. SQLite may reuse the primary key of a rolled-back row.
         self.new: dict[int, uuid.UUID] = {}
-        #: As a TestCase does with hooks, in the middle of its transaction.
+        #: A TestCase runs hooks like this, in the middle of its transaction.
         self.called = False
 
     def __call__(self) -> None:
@@ -146,7 +146,7 @@ class AfterCommit:
             )
 
     def _announce(self) -> None:
-        """Tell of the rows that are there."""
+        """Send the events of the rows that exist."""
         if not self.new or not signals.announced(signals.message_stored):
             return
         rows = OutboxMessage.objects.db_manager(self.alias)

@@ -1,4 +1,4 @@
-"""A destination's name with the type of the bodies in it, which may be a union."""
+"""A destination's name with the type of its bodies, which may be a union."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Body = TypeVar("Body")
 
 
 class TypedName(Generic[Body]):
-    """What `Destination` is without its way to send."""
+    """The part of `Destination` that does not send."""
 
     def __init__(self, name: str, body: TypeForm[Body]) -> None:
         self.name = check_destination(name)
@@ -29,14 +29,14 @@ class TypedName(Generic[Body]):
         return f"<{type(self).__name__} {self.name!r}>"
 
     def type_of(self, body: object) -> BodyType:
-        """Return which of the destination's types a body is. Raises InvalidMessage."""
+        """Return the destination's type that a body has. Raises InvalidMessage."""
         types = codecs.reader(self.body).types
         if len(types) == 1:
             return types[0]
         for one in types:
             if type(body) is one.cls:
                 return one
-        # A TypedDict's objects are dicts, which do not say which one they are.
+        # A TypedDict's objects are dicts, which do not record their type.
         fitting = [
             one
             for one in types

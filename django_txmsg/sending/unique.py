@@ -1,11 +1,11 @@
-"""Hop 1's question whether such a message is pending already: `unique="key"`.
+"""Hop 1's check whether a message with the same `unique` key is pending already.
 
 A partial unique index of the outbox holds the key from the row's INSERT until a relay
-takes the row in hand, or it is settled otherwise. A transaction that wants a key
-another one has taken waits for that one's end. A transaction that goes on with the
-message of another one holds it until its own end: it neither leaves, so that its
-receiver sees what both have changed, nor is cancelled; and it expires no sooner than
-the message that was not stored.
+claims the row, or it is settled otherwise. A transaction that wants a key held by
+another transaction waits for that one's end. A transaction that reuses another's
+message locks it until its own end: the message does not leave, so that its receiver
+sees the changes of both; it is not cancelled; and it expires no sooner than the message
+that was not stored.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ..models.outbox import PENDING
 from ..models.outbox_store import NewMessage
 from .storing import after_commit, as_sent, store
 
-#: A holder that leaves between the INSERT and the look at it frees its key: so often
-#: in a row it does not.
+#: A holder may leave between the INSERT and the query for it, which frees its key; this
+#: many times in a row it does not.
 _TRIES = 20
 
 
 def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
-    """Insert rows of which some have a unique key, as `store()` does.
+    """Insert rows of which some have a unique key, like `store()`.
 
-    Returns each as its sender gets it, or for one that is skipped the message that is
-    there in its place. Raises AlreadyPending and DuplicateMessage, with nothing stored.
+    Returns each as its sender gets it, or for a skipped one the message that holds its
+    key. Raises AlreadyPending and DuplicateMessage, with nothing stored.
     """
     holders = _first_of_each(rows)
     there: dict[uuid.UUID, Message] = {}
@@ -58,8 +58,8 @@ def store_unique(rows: Sequence[NewMessage], alias: str) -> list[Message]:
 
 
 def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
-    """Return, for each row that is skipped for an earlier one of the same call, the
-    message id of that one, which expires no sooner. Raises AlreadyPending."""
+    """Return, for each row skipped because of an earlier one of the same call, that
+    one's message id; it expires no sooner. Raises AlreadyPending."""
     first: dict[str, NewMessage] = {}
     holders: dict[uuid.UUID, uuid.UUID] = {}
     for row in rows:
@@ -76,8 +76,8 @@ def _first_of_each(rows: Sequence[NewMessage]) -> dict[uuid.UUID, uuid.UUID]:
 
 
 def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, Message]:
-    """Return, for each row that is to be skipped, the message that is there. Nothing,
-    when those have left meanwhile."""
+    """Return, for each row to skip, the message that holds its key; nothing if those
+    have left meanwhile."""
     known = OutboxMessage.objects.using(alias)
     wanted = {
         row.unique: row.expiry if row.skips else 0.0 for row in rows if row.unique
@@ -102,7 +102,7 @@ def _in_their_place(rows: Sequence[NewMessage], alias: str) -> dict[uuid.UUID, M
             if not row.skips:
                 raise _conflict(row, holder.message_id)
             found[row.message_id] = message_of(holder)
-            # A dispatcher may have passed it over, as it is held.
+            # A dispatcher may have skipped it, because it was locked.
             after_commit(alias, holder.broker, due=[holder.pk])
     return found
 

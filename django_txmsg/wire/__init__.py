@@ -1,7 +1,7 @@
-"""What a message looks like between services: its headers, and what they say.
+"""The wire format of a message: the names of its headers, and their meaning.
 
-Its ids, destinations and instants have files beside this one, and their names are here.
-Pure standard library and without state, since the Spark jobs import it too.
+Ids, destinations and instants have their own files beside this one; the names are here.
+Only the standard library and no state, because the Spark jobs import it too.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ MESSAGE_ID = "txmsg-id"
 SERVICE = "txmsg-service"
 CREATED = "txmsg-created"
 KEY = "txmsg-key"
-#: Of a message with a key, the one before it: `ID;at=INSTANT`.
+#: The predecessor of a message with a key: `ID;at=INSTANT`.
 AFTER = "txmsg-after"
-#: What the body is: `NAME;v=N;min=M`.
+#: The type of the body: `NAME;v=N;min=M`.
 TYPE = "txmsg-type"
 EXPIRES = "txmsg-expires"
-#: On the copy that a stage hands back to the broker: the attempt that has failed.
+#: On the copy that a stage returns to the broker: the number of the failed attempt.
 FAILED_ATTEMPT = "txmsg-failed-attempt"
-#: What a task's message says of it: its function's path, and how it was enqueued,
-#: where that is not as usual.
+#: On a task's message: the path of its function, and the options that differ from the
+#: defaults.
 TASK = "task"
 TASK_QUEUE = "task-queue"
 TASK_PRIORITY = "task-priority"
 TASK_RUN_AFTER = "task-run-after"
 CORRELATION_ID = "correlation-id"
-#: Characters of a correlation id; of a longer one that comes from outside, the first.
+#: Most characters of a correlation id; a longer one from outside is cut.
 MAX_CORRELATION_ID = 255
 TRACEPARENT = "traceparent"
 CONTENT_TYPE = "content-type"
@@ -59,18 +59,17 @@ PERSISTENT = "persistent"
 JSON = "application/json"
 BYTES = "application/octet-stream"
 
-#: How the names of all our own headers begin, those of later versions included.
+#: The prefix of all headers of this package, including those of later versions.
 PREFIX = "txmsg-"
 
-#: What JMS can name of our headers: no selector and no Java property has a hyphen.
+#: The same prefix for JMS: no selector and no Java property may have a hyphen.
 TWINS = {
     name: name.replace("-", "_")
     for name in (MESSAGE_ID, SERVICE, CREATED, KEY, TYPE, EXPIRES)
 }
 TWIN_NAMES = frozenset(TWINS.values())
 
-#: Headers of one frame or of one delivery, in lower case: no copy of a message has
-#: them.
+#: Headers of one frame or one delivery, in lower case: no copy of a message keeps them.
 OF_A_DELIVERY = frozenset(
     {
         CONTENT_LENGTH,
@@ -87,7 +86,7 @@ OF_A_DELIVERY = frozenset(
     }
 )
 
-#: Headers that a caller cannot set: ours, with `PREFIX`, and the protocol's.
+#: Headers that a caller cannot set: those with `PREFIX`, and the protocol's.
 RESERVED_HEADERS = OF_A_DELIVERY | {
     MESSAGE_ID,
     SERVICE,
@@ -105,7 +104,7 @@ RESERVED_HEADERS = OF_A_DELIVERY | {
     "bcc",
 }
 
-#: Headers that a broker writes on what lies in it, or obeys on what it is sent.
+#: Headers that a broker writes on its messages, or obeys on those it receives.
 OF_A_BROKER = frozenset(
     {
         "amq-msg-type",
@@ -137,21 +136,22 @@ OF_A_BROKER = frozenset(
         "x-queue-type",
     }
 )
-#: In which a broker notes why a message lies in its dead letters.
+#: Headers in which a broker records why it moved a message to its dead letters.
 OF_A_DEATH = ("x-first-death-", "x-last-death-")
-#: The broker's, by the beginnings of their names.
+#: The broker's headers, by their prefixes.
 OF_A_BROKER_BEGIN = ("_amq_", "amq_", "jms", "x-dead-letter-", *OF_A_DEATH)
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def created(headers: Mapping[str, str]) -> dt.datetime | None:
-    """Return when a message was stored, as far as its sender says so legibly."""
+    """Return when a message was stored, or None if its sender's header is
+    unreadable."""
     return _instant(headers.get(CREATED))
 
 
 def expires(headers: Mapping[str, str]) -> dt.datetime | None:
-    """Return when a message is of no use any more, as far as that is legible."""
+    """Return when a message expires, or None if the header is missing or unreadable."""
     return _instant(headers.get(EXPIRES))
 
 
@@ -163,9 +163,9 @@ def _instant(text: str | None) -> dt.datetime | None:
 
 
 def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
-    """Return the id of the message before this one in the order of its key, and the
-    instant of that one's place, as far as both are legible. None for one that names
-    itself, as a stranger may: nothing waits for its own end."""
+    """Return the predecessor in the order of its key: id, and instant of its place in
+    the order. None if the header is missing or unreadable, or if a foreign message
+    names itself as its own predecessor: it could never run."""
     before, _, at = headers.get(AFTER, "").partition(";at=")
     try:
         instant, found = parse_instant(at), uuid.UUID(before)
@@ -178,14 +178,14 @@ def after(headers: Mapping[str, str]) -> tuple[uuid.UUID, dt.datetime] | None:
 
 
 def traceparent(headers: Mapping[str, str]) -> str | None:
-    """Return a message's trace context, unless it is none that W3C knows."""
+    """Return a message's trace context, or None if it does not have W3C's form."""
     found = headers.get(TRACEPARENT, "")
     return found if _TRACEPARENT.fullmatch(found) else None
 
 
 def travels(name: str) -> bool:
-    """Return whether a header goes on with its message when that is sent again: what
-    the sender wrote and what is ours, and nothing that a broker added."""
+    """Return whether a header stays with its message when that is sent again: the
+    sender's headers and ours do, those added by a broker do not."""
     lowered = name.lower()
     return (
         lowered not in OF_A_DELIVERY
@@ -195,8 +195,8 @@ def travels(name: str) -> bool:
 
 
 def reserved(name: str) -> bool:
-    """Return whether a header is ours, the protocol's or a broker's, so that no caller
-    sets it."""
+    """Return whether a header is ours, the protocol's or a broker's: callers cannot set
+    it."""
     lowered = name.lower()
     return (
         lowered in RESERVED_HEADERS
@@ -206,12 +206,12 @@ def reserved(name: str) -> bool:
 
 
 def senders(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a message's headers its sender wrote, and may send again."""
+    """Return the headers that the sender wrote and may send again."""
     return {name: value for name, value in headers.items() if not reserved(name)}
 
 
 def digest(headers: Mapping[str, str], body: bytes) -> str:
-    """Return a name for what a sender wrote, the same for the same however it came."""
+    """Return a digest of the sender's headers and body, the same over every broker."""
     written = {name: value for name, value in headers.items() if travels(name)}
     found = hashlib.sha256(json.dumps(written, sort_keys=True).encode())
     found.update(body)
@@ -219,8 +219,8 @@ def digest(headers: Mapping[str, str], body: bytes) -> str:
 
 
 def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers to store with a copy of a message that keeps its body: what
-    its sender wrote, what says how to read that body, and its place among those of its
+    """Return the headers to store with a copy that keeps the body: the sender's
+    headers, those that tell how to read the body, and the place in the order of its
     key."""
     kept = senders(headers)
     kept.pop(CORRELATION_ID, None)  # a column of its own
@@ -231,8 +231,8 @@ def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def headers_of(row: Any, service: str, created: str) -> dict[str, str]:
-    """Return the headers of an outbox row as they go on the wire; `created` is the
-    instant of its storing, formatted for it."""
+    """Return the headers of an outbox row for the wire; `created` is the formatted
+    instant at which the row was stored."""
     headers = dict(row.headers)
     headers[CONTENT_TYPE] = row.content_type
     headers[MESSAGE_ID] = str(row.message_id)

@@ -1,11 +1,11 @@
-"""The names of destinations that mean something: topics, control messages, tasks."""
+"""Names of destinations with a special meaning: topics, control messages, tasks."""
 
 from __future__ import annotations
 
 TOPIC_PREFIX = "topic:"
 
 _CONTROL = ".txmsg.control"
-#: In the destinations of tasks.
+#: The part of a destination that marks tasks.
 OF_TASKS = ".tasks."
 
 
@@ -15,21 +15,21 @@ def control_destination(service: str) -> str:
 
 
 def is_control(destination: str) -> bool:
-    """Return whether a service receives its control messages there."""
+    """Return whether this is the destination of a service's control messages."""
     return destination.endswith(_CONTROL)
 
 
 def task_destination(service: str, backend: str) -> str:
-    """Return the destination of a backend's tasks, or what those of its queues begin
-    with."""
+    """Return the destination of a backend's tasks, or the prefix of its queues'
+    destinations."""
     return f"{service}{OF_TASKS}{backend}"
 
 
 def is_task(destination: str) -> bool:
-    """Return whether tasks go there."""
+    """Return whether this is a destination of tasks."""
     return OF_TASKS in destination
 
 
 def is_topic(destination: str) -> bool:
-    """Return whether every subscriber gets what is sent there."""
+    """Return whether this is a topic, whose messages go to every subscriber."""
     return destination.startswith(TOPIC_PREFIX)

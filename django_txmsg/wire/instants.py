@@ -1,4 +1,4 @@
-"""Instants as headers have them: RFC 3339 in UTC."""
+"""Instants in headers: RFC 3339 in UTC."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def format_instant(instant: dt.datetime) -> str:
 def parse_instant(text: str) -> dt.datetime:
     """Return the aware instant of an RFC 3339 text.
 
-    Raises ValueError for anything else: a naive instant, and one at an end of the
-    calendar, which another time zone has no date for.
+    Raises ValueError if the text is malformed, the instant is naive, or the instant is
+    so close to an end of the calendar that another time zone cannot express it.
     """
     instant = dt.datetime.fromisoformat(text.replace("Z", "+00:00"))
     if instant.tzinfo is None:
