@@ -1,6 +1,7 @@
-"""Who reads and writes bodies of which class: TXMSG["CODECS"], then pydantic.
+"""The choice of a codec for a class of bodies: those of TXMSG["CODECS"], then
+pydantic's.
 
-`Codec` is what a codec of yours extends; `Misfit` is what it raises.
+Extend `Codec` for a codec of your own; raise `Misfit` from it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ __all__ = ["Codec", "Misfit"]
 
 _pydantic = PydanticCodec()
 
-#: Classes whose objects are sent as they always were: JSON knows them.
+#: Classes that JSON supports directly: their objects are sent without a codec.
 _PLAIN = (dict, list, tuple, str, int, float, bytes, bytearray, memoryview)
 
 
 def reader(annotation: Any) -> BodyReader:
-    """Return what reads the bodies that a handler with this annotation takes.
+    """Return the reader of bodies for a handler with this annotation.
 
-    Raises ConfigurationError where no codec does, or pydantic is missing.
+    Raises ConfigurationError if no codec handles it, or pydantic is missing.
     """
     return _reader(annotation)
 
@@ -46,8 +47,8 @@ def body_type(annotation: Any) -> BodyType:
 
 
 def type_of(value: object) -> BodyType | None:
-    """Return how an object is sent whose class says what it is; None for what JSON
-    knows, and for what no codec handles."""
+    """Return how an object of a typed message's class is sent; None for values that
+    JSON supports, and for those that no codec handles."""
     kind: Any = type(value)
     if kind in _PLAIN or value is None:
         return None
@@ -80,7 +81,7 @@ def _types(annotation: Any) -> Iterator[BodyType]:
     if len(parts) == 1 and len(members(annotation)) == 1:
         yield _body_type(annotation)
     elif len(parts) == 1 or not any(map(class_of, parts)):
-        # Optional, or a union of what has no name: one type to whoever reads it.
+        # An Optional, or a union of unnamed types: one type for its readers.
         yield _named(annotation, class_of(parts[0]) if len(parts) == 1 else None)
     else:
         yield from map(_body_type, parts)
@@ -104,9 +105,9 @@ def _named(annotation: Any, cls: type | None) -> BodyType:
 
 
 def _oldest_reader(name: str, version: int) -> int:
-    """Return how far back a version is readable, as the committed contract has it; the
-    version itself where it is newer than that. Where nothing is committed, old code
-    reads what old bodies need no upgrader for."""
+    """Return the oldest version that can read a version, from the committed contract;
+    the version itself if it is newer than the contract. Without a contract, old code is
+    assumed to read bodies that need no upgrader."""
     known = _committed().get(name, {})
     if known.get("x-txmsg-version", version) < version:
         return version
@@ -116,7 +117,7 @@ def _oldest_reader(name: str, version: int) -> int:
 
 
 def contract_path() -> Path:
-    """Return where the committed contract lies."""
+    """Return the path of the committed contract."""
     given = conf.get().CONTRACT
     if given is not None:
         return Path(given)
@@ -148,7 +149,8 @@ def _type_of(kind: Any) -> BodyType | None:
     try:
         return _body_type(kind)
     except ConfigurationError:
-        # Nothing that a codec handles is as it was: JSON may know it, or refuses it.
+        # No class that a codec handles is sent as before: JSON may support it, or
+        # refuse it.
         if is_declared(kind):
             raise
         return None
@@ -160,7 +162,7 @@ def is_declared(kind: type) -> bool:
 
 
 def forget() -> None:
-    """Find everything out anew, after a change of TXMSG or of what is declared."""
+    """Clear the caches, after a change of TXMSG or of declared types."""
     for found in (_codecs, _reader, _body_type, _type_of, _committed):
         found.cache_clear()
 

@@ -1,24 +1,24 @@
 """Every error of the package outside `jms`, and the two words a handler can raise.
 
 TxmsgError
-├── ConfigurationError      a setting is wrong; `manage.py check` says the same
+├── ConfigurationError      a setting is wrong; `manage.py check` reports it
 ├── StoreError              send_message() refused a message; nothing was stored
 │   ├── TransactionRequired     no open transaction
 │   ├── InvalidMessage          body, header, key, destination, delay or size
 │   └── DuplicateMessage        the id is already stored
 │       └── AlreadyPending          a pending message has the same unique key
 ├── DecodeError             an incoming message cannot be read
-│   └── NewerCodeNeeded         not by this version of the code; it waits
-├── BrokerError             a conversation with a broker failed
-│   ├── BrokerUnavailable       nothing was handed over; try again later
+│   └── NewerCodeNeeded         only newer code can read it; it waits
+├── BrokerError             the communication with a broker failed
+│   ├── BrokerUnavailable       nothing was sent; try again later
 │   ├── DispatchRejected        the broker refused this message for good
 │   ├── DestinationUnavailable  the destination takes no message now
-│   ├── DeliveryLost            what was received is somebody else's by now
+│   ├── DeliveryLost            another worker has taken the delivery
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
-├── SessionError            an outbox session was used before its begin, or too late
-├── WorkerFailed            a thread of `consume` or `relay` ended before its time
-├── TaskGivenUp             a OnceTask of Celery's killed its worker too often
+├── SessionError            an outbox session was used before it began, or too late
+├── WorkerFailed            a thread of `consume` or `relay` ended by an error
+├── TaskGivenUp             a Celery OnceTask killed its worker too often
 └── StageError              a stage's transaction could not be completed
     ├── SwallowedDatabaseError  the handler hid an error that spoiled its transaction
     ├── DurableInStage          atomic(durable=True) inside a stage
@@ -34,8 +34,7 @@ from __future__ import annotations
 
 import uuid
 
-#: Longest time, in seconds, that anything can be put off: every database has a place
-#: for its end.
+#: Longest delay of anything, in seconds: every database can store its end.
 MAX_SECONDS = 100 * 365.25 * 86_400
 
 
@@ -83,7 +82,8 @@ class DecodeError(TxmsgError):
 
 
 class NewerCodeNeeded(DecodeError):
-    """The body is of a version that only newer code reads. It waits for that."""
+    """Only newer code can read this version of the body. The message waits for that
+    code."""
 
     def __init__(self, name: str, version: int, here: int) -> None:
         super().__init__(
@@ -94,21 +94,21 @@ class NewerCodeNeeded(DecodeError):
 
 
 class BrokerError(TxmsgError):
-    """A conversation with a broker failed."""
+    """The communication with a broker failed."""
 
 
 class BrokerUnavailable(BrokerError):
-    """The broker cannot be reached; nothing was handed over."""
+    """The broker cannot be reached; nothing was sent."""
 
 
 class DispatchRejected(BrokerError):
-    """The broker answered that it will not take this message: it is too large, or a
-    header of it is invalid. The message counts a failed attempt."""
+    """The broker will never take this message: it is too large, or a header of it is
+    invalid. The message counts a failed attempt."""
 
 
 class DestinationUnavailable(BrokerError):
-    """The broker answered that this destination takes no message now: it is full or
-    missing, or the user lacks a permission. The text is what the broker said.
+    """This destination takes no message now: it is full or missing, or the user lacks a
+    permission. The text is the broker's.
 
     The destination is paused and no message counts an attempt. The message is not
     proven to be stored, and is sent again.
@@ -116,23 +116,23 @@ class DestinationUnavailable(BrokerError):
 
 
 class DeliveryLost(BrokerError):
-    """What was received is in other hands by now, or done there: its lease has ended.
-    The broker's transaction was rolled back."""
+    """The lease ended and another worker has taken the message, or processed it. The
+    broker's transaction was rolled back."""
 
 
 class DispatchHeld(BrokerError):
-    """Not sent, since an earlier message of the same key is not stored yet."""
+    """Not sent, because an earlier message of the same key is not stored yet."""
 
 
 class DispatchUnknown(BrokerError):
-    """No receipt came: the message may or may not have been taken.
+    """No receipt came: the broker may or may not have stored the message.
 
     It is sent again with the same id, and the receiver's inbox drops the copy.
-    `written` is False when it certainly never left. `hung_up` is True only if the
+    `written` is False if it was certainly not sent. `hung_up` is True only if the
     broker ended the connection, as some do on a message that they refuse: the messages
-    of the batch are then sent one by one, and one on which it hangs up alone counts a
-    failed attempt. A time-out, also of a write, is silence: the whole broker is paused,
-    and no message counts an attempt.
+    of the batch are then sent one by one, and a message on which the broker hangs up
+    alone counts a failed attempt. A time-out, also of a write, is silence: the whole
+    broker is paused, and no message counts an attempt.
     """
 
     def __init__(
@@ -148,14 +148,14 @@ class SessionError(TxmsgError):
 
 
 class WorkerFailed(TxmsgError):
-    """A thread of a worker process ended before its time, and the process with it: its
-    supervisor starts another. What it was working on is delivered again."""
+    """A thread of a worker process ended by an error, and so does the process: its
+    supervisor has to restart it. The messages in progress are delivered again."""
 
 
 class TaskGivenUp(TxmsgError):
     """A OnceTask killed its worker each time it was delivered, and is not run again.
 
-    Not Celery's WorkerLostError, upon which Celery delivers the message once more.
+    Not Celery's WorkerLostError, after which Celery delivers the message once more.
     """
 
 
@@ -164,17 +164,17 @@ class StageError(TxmsgError):
 
 
 class SwallowedDatabaseError(StageError):
-    """A database error inside an inner atomic() was caught, and the outer
-    transaction can only roll back.
+    """A database error inside an inner atomic() was caught, so the outer transaction
+    can only roll back.
 
-    Django would roll back silently and the message would be acknowledged with its
-    work lost. Let the error propagate, or catch it *outside* the inner atomic().
+    Django would roll back silently, and the message would be acknowledged with its work
+    lost. Let the error propagate, or catch it *outside* the inner atomic().
     """
 
 
 class DurableInStage(StageError):
-    """atomic(durable=True) was entered inside a stage, whose transaction it cannot
-    leave. Remove durable=True, or use transaction="broker_only" for this stage."""
+    """atomic(durable=True) was entered inside a stage's transaction. Remove
+    durable=True, or use transaction="broker_only" for this stage."""
 
 
 class BlockLeftOpen(StageError):
@@ -185,7 +185,7 @@ class MiddlewareMisused(StageError):
     """A middleware of TXMSG["STAGE_MIDDLEWARE"] returned without calling the next one,
     or called it twice, from another thread, or with another message.
 
-    A message is never dropped in silence: raise Refuse to be rid of it.
+    A message is never dropped silently: raise Refuse to bury it.
     """
 
 
@@ -194,7 +194,7 @@ class StageTimedOut(StageError):
 
 
 class CommitTimedOut(StageError):
-    """A tombstone says that this session was given up before it committed."""
+    """A tombstone records that this session was given up before it committed."""
 
 
 class Refuse(Exception):
@@ -202,11 +202,11 @@ class Refuse(Exception):
 
 
 class Redeliver(Exception):
-    """Raised by a handler: try again after `after` seconds, whatever the policy's
-    back-off says. The attempt counts, so the policy's maximum still holds."""
+    """Raised by a handler: try again after `after` seconds, regardless of the policy's
+    back-off. The attempt counts, so the policy's maximum still applies."""
 
     def __init__(self, after: float, reason: str = "") -> None:
-        # Not the other way round: no comparison with NaN is true.
+        # Written so that NaN fails: every comparison with NaN is false.
         if not 0 <= after <= MAX_SECONDS:
             raise ValueError(
                 f"Redeliver(after={after!r}): seconds must not be negative, nor more "

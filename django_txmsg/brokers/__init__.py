@@ -1,7 +1,8 @@
-"""Brokers by alias: `get_broker("default")` makes what TXMSG["BROKERS"] names.
+"""Brokers by alias: `get_broker("default")` creates the broker that TXMSG["BROKERS"]
+names.
 
-A broker of your own is a class that `"BACKEND"` names. It is a `Broker`, its
-conversations are `Session`s, and it passes `django_txmsg.testing.broker_suite`.
+A broker of your own is a class that `"BACKEND"` names. It is a `Broker`, opens
+`Session`s, and passes `django_txmsg.testing.broker_suite`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """What has to be known of a broker of ours before its client is imported."""
+    """The facts about a built-in broker that are needed before its client is
+    imported."""
 
     #: Its class, below this package.
     path: str
     schemes: tuple[str, ...]
-    #: What its URL looks like.
+    #: The form of its URL.
     example: str
-    #: The extra that brings its client, the client's module and what to call it.
+    #: The extra that installs its client, the client's module and its display name.
     extra: str = ""
     module: str = ""
     client: str = ""
 
 
-#: Every broker that comes with the package. All else it says of itself.
+#: Every built-in broker. The classes declare everything else.
 BUILT_IN = (
     BuiltIn("database.DatabaseBroker", ("database",), "database://"),
     BuiltIn(
@@ -75,7 +77,7 @@ BY_SCHEME = {scheme: one for one in BUILT_IN for scheme in one.schemes}
 
 
 def get_broker(alias: str = "default") -> Broker:
-    """Return a new Broker for this alias. Nothing is connected yet.
+    """Return a new Broker for this alias, without connecting.
 
     Raises ConfigurationError for an unknown alias, URL scheme or `"BACKEND"`.
     """
@@ -100,7 +102,7 @@ def of_entry(alias: str, entry: Mapping[str, Any]) -> Broker:
 
 
 def find_broker(alias: str) -> Broker | None:
-    """Return a new Broker for this alias, or None where `get_broker()` raises."""
+    """Return a new Broker for this alias, or None if `get_broker()` raises."""
     try:
         return get_broker(alias)
     except (ConfigurationError, ValueError):
@@ -108,13 +110,13 @@ def find_broker(alias: str) -> Broker | None:
 
 
 def of_kind(kind: str) -> dict[str, Any]:
-    """Return the brokers of one kind, by alias, each of that kind's own class."""
+    """Return the brokers of one kind by alias, as instances of that kind's class."""
     found = {alias: find_broker(alias) for alias in conf.get().BROKERS}
     return {a: one for a, one in found.items() if one is not None and one.kind == kind}
 
 
 def make_broker(alias: str, url: str) -> Broker:
-    """Return a Broker for a URL. Raises ConfigurationError when it is not usable."""
+    """Return a Broker for a URL. Raises ConfigurationError if the URL is not usable."""
     scheme = split_url(url).scheme
     if scheme not in BY_SCHEME:
         raise ConfigurationError(

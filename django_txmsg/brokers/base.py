@@ -1,7 +1,8 @@
-"""Hops 4 to 6 in the abstract: what the relay and the consumer ask of any broker.
+"""Hops 4 to 6 in the abstract: the interface of a broker for the relay and the
+consumer.
 
-A Broker is an address; a Session is one conversation with it, owned by one thread.
-Every implementation passes `django_txmsg.testing.broker_suite`, those of others too.
+A Broker is an address; a Session is one connection to it, owned by one thread. Every
+implementation passes `django_txmsg.testing.broker_suite`, yours included.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from ..errors import (
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message as it goes on the wire. `delay` is in seconds, as is `time_to_live`,
-    after which a broker may drop a message that was not consumed."""
+    """A message to send. `delay` is in seconds, and so is `time_to_live`, after which a
+    broker may drop a message that was not consumed."""
 
     destination: str
     headers: Mapping[str, str]
@@ -38,8 +39,8 @@ class Outgoing:
 class Delivery:
     """One arrival of a message.
 
-    `headers` are the raw ones as text, `handle` is the session's own and is needed to
-    acknowledge. `problem` says what could not be read of the header block, or "".
+    `headers` are the raw ones as text; `handle` belongs to the session and is needed to
+    acknowledge. `problem` describes what could not be read of the headers, or is "".
     `id_stays` says whether a redelivery has the same `broker_message_id`.
     """
 
@@ -54,11 +55,11 @@ class Delivery:
 
 
 class Session(abc.ABC):
-    """One conversation with a broker. Not thread-safe.
+    """One connection to a broker. Not thread-safe.
 
-    All methods raise BrokerUnavailable when the conversation is over; then close it
-    and open another one. What was received and not acknowledged arrives again.
-    A destination is the name of a queue, or "topic:" and the name of a topic.
+    All methods raise BrokerUnavailable if the connection is lost; then close the
+    session and open another one. Unacknowledged deliveries arrive again. A destination
+    is the name of a queue, or "topic:" and the name of a topic.
     """
 
     @abc.abstractmethod
@@ -69,52 +70,51 @@ class Session(abc.ABC):
         isolate: bool = False,
         timeout: float | None = None,
     ) -> list[BrokerError | None]:
-        """Hand over a batch, by the fastest way that proves each message stored.
+        """Send a batch, by the fastest way that proves each message stored.
 
-        Returns one outcome a message: None (a receipt came), DispatchRejected (never
-        this message), DestinationUnavailable (not there, not now), DispatchUnknown (no
-        answer), or DispatchHeld (an earlier one of its key is not stored).
-        `isolate` sends one at a time, to find the message that makes a broker hang up.
-        `timeout`, in seconds, is for each step's receipts, where a broker gives such;
-        without it the URL says how long.
+        Returns one outcome for each message: None (a receipt came), DispatchRejected
+        (never this message), DestinationUnavailable (not there, not now),
+        DispatchUnknown (no answer), or DispatchHeld (an earlier message of its key is
+        not stored). `isolate` sends one at a time, to find the message on which a
+        broker hangs up. `timeout`, in seconds, is for each step's receipts, if the
+        broker gives any; by default it comes from the URL.
         """
 
     def send_delayed(self, batch: Sequence[Outgoing]) -> list[BrokerError | None]:
-        """Hand over messages that the broker itself holds back for their `delay`, with
-        proof; also in a transacted session, outside its transaction."""
+        """Send messages that the broker holds back for their `delay`, with proof; also
+        in a transacted session, outside its transaction."""
         return self.send(batch)
 
     @abc.abstractmethod
     def subscribe(
         self, destination: str, *, prefetch: int, subscriber: str | None = None
     ) -> None:
-        """Begin to receive from a destination; `subscriber` makes a topic's
-        subscription durable under that name. Called once in a session's life, before
-        the first receive()."""
+        """Start to receive from a destination; `subscriber` makes a topic's
+        subscription durable under that name. Called once for a session, before the
+        first receive()."""
 
     @abc.abstractmethod
     def receive(self, timeout: float) -> Delivery | None:
-        """Return the next delivery, or None when none came in `timeout` seconds, as
-        none does while `prefetch` of them are unacknowledged.
+        """Return the next delivery, or None if none arrived in `timeout` seconds;
+        always None while `prefetch` deliveries are unacknowledged.
 
-        Minutes may pass between two calls, while a handler works: what was received
-        stays this session's all the same.
+        Minutes may pass between two calls, while a handler runs: the session still
+        holds its deliveries.
         """
 
     @abc.abstractmethod
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         """Acknowledge, without waiting for proof: a lost ack costs a duplicate.
 
-        In a transacted session, where nothing is enlisted then, in a transaction of
-        its own.
+        In a transacted session, in a transaction of its own; nothing is enlisted then.
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
-        """Store a copy with other headers where the delivery came from, with proof,
-        and acknowledge the delivery at once; `ack()` need not do so any more.
+        """Store a copy with other headers in the queue that the delivery came from,
+        with proof, and acknowledge the delivery at once; a later `ack()` is not needed.
 
         Raises DispatchRejected or DestinationUnavailable, with the delivery still
-        unacknowledged, when the broker does not take the copy.
+        unacknowledged, if the broker does not take the copy.
         """
         copy = Outgoing(delivery.destination, headers, delivery.body)
         for error in self.send_delayed([copy]):
@@ -126,30 +126,31 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def enlist(self, outgoing: Outgoing) -> None:
-        """Send within the broker's transaction, which the first one begins.
+        """Send within the broker's transaction; the first call begins it.
 
-        For transacted sessions only, as are commit() and rollback().
+        For transacted sessions only, like commit() and rollback().
         """
 
     @abc.abstractmethod
     def commit(self, acks: Sequence[Delivery]) -> None:
         """Acknowledge `acks` and commit, with a receipt.
 
-        Raises BrokerError when the transaction was rolled back or its end is unknown.
+        Raises BrokerError if the transaction was rolled back or its outcome is unknown.
         """
 
     @abc.abstractmethod
     def rollback(self) -> None:
-        """Forget the open transaction's sends; what was received stays
-        unacknowledged, and can be acknowledged or used in another transaction."""
+        """Discard the open transaction's sends; its deliveries stay unacknowledged, and
+        can be acknowledged or used in another transaction."""
 
     @abc.abstractmethod
     def ping(self) -> None:
-        """Return once the broker has proved to be alive."""
+        """Return when the broker has proved to be alive."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the conversation; never raises. Unacknowledged deliveries go back."""
+        """Close the connection; never raises. Unacknowledged deliveries go back to the
+        broker."""
 
     def __enter__(self) -> Session:
         return self
@@ -164,27 +165,27 @@ class Session(abc.ABC):
 
 
 class Broker(abc.ABC):
-    """An address of a message server, by alias. Thread-safe; holds no connection,
-    and nothing else that a fork must not share. Many sessions work at once.
+    """An address of a message server, by alias. Thread-safe; holds no connection, nor
+    anything else that a fork must not share. Many sessions work at once.
 
-    The attributes say what it can do. A class sets them, or its `__init__` does.
+    The attributes declare what it can do. A class sets them, or its `__init__` does.
     """
 
-    #: The alias of the Django database in which it keeps its messages, or None for a
-    #: server. What a session sends is then part of the transaction that is open on
-    #: that alias in the same thread: it commits with it or not at all.
+    #: The alias of the Django database in which it stores its messages, or None for a
+    #: server. A send is then part of the transaction that is open on that alias in the
+    #: same thread: it commits with it or not at all.
     stored_in: str | None = None
-    #: Whether sessions receive. A broker that only sends has consumers elsewhere.
+    #: Whether sessions receive. A broker that only sends has its consumers elsewhere.
     consumable: bool = True
-    #: What it is: "activemq", "artemis", "rabbitmq", "database" or "celery" of ours,
-    #: "" while only a connection could tell, and any other word for one of your own.
+    #: The kind of server: "activemq", "artemis", "rabbitmq", "database" or "celery" for
+    #: ours, "" if only a connection could tell, and any other word for your own.
     kind: str = ""
-    #: The scheme to use for TLS, where the URL asks for a connection in the clear.
+    #: The scheme for TLS, if the URL's connection is not encrypted.
     tls_scheme: str = ""
 
     def __init__(self, alias: str, url: str) -> None:
-        """`url` is what TXMSG["BROKERS"] says for the alias, "" where it says none.
-        Nothing is connected or imported by this, and nothing raised: check() tells."""
+        """`url` comes from TXMSG["BROKERS"], "" if there is none. Connects to nothing,
+        imports nothing and raises nothing: check() reports errors."""
         self.alias = alias
         self._url = url
 
@@ -192,39 +193,38 @@ class Broker(abc.ABC):
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> Session:
-        """Return a new Session. Raises BrokerUnavailable without an answer.
+        """Return a new Session. Raises BrokerUnavailable if there is no answer.
 
-        `subscriber` names a durable subscriber of topics, where the broker has to
-        know it at the connection already.
+        `subscriber` names a durable subscriber of topics, if the broker must know it
+        when connecting.
         """
 
     def hurried(self, timeout: float) -> Broker:
-        """Return this broker, told to give up whatever it does after `timeout` seconds
-        unless its URL says otherwise; the same one where it cannot be told."""
+        """Return this broker with all time-outs limited to `timeout` seconds, unless
+        its URL sets them; the same broker if that is not supported."""
         return self
 
     @abc.abstractmethod
     def shares_topics(self) -> bool | None:
-        """Return whether several sessions can share a topic's subscription; None when
+        """Return whether several sessions can share a topic's subscription; None if
         only a connection could tell."""
 
     @abc.abstractmethod
     def unsubscribe(self, topic: str, subscriber: str) -> None:
-        """Delete a durable subscription, and what waits in it. None that is there is
-        no error.
+        """Delete a durable subscription with its messages. A missing one is no error.
 
-        Raises BrokerError when the broker refuses that, as while it is in use.
+        Raises BrokerError if the broker refuses, as while it is in use.
         """
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return why the broker gave up on a message, and the destination that it was
-        sent to, as far as the headers tell that it has in the broker's own dead
-        letters; "" for what they do not tell."""
+        """Return why the broker gave up on a message, and its original destination,
+        from the headers of a message in the broker's own dead letters; "" for what they
+        do not contain."""
         return "", ""
 
     @abc.abstractmethod
     def check(self) -> list[str]:
-        """Return what is wrong with the URL, in words; nothing is connected."""
+        """Return descriptions of what is wrong with the URL; connects to nothing."""
 
     def __repr__(self) -> str:
         # The URL may hold a password.
@@ -234,8 +234,8 @@ class Broker(abc.ABC):
 def one_by_one(
     batch: Sequence[Outgoing], send: Callable[[Outgoing], BrokerError | None]
 ) -> list[BrokerError | None]:
-    """Send each message by itself, and hold back what follows a refused one of its
-    key. Returns the outcomes."""
+    """Send messages one at a time, and hold back those that follow a refused one of
+    their key. Returns the outcomes."""
     outcomes: list[BrokerError | None] = []
     refused: set[str] = set()
     for one in batch:

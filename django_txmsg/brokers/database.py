@@ -1,8 +1,8 @@
 """Hops 4 to 6 without a broker: queues in tables of a Django database.
 
-What `database://` means: nothing to install, and the guarantees of the database it
-lives in. A delivery is a lease; a consumer that dies lets it end, and another one gets
-the message. URL options: `database://ALIAS?lease=30&poll=0.1`, in seconds.
+This is `database://`: nothing to install, with the guarantees of its database. A
+delivery is a lease; if a consumer dies, its lease ends, and another one gets the
+message. URL options: `database://ALIAS?lease=30&poll=0.1`, in seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ log = logging.getLogger("django_txmsg.brokers.database")
 
 Result = TypeVar("Result")
 
-#: Seconds between two looks whether somebody still listens, while all is quiet.
+#: Seconds between two checks that the listener is still alive, while no messages
+#: arrive.
 LONGEST_WAIT = 1.0
 
 
@@ -86,9 +87,9 @@ class DatabaseBroker(Broker):
 
 
 class DatabaseSession(Session):
-    """One consumer's or relay's leases on the queues."""
+    """The leases of one consumer or relay on the queues."""
 
-    #: Seconds of work that a consumer takes from a queue ahead.
+    #: Most seconds of work that a consumer claims from a queue ahead.
     AHEAD = 0.2
 
     def __init__(self, using: str, lease: float, poll: float) -> None:
@@ -103,7 +104,7 @@ class DatabaseSession(Session):
         self._buffer: deque[Delivery] = deque()
         self._held: set[int] = set()
         self._enlisted: list[Outgoing] = []
-        #: What others are to be told of.
+        #: Topics to notify other processes of.
         self._told: set[str] = set()
         self._closed = threading.Event()
         self._wakeup: notifications.Wakeup | None = None
@@ -122,7 +123,7 @@ class DatabaseSession(Session):
             self._asked(lambda: self._insert(batch))
             self._tell()
         except DataError:
-            # PostgreSQL takes no NUL in JSON, say: that message alone is refused.
+            # PostgreSQL takes no NUL in JSON, say: only that message is refused.
             return one_by_one(batch, self._insert_alone)
         return [None] * len(batch)
 
@@ -149,7 +150,7 @@ class DatabaseSession(Session):
             self._pace += 0.3 * (taken - self._pace)
             self._handed_at = 0.0
         while not self._buffer:
-            # No more than is worked off soon: the rest is for other consumers.
+            # No more than it can process soon: other consumers get the rest.
             soon = max(1, int(self.AHEAD / max(self._pace, 1e-4)))
             room = min(soon, self._prefetch - len(self._held))
             if room > 0 and wakeup.due():
@@ -252,7 +253,7 @@ class DatabaseSession(Session):
         self._told |= {notifications.later(one.delay) for one in batch if one.delay}
 
     def _tell(self) -> None:
-        """Wake who waits for what was just committed."""
+        """Wake processes that wait for what was just committed."""
         told, self._told = self._told, set()
         if told and conf.get().NOTIFY:
             notify(self._using, told)
@@ -292,7 +293,7 @@ class DatabaseSession(Session):
         return count
 
     def _extend(self) -> None:
-        """Extend the lease of what a handler is still working on."""
+        """Extend the lease of a message that a handler is still processing."""
         if held := list(self._held):
             self._rows.extend(held, self._token, self._lease)
 

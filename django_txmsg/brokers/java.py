@@ -1,8 +1,8 @@
-"""What a JMS client sees of our messages on ActiveMQ, and what we read of its own.
+"""How our messages look to a JMS client on ActiveMQ, and how we read those of Java.
 
-A SEND with a content-length becomes a BytesMessage unless a header asks for text, whose
-`getText()` throws on any character above U+FFFF: in JSON those are escaped. Selectors
-cannot name headers with hyphens, and Java cannot set such: ours have twins without.
+A SEND with a content-length becomes a BytesMessage unless a header asks for text. A
+TextMessage's `getText()` throws on characters above U+FFFF: in JSON those are escaped.
+Selectors and Java properties cannot have hyphens: our headers have twins without.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from .. import wire
 from ..envelope import serializers
 
-#: Asks ActiveMQ for a TextMessage.
+#: Makes ActiveMQ create a TextMessage.
 KIND = "amq-msg-type"
 
 #: A character above U+FFFF in UTF-8 ...
 _ABOVE = re.compile(rb"[\xf0-\xf4][\x80-\xbf]{3}")
-#: ... and as Java writes it: two surrogates, each encoded as if it were a character.
+#: ... and in Java's encoding: two surrogates, each encoded like a character.
 _PAIR = re.compile(rb"\xed[\xa0-\xaf][\x80-\xbf]\xed[\xb0-\xbf][\x80-\xbf]")
 
 
@@ -35,7 +35,7 @@ def for_java(headers: dict[str, str], body: bytes) -> bytes:
 
 
 def text_for_java(content_type: str, body: bytes) -> bytes | None:
-    """Return the body as a TextMessage has it, or None for what cannot be one."""
+    """Return the body for a TextMessage, or None if it cannot be one."""
     json = serializers.is_json(content_type)
     if not (json or _is_text(content_type)) or not _is_utf8(body):
         return None
@@ -48,7 +48,7 @@ def from_java(
     headers: Mapping[str, str], body: bytes
 ) -> tuple[Mapping[str, str], bytes]:
     """Return headers and body as they were written: without twins, and with Java's
-    pairs of surrogates as the characters that they are."""
+    surrogate pairs as single characters."""
     if KIND in headers or not wire.TWIN_NAMES.isdisjoint(headers):
         given = headers
         headers = {
@@ -61,7 +61,7 @@ def from_java(
                 headers.setdefault(name, given[twin])
     content_type = headers.get(wire.CONTENT_TYPE)
     if content_type is None:
-        # A TextMessage of Java's has neither; a BytesMessage has a length.
+        # A TextMessage from Java has neither; a BytesMessage has a length.
         text = wire.CONTENT_LENGTH not in headers
     else:
         text = serializers.is_json(content_type) or _is_text(content_type)
@@ -75,7 +75,8 @@ def _is_text(content_type: str) -> bool:
 
 
 def _is_utf8(body: bytes) -> bool:
-    """Return whether a body can be a text: it says so of what anybody may have sent."""
+    """Return whether a body is valid text: the content type of a foreign message may be
+    wrong."""
     if b"\x00" in body:
         return False
     try:

@@ -1,7 +1,7 @@
 """Hops 4 to 6 on ActiveMQ Classic and RabbitMQ, through the `jms` client.
 
-The only place where the package's messages meet `django_txmsg.jms`; what differs
-between brokers is that client's dialect.
+The only module that connects the package's messages with `django_txmsg.jms`;
+differences between brokers are that client's dialects.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from .base import Broker, Delivery, Outgoing, Session
 from .stomp_errors import asked, outcome
 from .stomp_heads import Heads
 
-#: Seconds for which acknowledgements are gathered at most.
+#: Longest time, in seconds, for which acknowledgements are gathered.
 LONGEST_GROUP = 1.0
-#: Headers in which brokers say why they gave up on a message, and where it was.
+#: Headers in which brokers record why they gave up on a message, and its destination.
 _CAUSES = ("dlqDeliveryFailureCause", "x-first-death-reason", "_AMQ_ORIG_ADDRESS")
 _ORIGINS = ("originalDestination", "original-destination", "x-first-death-queue")
-#: Times that a broker hangs up on a message alone until that is an answer.
+#: How often a broker must hang up on a message sent alone before that counts as a
+#: refusal.
 HANG_UPS = 3
 
 
@@ -60,8 +61,8 @@ class StompBroker(Broker):
                 connection.close()
                 raise
         except (jms.MessagingError, OSError, RuntimeError, ValueError) as error:
-            # OSError: of a certificate's file. RuntimeError: no thread for it, as at
-            # the end of a process.
+            # OSError: a certificate's file. RuntimeError: no thread can be started, as
+            # at the end of a process.
             raise BrokerUnavailable(str(error)) from error
 
     def hurried(self, timeout: float) -> StompBroker:
@@ -71,7 +72,7 @@ class StompBroker(Broker):
         return self.kind == "rabbitmq" if self.kind else None
 
     def unsubscribe(self, topic: str, subscriber: str) -> None:
-        # A name alone ends nothing: it is taken up once more, to be ended for good.
+        # A name alone does not end a subscription: it is resumed first, then ended.
         session = self.open(subscriber=subscriber)
         with session:
             session.subscribe(topic, prefetch=1, subscriber=subscriber)
@@ -91,7 +92,7 @@ class StompBroker(Broker):
 
 
 class StompSession(Session):
-    """One connection with one jms session on it. `another` opens a second one."""
+    """One connection with one jms session on it. `another` opens a second session."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class StompSession(Session):
         self._destination = self._home = ""
         # Acknowledged already, by send_back().
         self._sent_back: list[jms.Message] = []
-        # What the jms session's open transaction will acknowledge.
+        # Deliveries that the jms session's open transaction will acknowledge.
         self._enlisted: list[jms.Message] = []
         self._unsent_acks: list[jms.Message] = []
         self._acknowledged_at = time.monotonic()
@@ -143,7 +144,8 @@ class StompSession(Session):
             body = java.for_java(headers, body)
         given = headers.get(wire.CORRELATION_ID, "")
         if dialect.name == "rabbitmq" and len(given) * 4 > MAX_PROPERTY:
-            # It may come from outside: no reason to refuse what a service sends.
+            # The value may come from outside: not a reason to refuse a service's own
+            # message.
             cut = given.encode()[:MAX_PROPERTY]
             headers[wire.CORRELATION_ID] = cut.decode(errors="ignore")
         return jms.Message(body, headers)
@@ -178,8 +180,8 @@ class StompSession(Session):
     ) -> None:
         topic = wire.is_topic(destination)
         self._destination, self._prefetch = destination, prefetch
-        # Where a copy reaches this subscriber alone. Without a name its subscription
-        # ends with it: nothing comes again.
+        # The destination at which a copy reaches only this subscriber. Without a name,
+        # the subscription ends with its session, and nothing is redelivered.
         self._home = (subscriber or "") if topic else destination
         self._consumer = asked(
             lambda: self._session.create_consumer(
@@ -190,7 +192,7 @@ class StompSession(Session):
         )
 
     def end_subscription(self) -> None:
-        """Delete the durable subscription that this session has."""
+        """Delete this session's durable subscription."""
         assert self._consumer is not None, "subscribe() first"
         asked(partial(self._session.unsubscribe, self._consumer))
 
@@ -224,8 +226,8 @@ class StompSession(Session):
         return self._session.link.dialect.message_ids_stay
 
     def _broker_id(self, message: jms.Message) -> str:
-        """Return the broker's name for the message, or else the sender's, with a digest
-        of what was sent: senders use their ids again for something else."""
+        """Return the broker's id of the message, or else the sender's with a digest of
+        the content: senders reuse their ids for other messages."""
         headers = message.raw_headers
         given = headers.get("amqp-message-id")
         if self._ids_stay or given is None:
@@ -234,7 +236,8 @@ class StompSession(Session):
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
         self._store_beside(Outgoing(self._home, headers, delivery.body))
-        # Not in a group: a worker that dies in between leaves two messages.
+        # Acknowledged at once, not in a group: a worker that dies in between leaves two
+        # messages.
         if self._transacted:
             self.commit([delivery])
         else:
@@ -242,8 +245,8 @@ class StompSession(Session):
         self._sent_back.append(delivery.handle)
 
     def _store_beside(self, copy: Outgoing) -> None:
-        """Send by another connection: a broker that hangs up on what it refuses would
-        take the delivery along."""
+        """Send on another connection: a broker that hangs up on a refused message would
+        end this one, with its delivery."""
         error: BrokerError | None = None
         for _ in range(HANG_UPS):
             session, self._beside = self._beside or self._another(), None
@@ -272,8 +275,9 @@ class StompSession(Session):
         if self._transacted:
             self.commit(deliveries)
             return
-        # A busy consumer acknowledges in groups: what a crash costs is duplicates. A
-        # slow one at once: some brokers hang up on who keeps a delivery for too long.
+        # A busy consumer acknowledges in groups: a crash costs duplicates. A slow one
+        # acknowledges at once: some brokers hang up on a consumer that holds a delivery
+        # for too long.
         self._unsent_acks += [delivery.handle for delivery in deliveries]
         slow = time.monotonic() - self._acknowledged_at > LONGEST_GROUP
         if slow or len(self._unsent_acks) * 2 >= self._prefetch:
@@ -307,7 +311,8 @@ class StompSession(Session):
             self._session.commit(redeliver=False)
         except jms.TransactionRolledBackError as error:
             if self._connection.closed:
-                # The deliveries are no longer ours: the broker sends them again.
+                # The session no longer holds the deliveries: the broker sends them
+                # again.
                 raise BrokerUnavailable(str(error)) from error
             raise refusals.by_stomp(str(error), str(error)) from error
         except jms.MessagingError as error:

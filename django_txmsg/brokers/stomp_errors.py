@@ -1,4 +1,4 @@
-"""What the STOMP client raises, as the errors that relay and consumer know."""
+"""Converts errors of the STOMP client into those of relay and consumer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..errors import (
 from . import refusals
 
 Result = TypeVar("Result")
-#: RabbitMQ's plugin has words for a message that it does not take, and none for a
-#: confirm that says no: its process for the connection ends.
+#: RabbitMQ's plugin sends an error for a message that it refuses, but for a negative
+#: confirm its connection process just ends.
 _WORDLESS = (
     "RabbitMQ ended the connection without a word, as it does by STOMP when a queue is "
     "full and refuses more:"
@@ -26,7 +26,7 @@ _WORDLESS = (
 
 
 def asked(question: Callable[[], Result]) -> Result:
-    """Return the client's answer. Raises BrokerUnavailable when it has none."""
+    """Return the client's answer. Raises BrokerUnavailable if there is none."""
     try:
         return question()
     except jms.MessagingError as error:
@@ -36,8 +36,8 @@ def asked(question: Callable[[], Result]) -> Result:
 def outcome(
     error: Any, *, alone: bool = False, dialect: str = ""
 ) -> BrokerError | None:
-    """Return the error of one send as the package's own; None where it was stored.
-    `alone` says that nothing else was on its way."""
+    """Return the error of one send as the package's own; None if it was stored. `alone`
+    means that no other message was in flight."""
     if error is None:
         return None
     if isinstance(error, jms.SendHeldBackError):

@@ -1,7 +1,7 @@
 """The heads of a batch's frames: lines that its messages share are encoded once.
 
-Hop 4 of a message, for a busy relay. What many messages of a batch have in common is
-encoded with one of them, by the client's own rules, and the others fill in the rest.
+Hop 4 of a message, for a busy relay. The first message of a kind is encoded by the
+client's own rules; the others of the batch reuse it and fill in their own values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..jms.rabbitmq_dialect import MAX_PROPERTY
 from . import java
 from .base import Outgoing
 
-#: Headers that messages have each for themselves.
+#: Headers that differ for each message.
 _OWN = frozenset(
     {
         wire.MESSAGE_ID,
@@ -33,23 +33,23 @@ _OWN = frozenset(
 
 
 class Heads:
-    """The heads of one batch, as templates by what their messages share."""
+    """The heads of one batch, as templates by the values that messages share."""
 
     def __init__(
         self, session: jms.Session, message: Callable[[Outgoing], jms.Message]
     ) -> None:
-        """`message` makes what the session sends otherwise."""
+        """`message` creates what the session would send otherwise."""
         self._session = session
         self._message = message
         self._serves_jms = session.link.dialect.serves_jms
-        #: None: of one message so far, which may be the only one of its kind.
+        #: None: only one message so far, perhaps the only one of its kind.
         self._templates: dict[tuple[object, ...], str | None] = {}
-        # Nobody who writes a header can know it.
+        # No writer of a header can know it.
         self._mark = uuid.uuid4().hex
 
     def item(self, one: Outgoing) -> Item:
-        """Return the frame of a message, or the message itself where anything about it
-        is unusual: the session then finds out what."""
+        """Return the frame of a message, or the message itself if anything about it is
+        unusual: the session then checks it."""
         try:
             encoded = self._encoded(one)
         except (AttributeError, TypeError, UnicodeEncodeError):  # a header is no text
@@ -87,8 +87,8 @@ class Heads:
     def _template(
         self, one: Outgoing, key: tuple[object, ...], names: list[str]
     ) -> str | None:
-        """Encode a message whose own headers are marks, and keep it with these as what
-        is to be filled in."""
+        """Encode a message with placeholders for its own headers, and store it as a
+        template."""
         marks = {name: f"{self._mark}{place}." for place, name in enumerate(names)}
         marked = Outgoing(one.destination, {**one.headers, **marks}, one.body)
         try:

@@ -1,4 +1,4 @@
-"""A row of the embedded broker: its headers, and the column that one of them fills."""
+"""The headers of a row of the embedded broker, and the column filled by one of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PRIORITY = re.compile(r"-?\d{1,3}", re.ASCII)
 
 
 def read_headers(written: str) -> tuple[dict[str, str], str]:
-    """Return a row's headers as text, and what is wrong with them, or "": anybody may
-    write a row by hand, and the column holds any JSON."""
+    """Return a row's headers as text, and a description of their fault, or "": a row
+    may be written by hand, and the column holds any JSON."""
     try:
         given = json.loads(written)
         if not isinstance(given, dict):
@@ -32,7 +32,7 @@ def read_headers(written: str) -> tuple[dict[str, str], str]:
 
 
 def priority(outgoing: Outgoing) -> dict[str, int]:
-    """Return the column that says a task's priority, where it is not as usual."""
+    """Return the priority column of a task, if it differs from the default."""
     given = outgoing.headers.get(wire.TASK_PRIORITY, "")
     if not wire.is_task(outgoing.destination) or not _PRIORITY.fullmatch(given):
         return {}

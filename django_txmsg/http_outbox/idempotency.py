@@ -1,10 +1,11 @@
-"""`Idempotency-Key`: an unsafe request that is repeated does nothing twice.
+"""`Idempotency-Key`: a repeated unsafe request is executed once.
 
-The key is stored in the request's own transaction, with the response, so that it is
-there exactly when the effects are. After draft-ietf-httpapi-idempotency-key-header:
-400 for an unusable key, 409 while the first request runs, 422 for another request under
-the same key. A stored response is for the caller that is provably the same one: a user,
-an Authorization header, a session, or whom TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] names.
+The key is stored with the response in the request's own transaction, so that it exists
+exactly if the effects do. Follows draft-ietf-httpapi-idempotency-key-header: 400 for an
+unusable key, 409 while the first request runs, 422 for another request under the same
+key. A stored response is returned only to a caller that is provably the same: a user,
+an Authorization header, a session, or the caller that
+TXMSG["HTTP"]["IDEMPOTENCY_CALLER"] returns.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from ..models import IdempotencyKey
 from ..runtime import database_health
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-#: Said of a response that was stored earlier.
+#: Header of a response that was stored earlier.
 REPLAYED = "Idempotency-Replayed"
-#: Headers that belong to one response and not to the result.
+#: Headers that belong to one response, not to the result.
 _NOT_KEPT = frozenset({"date", "set-cookie", "server", "connection"})
-#: Largest body of a response, in bytes, that is kept for a repetition.
+#: Largest body of a response, in bytes, that is stored for a repetition.
 MAX_KEPT = 1024 * 1024
-#: Answers that the same request need not get again: log in, wait, ask for a permission.
-#: The request is rolled back, and its key is free.
+#: Responses that ask for a retry: log in, wait, ask for a permission. The request is
+#: rolled back, and its key is free.
 RETRIABLE = frozenset({401, 403, 407, 408, 421, 423, 425, 429})
-#: A Structured Fields string (RFC 8941), or, as most clients send it, the bare key.
+#: A Structured Fields string (RFC 8941), or the bare key, as most clients send it.
 _QUOTED = re.compile(r'"((?:[^"\\]|\\["\\])*)"')
 _SOUND = re.compile(r"[\x20-\x7e]{1,255}")
 
 
 def wanted(request: HttpRequest) -> bool:
-    """Return whether the request has a key that is to be obeyed."""
+    """Return whether the request has a key that applies."""
     return (
-        # All headers are made ready only for the few that have this one.
+        # All headers are parsed only for the few requests that have this one.
         "HTTP_IDEMPOTENCY_KEY" in request.META
         and request.method not in SAFE_METHODS
         and conf.get().HTTP.IDEMPOTENCY
@@ -51,7 +52,8 @@ def wanted(request: HttpRequest) -> bool:
 
 
 def impossible() -> HttpResponse:
-    """Answer a request with a key for a view that has no outbox session."""
+    """Return the response to a request with a key for a view that has no outbox
+    session."""
     return _problem(
         400,
         "Idempotency-Key is not supported here",
@@ -62,7 +64,7 @@ def impossible() -> HttpResponse:
 def claim(request: HttpRequest, using: str) -> HttpResponse | None:
     """Take the request's key inside its transaction, which has just begun.
 
-    Returns the answer when the view must not run: the stored response, or a refusal.
+    Returns a response if the view must not run: the stored one, or a refusal.
     """
     if not wanted(request):
         return None
@@ -117,7 +119,8 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
 
 
 def is_free_again(request: HttpRequest, response: HttpResponseBase) -> bool:
-    """Return whether the answer is none to keep: the request is to be rolled back."""
+    """Return whether the response must not be stored: the request is to be rolled
+    back."""
     claimed = hasattr(request, "_txmsg_idempotency")
     return claimed and response.status_code in RETRIABLE
 
@@ -128,8 +131,8 @@ def keep(
     using: str,
     session_id: uuid.UUID | None,
 ) -> None:
-    """Store the response with its key, before the transaction commits, and with what
-    the request's messages are known by: who erases them erases it, too."""
+    """Store the response with its key, before the transaction commits, and with the ids
+    of the request's messages, so that erasing those erases the response, too."""
     row: IdempotencyKey | None = getattr(request, "_txmsg_idempotency", None)
     if row is None:
         return
@@ -164,7 +167,7 @@ def _replay(stored: IdempotencyKey) -> HttpResponse:
 
 def _alone(using: str, caller: str, key: str) -> bool:
     """Whether no other request with this key is running. SQLite has one writer at a
-    time, and its lock is asked for by the INSERT that follows."""
+    time, and the INSERT that follows takes its lock."""
     connection = connections[using]
     if connection.vendor != "postgresql":
         return True
@@ -179,8 +182,8 @@ def _alone(using: str, caller: str, key: str) -> bool:
 
 
 def _somebody_is_faster(error: Exception) -> bool:
-    """Whether another request has the key: the unique key, SQLite's lock, or
-    PostgreSQL's isolation says so."""
+    """Whether another request has the key, as reported by the unique key, SQLite's lock
+    or PostgreSQL's isolation."""
     if isinstance(error, IntegrityError) or "database is locked" in str(error):
         return True
     return database_health.sqlstate(error) == "40001"
@@ -195,7 +198,7 @@ def _read_key(given: str) -> str | None:
 
 
 def _caller(request: HttpRequest) -> str | None:
-    """Return who asks, or None when that is not certain."""
+    """Return the caller's identity, or None if it is not certain."""
     path = conf.get().HTTP.IDEMPOTENCY_CALLER
     if path is not None:
         named = import_string(path)(request)
@@ -207,7 +210,7 @@ def _caller(request: HttpRequest) -> str | None:
     if authorization:
         return f"authorization:{_digest(authorization)}"
     session: Any = getattr(request, "session", None)
-    # Asked for what is in it, since any cookie makes a key.
+    # The session is loaded, since any cookie yields a session key.
     if session is not None and not session.is_empty() and session.session_key:
         return f"session:{_digest(session.session_key)}"
     return None
@@ -218,7 +221,7 @@ def _digest(secret: str) -> str:
 
 
 def _fingerprint(request: HttpRequest) -> str:
-    """Hash what makes two requests the same: method, host, address and payload."""
+    """Hash what makes two requests the same: method, host, path and payload."""
     digest = hashlib.sha256()
 
     def add(part: bytes) -> None:
@@ -232,7 +235,7 @@ def _fingerprint(request: HttpRequest) -> str:
     if request.content_type != "multipart/form-data":
         add(request.body)
         return digest.hexdigest()
-    # Its boundary differs each time, and its files need not fit into memory.
+    # A multipart boundary differs each time, and files may not fit into memory.
     for name, values in sorted(request.POST.lists()):
         for value in values:
             add(name.encode())
@@ -260,7 +263,7 @@ def _in_progress() -> HttpResponse:
 
 
 def _problem(status: int, title: str, detail: str) -> HttpResponse:
-    """A problem report as of RFC 9457."""
+    """A problem report according to RFC 9457."""
     return JsonResponse(
         {"type": "about:blank", "title": title, "status": status, "detail": detail},
         status=status,

@@ -1,7 +1,7 @@
-"""Between hops 3 and 4: the bodies that lanes have in memory are bounded together.
+"""Between hops 3 and 4: limits the bodies that all lanes have in memory together.
 
-A body is copied several times on its way, so what counts is how many bytes the lanes of
-one database and broker hold at a time, and not how many each of them does.
+A body is copied several times while it is sent, so the limit is for the lanes of one
+database and broker together, not for each.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from ..models import claiming
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """What one lane may claim: `max_bytes` of bodies, and, where `larger`, one body
-    that is larger than that."""
+    """One lane's share: `max_bytes` of bodies, and if `larger`, one body larger than
+    that."""
 
     max_bytes: int
     larger: bool
     #: Bytes that count against the budget: those it may claim, then those claimed.
     held: int
-    #: Whether nobody else had a part when this one ended.
+    #: Whether no other lane had a share when this one ended.
     was_last: bool = False
 
     @property
     def is_to_claim_again(self) -> bool:
-        """Whether a lane that has claimed nothing must try once more. There may be a
-        larger body, which it was not allowed to take, and no other lane to take it."""
+        """Whether a lane that claimed nothing must try once more: there may be a larger
+        body, which it was not allowed to claim, and no other lane to claim it."""
         return self.was_last and not self.larger
 
 
 class Budget:
     """Shared by the lanes of one database and broker.
 
-    A body that is larger than a lane's share goes while no other lane holds anything. A
-    lane that meets one before claims nothing: the last one that does comes again.
+    A body larger than a lane's share is sent while no other lane holds any. A lane that
+    finds one before then claims nothing; the last such lane tries again.
     """
 
     def __init__(self, lanes: int = 1, budgets: int = 1) -> None:
-        """`lanes` share this one; the process has so many `budgets`."""
+        """`lanes` share this budget; `budgets` is the number of budgets in the
+        process."""
         self._limit = claiming.MAX_BYTES // budgets
         self._share = self._limit // lanes
         self._parts: set[Part] = set()
@@ -50,7 +51,7 @@ class Budget:
     @contextmanager
     def part(self, stop: threading.Event) -> Iterator[Part | None]:
         """Wait until there is room for a lane's share, and hold it inside the block.
-        None when `stop` was set before."""
+        None if `stop` was set before."""
         with self._changed:
             while not self._has_room() and not stop.is_set():
                 self._changed.wait(0.5)
@@ -69,7 +70,7 @@ class Budget:
                     self._changed.notify_all()
 
     def claimed(self, part: Part, size: int) -> None:
-        """Note how many bytes a lane has claimed: what is left is for others."""
+        """Record how many bytes a lane has claimed: others may use the rest."""
         with self._changed:
             part.held = size
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """Hop 3 in the web process: dispatches what a transaction stored, after its commit.
 
-A hint, never the truth: what it misses, because the process died or the broker is
-down, `manage.py relay` and the control message find in the outbox.
+Only an accelerator: if the process dies or the broker is down, `manage.py relay` and
+the control message find the messages in the outbox.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
 
-#: Commits that may wait for the thread. Beyond it, rows wait for the relay.
+#: Most commits that wait for the thread. Beyond it, rows wait for the relay.
 MAX_WAITING = 10_000
-#: A batch is followed by a rest this many times as long as it took, and no longer than
-#: so many seconds. Under load commits gather meanwhile, and requests keep most of their
-#: processor; the first commit after a pause waits for nothing.
+#: After a batch, the thread rests this many times as long as the batch took, at most so
+#: many seconds. Under load commits gather meanwhile, and requests keep most of the
+#: processor; the first commit after a pause is dispatched at once.
 REST, LONGEST_REST = 4.0, 0.25
-#: Seconds before rows are tried again that earlier ones of their keys have held back:
-#: another process is sending those. Then it is left to the relay.
+#: Seconds before rows are tried again that earlier rows of their keys have held back:
+#: another process is sending those. After that the relay sends them.
 AGAIN = (0.05, 0.1, 0.2, 0.4, 0.8)
-#: Seconds without a commit after which the thread gives its connections back, as far as
-#: CONN_MAX_AGE says so, and looks at their age again.
+#: Seconds without a commit after which the thread returns its connections, as
+#: CONN_MAX_AGE permits, and checks their age again.
 IDLE = 5.0
 
 
@@ -50,7 +50,8 @@ class Dispatcher:
     def __init__(self, using: str, broker: str) -> None:
         self.using, self.broker = using, broker
         self._waiting: queue.Queue[list[int] | None] = queue.Queue(MAX_WAITING)
-        #: When to try rows again, how often they were, and which: the next one first.
+        #: When to try rows again, how often they were tried, and the rows; the earliest
+        #: first.
         self._again: list[tuple[float, int, list[int]]] = []
         self._breaker = Breaker(broker, conf.get().RELAY.BREAKER_MAX_PAUSE)
         self._retry = database_health.Retry(
@@ -63,7 +64,7 @@ class Dispatcher:
         self._thread.start()
 
     def wake(self, ids: list[int]) -> None:
-        """Ask for these rows to be dispatched. Never blocks and never fails."""
+        """Request the dispatch of these rows. Never blocks and never fails."""
         try:
             self._waiting.put_nowait(ids)
         except queue.Full:
@@ -97,7 +98,7 @@ class Dispatcher:
             if early > 0 and not stopping:
                 self._stopping.wait(early)
             began = time.monotonic()
-            # Commits that came meanwhile leave together.
+            # Commits made in the meantime leave together.
             while len(batch) < limit and not stopping:
                 try:
                     more = self._waiting.get_nowait()
@@ -120,7 +121,7 @@ class Dispatcher:
         return max(0.0, self._again[0][0] - time.monotonic())
 
     def _due_again(self) -> list[tuple[int, list[int]]]:
-        """Take what is to be tried again now: how often it was tried, and the rows."""
+        """Take the rows to try again now: how often they were tried, and their ids."""
         due = []
         while self._again and self._again[0][0] <= time.monotonic():
             _, tries, ids = heapq.heappop(self._again)
@@ -129,18 +130,18 @@ class Dispatcher:
 
     def _dispatch(self, lane: Lane, ids: list[int], tries: int) -> None:
         try:
-            # A server that was restarted has ended the connection, which only its next
-            # use tells: once more then. What is claimed already stays with its lease.
+            # A server restart has ended the connection, which only its next use shows:
+            # try once more then. Rows already claimed keep their lease.
             self._retry.run(lambda: self._dispatch_all(lane, ids, tries))
         except BrokerUnavailable as error:
             lane.close()
             if isinstance(error.__cause__, RuntimeError):
-                # From Python 3.12 on, a process that ends gets no threads any more.
+                # From Python 3.12 on, an exiting process can start no threads.
                 log.info("%d rows are left to the relay: %s", len(ids), error)
             else:
                 self._breaker.failed(error)
         except Exception:
-            # The rows are safe in the outbox; this thread must live on.
+            # The rows are safe in the outbox; this thread must go on.
             log.exception("dispatch after commit failed; the relay will do it")
             lane.close()
             connections[self.using].close()
@@ -152,7 +153,7 @@ class Dispatcher:
         self._breaker.worked()
         held = lane.held_back(ids) if left > 0 else []
         if held and tries < len(AGAIN):
-            # With the rows that go first: their process may have died.
+            # With the rows before them: the process of those may have died.
             at = time.monotonic() + AGAIN[tries]
             heapq.heappush(self._again, (at, tries + 1, held))
         elif held and conf.get().NOTIFY:
@@ -175,8 +176,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
-    """Dispatch rows in this thread. An outage is logged and costs the caller nothing
-    but its connection's time-out."""
+    """Dispatch rows in this thread. An outage is logged, and costs the caller only the
+    connection's time-out."""
     lane = Lane(using, broker, longest_lease=AFTER_COMMIT_LEASE)
     try:
         while lane.dispatch(ids=ids):
@@ -190,16 +191,18 @@ def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
 
 
 def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
-    """Receive `messages_committed`, and do what TXMSG["DISPATCH_ON_COMMIT"] says."""
+    """Handle `messages_committed` as TXMSG["DISPATCH_ON_COMMIT"] requires."""
     mode, connection = conf.get().DISPATCH_ON_COMMIT, connections[using]
     if mode == "inline":
-        # A TestCase that runs its hooks has committed nothing: nobody outside hears.
+        # A TestCase that runs its hooks has committed nothing: no other connection sees
+        # it.
         inside = get_broker(broker).stored_in is not None
         if inside or not in_testcase(connection):
             dispatch_inline(using, broker, ids)
     elif mode == "thread" and not (in_block(connection) or in_memory(connection)):
-        # Inside a block, as a test's hooks run, no other connection sees the rows; and
-        # in memory, another one would have the test's fail with "table is locked".
+        # Inside a block, as when a test runs its hooks, no other connection sees the
+        # rows; and on an in-memory database, another connection would make the test's
+        # fail with "table is locked".
         _dispatcher(using, broker).wake(ids)
     elif mode == "off" and conf.get().NOTIFY:
         notify(using, {notifications.outbox(broker)})
@@ -215,9 +218,8 @@ def _dispatcher(using: str, broker: str) -> Dispatcher:
 
 @atexit.register
 def stop_dispatchers(timeout: float = 2.0) -> None:
-    """End this process's threads, each with at most `timeout` seconds for its waiting
-    messages.
-    The next commit starts them again."""
+    """Stop this process's threads, each after at most `timeout` seconds for its waiting
+    messages. The next commit starts them again."""
     with _lock:
         stopping = list(_dispatchers.values())
         _dispatchers.clear()

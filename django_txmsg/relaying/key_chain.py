@@ -1,6 +1,6 @@
-"""Hop 3's order: a message with a key gets its place behind the last one of that key.
+"""Hop 3's order: each message with a key is linked to the last one of that key.
 
-Where it is processed, an ordered stage lets it wait for that one. See
+An ordered stage lets it wait for that predecessor. See
 docs/decisions/order-by-links.md.
 """
 
@@ -21,17 +21,17 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 
 class _Lost(Exception):
-    """The lease has ended: others may have given these messages their places."""
+    """The lease has ended: another relay may have linked these messages."""
 
 
 def link(
     claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
 ) -> list[Claimed]:
-    """Give the messages that have a key and no place yet their places, in the order in
-    which they come, and return all with what says so in their headers.
+    """Link messages that have a key and no place in its order yet, in the given order,
+    and return all with the links in their headers.
 
-    What has expired gets none. The commit waits for the disk: a place that a crash
-    forgets would be given twice. Without those of which the lease has ended.
+    Expired messages get no place. The commit waits for the disk: if a crash lost a
+    place, it would be given twice. Messages whose lease has ended are left out.
     """
     chains: dict[Chain, list[Claimed]] = {}
     for row in claimed:

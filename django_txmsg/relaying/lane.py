@@ -1,8 +1,8 @@
 """Hops 3 and 4: takes stored messages to the broker, batch by batch.
 
-A claim is one short statement; the broker is asked with no database transaction open;
-only its receipt marks a row. Used by the relay, by the dispatcher after a commit, and
-by the control message: any number of lanes may run side by side.
+A claim is one short statement; no database transaction is open while the broker is
+used; only a receipt marks a row. The relay uses it, the dispatcher after a commit, and
+the control message: any number of lanes may run side by side.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .turn import Turn
 
 log = logging.getLogger("django_txmsg.relay")
 
-#: Longest lease, in seconds, of a lane that dispatches what was just committed. Web
-#: processes are killed more often than relays, and what one held waits for its end.
+#: Longest lease, in seconds, of a lane that dispatches after a commit. Web processes
+#: are killed more often than relays, and their messages wait for the lease's end.
 AFTER_COMMIT_LEASE = 15.0
 
 
@@ -68,7 +68,7 @@ class Lane:
         self._session: Session | None = None
         self._sweep = Sweep()
         self._pauses = pauses.of(using, broker)
-        #: The destinations that were held at the last claim, ...
+        #: The destinations that were paused at the last claim, ...
         self._held: AbstractSet[str] = frozenset()
         #: ... and those that have refused a message since.
         self._refused: set[str] = set()
@@ -80,10 +80,11 @@ class Lane:
     ) -> int:
         """Claim, send and settle one batch. Returns how many rows were claimed.
 
-        Raises BrokerUnavailable with nothing claimed, or with all of it given back. A
-        destination that takes nothing now is paused, and its rows are given back.
+        Raises BrokerUnavailable with nothing claimed, or all of it released. A
+        destination that takes no messages is paused, and its rows are released.
         """
-        # First the broker, then the claim: an outage must not shuffle leases.
+        # Connect to the broker before the claim: an outage must not cause pointless
+        # leases.
         self._open()
         trial = self._pauses.begin_trial()
         if trial is not None:
@@ -92,7 +93,7 @@ class Lane:
                 count = self._dispatch(ids, session_id, trial)
             finally:
                 narrowed = ids is not None or session_id is not None
-                # Nothing of these is not nothing at all.
+                # An empty list means no rows, unlike None.
                 found = None if narrowed and not count else count
                 self._pauses.end_trial(trial, found, self._batch_size)
             if count:
@@ -120,7 +121,7 @@ class Lane:
         token = uuid.uuid4()
         self._refused.clear()
         with self._turn.at_database():
-            # It may have been stopped while it waited for its turn.
+            # The lane may have been stopped while it waited for its turn.
             stopped = self._stop.is_set()
             claimed = (
                 [] if stopped else self._claim(token, part, ids, session_id, trial)
@@ -156,8 +157,8 @@ class Lane:
         return len(held)
 
     def held_back(self, ids: list[int]) -> list[int]:
-        """Return those of the rows that are due and wait for earlier rows of their
-        keys, with the earlier ones: a batch of them at most."""
+        """Return those of the rows that are due but wait for earlier rows of their
+        keys, together with the earlier ones: at most one batch."""
         return self._outbox().held_back(ids, self._batch_size)
 
     def _work(self, claimed: list[Claimed], settlement: Settlement) -> None:
@@ -165,8 +166,8 @@ class Lane:
             if row.expired:
                 settlement.bury(row, "expired", f"expired at {row.expires_at}")
         alive = [row for row in claimed if not row.expired]
-        # What has failed before may be what makes the broker hang up: it goes by
-        # itself, with what has to follow it, and takes no others along.
+        # A message that failed before may be the one on which the broker hangs up: it
+        # is sent alone, with those that must follow it, and takes no others down.
         behind = {row.key for row in alive if row.attempts and row.key}
         suspect = [row for row in alive if row.attempts or row.key in behind]
         fresh = [row for row in alive if not (row.attempts or row.key in behind)]
@@ -179,11 +180,11 @@ class Lane:
 
     @property
     def next_trial(self) -> float | None:
-        """Seconds until a paused destination may be tried, if there is one."""
+        """Seconds until the next trial of a paused destination, if there is one."""
         return self._pauses.next_trial()
 
     def close(self) -> None:
-        """End the conversation with the broker."""
+        """Close the session with the broker."""
         if self._session is not None:
             self._session.close()
             self._session = None
@@ -232,10 +233,10 @@ class Lane:
     def _send(
         self, rows: list[Claimed], settlement: Settlement, *, apart: bool
     ) -> None:
-        """Send and settle. Some brokers hang up on one bad message without saying
-        which: what they leave unknown is sent again at once, one by one.
+        """Send and settle. Some brokers hang up on one bad message without naming it:
+        messages with unknown outcome are then sent again at once, one by one.
 
-        Raises BrokerUnavailable, with what is not settled still claimed.
+        Raises BrokerUnavailable, with unsettled rows still claimed.
         """
         service = conf.get().SERVICE
         while rows := settlement.still_held(rows):
@@ -260,7 +261,7 @@ class Lane:
             except BrokerError as error:
                 self.close()
                 if not is_new:
-                    # It may have ended at any time since the last batch.
+                    # The lease may have ended since the last batch.
                     continue
                 self.counts["unknown"] += len(rows)
                 raise BrokerUnavailable(str(error)) from error
@@ -288,7 +289,7 @@ class Lane:
             rows, apart = found.again, True
 
     def _pause(self, found: Receipts) -> None:
-        """Pause the destinations that take nothing now, for all lanes."""
+        """Pause the destinations that take no messages now, for all lanes."""
         stored = {row.destination for row in found.stored} if found.refused else ()
         for destination, error in found.unavailable.items():
             self._refused.add(destination)

@@ -1,12 +1,11 @@
-"""Before hops 3 and 6: hears, by PostgreSQL's LISTEN, that there are rows.
+"""Before hops 3 and 6: learns of new rows by PostgreSQL's LISTEN.
 
-One thread and one connection for each database of a process that relays or consumes.
-It has proof: nobody trusts a listener that has not heard of itself within the last
-minute or so, and that does not look for what is due, for all who wait, every few
-seconds. Its connection may lead to a server that is the primary no more, which answers
-it all the same. Behind a pooler that
-hands a session to another client after each transaction nothing is heard, and all poll
-as they do on SQLite; TXMSG["LISTEN_DATABASE"] names a direct way.
+One thread and one connection for each database of a process that relays or consumes. A
+listener counts as working only if it has received its own notification within about the
+last minute; it also queries for due rows every few seconds on behalf of all waiting
+threads, since its connection may still reach a former primary, which answers as well.
+Behind a pooler in transaction mode no notifications arrive, and all threads poll as on
+SQLite; TXMSG["LISTEN_DATABASE"] names a direct connection.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from ..runtime.notifier import CHANNEL, notify
 
 log = logging.getLogger("django_txmsg.notify")
 
-#: Seconds between two looks for what nobody has told of.
+#: Seconds between two queries for rows without a notification.
 LOOK = 4.0
-#: Seconds for which a look proves that its connection lives.
+#: Seconds for which a query proves that its connection is alive.
 PROVED = 3 * LOOK
-#: Seconds that a listener waits to hear of itself, and before it tries again.
+#: Seconds in which a listener must receive its own notification, and until it retries.
 PROOF, AGAIN = 3.0, 60.0
-#: Seconds between two proofs of one that listens.
+#: Seconds between two such tests of a working listener.
 ANEW = 60.0
 
 
@@ -51,7 +50,7 @@ class Listener:
         self._alias = alias_of(using)
 
     def run(self) -> None:
-        """Listen, and after what breaks listen again."""
+        """Listen, and listen again after an error."""
         told = False
         while not self._stop.is_set():
             pause = 1.0
@@ -104,7 +103,8 @@ class Listener:
                 raise _Deaf
 
     def _look(self) -> float:
-        """Ring for what is due, and return in how many seconds to look again."""
+        """Wake the waiting threads for due rows, and return the seconds until the next
+        query."""
         waiting = notifications.topics(self._using)
         due = seconds_until_due(self._alias, waiting, conf.get().services)
         if not notifications.heard(self._using):
@@ -115,21 +115,21 @@ class Listener:
 
 
 class _Deaf(Exception):
-    """The listener has not heard of itself."""
+    """The listener did not receive its own notification."""
 
 
 def _delays(topics: Collection[str]) -> Iterator[float]:
-    """Yield when to look for messages that were told of before they are due."""
+    """Yield the delays of messages that were announced before they are due."""
     for one in topics:
         if one.startswith("+"):
-            # Anybody in the database can notify, of anything.
+            # Any client of the database can send notifications of any content.
             with contextlib.suppress(ValueError):
                 yield time.monotonic() + max(0.0, float(one[1:]))
 
 
 def hears(using: str, stop: threading.Event | None = None) -> bool | None:
-    """Begin to listen with this thread's connection, and return whether a notification
-    comes that this process sends by another one; None where the driver cannot listen.
+    """Start to listen on this thread's connection, and return whether a notification
+    arrives that this process sends on another one; None if the driver cannot listen.
 
     Raises Django's database errors. Returns soon after `stop` is set.
     """
@@ -149,15 +149,15 @@ def hears(using: str, stop: threading.Event | None = None) -> bool | None:
 
 
 def _ask(using: str) -> str:
-    """Have a notification sent by another connection, perhaps another way, as those of
-    others will come. Returns it."""
+    """Send a notification on another connection, perhaps by another route, as those of
+    other processes will come. Returns it."""
     proof = f"proof {uuid.uuid4()}"
     notify(using, {proof})
     return proof
 
 
 def _received(connection: Any, timeout: float) -> set[str]:
-    """Return the topics that were told of within so many seconds."""
+    """Return the topics of notifications received within that many seconds."""
     topics: set[str] = set()
     with djangos_errors(connection):
         driver = raw(connection)
@@ -175,8 +175,8 @@ def alias_of(using: str) -> str:
 
 @contextmanager
 def listening(databases: Collection[str]) -> Iterator[None]:
-    """Listen in these databases, as far as they are PostgreSQL's, while the block
-    runs: once for all who ask for it in this process."""
+    """Listen in those of the databases that are PostgreSQL while the block runs: one
+    listener for all users in this process."""
     if not conf.get().NOTIFY:
         yield
         return
@@ -207,7 +207,7 @@ def _end(using: str) -> None:
     if count > 1:
         _listening[using] = (count - 1, stop)
     else:
-        # Not waited for: it holds nothing but a connection.
+        # Not joined: the thread holds only a connection.
         stop.set()
 
 
@@ -223,7 +223,7 @@ _lock = threading.Lock()
 
 
 def _forget() -> None:
-    """The threads are the parent's."""
+    """The threads belong to the parent."""
     global _lock
     _lock = threading.Lock()
     _listening.clear()

@@ -1,9 +1,10 @@
-"""Hop 3's pauses: destinations that take no messages now, and the trials that end them.
+"""Hop 3's pauses: destinations that take no messages now, and the trials that end a
+pause.
 
-A full queue or a missing permission is the state of a destination, and not the fault of
-a message. All lanes of this process that relay from one database to one broker leave
-such a destination out of their claims. When its pause ends, one lane tries it with a
-small batch, and with a larger one each time all of it was stored.
+A full queue or a missing permission is a state of the destination, not a fault of a
+message. All lanes of this process that relay from one database to one broker exclude a
+paused destination from their claims. When its pause ends, one lane tries it with a
+small batch; each batch that is stored completely makes the next one larger.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from .. import conf
 from ..errors import DestinationUnavailable
 from ..runtime.breaker import Breaker
 
-#: Messages of a trial after a refusal.
+#: Messages in a trial after a refusal.
 FIRST_TRIAL = 10
 #: Seconds of the first pause.
 FIRST_PAUSE = 0.5
-#: Seconds without a refusal after which a destination to which nothing waits is paused
-#: no longer: one that hovers about its limit is one outage, and not many.
+#: Seconds without a refusal after which an idle destination is no longer paused: one
+#: that hovers about its limit is one outage, not many.
 SETTLED = 5.0
-#: Seconds until a destination is looked at again to which nothing waited.
+#: Seconds until a destination without waiting messages is checked again.
 IDLE = 1.0
 
 
 class Trial:
-    """One lane's turn to try a destination, with at most `limit` messages."""
+    """One lane's trial of a destination, with at most `limit` messages."""
 
     def __init__(self, destination: str, breaker: Breaker) -> None:
         self.destination, self.breaker = destination, breaker
         self.limit = FIRST_TRIAL
         self.taken = False
         self.refused_at = time.monotonic()
-        #: Whether all of the last trial was stored.
+        #: Whether the whole last trial was stored.
         self.passed = False
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until it is due; None while a lane has it."""
+        """Seconds until it is due; None while a lane runs it."""
         return None if self.taken else self.breaker.remaining
 
 
@@ -54,7 +55,7 @@ class Pauses:
         self._trials: dict[str, Trial] = {}
 
     def held(self) -> AbstractSet[str]:
-        """Return the destinations whose messages leave by trials only."""
+        """Return the destinations whose messages leave only by trials."""
         if not self._trials:
             return frozenset()
         with self._lock:
@@ -62,7 +63,7 @@ class Pauses:
 
     @property
     def errors(self) -> dict[str, BaseException]:
-        """Why each of them takes nothing, by the names of the outages."""
+        """The reason for each pause, by the names of the outages."""
         with self._lock:
             return {
                 one.breaker.name: one.breaker.error
@@ -71,7 +72,7 @@ class Pauses:
             }
 
     def next_trial(self) -> float | None:
-        """Return the seconds until a lane can begin the next trial, if any."""
+        """Return the seconds until a lane can start the next trial, if any."""
         if not self._trials:
             return None
         with self._lock:
@@ -81,8 +82,8 @@ class Pauses:
     def refused(
         self, destination: str, error: DestinationUnavailable, *, progress: bool
     ) -> None:
-        """Pause a destination. `progress` says that it took other messages of the same
-        batch: the pause is a short one then."""
+        """Pause a destination. `progress` says that it stored other messages of the
+        same batch: then the pause is short."""
         with self._lock:
             trial = self._trials.get(destination)
             if trial is None:
@@ -98,8 +99,8 @@ class Pauses:
         trial.breaker.failed(error, progress=progress)
 
     def begin_trial(self) -> Trial | None:
-        """Take the turn of a destination whose pause has ended; `end_trial()` gives it
-        back."""
+        """Start the trial of a destination whose pause has ended; `end_trial()` must
+        follow."""
         if not self._trials:
             return None
         with self._lock:
@@ -110,8 +111,8 @@ class Pauses:
         return None
 
     def end_trial(self, trial: Trial, claimed: int | None, enough: int) -> None:
-        """Note how many messages a trial has found; None where it came to no end. The
-        outage is over when `enough` messages were stored at once."""
+        """Record how many messages a trial had; None if it did not finish. The outage
+        is over once `enough` messages were stored at once."""
         over = False
         with self._lock:
             trial.taken = False
@@ -132,13 +133,13 @@ class Pauses:
             trial.breaker.worked()
 
     def forget(self) -> None:
-        """Pause nothing any more."""
+        """End all pauses."""
         self._lock = threading.Lock()
         self._trials = {}
 
 
 def of(using: str, broker: str) -> Pauses:
-    """Return what all lanes of this process know."""
+    """Return the pauses shared by all lanes of this process."""
     with _lock:
         if (using, broker) not in _pauses:
             _pauses[using, broker] = Pauses(broker)
@@ -146,7 +147,7 @@ def of(using: str, broker: str) -> Pauses:
 
 
 def forget() -> None:
-    """Pause nothing any more: a child process finds out for itself."""
+    """End all pauses: a child process finds out for itself."""
     global _lock
     _lock = threading.Lock()
     for one in _pauses.values():

@@ -1,4 +1,4 @@
-"""Hop 4's judgement: what the broker's answers say about each message of a batch."""
+"""Hop 4's verdict: sorts the messages of a batch by the broker's answers."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from ..models.outbox_claim import Claimed
 
 @dataclass
 class Receipts:
-    """The rows of one batch, by what becomes of them."""
+    """The rows of one batch, by outcome."""
 
-    #: The broker has them, with proof.
+    #: The broker has stored them, with proof.
     stored: list[Claimed] = field(default_factory=list)
-    #: Refused, each by itself: they count an attempt.
+    #: Refused for themselves: they count an attempt.
     failed: list[tuple[Claimed, BrokerError]] = field(default_factory=list)
-    #: Their destination takes nothing now, and why: given back at no attempt.
+    #: Their destination takes no messages now, and why: released without an attempt.
     refused: list[tuple[Claimed, DestinationUnavailable]] = field(default_factory=list)
-    #: The broker hung up on one of them, not known which: each is sent again alone.
+    #: The broker hung up on an unknown one of them: each is sent again alone.
     again: list[Claimed] = field(default_factory=list)
-    #: Given back untouched.
+    #: Released unchanged.
     returned: list[Claimed] = field(default_factory=list)
     #: Whether the broker has ended the connection.
     hung_up: bool = False
-    #: How many left without an answer.
+    #: How many were sent without an answer.
     unknown: int = 0
-    #: Why the broker cannot be used now, where it did not hang up but fell silent.
+    #: The reason if the broker cannot be used now because it fell silent, rather than
+    #: hung up.
     silence: BrokerError | None = None
 
     @property
     def unavailable(self) -> dict[str, DestinationUnavailable]:
-        """The destinations that take nothing now, and why."""
+        """The destinations that take no messages now, and why."""
         return {row.destination: error for row, error in self.refused}
 
 
 def judge(
     rows: Sequence[Claimed], outcomes: Sequence[BrokerError | None], *, apart: bool
 ) -> Receipts:
-    """Tell the rows apart. `apart` says that each was sent when the one before it was
-    known: of those, the broker has hung up on the one that was on the wire."""
+    """Sort the rows. `apart` means that each was sent after the outcome of the one
+    before was known: then the broker has hung up on the one in flight."""
     found = Receipts()
     open_rows: list[Claimed] = []
     spoilt: set[str] = set()
@@ -71,7 +72,7 @@ def judge(
                 found.silence = found.silence or outcome
     spoilt.discard("")
     for row in open_rows:
-        # What follows a failed message of its key waits until that one has left.
+        # Messages that follow a failed one of their key wait until that one has left.
         goes = found.hung_up and row.key not in spoilt
         (found.again if goes else found.returned).append(row)
     nothing = not (found.stored or found.failed or found.refused)
@@ -86,8 +87,8 @@ def judge(
 def split(
     rows: Sequence[Claimed], destinations: Collection[str]
 ) -> tuple[list[Claimed], list[Claimed]]:
-    """Return the rows that may be sent, and those to `destinations`, with what has to
-    follow them by its key."""
+    """Return the rows that may be sent, and those to `destinations` with the rows that
+    must follow them by key."""
     sound: list[Claimed] = []
     left: list[Claimed] = []
     keys: set[str] = set()

@@ -1,7 +1,7 @@
 """Hop 3 as a process: lanes side by side, until they are stopped.
 
-`manage.py relay` runs it. A broker that is down, or a database, is probed with growing
-pauses, and found again.
+`manage.py relay` runs it. A broker or database that is down is probed with growing
+pauses, and used again when it answers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .turn import Turn
 
 log = logging.getLogger("django_txmsg.relay")
 
-#: Seconds after which a lane that waits to be woken looks whether it is to stop.
+#: Seconds after which a waiting lane checks whether it must stop.
 REST = 0.3
-#: One of so many lanes is at the database at a time: a batch is there for about a
-#: quarter of its way.
+#: One in this many lanes uses the database at a time: a batch spends about a quarter of
+#: its time there.
 LANES_A_PLACE = 4
 
 
@@ -77,7 +77,7 @@ class Relay:
 
     @property
     def counts(self) -> Counter[str]:
-        """What was done so far: dispatched, rejected, dead, unknown, lease_lost."""
+        """Totals so far: dispatched, rejected, dead, unknown, lease_lost."""
         total: Counter[str] = Counter()
         for lane in self.lanes:
             total += lane.counts
@@ -89,15 +89,16 @@ class Relay:
         return sum(lane.in_flight for lane in self.lanes)
 
     def stop(self) -> None:
-        """Finish what is claimed and take nothing new. From any thread or signal."""
+        """Finish what is claimed and take nothing new. Callable from any thread or
+        signal."""
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Relay until stopped; `once`: until no lane finds anything due any more.
+        """Relay until stopped; `once`: until no lane finds anything due.
 
-        Raises the error that ended a lane, if one did, after all have ended. With
-        `once` a broker or database that is away ends its own lanes only, and
-        DestinationUnavailable tells of messages that a destination did not take.
+        Raises the error that ended a lane, if any, after all have ended. With `once`, a
+        broker or database that is away ends only its own lanes, and
+        DestinationUnavailable reports messages that a destination did not take.
         """
 
         away: list[Exception] = []
@@ -121,7 +122,8 @@ class Relay:
             crew.start()
             crew.join()
         if away:
-            # A database says more than a broker: it may hold what others need.
+            # A database's error takes precedence over a broker's: others may depend on
+            # that database.
             raise min(away, key=lambda error: isinstance(error, BrokerUnavailable))
         if once:
             self._tell_of_pauses()
@@ -139,7 +141,7 @@ class Relay:
     def _work(self, lane: Lane, once: bool) -> None:
         breaker = self._breakers[lane.broker_alias]
         interval = conf.get().RELAY.POLL_INTERVAL
-        # What is claimed has its lease.
+        # Claimed messages keep their lease.
         retry = database_health.Retry(lane.using, "the outbox cannot be dispatched")
         wakeup = notifications.Wakeup(
             lane.using, notifications.outbox(lane.broker_alias)
@@ -175,8 +177,8 @@ class Relay:
             self._rest(lane, wakeup, interval)
 
     def _rest(self, lane: Lane, wakeup: notifications.Wakeup, interval: float) -> None:
-        """Wait until there may be something: the usual interval, or, while somebody
-        listens, until a ring; and no longer than until a pause ends."""
+        """Wait until there may be rows: for the usual interval, or with a listener
+        until a notification; at most until a pause ends."""
         until = time.monotonic() + interval
         while not self._stop.is_set():
             left = REST if wakeup.heard else until - time.monotonic()

@@ -1,4 +1,4 @@
-"""Hop 4: what the broker has answered is noted on the rows that a lane has claimed."""
+"""Hop 4: records the broker's answers on the rows that a lane has claimed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("django_txmsg.relay")
 
 class Settlement:
     """Settles the rows of one claim. Its token fences every statement: rows whose lease
-    has ended, and which another relay may have claimed, are left alone."""
+    has ended, and which another relay may have claimed, are not changed."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class Settlement:
         return OutboxMessage.objects.db_manager(self.using)
 
     def still_held(self, rows: list[Claimed]) -> list[Claimed]:
-        """Return the rows without those that somebody has cancelled, or another relay
-        has taken, since the lease has ended; of one that never has, all."""
+        """Return the rows without those that were cancelled, or that another relay has
+        claimed since the lease ended; all rows if the lease has never ended."""
         if not (rows and self._lease.lapsed):
             return rows
         ids = [row.id for row in rows]
@@ -64,12 +64,12 @@ class Settlement:
         return [row for row in rows if row.id in held]
 
     def give_back(self, rows: Sequence[Claimed]) -> None:
-        """End the claim of those that are not settled."""
+        """Release the unsettled rows."""
         ids = [row.id for row in rows]
         self._fenced(0, lambda: self._outbox().release(ids, self._token))
 
     def settle(self, found: Receipts) -> None:
-        """Mark what is proven, back off what is refused, give back the rest."""
+        """Mark proven rows, back off refused ones, release the rest."""
         stored = [row.id for row in found.stored]
         returned = [row.id for row in found.returned]
         if stored:
@@ -95,7 +95,8 @@ class Settlement:
                 )
 
     def _give_back_refused(self, found: Receipts) -> None:
-        """Give back what its destination does not take now, with the broker's words."""
+        """Release rows whose destination takes no messages now, with the broker's
+        error."""
         for destination, error in found.unavailable.items():
             ids = [row.id for row, _ in found.refused if row.destination == destination]
             words = str(error)[:2000]
@@ -107,7 +108,7 @@ class Settlement:
             self._counts["refused"] += len(ids)
 
     def _mark(self, stored: list[int]) -> int:
-        # What the broker refuses is seldom, and noted row by row, without the turn.
+        # Refusals are rare, and recorded row by row, without waiting for a turn.
         with self._turn.at_database():
             return self._outbox().mark_dispatched(stored, self._token)
 
@@ -132,9 +133,9 @@ class Settlement:
     def _fenced(self, count: int, statement: Callable[[], int]) -> int:
         """Run a statement that the token fences, and return how many rows it changed.
 
-        A receipt must not be forgotten because the database went away behind it: the
-        statement is repeated until the lease has ended. Then the result of the
-        first try is unknown, and `count` is returned.
+        A receipt must not be lost because the database goes away: the statement is
+        repeated until the lease has ended. Then the result of the first try is unknown,
+        and `count` is returned.
         """
         connection = connections[self.using]
         pause, repeated = 0.05, False

@@ -1,4 +1,4 @@
-"""Hop 3's way over the table: a busy lane starts its search where it left off.
+"""Hop 3's scan of the table: a busy lane starts its search where the last one ended.
 
 Settled rows leave dead index entries behind, which cannot be removed while an old
 snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md.
@@ -15,9 +15,9 @@ Claim = Callable[[str | None], list[Claimed]]
 
 
 class Sweep:
-    """Remembers where one lane's search may begin."""
+    """The place at which one lane's next search may begin."""
 
-    #: How much of a busy lane's time may go into looking for late committers.
+    #: The share of a busy lane's time that may be spent on looking for late commits.
     SHARE = 0.05
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Sweep:
         self._swept_at = self._cost = 0.0
 
     def rewind(self) -> None:
-        """Begin at the beginning next time: there is more to be claimed."""
+        """Start from the beginning next time: there is more to claim."""
         self._floor = None
 
     def claim(self, claim: Claim) -> list[Claimed]:
-        """Claim from where the last one left off; from the beginning when there is
-        nothing, or the time for it has been earned."""
+        """Claim from where the last search ended; from the beginning if that finds
+        nothing, or if enough time has passed."""
         began = time.monotonic()
         due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
         claimed = claim(self._floor) if self._floor and not due else []
@@ -42,8 +42,8 @@ class Sweep:
             if not claimed:
                 self._floor = None
         if claimed:
-            # Texts of one database compare as their instants do, but for a change of
-            # its clock's zone, which the next sweep mends.
+            # Texts of one database sort like their instants, except after a change of
+            # its clock's zone, which the next sweep corrects.
             first = claimed[0].floor
             self._floor = max(self._floor, first) if self._floor else first
         return claimed

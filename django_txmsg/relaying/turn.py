@@ -1,7 +1,7 @@
 """Between hops 3 and 4: lanes of one process take turns at their database.
 
-Left to themselves they fall into step, all at the database and then all at the broker,
-and each of the two stands idle while they are at the other.
+Without turns they fall into step, all at the database and then all at the broker, and
+each of the two is idle while the lanes use the other.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Seconds that a lane waits for its turn. A statement that another session's lock
-#: holds up is to keep nobody else from his work.
+#: Seconds that a lane waits for its turn: a statement that waits for another session's
+#: lock must not hold up the other lanes.
 LONGEST = 0.1
 
 
 class Turn:
-    """Shared by lanes: so many claim or mark a batch at a time, and twice as many while
-    the broker has nothing to do."""
+    """Shared by lanes: that many claim or mark a batch at a time, and twice as many
+    while the broker is idle."""
 
     def __init__(self, places: int = 1) -> None:
         self._places = places
@@ -26,7 +26,7 @@ class Turn:
 
     @contextmanager
     def at_database(self) -> Iterator[None]:
-        """Wait for the turn, for at most LONGEST seconds; then go on without it."""
+        """Wait for a turn, for at most LONGEST seconds; then go on without it."""
         with self._changed:
             self._changed.wait_for(self._is_free, LONGEST)
             self._at_database += 1
@@ -39,7 +39,7 @@ class Turn:
 
     @contextmanager
     def at_broker(self) -> Iterator[None]:
-        """Note that the broker has something to do."""
+        """Record that the broker has something to do."""
         with self._changed:
             self._at_broker += 1
         try:

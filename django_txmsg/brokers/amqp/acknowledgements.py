@@ -1,7 +1,8 @@
-"""Hop 6 on AMQP: which deliveries the broker still waits for, and when it is told.
+"""Hop 6 on AMQP: unacknowledged deliveries, and when their acknowledgements are sent.
 
-A busy consumer acknowledges in groups: what a crash costs is duplicates. A slow one at
-once: RabbitMQ hangs up on who keeps a delivery for too long.
+A busy consumer acknowledges in groups: a crash costs duplicates. A slow one
+acknowledges at once: RabbitMQ closes the connection of a consumer that holds a delivery
+for too long.
 """
 
 from __future__ import annotations
@@ -11,31 +12,31 @@ from collections.abc import Collection, Iterable
 
 from . import frames
 
-#: Seconds for which acknowledgements are gathered at most.
+#: Longest time, in seconds, for which acknowledgements are gathered.
 LONGEST_GROUP = 1.0
 
 
 class Acknowledgements:
-    """The ledger of one channel's deliveries, by their tags."""
+    """The deliveries of one channel, by their tags."""
 
     def __init__(self, channel: int) -> None:
         self._channel = channel
-        #: Tags that are not acknowledged, in their order -> whether they are to be.
+        #: Tags of unacknowledged deliveries in order -> whether to acknowledge them.
         self._open: dict[int, bool] = {}
         self._gathered = 0
         self._told_at = time.monotonic()
 
     def delivered(self, tag: int) -> None:
-        """Note a delivery."""
+        """Record a delivery."""
         self._open[tag] = False
 
     def unanswered(self, tags: Iterable[int]) -> list[int]:
-        """Return those of the tags that nobody has acknowledged, not here either."""
+        """Return those of the tags that are not acknowledged, nor about to be."""
         return [tag for tag in tags if self._open.get(tag) is False]
 
     def gather(self, tags: Collection[int], *, prefetch: int) -> bool:
-        """Note deliveries as to be acknowledged. Returns whether it is time to tell the
-        broker, which sends `prefetch` ahead."""
+        """Mark deliveries for acknowledgement. Returns whether to send the frames now;
+        the broker sends `prefetch` ahead."""
         for tag in tags:
             self._open[tag] = True
         self._gathered += len(tags)
@@ -43,8 +44,8 @@ class Acknowledgements:
         return slow or self._gathered * 2 >= prefetch
 
     def written(self) -> bytearray:
-        """Return the frames for all that is to be acknowledged, which are written next:
-        one frame as far as nothing is open."""
+        """Return the frames for all marked deliveries, to be written next: a single
+        frame up to the first open delivery."""
         self._told_at = time.monotonic()
         made, upto, whole = bytearray(), 0, True
         if not self._gathered:
@@ -64,6 +65,6 @@ class Acknowledgements:
         return made
 
     def settle(self, tags: Iterable[int]) -> None:
-        """Note that the broker has been told of these in another way."""
+        """Record that these were acknowledged in another way."""
         for tag in tags:
             self._open.pop(tag, None)

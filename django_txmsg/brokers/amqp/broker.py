@@ -1,4 +1,4 @@
-"""RabbitMQ's address, by an `amqp://` or `amqps://` URL."""
+"""RabbitMQ's address, from an `amqp://` or `amqps://` URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AmqpBroker(Broker):
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
     ) -> AmqpSession:
-        # A subscriber is a queue: the connection need not know.
+        # A subscriber is a queue: the connection needs no name for it.
         try:
             options, addresses = read_url(self._url)
         except (OSError, ValueError) as error:

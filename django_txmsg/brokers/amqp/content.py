@@ -1,8 +1,8 @@
-"""A message's headers as AMQP's properties and back, the way RabbitMQ's STOMP plugin
-maps them: a message is the same to who sends or takes it by either protocol.
+"""Converts a message's headers to AMQP's properties and back, like RabbitMQ's STOMP
+plugin: a message is the same by either protocol.
 
-Nothing in a delivery raises: RabbitMQ has seen that it is well-formed, and whatever it
-holds all the same is a `problem` of that one message.
+No delivery raises here: RabbitMQ has checked that it is well-formed, and any other
+fault is a `problem` of that one message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import DispatchRejected
 
-#: The properties in their order: the flag, our header, and whether it is a text.
+#: The properties in order: the flag, our header, and whether it is text.
 _PROPERTIES = (
     (0x8000, "content-type", "text"),
     (0x4000, "content-encoding", "text"),
@@ -36,13 +36,13 @@ _PROPERTIES = (
     (0x0008, "app-id", "text"),
     (0x0004, "cluster-id", "text"),
 )
-#: Properties that a sender's header becomes, where it is short enough.
+#: Properties that hold a sender's header, if it is short enough.
 _SENT = frozenset({"content-type", "content-encoding", "correlation-id", "type"})
-#: To which further queues RabbitMQ has handed the message: no affair of a copy, which
-#: it refuses where this is no list.
+#: Lists of further queues to which RabbitMQ delivered the message. A copy does not need
+#: them, and RabbitMQ refuses them if they are not lists.
 _ROUTES = frozenset({"BCC", "CC"})
 _PERSISTENT = b"\x02"
-#: Bytes of a short text, and of a name in the table.
+#: Most bytes of a short text, and of a name in the table.
 SHORT = 255
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _NUMBERS = {
@@ -55,7 +55,7 @@ def encode(headers: Mapping[str, str], expiration: int | None) -> bytes:
     """Return the property flags and properties of a durable message that lives for
     `expiration` milliseconds.
 
-    Raises DispatchRejected for headers that no receiver could keep.
+    Raises DispatchRejected for headers that receivers could not read.
     """
     short: dict[str, bytes] = {}
     table = bytearray()
@@ -103,13 +103,13 @@ class Reader:
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
-        #: What is not as it should be, or "".
+        #: The fault of the headers, or "".
         self.problem = ""
-        #: The table's values as they came.
+        #: The table's values as received.
         self.table: dict[str, Any] = {}
 
     def headers(self) -> dict[str, str]:
-        """Return all headers as text; `problem` says what could not be read."""
+        """Return all headers as text; `problem` describes what could not be read."""
         found: dict[str, str] = {}
         try:
             self._read(found)

@@ -1,7 +1,7 @@
-"""Hops 4 to 6 on AMQP, in bytes: the frames that are made here, and not by py-amqp.
+"""Hops 4 to 6 on AMQP, in bytes: the frames that are built here, not by py-amqp.
 
-Those of each message: the one that publishes it, with its content, and the one that
-acknowledges it. What lies inside a content's header, `content.py` says.
+These are the frames of each message: its publication with its content, and its
+acknowledgement. `content.py` encodes the content's header.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..base import Outgoing
 from . import content
 
 METHOD, HEADER, BODY, BEAT = 1, 2, 3, 8
-#: Where RabbitMQ's STOMP plugin has its topics, too.
+#: The exchange that RabbitMQ's STOMP plugin uses for topics, too.
 TOPICS = "amq.topic"
 _END = b"\xce"
 HEARTBEAT = b"\x08\x00\x00\x00\x00\x00\x00" + _END
@@ -29,7 +29,7 @@ _AROUND = 8
 
 @dataclass(slots=True)
 class Ready:
-    """A message as it is written, and how to know it when it comes back."""
+    """An encoded message, and the values by which to recognise it if it is returned."""
 
     frames: bytes
     route: bytes
@@ -39,7 +39,7 @@ class Ready:
 
 def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
     """Return the frames of a message, none of them longer than `frame_max`. Raises
-    DispatchRejected for a name and headers that have no place in them."""
+    DispatchRejected for a name or headers that do not fit."""
     topic = wire.is_topic(outgoing.destination)
     name = outgoing.destination.removeprefix(wire.TOPIC_PREFIX)
     route = short(TOPICS if topic else "") + short(name)
@@ -51,7 +51,7 @@ def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
     arguments = b"\0\0" + route + (b"\0" if topic else _MANDATORY)
     length, most = 12 + len(properties), frame_max - _AROUND
     if length > most:
-        # RabbitMQ would hang up: a body is cut into frames, and headers are not.
+        # RabbitMQ would hang up: bodies are split into frames, headers are not.
         raise DispatchRejected(f"{length} bytes of headers; AMQP has room for {most}")
     pieces = [
         method(channel, spec.Basic.Publish, arguments),
@@ -66,12 +66,13 @@ def published(outgoing: Outgoing, channel: int, frame_max: int) -> Ready:
 
 
 def acknowledged(tag: int, channel: int, *, multiple: bool = False) -> bytes:
-    """Return the frame that acknowledges a delivery, or, `multiple`, all up to it."""
+    """Return the frame that acknowledges a delivery, or with `multiple` all up to
+    it."""
     return method(channel, spec.Basic.Ack, struct.pack(">QB", tag, multiple))
 
 
 def refused(tag: int, channel: int) -> bytes:
-    """Return the frame that gives a delivery back."""
+    """Return the frame that returns a delivery to its queue."""
     return method(channel, spec.Basic.Nack, struct.pack(">QB", tag, 0b10))
 
 
@@ -83,7 +84,7 @@ def method(channel: int, called: tuple[int, int], arguments: bytes) -> bytes:
 
 
 def short(text: str) -> bytes:
-    """Return a name as AMQP writes it. Raises DispatchRejected for one it cannot."""
+    """Return a name in AMQP's encoding. Raises DispatchRejected if it does not fit."""
     try:
         written = text.encode()
         return bytes([len(written)]) + written

@@ -1,7 +1,7 @@
-"""The heart-beats of sessions whose thread is busy elsewhere: in a handler, say.
+"""Heartbeats of sessions whose thread is busy elsewhere, in a handler, say.
 
-One thread a process. It takes a link only while nobody else has it, so that no
-heart-beat is written beside a send, and reads nothing.
+One thread for each process. It uses a link only while no other thread does, so that no
+heartbeat is written in the middle of a send, and reads nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _changed = threading.Event()
 
 
 def keep(link: Link) -> None:
-    """Send this link's heart-beats until it is closed, or nobody has it any more."""
+    """Send this link's heartbeats until it is closed or no longer referenced."""
     global _thread
     if not link.heartbeat:
         return
@@ -41,13 +41,13 @@ def _run() -> None:
 
 
 def _beat() -> float | None:
-    """Send what is due; return the seconds until some may be again."""
+    """Send due heartbeats; return the seconds until the next may be due."""
     with _lock:
         links = [one for one in _links if one.transport.connected]
     for link in links:
         if link.owned.acquire(blocking=False):
             try:
-                # A link that breaks is found by its session.
+                # The session itself detects a broken link.
                 with contextlib.suppress(OSError):
                     link.beat()
             finally:
@@ -56,7 +56,7 @@ def _beat() -> float | None:
 
 
 def _forked() -> None:
-    # The sockets are the parent's, and so is the thread.
+    # The sockets and the thread belong to the parent.
     global _changed, _links, _lock, _thread
     _changed, _links = threading.Event(), weakref.WeakSet()
     _lock, _thread = threading.Lock(), None

@@ -1,7 +1,7 @@
-"""One connection to RabbitMQ and its channels, in the hands of one thread at a time.
+"""One connection to RabbitMQ and its channels, used by one thread at a time.
 
-Whoever holds `owned` writes and reads: the session's thread while it asks the broker
-something, and the heart of the process while that thread is busy elsewhere.
+The thread that holds `owned` writes and reads: the session's thread during its
+requests, and the process's heartbeat thread while that one is busy elsewhere.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .options import Options
 from .transport import Transport
 
 #: The channels of a link: for sends with confirms, for a subscription and its
-#: transactions, and for questions, which cost their channel when they fail.
+#: transactions, and for requests, whose failure closes their channel.
 PUBLISHING, CONSUMING, ASKING = 1, 2, 3
 #: Takes the method's payload after its ids, the properties and the body.
 Content = Callable[[bytes, bytes, bytes], None]
@@ -38,7 +38,7 @@ class ChannelClosed(Exception):
 
 
 class _Connection(amqp.Connection):  # type: ignore[misc]
-    """py-amqp's connection, on our transport and our reading of frames."""
+    """py-amqp's connection, with our transport and frame parser."""
 
     def __init__(self, link: Link, transport: Transport, options: Options) -> None:
         self._link, self._own = link, transport
@@ -57,13 +57,13 @@ class _Connection(amqp.Connection):  # type: ignore[misc]
         return self._own
 
     def drain_events(self, timeout: float | None = None) -> None:
-        """Read until something came: what py-amqp's own waiting calls."""
+        """Read until something arrives: py-amqp's own waiting calls it."""
         if not self._link.read(self._link.patience if timeout is None else timeout):
             raise TimeoutError("the broker does not answer")
 
 
 class Link:
-    """A connection, and what comes in for its channels."""
+    """A connection, and the handlers for its channels."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
         """Connect and log in. Raises BrokerUnavailable."""
@@ -72,12 +72,13 @@ class Link:
         self.patience = options.connect_timeout
         #: Seconds, as client and server have agreed; 0 until then, and for none.
         self.heartbeat = 0.0
-        #: Method of a channel -> who takes its content or arguments.
+        #: Method of a channel -> handler of its content or arguments.
         self.contents: dict[tuple[int, tuple[int, int]], Content] = {}
         self.methods: dict[tuple[int, tuple[int, int]], Callable[[bytes], None]] = {}
         self._partial: dict[int, _Partial] = {}
         self._closing = False
-        #: Why the broker reads nothing that is sent here, while it says so.
+        #: The reason for which the broker has blocked this connection, while it is
+        #: blocked.
         self.blocked = ""
         self.methods[0, spec.Connection.Blocked] = self._on_blocked
         self.methods[0, spec.Connection.Unblocked] = self._on_unblocked
@@ -104,8 +105,8 @@ class Link:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Own the link for a while. What py-amqp and the socket raise becomes
-        BrokerUnavailable, except for ChannelClosed."""
+        """Own the link for a block. Errors of py-amqp and the socket become
+        BrokerUnavailable, except ChannelClosed."""
         with self.owned:
             try:
                 yield
@@ -117,7 +118,7 @@ class Link:
 
     @contextlib.contextmanager
     def hurried(self) -> Iterator[None]:
-        """Wait for an answer no longer than for a good-bye."""
+        """Limit waits for answers to the close time-out."""
         patience, self.patience = self.patience, self.options.close_timeout
         try:
             yield
@@ -129,12 +130,12 @@ class Link:
         return self._connection.channel(number)
 
     def write(self, data: bytes | bytearray) -> None:
-        """Write frames that were made here."""
+        """Write frames that were built here."""
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Handle what the broker sends, until it was something else than heart-beats
-        or `timeout` seconds have passed; returns whether it was."""
+        """Handle what the broker sends, until it was something other than heartbeats or
+        `timeout` seconds have passed; returns whether it was."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():
@@ -150,7 +151,7 @@ class Link:
         return True
 
     def _handle(self) -> bool:
-        """Handle what was read; returns whether there was more than heart-beats."""
+        """Handle received frames; returns whether they were more than heartbeats."""
         found = False
         for kind, channel, payload in self.transport.frames():
             if kind != frames.BEAT:
@@ -159,10 +160,10 @@ class Link:
         return found
 
     def beat(self) -> None:
-        """Send a heart-beat when it is time for one."""
+        """Send a heartbeat if one is due."""
         pause = time.monotonic() - self.transport.written_at
         if self.heartbeat and pause >= self.heartbeat / 2:
-            # A line that is full is not idle, and others' heart-beats must not wait.
+            # A full connection is not idle, and other links' heartbeats must not wait.
             self.transport.write_soon(frames.HEARTBEAT)
 
     def _on_blocked(self, arguments: bytes) -> None:
@@ -173,24 +174,25 @@ class Link:
         self.blocked = ""
 
     def hear(self) -> None:
-        """Handle what the broker has sent by now, without waiting."""
+        """Handle what the broker has sent so far, without waiting."""
         while self.transport.read(0.0):
             self._handle()
 
     def why_blocked(self) -> str:
-        """Return why the broker reads nothing, if it has said so by now; "" otherwise.
-        For a connection that is given up: whatever else it has said is lost."""
+        """Return the reason if the broker has blocked this connection, else "". For a
+        connection that is given up: everything else that was received is dropped."""
         with contextlib.suppress(*_LOST):
             self.hear()
         return self.blocked
 
     def close(self) -> None:
-        """Say good-bye, and close the socket; never raises."""
+        """Close the connection and the socket; never raises."""
         with self.owned:
             self.patience = self.options.close_timeout
             self._closing = True
             with contextlib.suppress(*_LOST):
-                # A blocked connection is not read: its good-bye would not be heard.
+                # The broker does not read a blocked connection, so a close would get no
+                # answer.
                 if self.transport.connected and not self.blocked:
                     self._connection.close()
             self.transport.close()
@@ -227,7 +229,7 @@ class Link:
 
 
 class _Partial:
-    """A method whose content is on its way."""
+    """A method whose content is still arriving."""
 
     __slots__ = ("_missing", "method", "pieces", "properties", "taker")
 
@@ -238,7 +240,7 @@ class _Partial:
         self._missing = 0
 
     def take(self, kind: int, payload: bytes) -> bool:
-        """Take a frame; returns whether it was the last one."""
+        """Add a frame; returns whether it was the last one."""
         if kind == frames.HEADER:
             (self._missing,) = struct.unpack_from(">Q", payload, 4)
             self.properties = payload[12:]
@@ -248,15 +250,15 @@ class _Partial:
         return self._missing <= 0
 
 
-#: How a connection, or a channel of it, ends.
+#: Methods that end a connection or a channel.
 _LOST = (amqp.AMQPError, OSError, struct.error, ValueError, ChannelClosed)
 
 
 def _nobody(method: bytes, properties: bytes, body: bytes) -> None:
-    """Take what nobody waits for any more."""
+    """Handle a frame that no request waits for any more."""
 
 
 def said(error: BaseException) -> str:
-    """Return what an error of py-amqp or of the socket says, in one line."""
+    """Return the text of an error of py-amqp or of the socket, in one line."""
     text = getattr(error, "reply_text", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())

@@ -1,7 +1,7 @@
-"""What an AMQP URL says: `amqp://user:password@host:5672/vhost?heartbeat=10`.
+"""The options of an AMQP URL: `amqp://user:password@host:5672/vhost?heartbeat=10`.
 
-Several hosts are separated by commas. An option nobody knows is an error that names
-the nearest one.
+Several hosts are separated by commas. For an unknown option, the error names the
+nearest known one.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from ...errors import MAX_SECONDS
 
 DEFAULT_PORTS = {"amqp": 5672, "amqps": 5671}
 QUEUE_TYPES = ("quorum", "classic")
-#: Of options that are no seconds, or have less room for them.
+#: Ranges of options that are not seconds, or have a smaller range.
 MOST = {"heartbeat": 65535, "max_in_flight": 2**31, "max_in_flight_bytes": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a session may be told; those of a simple type are options of the query."""
+    """The options of a session; those of a simple type can be set in the query."""
 
     user: str = "guest"
     password: str = field(default="guest", repr=False)
     #: Virtual host; also the path of the URL.
     vhost: str = "/"
-    #: Seconds between heart-beats in both directions; 0 for none.
+    #: Seconds between heartbeats in both directions; 0 for none.
     heartbeat: int = 10
     #: Seconds to connect and log in to one host.
     connect_timeout: float = 10.0
-    #: Seconds until a send or request without an answer is of unknown outcome.
+    #: Seconds until a send or request without an answer counts as outcome unknown.
     send_timeout: float = 30.0
-    #: Seconds to wait for the end of a good-bye.
+    #: Seconds to wait for the answer to a close.
     close_timeout: float = 5.0
-    #: Sends without a confirm before the next ones wait ...
+    #: Most unconfirmed sends before the next ones wait ...
     max_in_flight: int = 1000
     #: ... and their bytes.
     max_in_flight_bytes: int = 16 * 1024 * 1024
-    #: Whether queues that are missing are made.
+    #: Whether missing queues are declared.
     declare: bool = True
-    #: What is made of a missing queue: `quorum` or `classic`.
+    #: The type of a declared queue: `quorum` or `classic`.
     queue_type: str = "quorum"
     #: File of the certificate authority to trust, instead of the system's.
     ca: str | None = None
     #: File of the client's certificate, and of its key when not in the same file.
     cert: str | None = None
     key: str | None = None
-    #: Of the key, if it is encrypted.
+    #: Password of the key, if it is encrypted.
     key_password: str | None = field(default=None, repr=False)
     #: Made from the scheme and the three files.
     tls: ssl.SSLContext | None = field(default=None, repr=False)
@@ -66,7 +66,7 @@ def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
     """Return the options and addresses of a URL.
 
     Raises ValueError for a malformed URL or an unknown option, and OSError or
-    ssl.SSLError when a certificate file cannot be read.
+    ssl.SSLError if a certificate file cannot be read.
     """
     shown = without_password(url)
     try:

@@ -1,7 +1,7 @@
-"""Hop 4 on AMQP: many messages on their way at once, and the confirm of each.
+"""Hop 4 on AMQP: many messages in flight, each with its confirm.
 
-A channel confirms what it was sent by number, one or all up to one. A message that no
-queue takes comes back before its confirm, and is refused with that reason.
+A channel confirms sends by number, one or all up to one. A message that no queue takes
+is returned before its confirm, and is refused with that reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .. import refusals
 from .frames import Ready
 from .link import PUBLISHING, ChannelClosed, Link, said
 
-#: Bytes that are written at once.
+#: Most bytes written at once.
 COALESCED = 64 * 1024
 
 
@@ -41,7 +41,8 @@ class Publisher:
         self._settled: list[tuple[int, BrokerError | None]] = []
         self._batch: Sequence[Ready | None] = ()
         self._returned: dict[int, BrokerError] = {}
-        #: Whether the channel has said of a message that it could not be stored.
+        #: Whether the broker has reported on this channel that a message could not be
+        #: stored.
         self._refused = False
 
     def publish(
@@ -53,10 +54,10 @@ class Publisher:
         window: int,
         timeout: float,
     ) -> None:
-        """Send what has no outcome yet and write its outcome into `outcomes`.
+        """Send the messages without an outcome and write each outcome into `outcomes`.
 
-        Two messages of a key are never on their way together: the second one goes when
-        the first is stored, and is held back when that is not.
+        Two messages of a key are never in flight together: the second is sent when the
+        first is stored, and held back if that fails.
         """
         sending = _Order(keys, outcomes)
         self._batch = batch
@@ -78,7 +79,8 @@ class Publisher:
                 error = self._closed(closed)
                 hung_up = isinstance(error, DispatchUnknown)
             except (BrokerUnavailable, amqp.AMQPError, OSError, struct.error) as lost:
-                # Who takes nothing, or says nothing, has not hung up.
+                # A broker that blocks the connection or does not answer has not hung
+                # up.
                 silent = isinstance(lost, TimeoutError)
                 text = (self._link.why_blocked() if silent else "") or said(lost)
                 self._link.transport.close()
@@ -100,10 +102,10 @@ class Publisher:
         self._pending, self._batch = {}, ()
 
     def _closed(self, closed: ChannelClosed) -> BrokerError:
-        """Return what it means that a channel was closed: on one of the messages on
-        their way, and the broker does not say on which."""
+        """Return the outcome when a channel was closed because of one of the messages
+        in flight; the broker does not report which."""
         if closed.channel != PUBLISHING:
-            # The subscription's: its session must not wait on without it.
+            # The subscription's channel: its session must not go on waiting without it.
             self._link.transport.close()
             return DispatchUnknown(closed.text, hung_up=True)
         error = refusals.by_amqp(closed.code, closed.text)
@@ -114,7 +116,7 @@ class Publisher:
         return DispatchUnknown(closed.text, hung_up=True)
 
     def _leave(self, sending: _Order, error: DestinationUnavailable) -> None:
-        """Send no more to a route that takes nothing: each would cost a channel."""
+        """Send no more to a route that refuses: each refusal would cost a channel."""
         refused = {
             self._route(index)
             for index, outcome in enumerate(sending.outcomes)
@@ -130,12 +132,12 @@ class Publisher:
         return one.route
 
     def _open(self) -> None:
-        """See to it that there is a channel in confirm mode."""
+        """Open a channel in confirm mode unless there is one."""
         if self._channel is not None and self._channel.connection is not None:
             if not self._refused:
                 return
-            # A channel remembers that a quorum queue was full until something is taken
-            # from that, even if its limit has gone.
+            # A channel remembers that a quorum queue was full until a message is taken
+            # from it, even if its limit was removed.
             self._channel.close()
         self._refused = False
         self._channel = self._link.channel(PUBLISHING)
@@ -201,7 +203,7 @@ class Publisher:
             self._settled.append((index, self._returned.pop(one, error)))
 
     def _on_return(self, method: bytes, properties: bytes, body: bytes) -> None:
-        """A message came back, without its number: look for who is the same."""
+        """Handle a returned message, which has no number: find it by comparison."""
         code, length = struct.unpack_from(">HB", method)
         text = method[3 : 3 + length].decode(errors="replace")
         route = method[3 + length :]
@@ -220,11 +222,11 @@ class Publisher:
 
 
 class Unroutable(DestinationUnavailable):
-    """The message came back: there is no queue."""
+    """The message was returned: the queue does not exist."""
 
 
 class _Order:
-    """Which message of a batch may go, by the order of their keys."""
+    """Which messages of a batch may be sent, by the order of their keys."""
 
     def __init__(self, keys: Sequence[str], outcomes: list[BrokerError | None]) -> None:
         self._keys, self.outcomes = keys, outcomes
@@ -248,7 +250,8 @@ class _Order:
                     self._waiting[key] = deque()
 
     def settle(self, index: int, error: BrokerError | None) -> None:
-        """Note an outcome, and let the next of its key go or hold it back."""
+        """Record an outcome, and release the next message of its key or hold it
+        back."""
         self.outcomes[index] = error
         self.open.discard(index)
         waiting = self._waiting.get(self._keys[index])
@@ -258,7 +261,7 @@ class _Order:
             self._hold(waiting.popleft())
 
     def leave(self, index: int, error: BrokerError) -> None:
-        """Note the outcome of one that is not sent."""
+        """Record the outcome of a message that is not sent."""
         if index in self.ready:
             self.ready.remove(index)
         waiting = self._waiting.get(self._keys[index])

@@ -1,8 +1,9 @@
-"""Queues and topics on RabbitMQ: taken as they are, made where they are missing.
+"""Queues and topics on RabbitMQ: existing ones are used as they are, missing ones
+declared.
 
-A queue that is there is never declared again: another type or another argument would
-be refused. What is missing is made as a quorum queue, without the limit of deliveries
-that RabbitMQ 4 gives it: the inbox counts attempts, durably, and ends them.
+An existing queue is never declared again: RabbitMQ would refuse another type or
+argument. A missing one is declared as a quorum queue, without the delivery limit of
+RabbitMQ 4: the inbox counts attempts, durably, and ends them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from .frames import TOPICS, short
 from .link import ASKING, ChannelClosed, Link
 
 NOT_FOUND, REFUSED, LOCKED, DIFFERS = 404, 403, 405, 406
-#: Milliseconds in which RabbitMQ can let a message expire.
+#: Most milliseconds after which RabbitMQ can expire a message.
 MAX_EXPIRATION = 2**32 - 1
-#: Keeps what expires until its destination has confirmed it.
+#: Keeps an expired message until its destination has confirmed it.
 _AT_LEAST_ONCE = {
     "x-queue-type": "quorum",
     "x-dead-letter-strategy": "at-least-once",
@@ -29,25 +30,25 @@ _AT_LEAST_ONCE = {
 
 
 class Queues:
-    """What a link knows of its broker's queues."""
+    """The queues of a link's broker, as far as they are known."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._options = link, link.options
         self._channel: amqp.Channel | None = None
         self._known: set[str] = set()
-        #: Those that were missing: what they are, is said here.
+        #: Queues declared here, so their type is known.
         self._made: set[str] = set()
 
     def forget(self, queue: str) -> None:
-        """Look at this queue again before it is used: it has gone."""
+        """Check this queue again before its next use: it was deleted."""
         self._known.discard(queue)
         self._made.discard(queue)
 
     def ensure(self, queue: str, arguments: dict[str, Any] | None = None) -> None:
-        """See to it that a queue is there.
+        """Declare a queue if it is missing.
 
-        Raises DestinationUnavailable when the broker does not make it, or must not,
-        and DispatchRejected for a name that no queue can have.
+        Raises DestinationUnavailable if the broker does not create it, or must not, and
+        DispatchRejected for an invalid name.
         """
         if queue in self._known:
             return
@@ -58,16 +59,18 @@ class Queues:
         except ChannelClosed as error:
             if error.channel != ASKING:
                 raise
-            # Somebody else may have made it just now, in another way.
+            # Another client may have just declared it with other arguments.
             if error.code != DIFFERS or not self.waiting(queue):
                 text = f"queue {queue!r}: {error.text}"
                 raise refusals.by_amqp(error.code, text) from error
         self._known.add(queue)
 
     def waiting(self, queue: str) -> tuple[int, int] | None:
-        """Return how many messages and consumers a queue has; None for no queue.
+        """Return the number of messages and consumers of a queue; None if there is
+        none.
 
-        Raises DestinationUnavailable for one that is exclusive to another connection.
+        Raises DestinationUnavailable for a queue that is exclusive to another
+        connection.
         """
         try:
             found = self._on().queue_declare(queue, passive=True)
@@ -87,11 +90,11 @@ class Queues:
         return found.message_count, found.consumer_count
 
     def refuse_stream(self, queue: str) -> None:
-        """Raise DispatchRejected if a queue is a stream, which sends what comes from
-        now on to everybody, and removes nothing that is acknowledged.
+        """Raise DispatchRejected if a queue is a stream, which delivers only new
+        messages, to every consumer, and does not remove acknowledged ones.
 
-        A passive declare tells no type. Only a stream lets its consumer say where to
-        begin; any other queue closes the channel that it is asked on.
+        A passive declaration does not report the type. But only a stream lets its
+        consumer choose an offset; any other queue closes the channel on such a request.
         """
         if queue in self._made:
             return
@@ -109,33 +112,34 @@ class Queues:
             )
 
     def private(self, topic: str) -> str:
-        """Make a topic's queue for this connection alone, and return its name."""
+        """Declare a topic's queue for this connection alone, and return its name."""
         found = self._on().queue_declare(exclusive=True, auto_delete=True)
         self._bind(found.queue, topic)
         return str(found.queue)
 
     def subscribe(self, topic: str, subscriber: str) -> None:
-        """Make a subscriber's durable queue of a topic, which takes what is sent."""
+        """Declare a subscriber's durable queue of a topic and bind it."""
         self.ensure(subscriber)
         self._bind(subscriber, topic)
 
     def delete(self, queue: str) -> None:
-        """Delete a queue and what is in it; one that is not there is no error."""
+        """Delete a queue with its messages; a missing one is no error."""
         self._on().queue_delete(queue)
         self._known.discard(queue)
 
     def ping(self) -> None:
-        """Return once the broker has answered something."""
+        """Return when the broker has answered a request."""
         self._on().basic_qos(0, 1, False)
 
     def delayed(self, destination: str, milliseconds: int) -> str:
         """Return the queue in which a message for `destination` waits until it expires
-        and goes there; it is made when it is missing.
+        and goes there; declares it if missing.
 
-        A queue lets only its first message expire, so there is one for each power of
-        two of seconds. A quorum queue hands over what expires until it is taken; a
-        classic one drops it when its destination cannot take it at that moment, as
-        after a restart. Classic ones are shared with RabbitMQ's STOMP sessions.
+        Only the first message of a queue expires, so there is one queue for each power
+        of two of seconds. A quorum queue keeps an expired message until its destination
+        accepts it; a classic one drops it if its destination cannot accept it at that
+        moment, as after a restart. Classic ones are shared with RabbitMQ's STOMP
+        sessions.
         """
         if milliseconds > MAX_EXPIRATION:
             raise DispatchRejected(
@@ -177,7 +181,7 @@ class Queues:
         self._on().queue_bind(queue, exchange=TOPICS, routing_key=name)
 
     def _on(self) -> amqp.Channel:
-        """Return the channel to ask on: a question that fails costs the channel."""
+        """Return the channel for requests: a failed request closes it."""
         if self._channel is None or self._channel.connection is None:
             self._channel = self._link.channel(ASKING)
         return self._channel

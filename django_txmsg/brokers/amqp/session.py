@@ -1,7 +1,7 @@
-"""One conversation with RabbitMQ: a link, and the session that relay and consumer use.
+"""A session with RabbitMQ, as relay and consumer use it, on one link.
 
-It publishes, subscribes and asks on channels of their own: the broker closes a channel
-on what it refuses, and the others go on.
+It publishes, subscribes and sends requests on separate channels: the broker closes a
+channel on a refusal, and the others stay open.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class AmqpSession(Session):
                         raise unavailable[one.destination]
                     ready[index] = self._ready(one, PUBLISHING)
                 except DestinationUnavailable as error:
-                    # Not asked for again: each refusal costs a channel.
+                    # Not requested again: each refusal costs a channel.
                     outcomes[index] = unavailable[one.destination] = error
                 except DispatchRejected as error:
                     outcomes[index] = error
@@ -113,9 +113,8 @@ class AmqpSession(Session):
         return [error or next(sent) for error in outcomes]
 
     def _ready(self, outgoing: Outgoing, channel: int) -> frames.Ready:
-        """Return the frames of a message, to a queue that is there. Raises
-        DispatchRejected for one that cannot be sent, and DestinationUnavailable where
-        nothing can be sent now."""
+        """Return the frames of a message to an existing queue. Raises DispatchRejected
+        if it can never be sent, and DestinationUnavailable if it cannot be sent now."""
         if not wire.is_topic(outgoing.destination):
             self._queues.ensure(outgoing.destination)
         return frames.published(outgoing, channel, self._link.frame_max)
@@ -174,14 +173,15 @@ class AmqpSession(Session):
             self._link.write(written)
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
-        # To this subscriber alone, where it came from a topic.
+        # To this subscriber alone, if it came from a topic.
         copy = Outgoing(self._subscription.queue, headers, delivery.body)
         (error,) = self.send([copy], isolate=True)
         if isinstance(error, REFUSALS):
             raise error
         if error is not None:
             raise BrokerUnavailable(str(error)) from error
-        # Not in a group: a worker that dies in between leaves two messages.
+        # Acknowledged at once, not in a group: a worker that dies in between leaves two
+        # messages.
         if self._transacted:
             self.commit([delivery])
             return
@@ -192,8 +192,9 @@ class AmqpSession(Session):
     # -- transactions --------------------------------------------------------------
 
     def enlist(self, outgoing: Outgoing) -> None:
-        # RabbitMQ keeps a transaction's messages in memory until it commits; here they
-        # are nearer. That there is a queue is found out now, before anything commits.
+        # RabbitMQ keeps a transaction's messages in memory until it commits; keeping
+        # them here is cheaper. Whether the queue exists is checked now, before anything
+        # commits.
         with self._asked():
             self._ready(outgoing, CONSUMING)
         self._enlisted.append(outgoing)
@@ -225,8 +226,8 @@ class AmqpSession(Session):
         made: Sequence[frames.Ready],
         returned: Sequence[tuple[bytes, bytes]],
     ) -> None:
-        """A queue was deleted between enlist() and commit(): RabbitMQ has committed the
-        rest. What came back is sent once more, to a new queue."""
+        """Send returned messages again, to a new queue: a queue was deleted between
+        enlist() and commit(), and RabbitMQ has committed the rest."""
         again = [
             outgoing
             for outgoing, one in zip(enlisted, made, strict=True)
@@ -241,7 +242,7 @@ class AmqpSession(Session):
     def rollback(self) -> None:
         self._enlisted = []
 
-    # -- the rest of its life ------------------------------------------------------
+    # -- lifetime -----------------------------------------------------------------
 
     def ping(self) -> None:
         with self._asked(), self._link.hurried():
@@ -264,8 +265,8 @@ class AmqpSession(Session):
 
     @contextlib.contextmanager
     def _asked(self, lost: type[BrokerError] = BrokerUnavailable) -> Iterator[None]:
-        """Own the link. Raises `lost` when it breaks, and BrokerUnavailable when the
-        channel is closed that is received on."""
+        """Own the link. Raises `lost` if it breaks, and BrokerUnavailable if the
+        receiving channel is closed."""
         try:
             with self._link.asking():
                 yield

@@ -1,7 +1,7 @@
-"""Hop 6 on AMQP: the queue that a session receives from, and what has arrived of it.
+"""Hop 6 on AMQP: the queue that a session receives from, and its arrived messages.
 
-A topic's subscriber has a queue of its own, bound to that topic, and one that has no
-name a private one, which ends with its connection.
+A topic's subscriber has a queue of its own, bound to that topic. A subscription without
+a name has a private queue, which is deleted with its connection.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _TAG = "txmsg"
 
 
 class Subscription:
-    """What comes in on the channel that a session receives on."""
+    """The deliveries on a session's receiving channel."""
 
     def __init__(self, link: Link, queues: Queues, acks: Acknowledgements) -> None:
         self._link, self._queues, self._acks = link, queues, acks
         self._name = uuid.uuid4().hex
         self._destination = self.queue = ""
-        #: Whether what is received here comes to nobody else, and never again.
+        #: Whether its messages go to no other consumer, and are never redelivered.
         self._private = False
         self._consuming = False
         self.arrived: deque[Delivery] = deque()
-        #: Why nothing comes any more.
+        #: Why no more messages arrive; None while they do.
         self.over = ""
 
     def declare(self, destination: str, subscriber: str | None) -> None:
-        """See to it that there is a queue to receive from.
+        """Declare the queue to receive from, if it is missing.
 
-        Raises DestinationUnavailable when the broker does not make it, and
-        DispatchRejected when it is none for a stage.
+        Raises DestinationUnavailable if the broker does not create it, and
+        DispatchRejected if stages cannot consume it.
         """
         self._destination = destination
         self._private = wire.is_topic(destination) and subscriber is None
@@ -59,7 +59,7 @@ class Subscription:
             self._queues.refuse_stream(self.queue)
 
     def consume(self, channel: amqp.Channel, prefetch: int) -> None:
-        """Have the queue's messages sent, in place of what was subscribed to before."""
+        """Consume the queue, instead of the one subscribed to before."""
         if self._consuming:
             channel.basic_cancel(_TAG)
             tags = [one.handle for one in self.arrived]
@@ -89,7 +89,7 @@ class Subscription:
                 broker_message_id=(
                     f"{self._name}/{tag}"
                     if given is None
-                    # Senders use their ids again for something else.
+                    # Senders may reuse their ids for other messages.
                     else f"{given}/{wire.digest(headers, body)}"
                 ),
                 handle=tag,
@@ -99,8 +99,8 @@ class Subscription:
         )
 
     def _came_before(self, table: Mapping[str, Any]) -> bool:
-        """Return whether the broker has counted a delivery that went back, or has taken
-        the message out of this queue for it."""
+        """Return whether the message was delivered before: the broker counted a
+        returned delivery, or this session took it from the queue."""
         count = table.get("x-delivery-count")
         if isinstance(count, int) and count > 0:
             return True

@@ -1,7 +1,7 @@
 """Bytes to and from the broker: a socket with deadlines, with or without TLS.
 
-It stands in for py-amqp's transport, which reads a frame in two calls and writes each
-message by itself.
+It replaces py-amqp's transport, which reads a frame in two calls and writes each
+message separately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Frame = tuple[int, int, bytes]
 
 
 class Transport:
-    """One connection's socket. Whoever owns the link owns this too."""
+    """One connection's socket. The thread that owns the link owns it, too."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Transport:
         self._unsent = b""
         self.sock: socket.socket | None = None
         self.connected = False
-        #: When bytes last went out, and when any were last there to read.
+        #: When bytes were last written, and when any were last received.
         self.written_at = self.heard_at = time.monotonic()
 
     def connect(self) -> None:
-        """Reach the server and greet it. Raises OSError."""
+        """Connect to the server and send the protocol header. Raises OSError."""
         made = socket.create_connection(self._address, self._connect_timeout)
         try:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,9 +60,9 @@ class Transport:
             raise
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write all of it. Raises TimeoutError when the server has taken no byte for
-        the send's time-out. After an error, which may be half-way, the connection can
-        not be used any more."""
+        """Write all of it. Raises TimeoutError if the server has accepted no byte for
+        the send time-out. After an error, perhaps in the middle of a frame, the
+        connection cannot be used any more."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(self._send_timeout)
@@ -77,8 +77,8 @@ class Transport:
         self.written_at = time.monotonic()
 
     def write_soon(self, data: bytes) -> None:
-        """Write as much as there is room for, without waiting, and the rest with what
-        comes next. While there is a rest, nothing is added to it: for heart-beats."""
+        """Write as much as fits without waiting, and the rest with the next write.
+        While there is a rest, nothing is added to it: for heartbeats."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(0.0)
@@ -93,8 +93,8 @@ class Transport:
         self.written_at = time.monotonic()
 
     def read(self, timeout: float) -> bool:
-        """Read what is there, waiting for it so many seconds. Returns whether anything
-        was. Raises OSError when the server has hung up."""
+        """Read what has arrived, waiting at most that many seconds. Returns whether
+        anything was read. Raises OSError if the server has hung up."""
         if self.sock is None:
             raise OSError("the connection is closed")
         self.sock.settimeout(max(0.0, timeout))
@@ -110,8 +110,8 @@ class Transport:
         return True
 
     def frames(self) -> Iterator[Frame]:
-        """Yield the whole frames that were read. Each is gone once it was yielded: what
-        handles it may raise, or read on."""
+        """Yield the complete frames that were read. A yielded frame is removed first:
+        its handler may raise, or read on."""
         while len(self._received) >= _HEADER.size:
             kind, channel, size = _HEADER.unpack_from(self._received)
             end = _HEADER.size + size
@@ -125,7 +125,7 @@ class Transport:
             yield kind, channel, payload
 
     def close(self) -> None:
-        """End it without a word."""
+        """Close the socket without a closing handshake."""
         self.connected = False
         if self.sock is not None:
             with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""The broker of a Celery app: tasks leave through it, and nothing is received."""
+"""The broker of a Celery app: tasks are sent through it, and nothing is received."""

@@ -1,7 +1,7 @@
 """Hop 4 for Celery: tasks' messages go to the broker that Celery's workers consume.
 
-`celery://module:app` names an app; what is sent goes by kombu to that app's broker.
-Nothing is received here: the workers do that.
+`celery://module:app` names an app; kombu sends the messages to that app's broker. Only
+Celery's workers receive from it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def load_app(url: str) -> Any:
 
 
 def open_session(app: Any) -> CelerySession:
-    """Return a conversation with an app's broker. Raises BrokerUnavailable."""
-    # Confirms are asked for here, a batch at a time and not each by itself. Nobody
-    # reads while nothing is sent, so the server must not wait for heartbeats.
+    """Return a session with an app's broker. Raises BrokerUnavailable."""
+    # This package requests confirms itself, for a whole batch. It reads nothing between
+    # sends, so the server must not wait for heartbeats.
     connection = app.connection_for_write(
         heartbeat=0, transport_options={"confirm_publish": False}
     )

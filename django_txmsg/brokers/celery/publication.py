@@ -1,8 +1,8 @@
-"""Hops 2 and 4 for Celery: what one call of `producer.publish()` was given, as text.
+"""Hops 2 and 4 for Celery: the arguments of one call of `producer.publish()`, as text.
 
-A task's message is made ready where the task is called; a row of the outbox keeps it,
-and the relay hands it to kombu unchanged. Its body is the row's body; all else is the
-row's header `celery`.
+A task's message is prepared where the task is called; a row of the outbox stores it,
+and the relay passes it to kombu unchanged. Its body is the row's body; everything else
+is in the row's header `celery`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kombu.utils import json
 
 #: The row's header that holds a publication without its body.
 HEADER = "celery"
-#: What `publish()` is told and no message has: how to send, not what, and what the
-#: headers have already.
+#: Arguments of `publish()` that are not stored: how to send, and what the headers
+#: already contain.
 _HOW = frozenset(
     {
         *("retry", "retry_policy", "timeout", "confirm_timeout", "mandatory"),
@@ -33,8 +33,8 @@ _KINDS: dict[str, Any] = {"exchange": Exchange, "queue": Queue, "binding": bindi
 
 @dataclass(slots=True)
 class Publication:
-    """One message as kombu would send it. `declare` are the queues and exchanges to be
-    declared before it, as texts; `then` are further ones, such as an event."""
+    """One message as kombu would send it. `declare` are the queues and exchanges to
+    declare first, as texts; `then` are further messages, such as an event."""
 
     body: bytes
     content_type: str
@@ -81,7 +81,7 @@ class Publication:
         )
 
     def text(self) -> str:
-        """Return all but the body and its type, for the row's header."""
+        """Return everything but the body and its type, for the row's header."""
         return str(json.dumps(self._fields()))
 
     @classmethod
@@ -113,19 +113,19 @@ class Publication:
         return cls(body=body, content_type=content_type, then=then, **fields)
 
     def entities(self) -> list[Any]:
-        """Return the queues and exchanges to be declared before it."""
+        """Return the queues and exchanges to declare first."""
         return [_read(text) for text in self.declare]
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether it is for a queue, and lost without one; what goes to an exchange
-        is for whoever listens."""
+        """Whether it is for a queue, and lost without one. A message to an exchange is
+        for whichever queues are bound."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )
 
     def publish(self, producer: Any, **how: Any) -> None:
-        """Hand it to a kombu producer. Raises what that raises."""
+        """Publish it with a kombu producer. Raises the producer's errors."""
         producer.publish(
             self.body,
             content_type=self.content_type,
@@ -139,7 +139,7 @@ class Publication:
 
 
 def _written(entity: Any) -> str:
-    """Return a queue or an exchange as text, without what is so by default."""
+    """Return a queue or an exchange as text, without default values."""
     return str(json.dumps(_plain(entity), sort_keys=True))
 
 

@@ -1,7 +1,7 @@
-"""Hop 4 for Celery: one conversation with the broker of an app, through kombu.
+"""Hop 4 for Celery: one session with the broker of an app, through kombu.
 
-AMQP servers confirm what they have, a batch in one round trip; others, such as Redis,
-answer each message.
+AMQP servers confirm a batch in one round trip; others, such as Redis, answer each
+message.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ...errors import BrokerError, BrokerUnavailable, DispatchRejected, Dispatch
 from ..base import Delivery, Outgoing, Session
 from .publication import HEADER, Publication
 
-#: Seconds for a batch's confirms, and for a write to get through.
+#: Seconds for a batch's confirms, and for a write to finish.
 TIMEOUT = 30.0
-#: What redis-py raises where the server is full, or a replica.
+#: redis-py's errors for a server that is full, or a replica.
 _FULL = frozenset({"OutOfMemoryError", "ReadOnlyError", "NoPermissionError"})
 
 
@@ -30,9 +30,9 @@ class CelerySession(Session):
     def __init__(self, connection: Any) -> None:
         self._connection = connection
         self._outcomes: list[BrokerError | None] = []
-        #: By delivery tag, the place in its batch of what is not confirmed yet.
+        #: By delivery tag, the position in the batch of an unconfirmed message.
         self._open: dict[int, int | None] = {}
-        #: By the id it travels under, the place in its batch.
+        #: By the id it travels under, the position in its batch.
         self._named: dict[str, int] = {}
         self._use_another_channel()
 
@@ -40,7 +40,7 @@ class CelerySession(Session):
         self._channel = channel = self._connection.channel()
         self._producer = Producer(channel, auto_declare=False)
         self._tag = 0
-        #: Whether the server confirms what it has; others answer each message.
+        #: Whether the server confirms messages; others answer each send.
         self._confirms = hasattr(channel, "confirm_select")
         if self._confirms:
             channel.confirm_select()
@@ -88,7 +88,7 @@ class CelerySession(Session):
                 except BrokerError as error:
                     outcomes[number] = error
                 except Exception as error:
-                    # Not to be written as AMQP, say, or refused by Redis.
+                    # It cannot be encoded in AMQP, say, or Redis refuses it.
                     ended = _full(error)
                     if ended is not None:
                         written = False
@@ -115,8 +115,8 @@ class CelerySession(Session):
         return outcomes
 
     def _declared(self, outgoing: Outgoing) -> Publication:
-        """Return what is to be published, with its queue declared. Raises BrokerError
-        for what cannot be published, and what the transport raises."""
+        """Return the publication, with its queue declared. Raises BrokerError if it
+        cannot be published, and the transport's errors."""
         publication = _publication(outgoing)
         for entity in publication.entities():
             try:
@@ -142,7 +142,7 @@ class CelerySession(Session):
             )
             self._named[name] = self._open[self._tag + 1] = number
             try:
-                # Mandatory: a queue that was deleted loses no message in silence.
+                # Mandatory: if a queue was deleted, no message is lost silently.
                 publication.publish(
                     self._producer,
                     mandatory=publication.has_a_queue,
@@ -187,7 +187,7 @@ class CelerySession(Session):
     def _on_return(
         self, error: Exception, exchange: str, routing_key: str, message: Any
     ) -> None:
-        # It comes before its confirm.
+        # A return arrives before its confirm.
         number = self._named.get(message.properties.get("message_id", ""))
         if number is not None:
             self._connection.declared_entities.clear()
@@ -244,13 +244,14 @@ def _publication(outgoing: Outgoing) -> Publication:
 
 
 def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
-    """Return the errors after which a connection is over, or its channel."""
+    """Return the errors after which a connection, or its channel, cannot be used."""
     more = connection.channel_errors if channels else ()
     return (*connection.connection_errors, *more, OSError)
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
-    """Return what it means where Redis takes no message at all, and not this one."""
+    """Return the error if Redis takes no messages at all, rather than only not this
+    one."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)
