@@ -1,7 +1,7 @@
-"""The TXMSG setting: typed, frozen, read lazily, strict about what it does not know.
+"""The TXMSG setting: typed, frozen, read lazily, strict about unknown keys.
 
-`get()` returns the settings in force; `problems()` lists what is wrong with them, for
-`manage.py check`. `override_settings(TXMSG=...)` works.
+`get()` returns the settings in force; `problems()` lists their errors, for `manage.py
+check`. `override_settings(TXMSG=...)` works.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .validation import find
 def get() -> Settings:
     """Return the settings in force.
 
-    Raises ConfigurationError, with the first problem, when they are wrong.
+    Raises ConfigurationError, with the first error, if they are invalid.
     """
     return _load()
 
 
 def problems() -> list[Problem]:
-    """Return all that is wrong with TXMSG, in the order it is written there."""
+    """Return all errors of TXMSG, in the order of its keys."""
     return list(find(Settings, getattr(django_settings, "TXMSG", {}), "TXMSG"))
 
 
 def hide_passwords() -> None:
-    """Let the URLs in Django's settings show no password: Django hides values by the
-    names of their keys, and cannot know that a URL holds one."""
+    """Hide passwords in the URLs of Django's settings: Django hides values by the names
+    of their keys, and does not know that a URL contains a password."""
     given = getattr(django_settings, "TXMSG", None)
     if not isinstance(given, Mapping):
         return  # nothing to hide; a system check reports what is wrong

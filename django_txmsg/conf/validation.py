@@ -1,4 +1,4 @@
-"""What is wrong with the TXMSG setting, and what was meant."""
+"""Validation of the TXMSG setting, with suggestions for misspelt keys."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..envelope.message import MAX_NAME_LENGTH, check_destination
 from ..errors import ConfigurationError, InvalidMessage
 from .schema import LakeSettings, RedeliverySettings, RetentionSettings, hints
 
-#: Two thousand million seconds, bytes or messages: what every place that takes such a
+#: Two thousand million seconds, bytes or messages: the most that every place for such a
 #: number can hold.
 MAX_NUMBER = 2**31 - 1
 #: A hundred years.
 MAX_DAYS = 36_525
 MAX_SERVICE_LENGTH = 100
-#: Smaller limits of single keys. A worker counts as dead three heartbeats after its
-#: last one, and until then its messages and its stages count as attended.
+#: Lower limits of single keys. A worker counts as dead three heartbeats after its last
+#: one; until then its messages and stages count as attended.
 _MOST = {"HEARTBEAT": 60}
-#: What the tables hold of a broker's alias.
+#: The longest broker alias that the tables can store.
 MAX_ALIAS_LENGTH = 64
-#: What `every()` takes, for an entry of SCHEDULE; EXPIRES is in seconds.
+#: Arguments of `every()`, for an entry of SCHEDULE; EXPIRES is in seconds.
 _RECURRING: dict[str, Any] = {
     "EVERY": str,
     "DESTINATION": str,
@@ -40,7 +40,7 @@ _RECURRING: dict[str, Any] = {
     "USING": str | None,
     "BROKER": str,
 }
-# As message.check_destination() has it: control messages go to SERVICE.txmsg.control.
+# Like message.check_destination(): control messages go to SERVICE.txmsg.control.
 _SERVICE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 _POSITIVE = frozenset(
@@ -54,7 +54,7 @@ _POSITIVE = frozenset(
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with the settings: where, what, and what to do."""
+    """One error in the settings: where, what, and what to do."""
 
     path: str
     message: str
@@ -62,7 +62,7 @@ class Problem:
 
 
 def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
-    """Yield what is wrong with a section, in the order it is written there."""
+    """Yield the errors of a section, in the order of its keys."""
     if not isinstance(given, Mapping):
         yield Problem(path, f"must be a dict, not {type(given).__name__}.")
         return
@@ -236,6 +236,7 @@ def _describe(hint: Any) -> str:
 
 
 def _shown(value: object) -> str:
-    # A setting may be a secret; short plain ones help, long ones may be anything.
+    # A setting may be a secret. Short plain values help the reader; long ones may be
+    # anything.
     text = repr(value)
     return text if len(text) <= 20 else ""

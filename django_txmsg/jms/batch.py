@@ -1,10 +1,10 @@
-"""Many messages with proof for each, the fastest way a broker allows.
+"""Sends many messages with proof for each, in the fastest way a broker allows.
 
-Hop 4 of a message, as the relay sends. ActiveMQ waits for its journal once per
-transaction: frames without receipts in one transaction, a barrier to see that all
-were taken, then COMMIT with a receipt. RabbitMQ confirms messages as it stores them:
-receipts are pipelined. When a transaction is refused, nothing of it is stored and
-every message is sent by itself, so that only the bad one is rejected.
+Hop 4 of a message, as the relay sends. ActiveMQ syncs its journal once per transaction:
+frames without receipts in one transaction, a barrier to check that all were accepted,
+then COMMIT with a receipt. RabbitMQ confirms messages as it stores them: receipts are
+pipelined. If a transaction is refused, nothing of it is stored, and every message is
+sent separately, so that only the bad one is rejected.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .sending import SendingSession
 from .transaction import Transaction
 
 Outcomes = list[MessagingError | None]
-#: What is to be sent: a message and where to, or one whose frame is ready.
+#: An item to send: a message and its destination, or an encoded frame.
 Item = tuple[str | Destination, Message] | Encoded
 #: Below this a transaction costs more than the receipts it saves.
 _WORTH_A_TRANSACTION = 4
 
 
 class Receipts:
-    """The outcomes still to come of messages sent together."""
+    """The outstanding outcomes of messages sent together."""
 
     def __init__(self, outcomes: Outcomes, missing: int) -> None:
         """Write into the outcomes."""
@@ -48,7 +48,7 @@ class Receipts:
         self.complete = threading.Event()
 
     def take(self, index: int, outcome: MessagingError | None) -> None:
-        """Take one message's outcome; the last one wakes the sender."""
+        """Record one message's outcome; the last one wakes the sender."""
         self._outcomes[index] = outcome
         self._missing -= 1
         if not self._missing:
@@ -56,7 +56,7 @@ class Receipts:
 
 
 class _OfMany(Pending):
-    """The send of one message of many."""
+    """The send of one message among many."""
 
     __slots__ = ("_index", "_receipts")
 
@@ -109,7 +109,8 @@ def send(
                 if sent:
                     _with_receipts(session, sent, outcomes, timeout)
         if isolate and isinstance(outcomes[part[0][0]], SendRejectedError):
-            # A broker that hangs up after its ERROR must not take the next along.
+            # A broker that hangs up after its ERROR must not take down the next
+            # message.
             with contextlib.suppress(MessagingError):
                 session.link.barrier(timeout=timeout).wait()
     for index, one in encoded:
@@ -121,7 +122,7 @@ def send(
 def _waves(
     part: list[tuple[int, Encoded]], keys: Sequence[str]
 ) -> list[list[tuple[int, Encoded]]]:
-    """Cut so that no wave has two messages of a key: the second one may go only when
+    """Split so that no wave has two messages of a key: the second may be sent only when
     the first is known to be stored."""
     waves: list[list[tuple[int, Encoded]]] = []
     met: dict[str, int] = {}
@@ -139,7 +140,8 @@ def _waves(
 def _unspoilt(
     items: list[tuple[int, Encoded]], keys: Sequence[str], outcomes: Outcomes
 ) -> list[tuple[int, Encoded]]:
-    """Leave out, and mark as held back, what follows a failed message of its key."""
+    """Leave out messages that follow a failed one of their key, and mark them as held
+    back."""
     if not any(keys) or not any(outcomes):
         return items
     failed: dict[str, int] = {}
@@ -162,7 +164,7 @@ def _unspoilt(
 def _parts(
     session: SendingSession, encoded: list[tuple[int, Encoded]], *, one_by_one: bool
 ) -> Iterator[list[tuple[int, Encoded]]]:
-    """Cut into parts that fit the window in messages and bytes."""
+    """Split into parts that fit the window in messages and bytes."""
     most = 1 if one_by_one else max(session.max_in_flight, 1000)
     part: list[tuple[int, Encoded]] = []
     size = 0
@@ -213,7 +215,8 @@ def _in_transaction(
     outcomes: Outcomes,
     timeout: float,
 ) -> bool:
-    """Store the part as one; false when it was rolled back and is to be sent singly."""
+    """Store the part as a unit; return False if it was rolled back and must be sent one
+    by one."""
     link = session.link
     transaction = Transaction(link)
     line = transaction_line(transaction.name)

@@ -1,4 +1,5 @@
-"""`with` blocks: what is closed at their end, and what happens as a whole in them."""
+"""Context managers: objects that are closed at the end of a block, and critical
+sections."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ class Closing(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End it. More than once does no harm."""
+        """Close it. Further calls have no effect."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -32,11 +33,11 @@ class Closing(abc.ABC):
 
 
 class Whole:
-    """A `with` block, the lock held, of what happens as a whole or ends the link: an
-    exception that a signal raises may come between any two of its lines."""
+    """A critical section, with the lock held: either it completes or the link is ended.
+    A signal handler may raise an exception between any two of its lines."""
 
     def __init__(self, lose: Callable[[str], None]) -> None:
-        """Call it with the reason."""
+        """`broken_by` is called with the reason."""
         self._lose = lose
 
     def __enter__(self) -> None:
@@ -52,6 +53,6 @@ class Whole:
             self.broken_by(error)
 
     def broken_by(self, error: BaseException) -> None:
-        """End the link if this is no answer of its own."""
+        """End the link, unless the exception is a regular outcome."""
         if not isinstance(error, MessagingError):
             self._lose(f"a send was interrupted by {error!r}")

@@ -1,9 +1,9 @@
-"""Telling the sender what became of an asynchronous send.
+"""Reports the outcome of an asynchronous send to its sender.
 
-Hop 4 of a message. A listener, or a future, is told once per accepted send, in the
-order of the session's sends, one at a time per session, on a thread of a pool that is
-neither the sender's nor the connection's. While it runs, a mark on its thread tells
-whose callback this is, so that it cannot wait for itself.
+Hop 4 of a message. A listener, or a future, is called once per accepted send, in the
+order of the session's sends, one at a time per session, on a pool thread that is
+neither the sender's nor the connection's. While it runs, its thread is marked with the
+objects it belongs to, so that a callback that would wait for itself is refused.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class _Scope(threading.local):
     scope: tuple[object, ...] = ()
 
 
-#: Of the thread, not of the context, which event loops and threads inherit: what is
+#: Kept per thread, not per context, which event loops and threads inherit: work
 #: scheduled from a callback does not run in it.
 _this_thread = _Scope()
 
 
 def run_for(scope: tuple[object, ...]) -> tuple[object, ...]:
-    """Mark this thread as running a callback of these objects, of its link, session
-    and producer; return whose it was running before."""
+    """Mark this thread as running a callback of these objects (link, session,
+    producer); return the previous mark."""
     before = _this_thread.scope
     _this_thread.scope = scope
     return before
@@ -53,13 +53,13 @@ def refuse_own(thing: object, what: str) -> None:
 
 @runtime_checkable
 class CompletionListener(Protocol):
-    """Told what became of a message sent asynchronously."""
+    """Called with the outcome of a message sent asynchronously."""
 
     def on_completion(self, message: Message) -> None:
-        """Learn that the broker confirmed the message."""
+        """Called when the broker has confirmed the message."""
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Learn that it was refused, or that its outcome is not known."""
+        """Called when the message was refused, or its outcome is unknown."""
 
 
 class _Callables:
@@ -91,7 +91,7 @@ def as_listener(listener: object) -> CompletionListener:
         and all(map(callable, listener))
     ):
         return _Callables(*listener)
-    # Much cheaper, once for each send, than isinstance() with the protocol.
+    # Much cheaper, for each send, than isinstance() with the protocol.
     if callable(getattr(listener, "on_completion", None)) and callable(
         getattr(listener, "on_exception", None)
     ):
@@ -109,23 +109,23 @@ class CompletionFuture(Future["Message"]):
     """
 
     def __init__(self, session: object) -> None:
-        """Belong to the session that it is a send of."""
+        """`session` is the session of the send."""
         super().__init__()
         self._session = session
         self._withdraw: Callable[[], bool] = lambda: False
 
     def on_completion(self, message: Message) -> None:
-        """Resolve; called where a listener would be."""
+        """Resolve; called in place of a listener."""
         if self.set_running_or_notify_cancel():
             self.set_result(message)
 
     def on_exception(self, message: Message, error: MessagingError) -> None:
-        """Fail; called where a listener would be."""
+        """Fail; called in place of a listener."""
         if self.set_running_or_notify_cancel():
             self.set_exception(error)
 
     def on_withdrawn(self) -> None:
-        """Tell the waiters of a cancelled send; called where a listener would be."""
+        """Report a cancelled send to its waiters; called in place of a listener."""
         super().cancel()
         self.set_running_or_notify_cancel()
 

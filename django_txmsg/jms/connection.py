@@ -1,6 +1,6 @@
-"""A connection to a broker as applications see it: its sessions and its end.
+"""A connection to a broker, as applications see it: its sessions and its end.
 
-Hop 4 and 6 of a message. It is started when made.
+Hop 4 and 6 of a message. It is started when created.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _open: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 class Connection(Liveness):
-    """Made by ``factory.create_connection``; make sessions from it, close it."""
+    """Created by ``factory.create_connection``; open sessions from it, and close it."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
-        """Connect; raises ``ConnectionFailedError`` or ``OSError`` in time."""
+        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the
+        time-out."""
         self._sessions: list[Session] = []
         super().__init__(address, options)
         _open.add(self)
 
     def __del__(self) -> None:
-        """End what nobody holds any more: its threads would keep it open for ever."""
+        """End an unreferenced connection: its threads would keep it open for ever."""
         link = getattr(self, "link", None)
         if link is not None and not (self._closing or link.inherited):
             text = f"{self!r} was not closed"
@@ -62,10 +63,11 @@ class Connection(Liveness):
                 self._sessions.remove(session)
 
     def close(self) -> None:
-        """Let outstanding sends complete, say goodbye to the broker, and end.
+        """Let outstanding sends complete, disconnect from the broker, and end.
 
         Waits until every send has its outcome, bounded by their deadlines, and every
-        callback has returned. Raises ``IllegalStateError`` inside an own callback.
+        callback has returned. Raises ``IllegalStateError`` inside one of its own
+        callbacks.
         """
         link = self.link
         if link.inherited:
@@ -95,7 +97,7 @@ class Connection(Liveness):
             _open.discard(self)
 
     def wait_for_sends(self, give_up: float) -> int:
-        """Wait until then for outstanding sends; return how many are left."""
+        """Wait until that moment for outstanding sends; return how many remain."""
         sessions = list(self._sessions)
         return sum(session.sends.wait_until(give_up) for session in sessions)
 

@@ -1,7 +1,7 @@
-"""Receiving from one destination, pulled one message at a time.
+"""Receives from one destination; the caller pulls one message at a time.
 
-Hop 6 of a message. The broker keeps at most ``prefetch`` unacknowledged deliveries
-here, so the local buffer is bounded, and the reader thread only ever appends to it.
+Hop 6 of a message. The broker has at most ``prefetch`` unacknowledged deliveries
+outstanding, so the local buffer is bounded, and the reader thread only appends to it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger("django_txmsg.jms.consumer")
 
 
 class AckMode(Enum):
-    """Who acknowledges a received message."""
+    """Whether the application or the consumer acknowledges a received message."""
 
-    #: ``session.acknowledge(message)``, one by one, once its outcome is stored.
+    #: By ``session.acknowledge(message)``, one by one, once its outcome is stored.
     INDIVIDUAL = "client-individual"
-    #: The consumer, as ``receive`` returns: a crash after that loses the message.
+    #: By the consumer, when ``receive`` returns: a crash after that loses the message.
     AUTO = "auto"
 
 
 class MessageConsumer(Closing):
-    """Made by ``session.create_consumer``."""
+    """Created by ``session.create_consumer``."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class MessageConsumer(Closing):
         on_received: Callable[[Message], None],
         on_closed: Callable[[MessageConsumer], None],
     ) -> None:
-        """Check what was asked for; ``subscribe`` talks to the broker. The session
-        hears of what is received, and of the end."""
+        """Validate the options; ``subscribe`` contacts the broker. The session is
+        notified of received messages and of the end."""
         if prefetch < 1:
             raise ValueError(
                 "prefetch is at least 1: with 0 a broker delivers nothing."
@@ -86,7 +86,7 @@ class MessageConsumer(Closing):
         self._closed = False
 
     def subscribe(self, timeout: float | None = None) -> None:
-        """Ask the broker for deliveries; raise its refusal."""
+        """Request deliveries from the broker; raise its refusal."""
         link = self._link
         headers = link.dialect.subscribe_headers(
             self.destination, self.prefetch, self.subscription
@@ -101,7 +101,7 @@ class MessageConsumer(Closing):
         except BaseException as error:
             link.unroute(self.subscription_id)
             if not isinstance(error, RequestRejectedError):
-                # The broker may have it all the same, and deliver to nobody.
+                # The broker may have the subscription all the same, and deliver to it.
                 with contextlib.suppress(MessagingError):
                     link.post(encode("UNSUBSCRIBE", self._end()))
             raise
@@ -114,10 +114,10 @@ class MessageConsumer(Closing):
         self.arrived.notify()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Return the next message; ``None`` when none came in time, or when closed.
+        """Return the next message; ``None`` if none arrived in time, or if closed.
 
-        Raises ``ConnectionLostError`` once the connection has failed: what is buffered
-        then is the broker's again, and comes to the next connection.
+        Raises ``ConnectionLostError`` once the connection has failed: buffered messages
+        then belong to the broker again, and arrive on the next connection.
         """
         give_up = None if timeout is None else time.monotonic() + timeout
         link = self._link
@@ -149,9 +149,9 @@ class MessageConsumer(Closing):
             yield message
 
     def settle(self, message: Message) -> None:
-        """Note that a message is being acknowledged.
+        """Record that a message is being acknowledged.
 
-        Raises ``IllegalStateError`` when it was before, or was taken back.
+        Raises ``IllegalStateError`` if it was acknowledged before, or was taken back.
         """
         with self.arrived:
             if self._closed:
@@ -166,12 +166,12 @@ class MessageConsumer(Closing):
             del self._unsettled[message.ack_id]
 
     def forget(self, message: Message) -> None:
-        """Note that a committed transaction has acknowledged a message."""
+        """Record that a committed transaction has acknowledged a message."""
         with self.arrived:
             self._unsettled.pop(message.ack_id, None)
 
     def take_back(self) -> None:
-        """Buffer again, as redelivered, what was received and not acknowledged."""
+        """Buffer unacknowledged messages again, as redelivered."""
         with self.arrived:
             again = list(self._unsettled.values())
             self._unsettled.clear()
@@ -186,15 +186,16 @@ class MessageConsumer(Closing):
         return len(self._buffer)
 
     def __repr__(self) -> str:
-        """Name where it receives from."""
+        """Show the destination."""
         return f"<MessageConsumer of {self.destination}>"
 
     def close(self, *, delete_subscription: bool = False) -> None:
-        """Take no more deliveries; what was not acknowledged is delivered again.
+        """Take no more deliveries; unacknowledged messages are delivered again.
 
-        ActiveMQ does that at once, RabbitMQ when the connection ends. A broker that
-        refuses to end the subscription, or does not answer, is only logged: its
-        connection's end will do. Raised is why a durable subscription is not deleted.
+        ActiveMQ redelivers at once, RabbitMQ when the connection ends. If a broker
+        refuses to end the subscription, or does not answer, that is only logged: the
+        connection's end will end it. An error is raised only if a durable subscription
+        could not be deleted.
         """
         try:
             self._close(delete=delete_subscription)

@@ -21,7 +21,7 @@ from .message import DeliveryMode, Message
 
 
 class ContextProducer:
-    """Made by ``context.create_producer``; every setter returns it again."""
+    """Created by ``context.create_producer``; every setter returns it again."""
 
     def __init__(self, context: Context) -> None:
         """Start with the default delivery, synchronously."""
@@ -33,7 +33,7 @@ class ContextProducer:
     def set_async(
         self, listener: CompletionListener | tuple[object, object] | None
     ) -> ContextProducer:
-        """Tell the listener of later sends; ``None`` makes them synchronous again."""
+        """Set the listener of later sends; ``None`` makes them synchronous again."""
         if listener is None:
             self._listener = self._given = None
         else:
@@ -43,23 +43,23 @@ class ContextProducer:
         return self
 
     def get_async(self) -> CompletionListener | tuple[object, object] | None:
-        """Return the listener as it was given, ``None`` while sends are synchronous."""
+        """Return the listener as it was given; ``None`` while sends are synchronous."""
         return self._given
 
     def set_delivery_mode(self, mode: DeliveryMode) -> ContextProducer:
-        """Choose whether the broker keeps messages through its restart."""
+        """Set whether the broker keeps messages through its restart."""
         return self._deliver(mode=mode)
 
     def set_priority(self, priority: int) -> ContextProducer:
-        """Choose 0 to 9."""
+        """Set the priority, 0 to 9."""
         return self._deliver(priority=priority)
 
     def set_time_to_live(self, time_to_live: timedelta) -> ContextProducer:
-        """Choose how long the broker keeps a message; nothing means for ever."""
+        """Set how long the broker keeps a message; ``None`` means for ever."""
         return self._deliver(time_to_live=time_to_live)
 
     def set_delivery_delay(self, delay: timedelta) -> ContextProducer:
-        """Choose how long the broker holds a message back."""
+        """Set how long the broker holds a message back."""
         return self._deliver(delay=delay)
 
     def _deliver(self, **chosen: Any) -> ContextProducer:
@@ -67,14 +67,14 @@ class ContextProducer:
         return self
 
     def set_property(self, name: str, value: str) -> ContextProducer:
-        """Send a header with every later message that has none of that name."""
+        """Add a header to every later message that does not have it."""
         self._producer.properties[name] = value
         return self
 
     def send(
         self, destination: str | Destination, body: Any, *, timeout: float | None = None
     ) -> ContextProducer:
-        """Send a body or a ``Message``, to the listener's knowledge if there is one."""
+        """Send a body or a ``Message``, asynchronously if there is a listener."""
         message = _message(body)
         if self._listener is None:
             self._producer.send(message, destination=destination, timeout=timeout)
@@ -94,7 +94,7 @@ class ContextProducer:
 
 
 class Context(Closing):
-    """Made by ``factory.create_context``; owns its connection."""
+    """Created by ``factory.create_context``; owns its connection."""
 
     def __init__(
         self, connection: Connection, *, transacted: bool, ack_mode: AckMode
@@ -126,7 +126,7 @@ class Context(Closing):
         self.session.rollback()
 
     def recover(self) -> None:
-        """Receive again what was not acknowledged."""
+        """Receive unacknowledged messages again."""
         self.session.recover()
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class Context(Closing):
         self.connection.start()
 
     def stop(self) -> None:
-        """Let no consumer receive."""
+        """Pause all consumers."""
         self.connection.stop()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""A message turned into the bytes of its SEND frame.
+"""Encodes a message into the bytes of its SEND frame.
 
-Hop 4 of a message. Everything that can be wrong with a message is found here, before
-anything is reserved or written; what is changed in it afterwards is not sent.
+Hop 4 of a message. Every error of a message is found here, before anything is reserved
+or written; later changes to the message are not sent.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from .message import (
 )
 
 _MILLISECOND = timedelta(milliseconds=1)
-#: The fixed bits of a random UUID, its version and its variant, and the others.
+#: The fixed bits of a random UUID, version and variant, and the mask of the others.
 _VERSION_4 = 4 << 76 | 0b10 << 62
 _RANDOM_BITS = ~(0xF << 76 | 0b11 << 62)
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How a message is delivered: a producer's defaults, or one send's choice."""
+    """Delivery options: a producer's defaults, or those of one send."""
 
     mode: DeliveryMode = DeliveryMode.PERSISTENT
     priority: int = 4
-    #: How long the broker keeps it; nothing means for ever.
+    #: How long the broker keeps it; ``None`` means for ever.
     time_to_live: timedelta = timedelta(0)
     #: How long the broker holds it back.
     delay: timedelta = timedelta(0)
 
     def __post_init__(self) -> None:
-        """Refuse what no broker could mean."""
+        """Refuse values that no broker supports."""
         if not isinstance(self.mode, DeliveryMode):
             raise ValueError(f"A mode is a DeliveryMode, not {self.mode!r}.")
         if type(self.priority) is not int or not 0 <= self.priority <= 9:
@@ -53,25 +53,26 @@ class Delivery:
             raise ValueError("time_to_live and delay are not negative.")
 
 
-#: What is sent unless somebody chooses otherwise.
+#: The options of a send that sets none.
 DEFAULT = Delivery()
 
 
 def new_id() -> str:
-    """Make a random UUID without the objects of `uuid4`, and from the system as that
-    does: what this process would draw from, a fork would copy."""
+    """Return a random UUID without the overhead of `uuid4`. Like `uuid4`, it uses the
+    system's generator: a fork would copy a generator of this process."""
     number = int.from_bytes(os.urandom(16), "big")
     digits = "%032x" % (number & _RANDOM_BITS | _VERSION_4)
     return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
 class Encoded:
-    """The bytes of a frame around its receipt header, and its message's id."""
+    """The bytes of a frame before and after its receipt header, and its message's
+    id."""
 
     __slots__ = ("body", "head", "message_id", "size")
 
     def __init__(self, head: bytes, body: bytes, message_id: str) -> None:
-        """``head``: the header lines, but for the length of the body."""
+        """``head``: the header lines, without the length of the body."""
         self.head = head
         self.body = body
         self.message_id = message_id
@@ -92,7 +93,7 @@ class Encoded:
 
 
 class EncodedMessage(Encoded):
-    """The frame of a message, and what its sending sets in that."""
+    """An encoded message, and the values that its send sets on it."""
 
     __slots__ = ("provided",)
 
@@ -117,9 +118,8 @@ def encode_message(
     address_lines: Callable[[Destination], bytes],
     transacted: bool,
 ) -> EncodedMessage:
-    """Encode a message for one destination of a broker. ``properties`` are headers
-    that it has unless it says otherwise; ``address_lines`` makes the header lines that
-    name a destination.
+    """Encode a message for one destination of a broker. ``properties`` are default
+    headers; ``address_lines`` makes the header lines for a destination.
 
     Raises ``InvalidDestinationError``, ``MessageFormatError``,
     ``MessageNotAccessibleError`` or ``UnsupportedOperationError``.

@@ -1,7 +1,7 @@
-"""The place on a broker a message is sent to or received from: a queue or a topic.
+"""A destination on a broker: a queue or a topic.
 
-Only here and in a ``Dialect`` do the words queue and topic have a meaning; above,
-a destination is a plain name (``orders.place``) or ``topic:orders.placed``.
+The words queue and topic have a meaning only here and in a ``Dialect``; elsewhere a
+destination is a plain name (``orders.place``) or ``topic:orders.placed``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Destination:
     is_topic: bool = False
 
     def __str__(self) -> str:
-        """Write it the way ``parse`` reads it."""
+        """Return it in the form that ``parse`` reads."""
         return f"{wire.TOPIC_PREFIX}{self.name}" if self.is_topic else self.name
 
 
@@ -31,7 +31,7 @@ class Queue(Destination):
     __slots__ = ()
 
     def __init__(self, name: str) -> None:
-        """Name the queue."""
+        """Create a queue with this name."""
         super().__init__(name, is_topic=False)
 
 
@@ -41,15 +41,15 @@ class Topic(Destination):
     __slots__ = ()
 
     def __init__(self, name: str) -> None:
-        """Name the topic."""
+        """Create a topic with this name."""
         super().__init__(name, is_topic=True)
 
 
 def parse(destination: str | Destination | None) -> Destination:
     """Read ``orders.place``, ``topic:orders.placed``, ``/queue/x`` or ``/topic/x``.
 
-    Raises ``InvalidDestinationError`` when it is missing, empty or no text; what a
-    name may hold differs by broker and is the dialect's to say.
+    Raises ``InvalidDestinationError`` if it is missing, empty or not text. The dialect
+    checks which names a broker allows.
     """
     if isinstance(destination, Destination):
         found = Destination(destination.name, destination.is_topic)

@@ -1,6 +1,6 @@
-"""A broker's manner of speaking STOMP, as far as a client must know it.
+"""A broker's variations of STOMP that a client must know.
 
-ActiveMQ Classic's is the usual one. The facts behind each field are in
+ActiveMQ Classic's are the default. The facts behind each field are in
 ``docs/explanation/broker-facts.md``.
 """
 
@@ -22,15 +22,15 @@ class Dialect:
     """One broker's variations; the values here are ActiveMQ Classic's."""
 
     name: str = "activemq"
-    #: Characters that mean something else than themselves in a destination.
+    #: Characters that have a special meaning in a destination.
     forbidden_in_names: str = ",?*>"
-    #: Header of SUBSCRIBE that bounds the deliveries not yet acknowledged.
+    #: Header of SUBSCRIBE that limits the unacknowledged deliveries.
     prefetch_header: str = "activemq.prefetchSize"
-    #: What one message of prefetch is in the header's unit.
+    #: One message of prefetch, in the header's unit.
     prefetch_unit: int = 1
     #: Header of SEND with the moment a message expires, in epoch milliseconds ...
     expires_header: str | None = "expires"
-    #: ... or with the milliseconds it has left.
+    #: ... or with the remaining milliseconds.
     time_to_live_header: str | None = None
     #: Headers of SEND that this broker reads as whole numbers.
     number_headers: frozenset[str] = frozenset(
@@ -39,23 +39,23 @@ class Dialect:
             "AMQ_SCHEDULED_PERIOD", "AMQ_SCHEDULED_REPEAT",
         }
     )  # fmt: skip
-    #: A transaction is one atomic unit whose COMMIT receipt proves all its sends.
+    #: A transaction is atomic, and its COMMIT receipt proves all its sends.
     commit_proves_sends: bool = True
-    #: ERROR has the receipt id of its frame, if that asked for a receipt.
+    #: An ERROR has the receipt id of its frame, if that asked for a receipt.
     errors_name_receipts: bool = True
-    #: Frames in a transaction are handled as they arrive, not kept until COMMIT.
+    #: Frames in a transaction are handled as they arrive, not buffered until COMMIT.
     answers_inside_transaction: bool = True
     #: A redelivery has the `message-id` of the first delivery.
     message_ids_stay: bool = True
     #: An acknowledgement in a transaction waits for its COMMIT.
     acks_join_transaction: bool = True
-    #: JMS clients take its messages, and `amq-msg-type` makes one a text.
+    #: JMS clients consume its messages, and `amq-msg-type` makes one a text message.
     serves_jms: bool = True
 
     def address(self, destination: Destination) -> str:
-        """Name the destination as the broker does.
+        """Return the broker's address of the destination.
 
-        Raises ``InvalidDestinationError`` for a name this broker would misread.
+        Raises ``InvalidDestinationError`` for a name that this broker would misread.
         """
         name = destination.name
         for character in self.forbidden_in_names:
@@ -67,15 +67,15 @@ class Dialect:
         return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
 
     def told(self, existing: str) -> Dialect:
-        """Return this dialect, told which queues are not to be declared."""
+        """Return this dialect with patterns of queues that must not be declared."""
         return self
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
-        """Headers every SEND to the destination carries."""
+        """Return the headers of every SEND to the destination."""
         return {"destination": self.address(destination)}
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse headers on which this broker drops the connection without a word.
+        """Refuse headers on which this broker closes the connection without an error.
 
         Raises ``MessageFormatError``.
         """
@@ -87,16 +87,16 @@ class Dialect:
                 )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Return the line of SEND that says whether the message survives a restart."""
+        """Return the SEND header that makes the message survive a restart, or not."""
         return b"persistent:true\n" if persistent else b"persistent:false\n"
 
     def blames_frame(self, said: str) -> bool:
-        """Whether an ERROR that names no receipt finds fault with a frame, and does
-        not merely say that the connection ends."""
+        """Return whether an ERROR without a receipt id is about a frame, rather than
+        about the end of the connection."""
         return True
 
     def expiry_headers(self, now_ms: int, time_to_live_ms: int) -> dict[str, str]:
-        """Headers that let a message expire."""
+        """Return the headers that let a message expire."""
         if self.expires_header:
             return {self.expires_header: str(now_ms + time_to_live_ms)}
         return {str(self.time_to_live_header): str(time_to_live_ms)}
@@ -104,7 +104,8 @@ class Dialect:
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
-        """Return where to send what is to arrive so much later, with which headers.
+        """Return the destination and headers of a message that must arrive later by
+        this delay.
 
         Raises ``UnsupportedOperationError`` in a transaction: the broker would schedule
         the message outside of it, and lose it in a crash.
@@ -120,7 +121,8 @@ class Dialect:
     def subscribe_headers(
         self, destination: Destination, prefetch: int, subscription: str | None
     ) -> dict[str, str]:
-        """Headers of SUBSCRIBE, with what keeps a named subscription durable."""
+        """Return the headers of SUBSCRIBE, including those of a durable
+        subscription."""
         headers = {
             "destination": self.address(destination),
             self.prefetch_header: str(prefetch * self.prefetch_unit),
@@ -130,15 +132,16 @@ class Dialect:
         return headers
 
     def durable_headers(self, subscription: str) -> dict[str, str]:
-        """Headers that name a durable subscription, on SUBSCRIBE and UNSUBSCRIBE."""
+        """Return the headers that name a durable subscription, on SUBSCRIBE and
+        UNSUBSCRIBE."""
         return {"activemq.subscriptionName": subscription}
 
     @property
     def durable_needs_client_id(self) -> bool:
-        """Whether a durable subscription belongs to a connection's client id."""
+        """Return whether a durable subscription belongs to a connection's client id."""
         return True
 
     @property
     def deletes_durable_while_in_use(self) -> bool:
-        """Whether ending a durable subscription and deleting it is one frame."""
+        """Return whether one frame both ends and deletes a durable subscription."""
         return False

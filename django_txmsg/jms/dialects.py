@@ -1,4 +1,4 @@
-"""The brokers that speak STOMP, each with its dialect, and how a server is recognized.
+"""The dialects of the STOMP brokers, and how a server is recognized.
 
 ActiveMQ Classic 5.17 and RabbitMQ 3.10 were run; Artemis is written from its sources
 and documentation and was not run.
@@ -15,7 +15,7 @@ from .rabbitmq_dialect import RabbitMQDialect
 
 @dataclass(frozen=True, slots=True)
 class ArtemisDialect(Dialect):
-    """Artemis: prefetch in bytes, and a queue must be asked for by name."""
+    """Artemis: prefetch in bytes, and a queue must be requested by name."""
 
     name: str = "artemis"
     prefetch_header: str = "consumer-window-size"
@@ -24,7 +24,7 @@ class ArtemisDialect(Dialect):
     serves_jms: bool = False
 
     def send_headers(self, destination: Destination) -> dict[str, str]:
-        """Ask for the routing: the default drops what no subscriber waits for."""
+        """Request the routing: the default drops messages without a subscriber."""
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {"destination": self.address(destination), "destination-type": kind}
 
@@ -35,7 +35,7 @@ class ArtemisDialect(Dialect):
     def subscribe_headers(
         self, destination: Destination, prefetch: int, subscription: str | None
     ) -> dict[str, str]:
-        """Name the routing on SUBSCRIBE too."""
+        """Set the routing on SUBSCRIBE too."""
         headers = Dialect.subscribe_headers(self, destination, prefetch, subscription)
         kind = "MULTICAST" if destination.is_topic else "ANYCAST"
         return {**headers, "subscription-type": kind}
@@ -52,10 +52,10 @@ BY_NAME = {dialect.name: dialect for dialect in (ACTIVEMQ, ARTEMIS, RABBITMQ)}
 
 
 def recognize(server: str) -> Dialect:
-    """Tell the dialect from the ``server`` header of the CONNECTED frame.
+    """Return the dialect for the ``server`` header of the CONNECTED frame.
 
-    An unknown server is taken for ActiveMQ Classic: its names of destinations are the
-    most common, and every send is proven by a receipt whatever the broker.
+    An unknown server is treated as ActiveMQ Classic: its destination names are the most
+    common, and a receipt proves every send on any broker.
     """
     lowered = server.lower()
     if "artemis" in lowered:

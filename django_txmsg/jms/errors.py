@@ -29,7 +29,7 @@ class MessagingError(Exception):
 
 
 class IllegalStateError(MessagingError):
-    """The object cannot do this now: closed, forked, or asked by its own callback."""
+    """The object cannot do this now: closed, forked, or called by its own callback."""
 
 
 class InvalidDestinationError(MessagingError):
@@ -45,7 +45,7 @@ class MessageNotAccessibleError(MessagingError):
 
 
 class UnsupportedOperationError(MessagingError):
-    """What was asked is beyond this broker, session or producer."""
+    """The operation is not supported by this broker, session or producer."""
 
 
 class WindowFullError(MessagingError, TimeoutError):
@@ -64,7 +64,7 @@ class RequestRejectedError(MessagingError):
     """
 
     def __init__(self, text: str, *, broker_said: str = "") -> None:
-        """Keep what the broker said beside the sentence for people."""
+        """Keep the broker's message separately from the error's text."""
         super().__init__(text)
         self.broker_said = broker_said
 
@@ -78,14 +78,14 @@ class RequestTimeoutError(MessagingError, TimeoutError):
 
 
 class SendOutcomeUnknownError(MessagingError):
-    """Nobody can say whether the message is stored.
+    """It is unknown whether the message is stored.
 
     Send it again with the same message id; the receiver's inbox drops the copy.
-    ``written`` is false when the frame certainly never left this process.
-    ``broker_said`` is the ERROR frame that ended the connection, if one did: then one
-    of the messages in flight is probably refused, and sending them one at a time
-    tells which. ``silent`` is true if the broker did not end the connection, but
-    stopped reading or answering.
+    ``written`` is false if the frame certainly never left this process. ``broker_said``
+    is the ERROR frame that ended the connection, if one did: then one of the messages
+    in flight was probably refused, and sending them one at a time shows which.
+    ``silent`` is true if the broker did not end the connection, but stopped reading or
+    answering.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SendOutcomeUnknownError(MessagingError):
         broker_said: str = "",
         silent: bool = False,
     ) -> None:
-        """Keep whether the frame left and what the broker said."""
+        """Record whether the frame was written, and the broker's ERROR."""
         super().__init__(text)
         self.written = written
         self.broker_said = broker_said
@@ -104,7 +104,7 @@ class SendOutcomeUnknownError(MessagingError):
 
 
 class SendHeldBackError(MessagingError):
-    """The message was not sent, since an earlier one of its key was not stored."""
+    """The message was not sent, because an earlier one of its key was not stored."""
 
 
 class SendTimeoutError(SendOutcomeUnknownError, TimeoutError):

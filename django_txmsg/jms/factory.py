@@ -1,4 +1,4 @@
-"""From a URL to a connection to the first host that takes one.
+"""Reads a URL and connects to the first host that accepts.
 
 Before hop 4.
 """
@@ -16,18 +16,18 @@ from .options import read_url
 
 
 class ConnectionFactory:
-    """Makes connections to the first host that takes one."""
+    """Opens connections to the first host that accepts."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        """Read the URL; keyword options win over those in its query.
+        """Read the URL; keyword options override those in its query.
 
         Raises ``ValueError`` for a malformed URL or an unknown option, and ``OSError``
-        or ``ssl.SSLError`` when a certificate file cannot be read.
+        or ``ssl.SSLError`` if a certificate file cannot be read.
         """
         self.options, self.addresses = read_url(url, options)
 
     def __repr__(self) -> str:
-        """Name the hosts; no credentials."""
+        """Show the hosts, without credentials."""
         hosts = ",".join(f"{host}:{port}" for host, port in self.addresses)
         return f"<ConnectionFactory {hosts}>"
 
@@ -36,7 +36,7 @@ class ConnectionFactory:
     ) -> Connection:
         """Connect to the first host that answers.
 
-        Raises ``ConnectionFailedError`` with every host's reason when none does, and
+        Raises ``ConnectionFailedError`` with every host's reason if none does, and
         ``ValueError`` for a user or password with a line break.
         """
         options = self.options
@@ -57,6 +57,6 @@ class ConnectionFactory:
     def create_context(
         self, *, transacted: bool = False, ack_mode: AckMode = AckMode.INDIVIDUAL
     ) -> Context:
-        """Make a connection and a session of it, as one object."""
+        """Open a connection with one session, as one object."""
         connection = self.create_connection()
         return Context(connection, transacted=transacted, ack_mode=ack_mode)

@@ -1,10 +1,10 @@
-"""STOMP 1.2 frames as bytes and back, without any I/O.
+"""Encodes and parses STOMP 1.2 frames, without any I/O.
 
-Hop 4 and 6 of a message. The encoder refuses what would let a header become another
-frame; the parser takes bytes in any split, reads RECEIPT frames by a short cut, and
-hands a frame that cannot be read whole on with the problem noted - a broken header, a
-NUL in one, a body too long to keep - so that one bad message never stops the stream
-behind it. Only where nothing tells any more where a frame ends is the stream given up.
+Hop 4 and 6 of a message. The encoder refuses values that would let a header become
+another frame. The parser takes bytes in any split, with a fast path for RECEIPT frames.
+It passes on a frame that it can only read in part, with its `problem` - a broken
+header, a NUL in one, a body too long to keep - so that one bad message never stops the
+stream behind it. It gives up the stream only if it cannot tell where a frame ends.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from .errors import MessageFormatError
 
-#: A header block longer than this is no header block: the stream is out of step.
+#: A longer header block means that the stream is out of step.
 MAX_HEADER_BYTES = 1 << 24
-#: A body longer than this is passed over instead of filling the memory ...
+#: A longer body is skipped instead of filling the memory ...
 MAX_BODY_BYTES = 1 << 28
-#: ... but for its beginning.
+#: ... except its beginning.
 KEPT_OF_TOO_LONG = 1 << 16
-#: A length of more digits is none that a broker could mean.
+#: No broker sends a length with more digits.
 _MOST_DIGITS = 12
 
 _RECEIPT = re.compile(rb"RECEIPT\r?\nreceipt-id:([0-9a-z-]+)\r?\n\r?\n\x00")
@@ -31,11 +31,12 @@ _UNESCAPED = {"r": "\r", "n": "\n", "c": ":", "\\": "\\"}
 
 
 class ProtocolError(Exception):
-    """The bytes are no STOMP: the connection cannot be used any further."""
+    """The bytes are not STOMP: the connection cannot be used any more."""
 
 
 class Frame(NamedTuple):
-    """One frame from the broker; ``problem`` says what is wrong with its headers."""
+    """One frame from the broker; ``problem`` describes what is wrong with its
+    headers."""
 
     command: str
     headers: dict[str, str]
@@ -44,13 +45,13 @@ class Frame(NamedTuple):
 
 
 class Receipt(bytes):
-    """The id of a RECEIPT frame, all there is to it."""
+    """The id of a RECEIPT frame, its only content."""
 
     __slots__ = ()
 
 
 def escape(text: str) -> str:
-    """Write carriage return, line feed, colon and backslash as STOMP 1.2 does."""
+    """Escape carriage return, line feed, colon and backslash as STOMP 1.2 requires."""
     return (
         text.replace("\\", "\\\\")
         .replace("\n", "\\n")
@@ -61,7 +62,8 @@ def escape(text: str) -> str:
 
 def _header_line(name: str, value: str) -> str:
     line = f"{name}:{value}\n"
-    # Most headers have nothing to escape, and to see that is cheaper than to try.
+    # Most headers contain nothing to escape, and checking that is cheaper than
+    # escaping.
     text = type(name) is str and type(value) is str
     plain = line.count(":") == 1 and line.count("\n") == 1
     if text and plain and "\\" not in line and "\r" not in line:
@@ -72,8 +74,8 @@ def _header_line(name: str, value: str) -> str:
 def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
     """Encode headers, escaped, each line ended.
 
-    Raises ``MessageFormatError`` for a name or value that is no text, is empty (a
-    name), holds NUL or cannot be encoded.
+    Raises ``MessageFormatError`` for a name or value that is not text, is empty (a
+    name), contains NUL or cannot be encoded.
     """
     try:
         text = "".join([_header_line(name, value) for name, value in headers])
@@ -91,14 +93,14 @@ def header_lines(headers: Iterable[tuple[str, str]]) -> bytes:
 
 
 def encode(command: str, headers: Mapping[str, str], body: bytes = b"") -> bytes:
-    """Encode one frame; the caller has decided on every header, content-length too."""
+    """Encode one frame; the caller sets every header, content-length too."""
     return b"%s\n%s\n%s\x00" % (command.encode(), header_lines(headers.items()), body)
 
 
 def encode_connect(headers: Mapping[str, str]) -> bytes:
-    """Encode the CONNECT frame, whose headers STOMP leaves unescaped.
+    """Encode the CONNECT frame, whose headers STOMP does not escape.
 
-    Raises ``ValueError`` when a credential could end its line and start another.
+    Raises ``ValueError`` if a credential could end its line and start another.
     """
     for name, value in headers.items():
         if any(character in value for character in "\r\n\x00"):
@@ -108,18 +110,18 @@ def encode_connect(headers: Mapping[str, str]) -> bytes:
 
 
 class _TooLong:
-    """A frame with a body too long to keep: its beginning stays, the rest goes by."""
+    """A frame with a body too long to keep: only its beginning is kept."""
 
     __slots__ = ("_frame", "_kept", "_left")
 
     def __init__(self, frame: Frame, length: int | None) -> None:
-        """``length``: of the body, or None when a NUL ends it."""
+        """``length``: of the body, or None if a NUL ends it."""
         self._frame = frame
         self._left = length
         self._kept = b""
 
     def take(self, data: bytes) -> int | None:
-        """Return where the frame ends in these bytes, or None: not in them.
+        """Return where the frame ends in these bytes, or None if it does not.
 
         Raises ``ProtocolError``.
         """
@@ -137,7 +139,7 @@ class _TooLong:
         return end + 1
 
     def frame(self) -> Frame:
-        """Return what there is of it."""
+        """Return the kept part."""
         return self._frame._replace(body=self._kept)
 
 
@@ -159,9 +161,9 @@ class FrameParser:
         self._too_long: _TooLong | None = None
 
     def feed(self, data: bytes) -> list[Frame | Receipt]:
-        """Return the frames completed by these bytes; heart-beats give none.
+        """Return the frames completed by these bytes; heartbeats give none.
 
-        Raises ``ProtocolError`` when the stream is out of step.
+        Raises ``ProtocolError`` if the stream is out of step.
         """
         found: list[Frame | Receipt] = []
         while True:
@@ -176,7 +178,7 @@ class FrameParser:
                 return found
 
     def _read(self, data: bytes, found: list[Frame | Receipt]) -> bytes:
-        """Find frames, and keep what is none yet; return what is to be passed over."""
+        """Find frames, and keep an incomplete one; return an overlong frame to skip."""
         have = self._have + len(data)
         waits = (
             self._wants_nul and 0 not in data and have <= self._need + self._max_body
@@ -215,11 +217,12 @@ class FrameParser:
         return b""
 
     def _read_frame(self, buffer: bytes, start: int) -> tuple[int, Frame | None]:
-        """Read one frame; without a whole one, say how far the buffer must reach."""
+        """Read one frame; if it is incomplete, return how many bytes the buffer
+        needs."""
         blank = _HEADERS_END.search(buffer, start)
         nul = buffer.find(b"\x00", start, blank.start() if blank else len(buffer))
-        # RabbitMQ passes a NUL in a header of a message that came by another protocol
-        # on. A blank line follows all the same, and it says how long the body is.
+        # RabbitMQ forwards a NUL in a header of a message from another protocol. A
+        # blank line still follows, and the header gives the length of the body.
         lost = nul >= 0 and not buffer.startswith(b"MESSAGE", start)
         if lost or (blank is None and len(buffer) - start > MAX_HEADER_BYTES):
             raise ProtocolError(
@@ -284,7 +287,7 @@ def _read_headers(block: bytes) -> tuple[str, dict[str, str], str | None]:
 
 
 def _unescape(text: str) -> tuple[str, str | None]:
-    """Undo the escapes; an unknown one is left as it stands, and reported."""
+    """Undo the escapes; an unknown one is kept as it is, and reported."""
     unknown: list[str] = []
 
     def replace(match: re.Match[str]) -> str:

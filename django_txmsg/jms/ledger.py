@@ -1,9 +1,9 @@
-"""Every frame that waits for the broker's answer, and what came of it.
+"""Every frame that waits for the broker's answer, and its outcome.
 
 Hop 4 of a message. A pending frame is settled exactly once - acknowledged, rejected or
-unknown - by a receipt, an ERROR frame, its deadline or the loss of the connection,
-whichever comes first; everything later about it is counted and ignored. All methods
-are called with the connection's lock held.
+unknown - by whichever comes first: a receipt, an ERROR frame, its deadline or the loss
+of the connection. Later answers are counted and ignored. All methods are called with
+the connection's lock held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import (
 
 
 class State(IntEnum):
-    """Where a frame is; from ACKED on it is settled."""
+    """The state of a frame; from ACKED on it is settled."""
 
     QUEUED = 0
     ON_WIRE = 1
@@ -35,40 +35,39 @@ class State(IntEnum):
     CANCELLED = 5
 
 
-# An attribute of an Enum is slow to look up, and each send needs these many times.
+# Looking up an attribute of an Enum is slow, and each send needs these many times.
 QUEUED, ON_WIRE, ACKED = State.QUEUED, State.ON_WIRE, State.ACKED
 CANCELLED = State.CANCELLED
 
 
 class Owner(Protocol):
-    """A transaction, as far as its frames' answers concern it."""
+    """A transaction, as the owner of frames that wait for answers."""
 
     @property
     def committing(self) -> Pending | None:
         """The COMMIT frame, once it is queued."""
 
     def spoil(self, said: str) -> None:
-        """Take an ERROR frame that can only be for one of its frames."""
+        """Handle an ERROR frame that can only be about one of its frames."""
 
     def fail(self, error: MessagingError) -> None:
-        """Learn that one of its frames has failed."""
+        """Record that one of its frames has failed."""
 
 
 class Pending:
-    """A frame with a receipt. A subclass is told what came of it; it is no callback
-    of the object's own, a circle that each send would leave to the garbage collector.
-    """
+    """A frame with a receipt. Subclasses handle its outcome; a callback of its own
+    would be a reference cycle, which each send would leave to the garbage collector."""
 
     __slots__ = (
         "deadline", "error", "owner", "receipt", "sequence", "since", "state",
         "timeout", "what", "written",
     )  # fmt: skip
 
-    #: Whether it carries a message, which decides the class of its error.
+    #: Whether it carries a message, which determines the class of its error.
     is_send = False
 
     def __init__(self, what: str, timeout: float, owner: Owner | None = None) -> None:
-        """``what``: for error texts. ``timeout``: seconds from its queuing on.
+        """``what``: for error texts. ``timeout``: seconds after it is queued.
         ``owner``: its transaction, if any."""
         self.what = what
         self.timeout = timeout
@@ -79,7 +78,7 @@ class Pending:
         self.error: MessagingError | None = None
         self.receipt = b""
         self.sequence = 0
-        #: Whether it may have left this process, known once it is settled.
+        #: Whether it may have been written, known once it is settled.
         self.written = False
 
     @property
@@ -88,11 +87,11 @@ class Pending:
         return self.state >= ACKED
 
     def on_settled(self) -> None:
-        """Learn the outcome, once, with the lock held: no I/O, no user code."""
+        """Handle the outcome, once, with the lock held: no I/O, no user code."""
 
 
 class Ledger:
-    """The pending frames of one connection, in the order of their sending."""
+    """The pending frames of one connection, in the order of sending."""
 
     def __init__(self, epoch: int, describe: Callable[[], str]) -> None:
         """``epoch`` makes receipt ids of different connections differ."""
@@ -100,30 +99,32 @@ class Ledger:
         self._receipts = itertools.count(1)
         self._describe = describe
         self._sequence = 0
-        # Frames without a receipt, not yet known to be handled: (sequence, owner).
+        # Frames without a receipt that the broker may not have handled yet: (sequence,
+        # owner).
         self._loose: deque[tuple[int, Owner | None]] = deque()
         self.open: dict[bytes, Pending] = {}
         self.next_deadline = float("inf")
-        #: Transactions refused for a reason that is still to come.
+        #: Refused transactions whose reason has not arrived yet.
         self.refused: list[Owner | None] = []
-        # A reason that came between a barrier's receipt and the COMMIT after it, and
-        # how many frames there were until then.
+        # A reason that arrived between a barrier's receipt and the COMMIT after it, and
+        # the number of frames sent until then.
         self._unclaimed = (-1, "")
-        #: Receipts and errors for nobody: late, repeated, or of another connection.
+        #: Receipts and errors that match no frame: late, repeated, or of another
+        #: connection.
         self.ignored = 0
-        #: Written frames in a row that found no answer in time, ...
+        #: Consecutive written frames without an answer in time, ...
         self.timeouts_in_a_row = 0
         #: ... and since when the broker has answered nothing.
         self.silent_since = 0.0
-        #: Whether it has, and ``silent_since`` does not know.
+        #: Whether it has answered since, and ``silent_since`` is not updated yet.
         self.answered = False
 
     def new_receipt(self) -> bytes:
-        """Make a receipt id nobody had; needs no lock."""
+        """Return a new receipt id; needs no lock."""
         return b"%s%d" % (self._prefix, next(self._receipts))
 
     def reserve(self, entry: Pending, now: float) -> None:
-        """Enter a frame that is about to be queued: its time begins."""
+        """Add a frame that is about to be queued: its time-out starts."""
         self._sequence += 1
         entry.since = now
         entry.deadline = now + entry.timeout
@@ -133,7 +134,7 @@ class Ledger:
             self.next_deadline = entry.deadline
 
     def note_loose(self, owner: Owner | None = None) -> None:
-        """Enter a frame, or frames of one owner, that ask for no receipt."""
+        """Add a frame, or frames of one owner, that ask for no receipt."""
         self._sequence += 1
         if self._loose and self._loose[-1][1] is owner:
             self._loose.pop()  # a consumer that only ever acknowledges adds up to one
@@ -142,7 +143,7 @@ class Ledger:
     def settle(
         self, entry: Pending, state: State, error: MessagingError | None
     ) -> bool:
-        """Give the entry its outcome, unless it has one: the only place that does."""
+        """Set the outcome of a frame, unless it has one: the only place that does."""
         if entry.state >= ACKED:
             return False
         self.open.pop(entry.receipt, None)
@@ -153,7 +154,7 @@ class Ledger:
         return True
 
     def receipt(self, receipt: bytes) -> None:
-        """Take a RECEIPT frame."""
+        """Handle a RECEIPT frame."""
         entry = self.open.get(receipt)
         if entry is None:
             self.ignored += 1
@@ -166,13 +167,13 @@ class Ledger:
     def error(
         self, receipt: str, said: str, *, names_receipts: bool, blames: bool = True
     ) -> bool:
-        """Take an ERROR frame; false when it cannot be told what it means.
+        """Handle an ERROR frame; return False if it cannot be attributed.
 
-        With a receipt id it is that entry's; an id nobody waits for is ignored.
-        Without one, where the broker ``names_receipts``, it is for a frame that asked
-        for none: it spoils the transactions that have such frames, and no more. Where
-        it does not, and ``blames`` a frame at all, it is the only frame's without an
-        answer, or spoils the only transaction that all of those are in.
+        An ERROR with a receipt id is about that frame; an unknown id is ignored.
+        Without an id, if the broker ``names_receipts``, it is about a frame that asked
+        for none, and makes the transactions with such frames fail. If the broker does
+        not, and ``blames`` a frame at all, the ERROR is about the only frame without an
+        answer, or makes the only transaction fail that all of those are in.
         """
         if receipt:
             entry = self.open.get(receipt.encode())
@@ -184,7 +185,7 @@ class Ledger:
         open_owners = [entry.owner for entry in self.open.values()]
         loose_owners = [owner for _, owner in self._loose]
         if names_receipts:
-            # ActiveMQ's word on a frame without receipt may even come after the
+            # ActiveMQ's ERROR for a frame without receipt may even arrive after the
             # receipt of a later one: then the transaction that still waits is meant.
             if not self._spoil(self.refused or loose_owners or open_owners, said):
                 self._unclaimed = (self._sequence, said)
@@ -217,7 +218,7 @@ class Ledger:
                 self._spoil([entry.owner], reason)
 
     def expire(self, now: float) -> None:
-        """Settle what has passed its deadline as unknown."""
+        """Mark frames past their deadline as outcome unknown."""
         if now < self.next_deadline:
             return
         late = [entry for entry in self.open.values() if entry.deadline <= now]
@@ -243,7 +244,7 @@ class Ledger:
         return RequestTimeoutError(text)
 
     def defer(self, now: float) -> None:
-        """Give every frame its whole time again, counted from now."""
+        """Restart the time-out of every frame."""
         for entry in self.open.values():
             if entry.deadline < (later := now + entry.timeout) < float("inf"):
                 entry.deadline = later
@@ -251,7 +252,7 @@ class Ledger:
         self.next_deadline = min(deadlines, default=float("inf"))
 
     def lose(self, reason: str, said: str, *, silent: bool = False) -> None:
-        """Settle everything as unknown, in the order of sending."""
+        """Mark every frame as outcome unknown, in the order of sending."""
         for entry in list(self.open.values()):
             written = entry.state is not State.QUEUED
             fate = (

@@ -1,9 +1,9 @@
-"""The line to one broker: its two threads, its ledger, its loss.
+"""The socket connection to one broker: its two threads, its pending frames, its loss.
 
-Hop 4 and 6 of a message. The reader thread settles entries and feeds consumers, the
-writer thread writes; neither runs a user's code. One lock guards all state, and is
-never held over a callback or I/O that may block, a log handler's included. A line that
-is lost stays lost: reconnecting means a new one, so nothing is ever replayed silently.
+Hop 4 and 6 of a message. The reader thread settles frames and feeds consumers, the
+writer thread writes; neither runs user code. One lock guards all state. It is never
+held during a callback or blocking I/O, including log handlers. A lost line stays lost:
+a reconnect is a new line, so nothing is ever replayed silently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _epochs = itertools.count(1)
 
 
 class Line:
-    """Logged in when made; ended by ``close``, or lost."""
+    """Logged in when created; ended by ``close``, or lost."""
 
     def __init__(
         self,
@@ -56,18 +56,18 @@ class Line:
         self.dialect = BY_NAME[options.dialect or "activemq"].told(options.existing)
         self.server = ""
         self.lock = threading.RLock()
-        #: Notified when room, an outcome or an end may be what somebody waits for.
+        #: Notified when room, an outcome or an end may concern a waiting thread.
         self.changed = threading.Condition(self.lock)
         self.whole = Whole(self.lose)
-        #: Why the link was lost, ``None`` while it was not.
+        #: Why the link was lost; ``None`` while it is not.
         self.error: ConnectionLostError | None = None
-        #: Whether consumers hand out messages.
+        #: Whether consumers return messages.
         self.delivering = True
         self.closed = False
         self.ledger = Ledger(next(_epochs), lambda: self.description)
         self.pool = CompletionPool(options.callback_threads)
         self._on_lost = WeakMethod(on_lost)
-        # Said under the lock, logged without it: a log handler may block.
+        # Created under the lock, logged without it: a log handler may block.
         self._to_log: deque[str] = deque()
         self._logged = ""
         self._pid = os.getpid()
@@ -95,12 +95,13 @@ class Line:
 
     @property
     def description(self) -> str:
-        """Who is at the other end, for error texts."""
+        """The broker and address, for error texts."""
         return f"broker {self.address[0]}:{self.address[1]} ({self.dialect.name})"
 
     @property
     def inherited(self) -> bool:
-        """Whether a fork copied this link; then its locks and socket are not ours."""
+        """Whether a fork copied this link; its locks and socket then belong to the
+        parent."""
         return self._pid != os.getpid()
 
     def check_alive(self) -> None:
@@ -128,7 +129,7 @@ class Line:
 
     def refuse_inside(self) -> None:
         """Raise ``IllegalStateError`` where waiting would never end: in a signal
-        handler that has interrupted a send of its thread, which holds the lock."""
+        handler that interrupted a send of its thread, which holds the lock."""
         if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
             raise IllegalStateError(
                 "A signal handler has interrupted this thread in the middle of a send, "
@@ -153,10 +154,10 @@ class Line:
                 f"{self.address[0]}:{self.address[1]} refused the connection: {why}."
             )
 
-    # -- what the transport tells, on its I/O thread ------------------------------
+    # -- calls of the transport, on its I/O thread ---------------------------------
 
     def on_frames(self, arrived: list[frames.Frame | frames.Receipt]) -> None:
-        """Settle receipts and hand messages to their consumers."""
+        """Settle receipts and pass messages to their consumers."""
         with self.lock:
             for frame in arrived:
                 if isinstance(frame, frames.Receipt):
@@ -195,8 +196,8 @@ class Line:
         sends, wants = (
             int(ms) / 1000 for ms in headers.get("heart-beat", "0,0").split(",")
         )
-        # Silence for twice the agreed interval is death, and ours is half of it at
-        # most: a busy machine is no dead one.
+        # A broker that is silent for twice the agreed interval is dead. Our own pauses
+        # are half of that at most, so a busy machine does not count as dead.
         ours = self.options.heartbeat
         if ours and wants:
             self._send_every = max(ours, wants) / 2
@@ -220,17 +221,17 @@ class Line:
         elif not receipt:
             self.changed.notify_all()
             line = f"{self.description} answered ERROR: {said}"
-            # A queue that is full says so of each frame.
+            # A full queue sends one for each frame.
             if line not in self._to_log and line != self._logged:
                 self._to_log.append(line)
 
     def on_progress(self) -> None:
-        """Let what waits for its answer wait longer: the broker is still reading."""
+        """Extend the deadlines of pending frames: the broker is still reading."""
         with self.lock:
             self.ledger.defer(time.monotonic())
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Learn that the connection is over; the reader says so in any case."""
+        """Record the end of the connection; the reader reports it in any case."""
         with self.lock:
             if self._connected.is_set():
                 self.lose(reason, silent=silent)
@@ -240,7 +241,7 @@ class Line:
         self._log()
 
     def tick(self) -> None:
-        """Settle what is late; give up a broker that answers nothing at all."""
+        """Settle late frames; give up a broker that answers nothing at all."""
         if self.pool.stranded:
             self.pool.start_thread()
         with self.lock:
@@ -276,7 +277,7 @@ class Line:
                 tell(self.error)
 
     def wake_all(self) -> None:
-        """Let who waits look again; with the lock held."""
+        """Let waiting threads check again; with the lock held."""
         self.changed.notify_all()
         for _, arrived in self._routes.values():
             arrived.notify_all()
@@ -287,12 +288,13 @@ class Line:
         deliver: Callable[[frames.Frame], None],
         arrived: threading.Condition,
     ) -> None:
-        """Hand the deliveries of a subscription to a method, on the reader thread with
-        the lock held, while its object lives; ``arrived``: who waits for them."""
+        """Pass the deliveries of a subscription to a method, on the reader thread with
+        the lock held, while its object lives; ``arrived`` wakes the threads that wait
+        for them."""
         with self.lock:
             self._routes[name] = WeakMethod(deliver), arrived
 
     def unroute(self, name: str) -> None:
-        """Hand on no more deliveries of the subscription."""
+        """Pass on no more deliveries of the subscription."""
         with self.lock:
             self._routes.pop(name, None)

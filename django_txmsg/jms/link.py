@@ -1,7 +1,7 @@
-"""A link to one broker: what sessions, producers and consumers have it write.
+"""A link to one broker, through which sessions, producers and consumers write.
 
-Hop 4 and 6 of a message: frames with a receipt, frames without one, barriers, and the
-goodbye.
+Hop 4 and 6 of a message: frames with a receipt, frames without one, barriers, and
+DISCONNECT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger("django_txmsg.jms.link")
 
 
 class Request(Pending):
-    """A frame whose answer a thread waits for; the reader wakes it."""
+    """A frame with a thread that waits for the answer; the reader wakes it."""
 
     __slots__ = ("_answered", "_link")
 
@@ -45,16 +45,16 @@ class Request(Pending):
 
 
 class Link(Line):
-    """Logged in when made; ended by ``close``, or lost."""
+    """Logged in when created; ended by ``close``, or lost."""
 
     def next_name(self, kind: str) -> str:
-        """Make a name that no other transaction or subscription of this link has."""
+        """Return a name that no other transaction or subscription of this link has."""
         return f"{kind}{next(self._numbers)}"
 
     def seconds(self, timeout: float | None) -> float:
-        """Return a timeout, the connection's if there is none.
+        """Return a timeout, by default the connection's.
 
-        Raises ``ValueError`` for none that could be waited for.
+        Raises ``ValueError`` for an invalid one.
         """
         if timeout is None:
             return self.options.send_timeout
@@ -63,8 +63,8 @@ class Link(Line):
         return timeout
 
     def put(self, data: bytes, pending: Pending, *, at_once: bool = False) -> None:
-        """Queue a frame with a receipt, the lock held; ``at_once``: write it if nothing
-        waits before it."""
+        """Queue a frame with a receipt, the lock held; ``at_once``: write it now if no
+        other frame waits."""
         self.ledger.reserve(pending, time.monotonic())
         put = self.writer.put_now if at_once else self.writer.put
         put(data, pending)
@@ -101,16 +101,16 @@ class Link(Line):
     def barrier(
         self, *, timeout: float | None = None, owner: Owner | None = None
     ) -> Request:
-        """Ask for a proof that the broker has handled every frame before this."""
+        """Request proof that the broker has handled every frame before this one."""
         request = Request(self, "the barrier", self.seconds(timeout), owner=owner)
         self.put_barrier(request)
         return request
 
     def put_barrier(self, pending: Pending) -> None:
-        """Queue a barrier whose answer is the pending one's.
+        """Queue a barrier; its answer settles the pending frame.
 
-        A transaction begun and aborted at once: frames of one connection are handled
-        in order, so its receipt says that those before it were.
+        The barrier is a transaction begun and aborted at once. Frames of one connection
+        are handled in order, so its receipt proves that those before it were handled.
         """
         name = {"transaction": self.next_name("barrier-")}
         with self.lock:
@@ -118,7 +118,7 @@ class Link(Line):
             self.submit(pending, "ABORT", name)
 
     def say_goodbye(self) -> None:
-        """Have the broker handle what was queued, and let it know we leave."""
+        """Let the broker handle the queued frames, and disconnect."""
         try:
             with self.lock:
                 request = self.ask("DISCONNECT", {}, timeout=self.options.close_timeout)
@@ -128,11 +128,11 @@ class Link(Line):
             logger.debug("DISCONNECT was not answered: %s", error)
 
     def drop(self) -> None:
-        """Have the threads end, from wherever an object is freed; takes no lock."""
+        """Make the threads end, from wherever an object is freed; takes no lock."""
         self._transport.drop()
 
     def close(self) -> None:
-        """End both threads and the socket; what has no outcome stays unknown."""
+        """End both threads and the socket; frames without an outcome stay unknown."""
         with self.lock:
             self.closed = True
             self.writer.stop()
@@ -143,5 +143,5 @@ class Link(Line):
         self._transport.join(5.0)
 
     def abandon(self) -> None:
-        """Let go of the socket in a forked child; the parent's goes on."""
+        """Close the socket in a forked child; the parent's connection goes on."""
         self._transport.abandon()

@@ -1,7 +1,8 @@
-"""What an application asks of a connection: whether it lives, and with whom.
+"""The state of a connection for applications: whether it is alive, and the broker's
+identity.
 
-Hop 4 and 6 of a message. When its link is lost it stays failed and says so to its
-listeners; the factory makes a new one.
+Hop 4 and 6 of a message. When its link is lost it stays failed and notifies its
+listeners; the factory opens a new one.
 """
 
 from __future__ import annotations
@@ -20,37 +21,38 @@ FailureListener = Callable[[MessagingError], object]
 
 
 class Liveness(Closing):
-    """A connection as its sessions know it."""
+    """A connection as its sessions see it."""
 
     def __init__(self, address: tuple[str, int], options: Options) -> None:
-        """Connect; raises ``ConnectionFailedError`` or ``OSError`` in time."""
+        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the
+        time-out."""
         self.address = address
         self._closing = False
         self._failure_listeners: list[FailureListener] = []
         self.link = Link(address, options, self._on_lost)
 
     def __repr__(self) -> str:
-        """Name the address."""
+        """Show the address."""
         return f"<Connection to {self.address[0]}:{self.address[1]}>"
 
     @property
     def dialect(self) -> Dialect:
-        """What kind of broker this is."""
+        """The kind of broker."""
         return self.link.dialect
 
     @property
     def server(self) -> str:
-        """What the broker calls itself."""
+        """The broker's own name and version."""
         return self.link.server
 
     @property
     def client_id(self) -> str | None:
-        """The name durable subscriptions belong to."""
+        """The name that durable subscriptions belong to."""
         return self.link.options.client_id
 
     @property
     def error(self) -> MessagingError | None:
-        """Why the connection failed, ``None`` if it did not."""
+        """Why the connection failed; ``None`` if it did not."""
         return self.link.error
 
     @property
@@ -65,11 +67,12 @@ class Liveness(Closing):
 
     @property
     def ignored_receipts(self) -> int:
-        """Receipts and errors that came late, twice, or for nobody."""
+        """Receipts and errors that came late, twice, or matched no frame."""
         return self.link.ledger.ignored
 
     def check_usable(self) -> None:
-        """Raise ``IllegalStateError``, or the error the connection failed with."""
+        """Raise ``IllegalStateError``, or the error with which the connection
+        failed."""
         self.link.check_alive()
         if self._closing:
             raise IllegalStateError("The connection is closed.")
@@ -98,7 +101,7 @@ class Liveness(Closing):
             self.link.pool.submit(partial(_tell, listener, error))
 
     def stop(self) -> None:
-        """Let no consumer receive; sends go on, and completions are not waited for."""
+        """Pause all consumers; sends go on, and completions are not waited for."""
         self._deliver(on=False)
 
     def start(self) -> None:

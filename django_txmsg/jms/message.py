@@ -1,9 +1,8 @@
-"""One message as this client's user sees it, before sending and after receiving.
+"""One message as users of this client see it, before sending and after receiving.
 
-Hop 4 and 6. Its body is text, bytes, or what JSON can say; headers are text. What the
-client sets itself (id, time, priority ...) is readable once the send has completed,
-and while it is in flight the message is not accessible at all: what is sent is the
-copy taken at the send.
+Hop 4 and 6. Its body is text, bytes, or a JSON value; headers are text. Values that the
+client sets (id, time, priority ...) are readable once the send has completed. While it
+is in flight the message is not accessible at all: the copy taken at the send is sent.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from .destination import Destination
 from .errors import MessageFormatError, MessageNotAccessibleError
 from .frames import Frame
 
-#: The header that carries a message's identity over every resend.
+#: The header with a message's identity, the same in every resend.
 ID_HEADER = wire.MESSAGE_ID
-#: Headers that belong to the protocol; a message cannot set them.
+#: Headers of the protocol; a message cannot set them.
 RESERVED_HEADERS = wire.OF_A_DELIVERY
 
 
@@ -34,7 +33,7 @@ class DeliveryMode(Enum):
 
 
 class Provided(NamedTuple):
-    """What the client sets on a message as it sends or receives it."""
+    """Values that the client sets on a message as it sends or receives it."""
 
     message_id: str | None = None
     destination: Destination | None = None
@@ -63,7 +62,7 @@ class Message:
         self._headers = dict(headers) if headers else {}
         self._in_flight = False
         self._provided = _NOTHING
-        #: The id of the subscription it came by, and its own; ``None`` unless received.
+        #: The id of its subscription, and its own; ``None`` unless received.
         self.subscription: str | None = None
         self.ack_id: str | None = None
         #: Whether the broker has delivered it before.
@@ -71,14 +70,14 @@ class Message:
         #: The frame as it arrived; empty unless received.
         self.raw_headers: dict[str, str] = {}
         self.raw_body = b""
-        #: What is wrong with a received frame's headers, ``None`` if nothing is.
+        #: The fault of a received frame's headers; ``None`` if there is none.
         self.problem: str | None = None
 
     @classmethod
     def received(
         cls, frame: Frame, subscription: str, destination: Destination
     ) -> Message:
-        """Wrap a MESSAGE frame; its body is decoded when it is first asked for."""
+        """Wrap a MESSAGE frame; its body is decoded at the first access."""
         message = cls()
         headers = frame.headers
         message.subscription = subscription
@@ -99,14 +98,14 @@ class Message:
         return message
 
     def __repr__(self) -> str:
-        """Name it without touching what is in flight."""
+        """Show the message without accessing values in flight."""
         if self._in_flight:
             return "<Message in flight>"
         return f"<Message {self._provided.message_id or 'not sent'}>"
 
     def copy(self) -> Message:
-        """Return a message of the same content, to be sent as one of its own: with the
-        headers that the sender wrote, and an id that is still to come."""
+        """Return a message of the same content, to be sent as a new one: with the
+        sender's headers, and without an id yet."""
         self._accessible()
         copy = Message(self._body)
         copy._headers = {
@@ -120,7 +119,7 @@ class Message:
     def encoded(self) -> tuple[bytes, str | None]:
         """Return its body as bytes, and their content type.
 
-        Raises ``MessageFormatError`` for what is no text, bytes or JSON.
+        Raises ``MessageFormatError`` unless it is text, bytes or JSON.
         """
         self._accessible()
         if self._body is None and self.raw_body:  # received, and never looked at
@@ -144,8 +143,8 @@ class Message:
     def body(self) -> Any:
         """The body; of a received message, decoded by its content type.
 
-        Raises ``MessageFormatError`` when a received body is not what its content
-        type says; ``raw_body`` has the bytes.
+        Raises ``MessageFormatError`` if a received body does not match its content
+        type; ``raw_body`` has the bytes.
         """
         self._accessible()
         if self._body is None and self.raw_body:
@@ -159,7 +158,7 @@ class Message:
 
     @property
     def message_id(self) -> str | None:
-        """The identity that stays over every resend; set by the send."""
+        """The identity, the same in every resend; set by the send."""
         self._accessible()
         return self._provided.message_id
 
@@ -183,7 +182,7 @@ class Message:
 
     @property
     def priority(self) -> int:
-        """0 to 9; 4 unless said otherwise."""
+        """0 to 9; by default 4."""
         self._accessible()
         return self._provided.priority
 
@@ -197,7 +196,7 @@ class Message:
 def encode_body(body: Any) -> tuple[bytes, str | None]:
     """Return a body's bytes and content type.
 
-    Raises ``MessageFormatError`` for what is no text, bytes or JSON.
+    Raises ``MessageFormatError`` unless it is text, bytes or JSON.
     """
     if isinstance(body, bytes):
         return body, "application/octet-stream"

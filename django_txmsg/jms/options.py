@@ -1,8 +1,8 @@
-"""What a connection may be told, by a URL or by keywords.
+"""The options of a connection, from a URL or keywords.
 
 Before hop 4. ``stomp://user:password@host:61613?vhost=/&heartbeat=10`` or
-``stomp+ssl://...``; several hosts are separated by commas. An option nobody knows is an
-error that names the nearest one.
+``stomp+ssl://...``; several hosts are separated by commas. For an unknown option, the
+error names the nearest known one.
 """
 
 from __future__ import annotations
@@ -30,39 +30,40 @@ DEFAULT_PORTS = {"stomp": 61613, "stomp+ssl": 61614}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a connection may be told; each is also an option of the URL's query."""
+    """The options of a connection; each can also be set in the URL's query."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
-    #: Virtual host; ``/`` unless given, which is RabbitMQ's default.
+    #: Virtual host; by default ``/``, which is RabbitMQ's default.
     vhost: str | None = None
-    #: ``activemq``, ``artemis`` or ``rabbitmq``; found from CONNECTED when not given.
+    #: ``activemq``, ``artemis`` or ``rabbitmq``; by default from the CONNECTED frame.
     dialect: str | None = None
-    #: Patterns of RabbitMQ's queues that are there and are not to be declared, such as
-    #: quorum queues of AMQP's: ``orders.*,billing``.
+    #: Patterns of existing RabbitMQ queues that must not be declared, such as quorum
+    #: queues of AMQP clients: ``orders.*,billing``.
     existing: str = ""
-    #: Name that durable subscriptions belong to on ActiveMQ and Artemis.
+    #: The name that durable subscriptions belong to on ActiveMQ and Artemis.
     client_id: str | None = None
-    #: Seconds between heart-beats in both directions; 0 for none.
+    #: Seconds between heartbeats in both directions; 0 for none.
     heartbeat: float = 10.0
     #: Seconds to connect and log in to one host.
     connect_timeout: float = 10.0
-    #: Seconds until a send or request without an answer is of unknown outcome.
+    #: Seconds until a send or request without an answer counts as outcome unknown.
     send_timeout: float = 30.0
-    #: Seconds to wait for the goodbye's receipt; a close that waits longer warns.
+    #: Seconds to wait for DISCONNECT's receipt; a close that waits longer warns.
     close_timeout: float = 5.0
-    #: Sends of one session without an outcome before the next one blocks ...
+    #: Most sends of one session without an outcome before the next one blocks ...
     max_in_flight: int = 256
     #: ... and their bytes.
     max_in_flight_bytes: int = 16 * 1024 * 1024
-    #: Bytes of waiting frames that are written at once.
+    #: Most bytes of waiting frames that are written at once.
     coalesce_bytes: int = 64 * 1024
-    #: A connection is given up when so many frames in a row have had no answer in time
-    #: and the broker has answered nothing for ``send_timeout``; 0: never.
+    #: A connection is given up when this many frames in a row had no answer in time and
+    #: the broker has answered nothing for ``send_timeout``; 0: never.
     give_up_after_timeouts: int = 3
-    #: Threads that run completion listeners; each session has one at a time at most.
+    #: Threads that run completion listeners; each session uses one at a time at most.
     callback_threads: int = 32
-    #: A completion listener inside ``transaction.atomic()`` / on an event loop.
+    #: What happens to a send with a listener inside ``transaction.atomic()`` / on an
+    #: event loop.
     in_atomic: Policy = Policy.WARN
     on_event_loop: Policy = Policy.ALLOW
     #: File of the certificate authority to trust, instead of the system's.
@@ -70,9 +71,9 @@ class Options:
     #: File of the client's certificate, and of its key when not in the same file.
     cert: str | None = None
     key: str | None = None
-    #: Of the key, if it is encrypted.
+    #: Password of the key, if it is encrypted.
     key_password: str | None = field(default=None, repr=False)
-    #: Made from the scheme and the three files; give one of your own instead.
+    #: Created from the scheme and the three files; or pass your own.
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     def connect_headers(self, host: str) -> dict[str, str]:
@@ -90,10 +91,10 @@ class Options:
 
 
 def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, int]]]:
-    """Return the options and addresses of a URL; those given win over its query's.
+    """Return the options and addresses of a URL; given options override its query's.
 
     Raises ``ValueError`` for a malformed URL or an unknown option, and ``OSError`` or
-    ``ssl.SSLError`` when a certificate file cannot be read.
+    ``ssl.SSLError`` if a certificate file cannot be read.
     """
     shown = without_password(url)
     try:

@@ -1,7 +1,7 @@
 """The threads that run a connection's completion callbacks.
 
-Hop 4 of a message. They are neither the sender's threads nor the connection's own, they
-come on demand and leave when idle, and they do not keep the interpreter from ending.
+Hop 4 of a message. They are neither the sender's threads nor the connection's own. They
+start on demand, end when idle, and do not keep the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator
 
 logger = logging.getLogger("django_txmsg.jms.pool")
 
-#: Seconds a process that ends gives its outstanding sends.
+#: Seconds that an exiting process gives its outstanding sends.
 EXIT_BUDGET = 2.0
 _this_thread = threading.local()
 _NOT_OF_A_POOL = contextlib.nullcontext()
 
 
 class CompletionPool:
-    """Runs tasks on daemon threads, never more of them than ``max_workers``, those
-    that wait for other tasks not counted."""
+    """Runs tasks on daemon threads, at most ``max_workers``, not counting those that
+    wait for other tasks."""
 
     def __init__(self, max_workers: int = 32, idle_seconds: float = 5.0) -> None:
-        """Own no thread until there is a task."""
+        """Start no thread until there is a task."""
         self._max_workers = max_workers
         self._idle_seconds = idle_seconds
         self._tasks: deque[Callable[[], None]] = deque()
@@ -44,7 +44,8 @@ class CompletionPool:
         self.start_thread()
 
     def start_thread(self) -> bool:
-        """See to it that a thread takes the first task; false when none can be had."""
+        """Ensure that a thread takes the first task; return False if none can be
+        started."""
         with self._changed:
             if self._idle >= len(self._tasks):
                 self.stranded = False
@@ -67,7 +68,8 @@ class CompletionPool:
             return True
 
     def help_out(self) -> None:
-        """Run tasks that no thread can be had for on the thread that waits for them."""
+        """Run tasks on the waiting thread if no other thread can be started for
+        them."""
         while self.stranded and not self.start_thread():
             with self._changed:
                 if not self._tasks:
@@ -109,17 +111,18 @@ class CompletionPool:
 
 
 def waiting() -> contextlib.AbstractContextManager[None]:
-    """Let another thread take this one's place while a callback waits for callbacks:
-    as many of them as there are threads might wait for each other."""
+    """Let another thread replace this one while a callback waits for callbacks:
+    otherwise all threads might wait for each other."""
     pool: CompletionPool | None = getattr(_this_thread, "pool", None)
     return _NOT_OF_A_POOL if pool is None else pool._lent()
 
 
 def drain_at_exit(waiters: Callable[[], list[Callable[[float], int]]]) -> None:
-    """At interpreter exit give outstanding sends a short while, then say what is left.
+    """At interpreter exit give outstanding sends a short time, then log how many
+    remain.
 
     ``waiters`` lists, for each open connection, a function that waits until a moment
-    and returns how many sends stay without an outcome.
+    and returns how many sends remain without an outcome.
     """
 
     def drain() -> None:

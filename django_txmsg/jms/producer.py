@@ -1,9 +1,8 @@
-"""Sending to one destination, or to any, and hearing what came of it.
+"""Sends to one destination, or to any, and reports the outcome.
 
-Hop 4 of a message. Everything that can be wrong with a call is found before anything
-is reserved or written, and raised in the caller; what is learnt later reaches the
-completion listener. The frame is encoded at the call: what the caller changes
-afterwards is not sent.
+Hop 4 of a message. Every error of a call is found before anything is reserved or
+written, and raised in the caller; later outcomes go to the completion listener. The
+frame is encoded at the call: later changes by the caller are not sent.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from .sends import ToldSend, WaitedSend
 
 
 class MessageProducer(Closing):
-    """Made by ``session.create_producer``."""
+    """Created by ``session.create_producer``."""
 
     def __init__(
         self, session: SendingSession, destination: Destination | None
     ) -> None:
-        """Send to the destination, or to the one each call names."""
+        """Send to this destination, or to the one that each call names."""
         self.session = session
         self.destination = destination
         # The number of the last asynchronous send, among those of the session.
         self._last = 0
         self.delivery = DEFAULT
-        #: Headers of every message that has none of that name.
+        #: Default headers of every message.
         self.properties: dict[str, str] = {}
         self._closed = False
 
@@ -54,14 +53,14 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send and return once the broker has confirmed the message.
+        """Send and return when the broker has confirmed the message.
 
         In a transacted session it returns once queued, since nothing is stored before
         the commit, which proves all its sends or raises. Raises ``SendRejectedError``,
         ``SendOutcomeUnknownError`` or, with nothing written, another error.
 
-        ``timeout``: seconds to wait for room in the window and then for the receipt;
-        with 0 it waits for no room, and for the receipt as long as usual.
+        ``timeout``: seconds to wait for room in the window, and then for the receipt; 0
+        means not to wait for room, and for the receipt as long as usual.
         """
         encoded = self._prepare(message, destination, delivery)
         session, link = self.session, self.session.link
@@ -94,11 +93,11 @@ class MessageProducer(Closing):
         delivery: Delivery | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Send and return once queued; the listener is told the outcome, once.
+        """Send and return once queued; the listener is called with the outcome, once.
 
-        Blocks while the session's window is full, and raises ``WindowFullError`` when
-        it stays so until the timeout: then the message was not written and the
-        listener hears nothing. The message is not accessible until the listener is.
+        Blocks while the session's window is full, and raises ``WindowFullError`` if it
+        stays full until the timeout: then the message was not written and the listener
+        is not called. The message is not accessible until the listener is called.
         """
         told = completion.as_listener(listener)
         self._check_place()
@@ -119,7 +118,7 @@ class MessageProducer(Closing):
         future._withdraw = send.withdraw
         return future
 
-    # -- how ----------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------
 
     def _send_told(
         self,
@@ -146,7 +145,7 @@ class MessageProducer(Closing):
                     self._put_in_transaction(encoded, what, send)
                 message._in_flight = True
                 message._provided = encoded.provided
-                # In the ledger it is by now, so it will be settled and told.
+                # It is in the ledger now, so it will be settled and reported.
                 self._last = sends.enqueue(send)
             except BaseException as error:
                 link.whole.broken_by(error)
@@ -174,9 +173,10 @@ class MessageProducer(Closing):
     ) -> None:
         """Queue a SEND of the session's transaction, with the lock held.
 
-        Without a receipt, ActiveMQ makes COMMIT fail when the SEND failed; with one it
-        would commit without the message. So only a listener's send asks for one. On
-        RabbitMQ the receipt comes after COMMIT, and a listener hears of a barrier.
+        Without a receipt, ActiveMQ makes COMMIT fail if the SEND failed; with one it
+        would commit without the message. So only a send with a listener asks for one.
+        On RabbitMQ the receipt comes after COMMIT, and a barrier's receipt completes
+        the listener.
         """
         link = self.session.link
         transaction = self.session.transaction()
@@ -204,7 +204,7 @@ class MessageProducer(Closing):
             sends.wait_for_room(encoded.size, seconds, check, told=told)
 
     def _timeouts(self, timeout: float | None) -> tuple[float, float]:
-        """Return the seconds to wait for room, and for the receipt from then on."""
+        """Return the seconds to wait for room, and then for the receipt."""
         if timeout is not None:
             seconds = self.session.link.seconds(timeout or None)
             return 0.0 if timeout == 0 else seconds, seconds
@@ -221,7 +221,7 @@ class MessageProducer(Closing):
         destination: str | Destination | None,
         delivery: Delivery | None,
     ) -> EncodedMessage:
-        """Find every fault of the call, and encode the frame; nothing is reserved."""
+        """Find every error of the call, and encode the frame; reserves nothing."""
         self.session.link.refuse_inside()
         self._check_open()
         if not isinstance(message, Message):
@@ -253,7 +253,8 @@ class MessageProducer(Closing):
     def _check_accepts(self, message: Message) -> None:
         session = self.session
         link = session.link
-        # Once more, since another thread may have closed it; not what cannot change.
+        # Checked again, because another thread may have closed it; only what can
+        # change.
         if self._closed or session.closing or link.closed or link.error is not None:
             self._check_open()
         if message._in_flight:
@@ -265,8 +266,8 @@ class MessageProducer(Closing):
     def close(self) -> None:
         """Wait for this producer's sends and their callbacks, then send no more.
 
-        Raises ``IllegalStateError`` inside a callback of its own, and inside one of
-        its session's while it has sends to be told of: they come after that callback.
+        Raises ``IllegalStateError`` inside a callback of its own, and inside one of its
+        session's while it has outstanding callbacks: those come after that one.
         """
         session = self.session
         session.link.refuse_inside()

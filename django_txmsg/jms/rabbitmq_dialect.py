@@ -1,6 +1,6 @@
-"""RabbitMQ's manner of speaking STOMP, which its plugin translates to AMQP.
+"""RabbitMQ's STOMP, which its plugin translates to AMQP.
 
-RabbitMQ 3.10 was run for it.
+Tested with RabbitMQ 3.10.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .destination import Destination
 from .dialect import Dialect
 from .errors import MessageFormatError, UnsupportedOperationError
 
-#: Milliseconds in which RabbitMQ can let a message expire.
+#: Most milliseconds after which RabbitMQ can expire a message.
 MAX_EXPIRATION = 2**32 - 1
-#: Bytes of a header's name, and of the values that AMQP has a property for.
+#: Most bytes of a header's name, and of values that AMQP stores in a property.
 MAX_PROPERTY = 255
 _AMQP_PROPERTIES = frozenset(
     {
@@ -26,7 +26,7 @@ _AMQP_PROPERTIES = frozenset(
     }
 )  # fmt: skip
 _OF_A_DELAY = re.compile(r"\.delay-\d+s$")
-#: AMQP's codes for what one frame did wrong; the others are the connection's.
+#: AMQP's codes for errors of one frame; the others concern the connection.
 _CODES_OF_A_FRAME = frozenset({"311", "313", "403", "404", "405", "406"})
 
 
@@ -45,12 +45,12 @@ class RabbitMQDialect(Dialect):
     answers_inside_transaction: bool = False
     message_ids_stay: bool = False
     serves_jms: bool = False
-    #: Patterns of queues that are there, of whatever type.
+    #: Patterns of existing queues, of any type.
     existing: tuple[str, ...] = ()
 
     def check_headers(self, headers: Mapping[str, str]) -> None:
-        """Refuse as well what RabbitMQ takes by STOMP and cannot hand over by AMQP: it
-        would hang up on every consumer that the message is delivered to."""
+        """Also refuse headers that RabbitMQ accepts by STOMP and cannot deliver by
+        AMQP: it would hang up on every consumer that the message is delivered to."""
         Dialect.check_headers(self, headers)
         for name, value in headers.items():
             text = f"{value}" if name in _AMQP_PROPERTIES else ""
@@ -64,12 +64,12 @@ class RabbitMQDialect(Dialect):
                 )
 
     def told(self, existing: str) -> Dialect:
-        """``/queue/`` declares a classic queue, which a queue of another type refuses;
-        ``/amq/queue/`` declares none."""
+        """Use ``/amq/queue/`` for these queues, which declares nothing; ``/queue/``
+        declares a classic queue, and fails if the queue has another type."""
         return replace(self, existing=tuple(filter(None, existing.split(","))))
 
     def address(self, destination: Destination) -> str:
-        """RabbitMQ decodes percent escapes in names, so they are written."""
+        """Percent-encode the name: RabbitMQ decodes percent escapes."""
         Dialect.address(self, destination)
         kind = "topic" if destination.is_topic else "queue"
         if kind == "queue" and self._exists(destination.name):
@@ -77,18 +77,18 @@ class RabbitMQDialect(Dialect):
         return f"/{kind}/{quote(destination.name, safe='.:-_~')}"
 
     def _exists(self, name: str) -> bool:
-        # Queues of delays are always made here.
+        # Delay queues are always declared here.
         return not _OF_A_DELAY.search(name) and any(
             fnmatchcase(name, pattern) for pattern in self.existing
         )
 
     def mode_header(self, *, persistent: bool) -> bytes:
-        """Leave it out for a volatile message: ``persistent:false`` makes RabbitMQ
-        declare the queue as one of this connection's own, which ends with it."""
+        """Omit the header for a volatile message: ``persistent:false`` makes RabbitMQ
+        declare the queue as exclusive to this connection, and delete it at its end."""
         return b"persistent:true\n" if persistent else b""
 
     def blames_frame(self, said: str) -> bool:
-        """RabbitMQ says with an ERROR, too, that an operator closes the connection."""
+        """An ERROR may also mean that an operator closes the connection."""
         code = re.search(r"server_initiated_close,\s*(\d+)", said)
         if code is not None:
             return code[1] in _CODES_OF_A_FRAME
@@ -97,12 +97,12 @@ class RabbitMQDialect(Dialect):
     def delayed(
         self, destination: Destination, delay_ms: int, *, transacted: bool
     ) -> tuple[Destination, dict[str, str]]:
-        """Let the message wait in a queue that nobody reads, until it expires there
+        """Send the message to a delay queue without consumers, from which it expires
         and is dead-lettered to its destination.
 
-        A queue lets only its first message expire, so there is one for each power of
-        two of seconds: at worst a message waits twice as long, never for all longer
-        ones. The longest delay is 49 days.
+        Only the first message of a queue expires, so there is one queue for each power
+        of two of seconds: at worst a message waits twice as long, never as long as the
+        longest delay before it. The longest delay is 49 days.
         """
         if transacted:
             raise UnsupportedOperationError(
@@ -122,7 +122,7 @@ class RabbitMQDialect(Dialect):
         }
 
     def durable_headers(self, subscription: str) -> dict[str, str]:
-        """Keep the subscription's queue when its consumer goes."""
+        """Keep the subscription's queue when its consumer disconnects."""
         return {
             "durable": "true",
             "auto-delete": "false",

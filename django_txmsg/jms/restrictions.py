@@ -1,8 +1,8 @@
-"""Where a completion listener should not be used, and what to do about it.
+"""Where a completion listener should not be used, and how to respond.
 
-Hop 1 rather than hop 4: inside ``transaction.atomic()`` a message belongs into the
-outbox, since a rollback cannot take back what a broker has stored. On an event loop a
-full window blocks the loop. Knows nothing of Django beyond whether it is loaded.
+Hop 1 rather than hop 4: inside ``transaction.atomic()`` a message belongs in the
+outbox, because a rollback cannot take back what a broker has stored. On an event loop a
+full window blocks the loop. Uses nothing of Django except whether it is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ON_LOOP = (
 
 
 class Policy(str, Enum):
-    """What happens to a listener's send in a restricted place."""
+    """What happens to a send with a listener in a restricted place."""
 
     ALLOW = "allow"
     WARN = "warn"
@@ -36,7 +36,7 @@ class Policy(str, Enum):
 def check(in_atomic: Policy, on_event_loop: Policy) -> None:
     """Apply the connection's policies to a send that has a listener or a future.
 
-    Raises ``IllegalStateError`` where one forbids it.
+    Raises ``IllegalStateError`` if one forbids it.
     """
     if in_atomic is not Policy.ALLOW and _inside_atomic_block():
         _apply(in_atomic, _IN_ATOMIC)

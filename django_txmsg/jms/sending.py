@@ -1,8 +1,8 @@
-"""The half of a session that sends: one order, one window, one transaction at a time.
+"""The sending half of a session: one order, one window, one transaction at a time.
 
-Hop 4 of a message. Under the connection's lock a send takes its place in the window, in
-the order of callbacks and in the writer's queue at once, so that the order on the wire
-is the order of the callbacks.
+Hop 4 of a message. In one step under the connection's lock, a send takes its place in
+the window, in the order of callbacks and in the writer's queue, so that the order on
+the wire is the order of the callbacks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .transaction import Transaction
 
 
 class SendingSession(Closing):
-    """What producers and batches use of their session."""
+    """The interface of a session for producers and batches."""
 
     def __init__(
         self, connection: Liveness, *, transacted: bool, max_in_flight: int | None
     ) -> None:
-        """Send over the connection; nothing is written."""
+        """Use this connection; writes nothing."""
         link, options = connection.link, connection.link.options
         self.connection = connection
         self.link = link
@@ -39,10 +39,10 @@ class SendingSession(Closing):
         self.closing = False
         self._addresses: dict[Destination, bytes] = {}
         self._transaction: Transaction | None = None
-        # Held by who commits or rolls back.
+        # Held by the thread that commits or rolls back.
         self._ending = threading.RLock()
 
-    # -- whether it can be used ---------------------------------------------------
+    # -- state --------------------------------------------------------------------
 
     def check_open(self) -> None:
         """Raise ``IllegalStateError``, or the error the connection failed with."""
@@ -51,12 +51,13 @@ class SendingSession(Closing):
         self.link.check_alive()
 
     def check_usable(self) -> None:
-        """Like ``check_open``, before anything is waited for or written."""
+        """Like ``check_open``, before waiting or writing."""
         self.link.refuse_inside()
         self.check_open()
 
     def refuse_own(self, verb: str) -> None:
-        """Raise ``IllegalStateError`` where waiting for this session would not end."""
+        """Raise ``IllegalStateError`` where waiting for this session would never
+        end."""
         self.link.check_own()
         self.link.refuse_inside()
         if self._ending._is_owned():  # type: ignore[attr-defined]  # RLock's own
@@ -75,7 +76,7 @@ class SendingSession(Closing):
         delivery: Delivery,
         properties: Mapping[str, str] = MappingProxyType({}),
     ) -> EncodedMessage:
-        """Find every fault of a message, and encode its frame; nothing is reserved."""
+        """Find every error of a message, and encode its frame; reserves nothing."""
         return encode_message(
             target,
             message,
@@ -103,5 +104,5 @@ class SendingSession(Closing):
             return self._transaction
 
     def adopt(self, message: Message) -> None:
-        """Make a message received earlier part of the current transaction."""
+        """Add a message received earlier to the current transaction."""
         self.transaction().received.append(message)

@@ -1,8 +1,8 @@
 """The sends of one session, in the order of their callbacks.
 
-Hop 4 of a message. A send takes its place as it is queued; its callback runs once its
-outcome and those of all before it are known. The session owns no thread: while there
-is something to tell, one task of the connection's pool tells it.
+Hop 4 of a message. A send takes its place when it is queued; its callback runs once its
+outcome and those of all earlier sends are known. The session owns no thread: while
+callbacks are due, one task of the connection's pool runs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .window import Window
 logger = logging.getLogger("django_txmsg.jms.sends")
 callbacks_logger = logging.getLogger("django_txmsg.jms.callbacks")
 
-#: Callbacks told in one task, before other sessions get their turn.
+#: Callbacks run in one task, before other sessions get their turn.
 _IN_A_ROW = 256
 
 
@@ -38,19 +38,19 @@ class WaitedSend(Request):
     def __init__(
         self, link: Link, what: str, timeout: float, sends: Sends, size: int
     ) -> None:
-        """Have a place among the session's sends, which it takes when it is queued."""
+        """It takes its place among the session's sends when it is queued."""
         super().__init__(link, what, timeout)
         self._sends = sends
         self._size = size
 
     def on_settled(self) -> None:
-        """Free its place, and wake the caller."""
+        """Free its place in the window, and wake the caller."""
         self._sends.release(self._size)
         super().on_settled()
 
 
 class ToldSend(Pending):
-    """A send whose listener is told, in its turn, what became of it."""
+    """A send whose listener is called, in order, with the outcome."""
 
     __slots__ = ("_listener", "_message", "_scope", "_sends", "size")
 
@@ -66,7 +66,7 @@ class ToldSend(Pending):
         size: int,
         scope: tuple[object, ...],
     ) -> None:
-        """``scope``: what must not be waited for while the callback runs."""
+        """``scope``: objects that the callback must not wait for."""
         super().__init__(what, timeout)
         self._sends = sends
         self._message = message
@@ -75,7 +75,8 @@ class ToldSend(Pending):
         self._scope = scope
 
     def on_settled(self) -> None:
-        """Free its place; a failure spoils the transaction; have the callback run."""
+        """Free its place in the window; a failure makes the transaction fail; have the
+        callback run."""
         self._sends.release(self.size)
         if self.error is not None and self.owner is not None:
             self.owner.fail(self.error)
@@ -86,7 +87,8 @@ class ToldSend(Pending):
         return self._sends.withdraw(self, self._message)
 
     def tell(self) -> None:
-        """Tell the listener, on a pool thread; its errors are logged and end there."""
+        """Call the listener, on a pool thread; its errors are logged and go no
+        further."""
         message, error = self._message, self.error
         listener, self._listener = self._listener, None  # a future's has this object
         assert listener is not None
@@ -108,10 +110,10 @@ class ToldSend(Pending):
 
 
 class Sends(Window):
-    """What one session has sent; its lock is the connection's."""
+    """The sends of one session; its lock is the connection's."""
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
-        """Bound the messages without an outcome, and all their bytes."""
+        """Limit in-flight messages and bytes."""
         super().__init__(link, messages, max_bytes)
         self._order: deque[ToldSend] = deque()
         self._telling = False
@@ -121,7 +123,7 @@ class Sends(Window):
     # -- callbacks ----------------------------------------------------------------
 
     def enqueue(self, send: ToldSend) -> int:
-        """Give it its place, and return its number; with the lock held."""
+        """Give the send its place, and return its number; with the lock held."""
         self._order.append(send)
         self._untold_bytes += send.size
         self.accepted += 1
@@ -138,7 +140,7 @@ class Sends(Window):
             return self._link.ledger.settle(send, CANCELLED, None)
 
     def completed(self) -> None:
-        """Let callbacks run whose turn it is; with the lock held."""
+        """Run callbacks that are due; with the lock held."""
         if self._telling:
             if self._link.pool.stranded:
                 self._link.pool.start_thread()
@@ -178,8 +180,8 @@ class Sends(Window):
     def wait(self, number: int | None = None) -> None:
         """Wait until the callbacks of all sends so far, or up to one, have returned.
 
-        Sends end by their deadlines; a callback that never returns is waited for, and
-        a warning says so.
+        Sends end by their deadlines; a callback that never returns is waited for, and a
+        warning names it.
         """
         number = self.accepted if number is None else number
         if self._wait(number, self._link.options.close_timeout):
@@ -191,7 +193,7 @@ class Sends(Window):
             self._wait(number, float("inf"))
 
     def _who_waits_for_whom(self) -> str:
-        """Name the callback that is waited for, and where it is: it may have handed
+        """Describe the callback that is waited for, and its stack: it may have passed
         this very wait to another thread, and be waiting for that."""
         runs_in = self._runs_in
         if runs_in is None:
@@ -205,7 +207,7 @@ class Sends(Window):
         )
 
     def wait_until(self, give_up: float) -> int:
-        """Wait until then for all callbacks; return how many sends are left."""
+        """Wait until that moment for all callbacks; return how many sends remain."""
         return self._wait(self.accepted, give_up - time.monotonic())
 
     def _wait(self, number: int, seconds: float) -> int:
@@ -225,8 +227,8 @@ class Sends(Window):
         return max(0, number - self.finished)
 
     def wait_for_outcomes(self) -> None:
-        """Wait until nothing is in flight; the sends' deadlines, and the connection's
-        loss, bound the wait."""
+        """Wait until nothing is in flight; the sends' deadlines, and the loss of the
+        connection, limit the wait."""
         with self._link.lock:
             self.waiters += 1
             try:

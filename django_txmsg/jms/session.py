@@ -1,6 +1,6 @@
 """A session: producers and consumers, sends and acknowledgements in one transaction.
 
-Hop 4 and 6 of a message. Producers and consumers are made from it.
+Hop 4 and 6 of a message. It creates producers and consumers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("django_txmsg.jms.session")
 
 
 class Session(SendingSession):
-    """Made by ``connection.create_session``; may be used from several threads."""
+    """Created by ``connection.create_session``; may be used from several threads."""
 
     def __init__(
         self,
@@ -40,7 +40,8 @@ class Session(SendingSession):
         max_in_flight: int | None,
         on_closed: Callable[[Session], None],
     ) -> None:
-        """Belong to the connection, which hears of its end; nothing is written."""
+        """Use this connection, which is notified of the session's end; writes
+        nothing."""
         super().__init__(connection, transacted=transacted, max_in_flight=max_in_flight)
         self.ack_mode = ack_mode
         self._on_closed = on_closed
@@ -54,7 +55,7 @@ class Session(SendingSession):
     def create_producer(
         self, destination: str | Destination | None = None
     ) -> MessageProducer:
-        """Make a producer, bound to the destination or, without one, to none."""
+        """Create a producer, bound to the destination, or to none if none is given."""
         self.check_usable()
         found = None if destination is None else destinations.parse(destination)
         return MessageProducer(self, found)
@@ -70,8 +71,9 @@ class Session(SendingSession):
     ) -> MessageConsumer:
         """Subscribe, and return once the broker has confirmed it.
 
-        ``prefetch`` bounds the deliveries not yet acknowledged. ``subscription`` names
-        a durable subscription to a topic, which collects messages while nobody reads.
+        ``prefetch`` limits the unacknowledged deliveries. ``subscription`` names a
+        durable subscription to a topic, which collects messages while it has no
+        consumer.
         """
         self.check_usable()
         consumer = MessageConsumer(
@@ -104,13 +106,13 @@ class Session(SendingSession):
         isolate: bool = False,
         keys: Sequence[str] = (),
     ) -> list[MessagingError | None]:
-        """Send many messages the fastest proven way of this broker.
+        """Send many messages in the fastest proven way of this broker.
 
         Returns one outcome per message, in order: ``None`` - proven to be stored;
         ``SendRejectedError`` - refused for good; ``SendOutcomeUnknownError`` - send it
-        again with the same id. Never raises for a message's sake. ``isolate`` waits
-        for each message before the next, to find the one that breaks a connection.
-        ``keys``, one per message, keeps messages of a key in order: what follows one
+        again with the same id. Never raises because of a message. ``isolate`` waits for
+        each message before the next, to find the one that breaks a connection.
+        ``keys``, one per message, keeps messages of a key in order: a message after one
         that is not stored is ``SendHeldBackError``, and was not sent. "" is no key.
         """
         self.check_usable()
@@ -134,7 +136,7 @@ class Session(SendingSession):
     def acknowledge(
         self, message: Message, *, wait: bool = False, timeout: float | None = None
     ) -> None:
-        """Tell the broker that this message, and no other, is done with.
+        """Acknowledge this message, and no other.
 
         Returns once the frame is queued: an acknowledgement that is lost with its
         connection means a redelivery. ``wait`` asks for a receipt and waits for it. In
@@ -160,7 +162,7 @@ class Session(SendingSession):
             self.link.post(frames.encode("ACK", headers))
 
     def recover(self) -> None:
-        """Receive again, on this session, what was received and not acknowledged."""
+        """Receive unacknowledged messages again, on this session."""
         self.refuse_own("recover")
         self.check_usable()
         if self.transacted:
@@ -171,14 +173,14 @@ class Session(SendingSession):
     # -- transactions -------------------------------------------------------------
 
     def commit(self, timeout: float | None = None, *, redeliver: bool = True) -> None:
-        """Commit the sends, and the acknowledgements of all that was received.
+        """Commit the sends, and the acknowledgements of all received messages.
 
-        Waits until those sends have their outcomes and callbacks; what is sent
-        meanwhile belongs to the next transaction. Raises
-        ``TransactionRolledBackError`` - none of it happened, what was received is
-        received again, unless `redeliver=False`, as for ``rollback`` - or
-        ``TransactionInDoubtError``. The next commit ends one that was interrupted, and
-        raises if that did not happen.
+        Waits until those sends have their outcomes and callbacks; messages sent
+        meanwhile belong to the next transaction. Raises ``TransactionRolledBackError``
+        if none of it happened; received messages are then received again, unless
+        `redeliver=False`, as for ``rollback``. Raises ``TransactionInDoubtError`` if
+        the outcome is unknown. The next commit completes an interrupted one, and raises
+        if that one did not happen.
         """
         seconds = self._before_end("commit", timeout)
         if self.link.error is None:  # a lost connection has rolled it back
@@ -206,11 +208,11 @@ class Session(SendingSession):
                 consumer.forget(message)
 
     def rollback(self, *, redeliver: bool = True, timeout: float | None = None) -> None:
-        """Abort the transaction; what it received is received again.
+        """Abort the transaction; its messages are received again.
 
-        With `redeliver=False` it is not: it stays unacknowledged until the
-        connection ends, unless the caller adopts it into the next transaction. Raises
-        ``IllegalStateError`` or ``TransactionInDoubtError`` when a commit before was
+        With `redeliver=False` they are not: they stay unacknowledged until the
+        connection ends, unless the caller adopts them into the next transaction. Raises
+        ``IllegalStateError`` or ``TransactionInDoubtError`` if an earlier commit was
         interrupted and has, or may have, happened.
         """
         seconds = self._before_end("rollback", timeout)
@@ -254,7 +256,7 @@ class Session(SendingSession):
             return transaction
 
     def _give_back(self, transaction: Transaction) -> None:
-        """Let what it received be received again."""
+        """Make its received messages available again."""
         for name in {message.subscription for message in transaction.received}:
             consumer = self._consumers.get(name or "")
             if consumer is not None:
@@ -263,9 +265,10 @@ class Session(SendingSession):
     # -- ending -------------------------------------------------------------------
 
     def drain(self, timeout: float = 30.0) -> None:
-        """Wait without closing until every send has its outcome and was told it.
+        """Wait without closing until every send has its outcome and its callback has
+        returned.
 
-        Raises ``TimeoutError`` when some have not by then.
+        Raises ``TimeoutError`` if some have not by then.
         """
         self.refuse_own("drain")
         left = self.sends.wait_until(time.monotonic() + timeout)
@@ -281,8 +284,8 @@ class Session(SendingSession):
     def close(self) -> None:
         """Wait for outstanding sends and their callbacks, then end.
 
-        An open transaction is rolled back. What the broker has against that is logged.
-        Raises ``IllegalStateError`` inside an own callback.
+        An open transaction is rolled back; the broker's errors about that are logged.
+        Raises ``IllegalStateError`` inside one of its own callbacks.
         """
         self.begin_close()
         if self.link.inherited or self._closed:

@@ -1,8 +1,8 @@
-"""One transaction on the broker: its frames, what spoilt it, how it ended.
+"""One transaction on the broker: its frames, its failures, its end.
 
-For stages that send and acknowledge as one unit. COMMIT is written only when the
-broker is known to have handled every frame of the transaction, because a broker may
-commit happily without the one message it refused or parked.
+For stages that send and acknowledge as one unit. COMMIT is written only when the broker
+is known to have handled every frame of the transaction, because a broker may commit
+without a message that it refused or held back.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Confirm(Pending):
     is_send = True
 
     def __init__(self, what: str, transaction: Transaction) -> None:
-        """Belong to the transaction; its time begins with COMMIT."""
+        """Its time-out starts with COMMIT."""
         super().__init__(what, float("inf"), transaction)
         self._transaction = transaction
 
@@ -46,13 +46,13 @@ class Transaction:
     """Begun with its first frame, ended by ``commit`` or ``abort``."""
 
     def __init__(self, link: Link) -> None:
-        """Take a name of its own; nothing is written yet."""
+        """Take a unique name; writes nothing yet."""
         self.link = link
         self.name = link.next_name("tx-")
         self.received: list[Message] = []
         #: Sends whose receipt comes only after COMMIT (RabbitMQ).
         self.confirms: set[Pending] = set()
-        #: How many sends with a listener its session had when it was to end.
+        #: How many sends with a listener its session had when the end began.
         self.last_send = 0
         self.error: MessagingError | None = None
         self._commit: Request | None = None
@@ -83,11 +83,11 @@ class Transaction:
         self.link.writer.put(data)
 
     def fail(self, error: MessagingError) -> None:
-        """Remember why it cannot be committed."""
+        """Record why it cannot be committed."""
         self.error = self.error or error
 
     def spoil(self, said: str) -> None:
-        """Take an ERROR frame that can only be for one of its frames."""
+        """Handle an ERROR frame that can only be about one of its frames."""
         self.fail(
             SendRejectedError(
                 f"{self.link.description} refused a frame of transaction "
@@ -97,14 +97,14 @@ class Transaction:
         )
 
     def new_confirm(self, what: str) -> Pending:
-        """Make the pending frame of a send whose receipt comes only after COMMIT."""
+        """Create the pending frame of a send whose receipt comes only after COMMIT."""
         confirm = Confirm(what, self)
         confirm.receipt = self.link.ledger.new_receipt()
         self.confirms.add(confirm)
         return confirm
 
     def confirmed(self, confirm: Pending) -> None:
-        """Take a confirm's outcome."""
+        """Record a confirm's outcome."""
         self.confirms.discard(confirm)
         if confirm.error is not None:
             self.fail(confirm.error)
@@ -112,10 +112,10 @@ class Transaction:
             self.link.changed.notify_all()
 
     def commit(self, timeout: float) -> None:
-        """Make it happen on the broker; go on where a call before was interrupted.
+        """Commit on the broker; resume if an earlier call was interrupted.
 
-        Raises ``TransactionRolledBackError`` when nothing of it happened, and
-        ``TransactionInDoubtError`` when COMMIT was written and not answered.
+        Raises ``TransactionRolledBackError`` if nothing of it happened, and
+        ``TransactionInDoubtError`` if COMMIT was written and not answered.
         """
         acks = [message.ack_id for message in self.received if message.ack_id]
         joined = self.link.dialect.acks_join_transaction
@@ -133,7 +133,7 @@ class Transaction:
                 self.link.post(frames.encode("ACK", {"id": ack_id}))
 
     def _prove_frames(self, ack_ids: list[str], timeout: float) -> None:
-        """See to it that the broker has handled all frames before COMMIT."""
+        """Make sure that the broker has handled all frames before COMMIT."""
         if ack_ids and self.error is None:
             with self.link.lock, self.link.whole:
                 self.link.check_alive()
@@ -158,7 +158,8 @@ class Transaction:
         if self.committing is None:
             with self.link.lock:
                 self._start_clocks(give_up)
-                # Known before it is queued: whatever interrupts this, it counts.
+                # Set before it is queued, so that it counts even if this is
+                # interrupted.
                 commit = self._commit = self._request("COMMIT", timeout)
                 self.link.submit(commit, "COMMIT", {"transaction": self.name})
         assert self._commit is not None
@@ -195,7 +196,8 @@ class Transaction:
         elif not self._commit.written:
             self.abort(timeout)
         else:
-            # What else is sent here could join the transaction nobody knows about.
+            # Further sends could otherwise join a transaction that is no longer
+            # tracked.
             silent = isinstance(error, TimeoutError)
             self.link.lose(
                 f"transaction {self.name} is in doubt: {error}", silent=silent
@@ -210,9 +212,10 @@ class Transaction:
         )
 
     def _wait_for_reason(self) -> None:
-        """Let ActiveMQ's word on the refused SEND arrive, which COMMIT's may overtake.
+        """Wait for ActiveMQ's ERROR about the refused SEND, which COMMIT's may
+        overtake.
 
-        It names no receipt: later it could only be held against another transaction.
+        It has no receipt id: later it could only be attributed to another transaction.
         """
         give_up = time.monotonic() + _REASON_SECONDS
         with self.link.lock:
@@ -224,7 +227,7 @@ class Transaction:
             self.link.ledger.refused.remove(self)
 
     def abort(self, timeout: float) -> None:
-        """Make sure nothing of it happens; a lost connection aborts it as well."""
+        """Make sure that nothing of it happens; a lost connection aborts it as well."""
         if self._begun:
             try:
                 abort = self._request("ABORT", timeout)

@@ -45,22 +45,23 @@ _RETRY = (
 
 
 def _until(give_up: float) -> float:
-    """Return the seconds left of a timeout, a few at least: 0 would mean no waiting."""
+    """Return the remaining seconds of a timeout, slightly above 0, which would mean not
+    to wait."""
     return max(0.01, give_up - time.monotonic())
 
 
 class FrameListener(Protocol):
-    """Who is told what the connection does; called on the I/O thread, never raises."""
+    """Receives the events of the connection; called on the I/O thread, never raises."""
 
     def on_frames(self, frames: list[Frame | Receipt]) -> None:
-        """Take the frames of one read, in their order."""
+        """Handle the frames of one read, in order."""
 
     def on_lost(self, reason: str, *, silent: bool = False) -> None:
-        """Learn that the connection is over, and why: ``silent``, since the broker has
+        """Handle the end of the connection and its reason; ``silent``: the broker
         stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Learn that the broker goes on reading, after a write had to wait."""
+        """Called when the broker goes on reading, after a write had to wait."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
@@ -74,10 +75,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         tls: ssl.SSLContext | None = None,
         connect_timeout: float = 10.0,
     ) -> None:
-        """Prepare; ``start`` connects and raises ``OSError`` when it cannot."""
+        """Prepare; ``start`` connects and raises ``OSError`` if it cannot."""
         super().__init__(auto_decode=False)
         self.address = address
-        #: Seconds of silence after which the broker is taken for dead, if any.
+        #: Seconds of silence after which the broker counts as dead, if any.
         self.silence_limit: float | None = None
         self._listener = listener
         self._tls = tls
@@ -102,7 +103,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         return thread
 
     def attempt_connection(self) -> None:
-        """Open the socket; stomp.py's own hides why it failed, and retries."""
+        """Open the socket; stomp.py's own method hides the reason of a failure, and
+        retries."""
         give_up = time.monotonic() + self._connect_timeout
         raw = self._connect(give_up)
         try:
@@ -118,7 +120,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         self._socket = connected
 
     def _connect(self, give_up: float) -> socket.socket:
-        """Connect to the first address of the host's name, all within one timeout."""
+        """Connect to the first address of the host's name that answers, all within one
+        timeout."""
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(
             *self.address, type=socket.SOCK_STREAM
@@ -176,14 +179,15 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                     raise TimeoutError(
                         f"no heart-beat from the broker for {silent:.1f} s"
                     ) from None
-                # Without a limit yet, look again soon: CONNECTED is about to set it.
+                # Without a limit yet, check again soon: CONNECTED is about to set it.
                 selector.select(0.5 if limit is None else limit - silent)
 
     def _acknowledge_at_once(self) -> None:
-        """Have the kernel acknowledge what was read without its usual 40 ms delay.
+        """Have the kernel acknowledge received data without its usual delay of 40 ms.
 
         ActiveMQ leaves Nagle's algorithm on: a delivery followed by a receipt waits for
-        the acknowledgement of the first. Linux forgets the option after each read.
+        the TCP acknowledgement of the delivery. Linux resets the option after each
+        read.
         """
         if _QUICKACK is not None:
             self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)  # type: ignore[union-attr]  # connected
@@ -193,7 +197,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     ) -> None:
         """Write all the bytes, or close the connection and raise ``OSError``.
 
-        ``tick`` is called while the broker reads nothing, so that deadlines pass.
+        ``tick`` is called while the broker reads nothing, so that deadlines take
+        effect.
         """
         give_up = time.monotonic() + timeout
         view = memoryview(data)
@@ -219,7 +224,8 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                             f"the broker has read nothing for {timeout:g} s"
                         ) from None
         except (OSError, ValueError, AttributeError) as error:
-            # Part of a frame may be out: nothing may follow it on this connection.
+            # Part of a frame may have been written: nothing may follow it on this
+            # connection.
             silent = isinstance(error, TimeoutError)
             self._over(f"writing failed: {error}", silent=silent)
             self.disconnect_socket()
@@ -229,10 +235,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 selector.close()
 
     def write_some(self, data: bytes) -> int:
-        """Write what the socket takes at once, and return how many bytes that were.
+        """Write what the socket accepts at once, and return the number of bytes.
 
-        None over TLS, which may have to wait for the reader; none when writing fails,
-        which ``write`` will find out and tell.
+        0 over TLS, which may have to wait for the reader; 0 if writing fails, which
+        ``write`` will detect and report.
         """
         if self._tls is not None or self._socket is None:
             return 0
@@ -256,7 +262,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 connected.shutdown(socket.SHUT_RDWR)
 
     def drop(self) -> None:
-        """End a connection that nobody holds any more; takes no lock."""
+        """End an unreferenced connection; takes no lock."""
         self.running = False
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -265,14 +271,15 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
     def cleanup(self) -> None:
         """Close the socket; stomp.py calls this as the I/O thread ends.
 
-        Not while a writer uses it: its number may be another socket's the next moment.
+        Not while a writer uses it: its number may become another socket's at any
+        moment.
         """
         if self._socket is not None:
             with self._write_lock:
                 self._socket.close()
 
     def abandon(self) -> None:
-        """Close the inherited socket in a forked child, with no byte written."""
+        """Close the inherited socket in a forked child, without writing a byte."""
         self.running = False
         if self._socket is not None:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""How many messages, and bytes, of one session may be in flight.
+"""Limits the messages and bytes of one session in flight.
 
-Hop 4 of a message. Room is taken as a send is queued and given back with its outcome. A
-send whose listener was not told yet is counted, too, so that a slow listener holds its
-senders up instead of filling the memory.
+Hop 4 of a message. Room is taken when a send is queued and released with its outcome. A
+send whose listener has not returned counts, too, so that a slow listener slows its
+senders instead of filling the memory.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from . import completion
 from .errors import WindowFullError
 from .link import Link
 
-#: Listeners that are not told yet, in windows, before sends with one block.
+#: How many listeners may be outstanding, in windows, before sends with one block.
 _UNTOLD_WINDOWS = 4
-#: What callbacks themselves may send beyond the window before it is an error, ...
+#: How much callbacks themselves may send beyond the window before it is an error, ...
 _HARD_CAP = 65_536
 #: ... and their bytes, in windows.
 _HARD_CAP_WINDOWS = 16
 
 
 class Window:
-    """Room for sends; every method but ``one_more`` is called with the lock held."""
+    """Room for sends; every method except ``one_more`` is called with the lock held."""
 
     def __init__(self, link: Link, messages: int, max_bytes: int) -> None:
-        """Bound the messages without an outcome, and all their bytes."""
+        """Limit in-flight messages and bytes."""
         self._link = link
         self._messages = messages
         self._max_bytes = max_bytes
@@ -36,8 +36,8 @@ class Window:
         self._in_flight_bytes = 0
         #: Sends without an outcome.
         self.in_flight = 0
-        #: Sends with a listener so far, and those of them whose callback has returned:
-        #: since they are told in their order, all up to that number.
+        #: Sends with a listener so far, and those whose callback has returned:
+        #: callbacks run in order, so these are all up to that number.
         self.accepted = 0
         self.finished = 0
         self.waiters = 0
@@ -53,8 +53,8 @@ class Window:
         """Wait until there is room for a send of that size.
 
         Raises ``WindowFullError``, or what ``check`` raises after a wait. Sends from a
-        callback never wait, since its return is what makes room; only a hard cap stops
-        them.
+        callback never wait, since its return is what makes room; only a hard limit
+        stops them.
         """
         if completion.is_running_for(self._link):
             most = max(16 * self._messages, _HARD_CAP)
@@ -84,8 +84,8 @@ class Window:
             check()
 
     def has_room(self, size: int, *, told: bool) -> bool:
-        """Whether a send of that size may go, one with a listener if ``told``."""
-        # A message larger than the window goes alone.
+        """Return whether a send of that size fits; ``told``: one with a listener."""
+        # A message larger than the window is sent alone.
         in_flight = self.in_flight
         if in_flight and (
             in_flight >= self._messages
@@ -103,17 +103,17 @@ class Window:
         self._in_flight_bytes += size
 
     def release(self, size: int) -> None:
-        """Note that one more outcome is known."""
+        """Record one more outcome."""
         self.in_flight -= 1
         self._in_flight_bytes -= size
-        # Waking a sender for every receipt would cost more than the send: wait until
-        # a sixteenth of the window is free. Waiters look by themselves now and then.
+        # Waking a sender for every receipt would cost more than the send, so wait until
+        # a sixteenth of the window is free. Waiting threads also check periodically.
         if self.waiters and self.in_flight <= self._messages * 15 // 16:
             self._link.changed.notify_all()
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count what goes on inside as one in flight."""
+        """Count the block as one more send in flight."""
         with self._link.lock, self._link.whole:
             self.take(0)
         try:

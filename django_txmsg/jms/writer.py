@@ -1,8 +1,8 @@
-"""The one thread that writes to a broker connection, and its clock.
+"""The one thread that writes to a broker connection, and its timer.
 
-Hop 4 of a message. Takes the frames queued by any thread, joins those that wait into
-one write, keeps heart-beats going when there are none, and lets deadlines pass - also
-while the broker reads nothing.
+Hop 4 of a message. It takes the frames queued by any thread, joins waiting ones into
+one write, sends heartbeats when there are none, and checks deadlines - also while the
+broker reads nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .transport import Transport
 
 
 class Writer:
-    """Queue and thread; every attribute is guarded by the connection's lock."""
+    """Queue and thread; the connection's lock guards every attribute."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Writer:
         on_tick: Callable[[], None],
         on_fault: Callable[[str], None],
     ) -> None:
-        """Write to the transport what threads put in; ``start`` begins.
+        """Write queued frames to the transport; ``start`` begins.
 
-        ``on_tick`` is called, with the lock held or not, when deadlines may pass,
-        ``on_fault`` when this thread can write no more.
+        ``on_tick`` is called, with the lock held or not, when deadlines may have
+        passed, ``on_fault`` if this thread can write no more.
         """
         self._transport = transport
         self._ledger = ledger
@@ -57,7 +57,7 @@ class Writer:
         )
 
     def start(self, heartbeat: float | None) -> None:
-        """Begin writing, with a sign of life every so many seconds if any."""
+        """Begin writing, with a heartbeat at this interval in seconds, if any."""
         self._heartbeat = heartbeat
         self._thread.start()
 
@@ -70,12 +70,13 @@ class Writer:
             self._wake.notify()
 
     def put_now(self, data: bytes, entry: Pending) -> None:
-        """Write a frame whose sender waits for its answer, if nothing waits before it
-        and the socket takes it without blocking; queue it otherwise. With the lock
-        held. Spares the sender a change of threads."""
+        """Write a frame whose sender waits for its answer, if no other frame waits and
+        the socket takes it without blocking; otherwise queue it. With the lock held.
+        Saves the sender a thread switch."""
         written = 0
         if self._idle and not self._queue:
-            # It may be out before the next line, and so may its answer.
+            # The frame may be written before the next line runs, and so may its answer
+            # arrive.
             entry.state = ON_WIRE
             written = self._transport.write_some(data)
             if not written:
@@ -89,7 +90,7 @@ class Writer:
             self._wake.notify()
 
     def stop(self) -> None:
-        """Write nothing any more; with the lock held."""
+        """Stop writing; with the lock held."""
         self._stopped = True
         self._queue.clear()
         self._wake.notify()
@@ -119,12 +120,12 @@ class Writer:
         except OSError:
             pass  # the transport has told the connection
         except BaseException as error:
-            # Nobody else lets deadlines pass: without this thread nothing ever ends.
+            # Without this thread, no deadline would ever be checked.
             self._on_fault(f"a fault of this client: {error!r}")
             raise
 
     def _next(self) -> bytes | None:
-        """Wait for frames, a heart-beat's turn or a deadline; ``None`` to end."""
+        """Wait for frames, a due heartbeat or a deadline; ``None`` to end."""
         never = float("inf")
         beat = time.monotonic() + self._heartbeat if self._heartbeat else never
         with self._wake:

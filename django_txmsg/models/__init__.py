@@ -1,4 +1,4 @@
-"""The tables. Rows own their transitions: no other module writes their states."""
+"""The tables. Only this package changes the states of rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from django.apps import apps
 
 from ..errors import ConfigurationError
 
-# Django's own words, on the first model there is, do not say what to do.
+# Django's own text, on the first model, does not say what to do.
 if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 

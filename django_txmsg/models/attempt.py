@@ -1,4 +1,5 @@
-"""One failed attempt of a stage at a message: when, by whom, how long, and why."""
+"""One failed attempt of a stage at a message: when, by which worker, how long, and
+why."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from django.db.models.functions import Now
 
 
 class Attempt(models.Model):
-    """A failed execution. Successful ones need no row: the inbox says so."""
+    """A failed execution. Successful ones need no row: the inbox records them."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField()

@@ -1,7 +1,7 @@
-"""A piece of work on many dead letters, done batch by batch and remembered.
+"""A bulk operation on dead letters, executed batch by batch and recorded.
 
-States: `running ⇄ paused`, then `done | cancelled`. The cursor moves in the transaction
-of the batch it stands for, so a crash neither loses nor doubles a message.
+States: `running ⇄ paused`, then `done | cancelled`. The cursor advances in the
+transaction of its batch, so a crash neither loses nor doubles a message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from django.db.models.functions import Now
 
 
 class BulkKind(models.TextChoices):
-    """What is done to each dead letter."""
+    """What the operation does to each dead letter."""
 
     REDELIVER = "redeliver", "redeliver"
     DISCARD = "discard", "discard"
@@ -20,7 +20,7 @@ class BulkKind(models.TextChoices):
 
 
 class BulkState(models.TextChoices):
-    """Where the work stands."""
+    """The state of the operation."""
 
     RUNNING = "running", "running"
     PAUSED = "paused", "paused"
@@ -29,10 +29,11 @@ class BulkState(models.TextChoices):
 
 
 class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions an operator asks for. Each says whether it happened."""
+    """The transitions that an operator can request. Each returns whether it
+    happened."""
 
     def pause(self, pk: int) -> bool:
-        """Stop after the batch at work."""
+        """Stop after the current batch."""
         return self._move(pk, (BulkState.RUNNING,), state=BulkState.PAUSED)
 
     def resume(self, pk: int) -> bool:
@@ -42,7 +43,7 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
         )
 
     def cancel(self, pk: int) -> bool:
-        """End here. What is done stays done."""
+        """End here. Processed messages are not undone."""
         return self._move(
             pk,
             (BulkState.RUNNING, BulkState.PAUSED),
@@ -57,9 +58,9 @@ class BulkManager(models.Manager):  # type: ignore[type-arg]  # not generic at r
 
 
 class BulkOperation(models.Model):
-    """What somebody asked to do to all dead letters that match a filter.
+    """An action on all dead letters that match a filter.
 
-    It takes in nothing that died after it was asked for (`up_to`).
+    It excludes messages that died after it was requested (`up_to`).
     """
 
     id = models.BigAutoField(primary_key=True)

@@ -1,8 +1,8 @@
-"""The one statement by which a worker takes rows: outbox, parked messages, queues.
+"""The one statement by which a worker claims rows: outbox, parked messages, queues.
 
-It chooses under locks that others skip, bounds what was chosen in rows and in bytes,
-and marks it as taken, all in one go. What it chose is materialized: nothing makes the
-planner choose twice, and take more than was asked for.
+In one statement it selects rows under locks that other claims skip, limits the
+selection in rows and bytes, and marks it as claimed. The selection is materialized:
+otherwise the planner might evaluate it twice, and claim more than requested.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from .fields import skip_locked_sql
 
-#: Bytes of message bodies that the claims of one process bring into memory at a time.
-#: A single larger message is taken alone.
+#: Most bytes of message bodies that the claims of one process load into memory at a
+#: time. A single larger message is claimed alone.
 MAX_BYTES = 16 * 1024 * 1024
 
 
@@ -29,14 +29,14 @@ def claim_sql(
     also: str = "TRUE",
     rank: str = "",
 ) -> str:
-    """Return SQL that takes rows of `table`, the first ones by their column `due`.
+    """Return SQL that claims rows of `table`, in the order of their column `due`.
 
-    `where` speaks of candidates as `c` and needs no clock that moves within the
-    statement: an index can then end the search at the first row that is not due.
-    `assign`, `also` (a last condition) and `returning` speak of the row as `o`, and may
-    look at `picked (id, due)`. `before` is a CTE to begin with. Higher values of the
-    column `rank` come first, whatever is due first. The parameters come in this order:
-    of `before`, of `where`, then `bounds()`, of `assign`, of `also`, of `returning`.
+    `where` refers to candidates as `c` and must use a clock that is constant within the
+    statement, so that an index scan can stop at the first row that is not due.
+    `assign`, `also` (a last condition) and `returning` refer to the row as `o`, and may
+    use `picked (id, due)`. `before` is a leading CTE. Higher values of the column
+    `rank` come first, whatever is due first. Parameters come in this order: of
+    `before`, of `where`, then `bounds()`, of `assign`, of `also`, of `returning`.
     """
     ranked, highest = (f", c.{rank}", f"{rank} DESC, ") if rank else ("", "")
     return f"""
@@ -60,6 +60,6 @@ def claim_sql(
 def bounds(
     limit: int, max_bytes: int | None = None, *, larger: bool = True
 ) -> Sequence[Any]:
-    """Return the parameters that bound a claim in rows and in bytes, MAX_BYTES unless
-    said. `larger` lets a single message be larger than that."""
+    """Return the parameters that limit a claim in rows and in bytes, by default
+    MAX_BYTES. `larger` permits a single message that is larger."""
     return [limit, MAX_BYTES if max_bytes is None else max_bytes, larger]

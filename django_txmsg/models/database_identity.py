@@ -1,7 +1,7 @@
-"""What a database is known as, and since when: a row for each start of its server.
+"""A database's identity, and since when it has it: a row for each start of its server.
 
-A copy of a database has its original's rows, and gets one of its own when it is first
-looked at: from then on the two are told apart.
+A copy of a database has its original's rows, and gets an identity of its own when it is
+first used: from then on the two can be told apart.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from django.db import connections, models, transaction
 from django.db.models.functions import Now
 
 _MAY_ASK = "SELECT has_function_privilege('pg_control_system()', 'EXECUTE')"
-#: All sessions of a server see the same start. A copy of its files starts at another
-#: time; so does a standby, which has everything before the last "/" in common with it.
+#: All sessions of a server see the same start time. A copy of its files starts at
+#: another time; so does a standby, whose value has the same part before the last "/".
 _IDENTITY = """
     SELECT current_database() || '/' || oid || '@' || {system} || '/'
         || trunc(extract(epoch FROM pg_postmaster_start_time()) * 1000000)::bigint
@@ -23,10 +23,10 @@ _SYSTEM = "(SELECT system_identifier FROM pg_control_system())"
 
 
 class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """Knows what its database is called."""
+    """Reads and records the identity of the database."""
 
     def ask(self) -> str:
-        """Return the present identity; "" where a database has none (SQLite)."""
+        """Return the present identity; "" if the database has none (SQLite)."""
         connection = connections[self.db]
         if connection.vendor != "postgresql":
             return ""
@@ -38,7 +38,7 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
         return str(identity)[-255:]
 
     def note(self, identity: str) -> dt.datetime:
-        """Write an identity down, and return when the database was first known by it.
+        """Record an identity, and return when the database was first seen with it.
 
         In a transaction of its own. Raises database errors, on a standby too.
         """
@@ -49,7 +49,7 @@ class DatabaseIdentityManager(models.Manager):  # type: ignore[type-arg]  # not 
 
 
 class DatabaseIdentity(models.Model):
-    """An identity of the database that this row is in, and when it was first seen."""
+    """An identity of this row's database, and when it was first seen."""
 
     id = models.BigAutoField(primary_key=True)
     identity = models.CharField(max_length=255, unique=True)

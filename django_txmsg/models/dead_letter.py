@@ -1,4 +1,4 @@
-"""What was given up on, kept whole until somebody resolves it.
+"""Dead letters: messages given up on, kept complete until they are resolved.
 
 States: `open → redelivered | replaced | discarded`.
 """
@@ -19,7 +19,7 @@ from .fields import now_sql, read_uuid
 
 
 class Resolution(models.TextChoices):
-    """What became of a dead letter."""
+    """How a dead letter was resolved."""
 
     OPEN = "open", "open"
     REDELIVERED = "redelivered", "redelivered"
@@ -28,16 +28,15 @@ class Resolution(models.TextChoices):
 
 
 class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """What is done to many dead letters in a single statement."""
+    """Operations on many dead letters in a single statement."""
 
     def store_again(
         self, again: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, uuid.UUID]]:
-        """Copy dead letters into the outbox, body and all, within the database.
+        """Copy dead letters into the outbox, with their bodies, within the database.
 
-        Each of `again` says `id`, and the new row's `key`, `headers`, `replay_id` and
-        `service`.
-        Returns row id and message id of what was stored.
+        Each entry of `again` has `id`, and the new row's `key`, `headers`, `replay_id`
+        and `service`. Returns row id and message id of the stored rows.
         """
         connection = connections[self.db]
         source = _given(connection, id="bigint", key="text", headers="jsonb",
@@ -65,8 +64,8 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
     def park_again(self, again: Sequence[Mapping[str, Any]], *, force: bool) -> None:
         """Park dead letters of stages in the inbox, due now, within the database.
 
-        Each of `again` says `id`, and the row's `headers` and `service`. What is parked
-        already stays as it is, and so does what is processed, but by `force`.
+        Each entry of `again` has `id`, and the row's `headers` and `service`. Parked
+        messages stay as they are, and so do processed ones, unless `force` is set.
         """
         connection = connections[self.db]
         source = _given(connection, id="bigint", headers="jsonb", service="text")
@@ -99,7 +98,7 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
 class DeadLetter(models.Model):
     """A message with its original headers and bytes, and the error that buried it.
 
-    `stage` is empty when the message died on its way out, in the relay.
+    `stage` is empty if the message died in the relay, on its way out.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -148,7 +147,7 @@ class DeadLetter(models.Model):
         ]
         indexes = [
             models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
-            # The newest are counted by place from this index alone.
+            # Only this index is read to count the newest ones by place.
             models.Index(
                 fields=[
                     "id",
@@ -169,7 +168,7 @@ class DeadLetter(models.Model):
             models.Index(
                 fields=["id"], condition=Q(deaths__gt=1), name="txmsg_dead_again"
             ),
-            # Groups and counts are read from this index alone, never from the bodies.
+            # Only this index is read for groups and counts, never the bodies.
             models.Index(
                 fields=[
                     "fingerprint",

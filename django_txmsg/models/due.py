@@ -1,4 +1,4 @@
-"""What is due in a database, for all who wait for it, in one statement (PostgreSQL)."""
+"""What is due in a database, for all waiting threads, in one statement (PostgreSQL)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .outbox import OutboxMessage
 from .queue import QueueMessage
 
 _OUTBOX, _QUEUE = OutboxMessage._meta.db_table, QueueMessage._meta.db_table
-# Each is the head of an index: the one by which the rows are claimed.
+# Each is the head of the index by which the rows are claimed.
 _LOOK = f"""
     SELECT 'queue ' || name, EXTRACT(EPOCH FROM (
         SELECT available_at FROM {_QUEUE} WHERE queue = name
@@ -32,9 +32,9 @@ _LOOK = f"""
 def seconds_until_due(
     using: str, topics: Collection[str], services: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return for each topic of which there are rows when the first is due, in seconds
-    from now: zero or less when one is. Of the outbox, only rows that one of `services`
-    stored, or an earlier release."""
+    """Return for each topic with rows when its first row is due, in seconds from now:
+    zero or less if it is due already. From the outbox, only rows stored by one of
+    `services` or by an earlier release."""
     queues, outboxes = [
         [one.removeprefix(kind) for one in topics if one.startswith(kind)]
         for kind in (notifications.queue(""), notifications.outbox(""))

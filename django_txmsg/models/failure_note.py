@@ -1,7 +1,7 @@
-"""What operators found out about an error, for all dead letters of its fingerprint.
+"""An operator's note about an error, for all dead letters with its fingerprint.
 
-A muted error is known and waited out: its dead letters stay where they are and can be
-redelivered as before, but the overview and the alarms do not count them.
+A muted error is known and awaits its fix: its dead letters stay and can be redelivered
+as before, but the overview and the alarms do not count them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..errors import TxmsgError
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The one way in which notes change."""
+    """The only way to change notes."""
 
     def keep(
         self,
@@ -23,9 +23,9 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         note: str | None = None,
         muted: bool | None = None,
     ) -> FailureNote:
-        """Keep a note, and whether its error is muted. What is None stays as it was.
+        """Store a note, and whether its error is muted. None leaves a value unchanged.
 
-        Raises TxmsgError for a muted error without a note that says why.
+        Raises TxmsgError for a muted error without a note that gives the reason.
         """
         using = self._db or router.db_for_write(self.model)
         notes = self.using(using)
@@ -48,7 +48,7 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
 
 
 class FailureNote(models.Model):
-    """What somebody found out about an error: a ticket, a cause, a plan."""
+    """What an operator found out about an error: a ticket, a cause, a plan."""
 
     id = models.BigAutoField(primary_key=True)
     fingerprint = models.CharField(max_length=64, unique=True)

@@ -1,6 +1,6 @@
-"""Clock expressions and SQL that Django does not bring.
+"""Clock expressions and SQL that Django does not provide.
 
-Due and lease times are computed by the database, so that no node's clock matters.
+The database computes due and lease times, so that no other host's clock matters.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ..django_internals import in_block
 
 
 def now_sql(connection: Any) -> str:
-    """Return SQL for the database's present instant, which moves on within a
-    transaction. For what is assigned, in a statement with parameters."""
+    """Return SQL for the database's present instant, which advances within a
+    transaction. For assigned values, in a statement with parameters."""
     if connection.vendor == "postgresql":
         return "clock_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
 
 
 def clock(using: str) -> dt.datetime:
-    """Return the database's present instant, in UTC: what is reckoned from it in Python
-    must not follow a zone's clocks, which the alias may have."""
+    """Return the database's present instant, in UTC: calculations with it in Python
+    must not depend on a time zone, which the alias may have."""
     connection: Any = connections[using]
     with connection.cursor() as cursor:
-        # With parameters, as everywhere: then `%%` means `%`.
+        # With parameters, like everywhere: then `%%` means `%`.
         cursor.execute(f"SELECT {now_sql(connection)}", [])
         instant: dt.datetime = read_instant(cursor.fetchone()[0])
     return instant.astimezone(dt.timezone.utc)
 
 
 def began_sql(connection: Any) -> str:
-    """Return SQL for the instant at which the statement came. For conditions: it stays
-    the same for all rows, so that an index can be searched by it."""
+    """Return SQL for the instant at which the statement began. For conditions: it is
+    the same for all rows, so an index can be searched by it."""
     if connection.vendor == "postgresql":
         return "statement_timestamp()"
     return "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
@@ -51,8 +51,8 @@ def later_sql(connection: Any) -> str:
 
 
 class Later(models.Func):
-    """The database's present instant plus so many seconds, whatever the clocks of its
-    zone do meanwhile, which an interval of days follows."""
+    """The database's present instant plus that many seconds, regardless of clock
+    changes in its time zone, which an interval of days would follow."""
 
     output_field = models.DateTimeField()
 
@@ -80,17 +80,17 @@ def skip_locked_sql(connection: Any) -> str:
 
 
 def limit_waits(connection: Any, seconds: float) -> None:
-    """Let no statement of the open transaction wait for a lock for longer: it raises
-    OperationalError then (`outage.gave_up_waiting()`). SQLite has a time-out of its
-    own."""
+    """Limit how long statements of the open transaction wait for a lock; they then
+    raise OperationalError (`database_health.gave_up_waiting()`). SQLite has a time-out
+    of its own."""
     if connection.vendor == "postgresql":
         with connection.cursor() as cursor:
             cursor.execute(f"SET LOCAL lock_timeout = {int(seconds * 1000)}")
 
 
 def instant_text_sql(connection: Any, column: str) -> str:
-    """Return SQL for an instant as `wire.format_instant()` writes it: a database that
-    can does so faster. SQLite gives its own text."""
+    """Return SQL for an instant in the format of `wire.format_instant()`: a database
+    that supports it formats faster. SQLite returns its own text."""
     if connection.vendor != "postgresql":
         return column
     pattern = 'YYYY-MM-DD"T"HH24:MI:SS.US"+00:00"'
@@ -98,16 +98,18 @@ def instant_text_sql(connection: Any, column: str) -> str:
 
 
 def text_sql(connection: Any, column: str) -> str:
-    """Return SQL for a UUID or JSON as text, which is cheaper than the objects that
-    drivers make. SQLite has its own text."""
+    """Return SQL for a UUID or JSON as text, which is cheaper than the drivers'
+    objects. SQLite returns its own text."""
     return f"{column}::text" if connection.vendor == "postgresql" else column
 
 
 def no_wait_sql(connection: Any) -> tuple[str, str]:
     """Return a CTE and a condition with which a statement's own commit does not wait
-    for the disk; nothing and a truth where that cannot be, or inside a transaction.
+    for the disk; an empty CTE and a true condition if that is not possible, or inside a
+    transaction.
 
-    For what a crash of the server may undo: it costs a repetition and no message.
+    For changes that a crash of the server may undo: that costs a repetition, but no
+    message.
     """
     if connection.vendor != "postgresql" or in_block(connection):
         return "", "TRUE"
@@ -116,7 +118,7 @@ def no_wait_sql(connection: Any) -> tuple[str, str]:
 
 
 def prepared(model: type[models.Model], name: str, value: Any, connection: Any) -> Any:
-    """Return a value as the database takes it for a model's field."""
+    """Return a value in the database's form for a model field."""
     field: Any = model._meta.get_field(name)
     return field.get_db_prep_save(value, connection)
 
@@ -126,7 +128,7 @@ def ids_sql(
     column: str,
     ids: Collection[int] | Collection[str] | Collection[uuid.UUID],
 ) -> tuple[str, list[Any]]:
-    """Return a condition that `column` is one of `ids`, and its parameters."""
+    """Return the condition that `column` is one of `ids`, and its parameters."""
     if connection.vendor == "postgresql":
         return f"{column} = ANY(%s)", [list(ids)]
     condition = f"{column} IN (SELECT value FROM json_each(%s))"  # noqa: S608 - a column of ours
@@ -135,7 +137,7 @@ def ids_sql(
 
 
 class OneOf(models.Func):
-    """Whether a column is one of `ids`, which are a single parameter, however many."""
+    """Whether a column is one of `ids`, passed as a single parameter."""
 
     output_field = models.BooleanField()
 
@@ -151,8 +153,8 @@ class OneOf(models.Func):
 
 
 def read_instant(value: Any) -> Any:
-    """Return an aware instant, or None, from a raw column: SQLite gives UTC text. From
-    a number, which is the seconds of Unix, too."""
+    """Return an aware instant, or None, from a raw column: SQLite returns UTC text.
+    Also from a number, as Unix time in seconds."""
     if isinstance(value, float):
         return dt.datetime.fromtimestamp(value, dt.timezone.utc)
     if isinstance(value, str):
@@ -163,5 +165,5 @@ def read_instant(value: Any) -> Any:
 
 
 def read_uuid(value: Any) -> Any:
-    """Return a UUID from a raw column: SQLite gives its hexadecimal text."""
+    """Return a UUID from a raw column: SQLite returns its hexadecimal text."""
     return uuid.UUID(value) if isinstance(value, str) else value

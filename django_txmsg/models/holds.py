@@ -1,4 +1,4 @@
-"""A rule in a queryset: `filter(Holds(outbox.DUE, now=Now()))`."""
+"""Rules in querysets: `filter(Holds(outbox.DUE, now=Now()))`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..rules.rule import Rule
 
 
 class Holds(models.Func):
-    """Whether a rule holds for a row. `values` are expressions."""
+    """Whether a rule is true for a row. `values` are expressions."""
 
     output_field = models.BooleanField()
 

@@ -1,4 +1,4 @@
-"""A request that was done under an Idempotency-Key, and the response it got."""
+"""A request executed under an Idempotency-Key, and its response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from django.db.models.functions import Now
 
 
 class IdempotencyKey(models.Model):
-    """One key of one caller. It commits with what the request did, or not at all."""
+    """One key of one caller. It commits with the request's effects, or not at all."""
 
     id = models.BigAutoField(primary_key=True)
     caller = models.CharField(max_length=255)

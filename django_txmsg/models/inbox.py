@@ -1,7 +1,7 @@
-"""Hop 7's memory: which message ids a stage has seen, and how often.
+"""Hop 7's record: which message ids a stage has received, and how often.
 
 States: `received → processed | dead`. A received row with `due_at` is parked: it holds
-the whole message until its next attempt, and the broker has nothing of it any more.
+the whole message until its next attempt, and the broker does not have it any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .inbox_turn import Turn, turn_sql
 
 
 class InboxState(models.TextChoices):
-    """Where a received message is; computed from its instants."""
+    """The state of a received message, computed from its instants."""
 
     RECEIVED = "received", "received"
     PROCESSED = "processed", "processed"
@@ -31,8 +31,8 @@ class InboxManager(ReleaseManager):
     """The transitions of received messages, each in a single statement."""
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
-        """Count another attempt in place, as blocking redelivery makes. Returns it, or
-        0 when the message is somebody else's by now."""
+        """Count another attempt in place, for blocking redelivery. Returns it, or 0 if
+        another worker has the message."""
         connection = connections[self.db]
         held, fence = self.fence(token)
         with connection.cursor() as cursor:
@@ -46,12 +46,12 @@ class InboxManager(ReleaseManager):
         return int(row[0]) if row else 0
 
     def lock(self, ids: list[int]) -> set[int]:
-        """Take rows for this transaction. A concurrent copy waits here until the
-        transaction ends. Returns those that are still to be processed."""
+        """Lock rows for this transaction. A concurrent copy waits here until the
+        transaction ends. Returns the rows that are still to be processed."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         condition += f" AND due_at IS NULL AND {OPEN.sql()}"
-        # SQLite has no row locks: there, writing takes the one lock there is.
+        # SQLite has no row locks: a write takes its only lock.
         sql = f"UPDATE {self._table} SET stage = stage WHERE {condition} RETURNING id"  # noqa: S608 - constants only
         if connection.vendor == "postgresql":
             sql = f"SELECT id FROM {self._table} WHERE {condition} FOR UPDATE"  # noqa: S608 - constants only
@@ -64,10 +64,10 @@ class InboxManager(ReleaseManager):
     ) -> bool:
         """Lock one row by marking it processed, before its work: one statement for
         both. The mark commits with the work or not at all. A concurrent copy waits
-        here. False when the message is processed, parked or dead by now.
+        here. Returns False if the message is already processed, parked or dead.
 
-        `token` is the lease of a parked message. With `turn` it is taken when that has
-        come only, and nothing else of its key is in anybody's hands.
+        `token` is the lease of a parked message. With `turn` the row is taken only if
+        its predecessor lets it go, and no other transaction has a message of its key.
         """
         connection = connections[self.db]
         condition, parameters = "due_at IS NULL", [pk]
@@ -89,7 +89,7 @@ class InboxManager(ReleaseManager):
         return False
 
     def finish(self, ids: list[int]) -> None:
-        """Mark rows processed now, in the transaction that holds their work."""
+        """Mark rows as processed now, in the transaction that holds their work."""
         connection = connections[self.db]
         condition, parameters = ids_sql(connection, "id", ids)
         with connection.cursor() as cursor:
@@ -101,10 +101,10 @@ class InboxManager(ReleaseManager):
             )
 
     def mark_dead(self, pk: int, error: str, token: uuid.UUID | None = None) -> int:
-        """Give a received message up. Its bytes are in the dead letter.
+        """Mark a received message as dead. Its bytes are in the dead letter.
 
-        Returns 0 when it is processed or dead by now, or when `token`, the lease it
-        was held under, has ended and somebody else has it.
+        Returns 0 if it is already processed or dead, or if its lease, `token`, has
+        ended and another worker has it.
         """
         rows = self.filter(pk=pk, processed_at=None, dead_at=None)
         if token is not None:
@@ -122,7 +122,7 @@ class InboxManager(ReleaseManager):
 
 
 class InboxMessage(models.Model):
-    """One message as one stage knows it. The unique key is what drops duplicates."""
+    """One message at one stage. The unique key drops duplicates."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255)
@@ -214,8 +214,8 @@ class InboxMessage(models.Model):
             ),
             models.Index(
                 fields=["stage", "key", "after_at"],
-                # A processed one has no key: an index that knew of `processed_at` would
-                # cost every update that ends a message its place on the page.
+                # Only unprocessed rows: if the index covered `processed_at`, every
+                # update that ends a message would have to leave its page.
                 condition=~Q(key=""),
                 name="txmsg_inbox_key",
             ),

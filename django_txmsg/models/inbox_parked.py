@@ -1,6 +1,6 @@
-"""The side track's waiting room: messages parked in the inbox table until they are due.
+"""The side track's storage: messages parked in the inbox table until they are due.
 
-A parked row holds the whole message: the broker has nothing of it any more.
+A parked row holds the whole message: the broker does not have it any more.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .fields import (
 )
 from .inbox_record import SEEN_COLUMNS, RecordingManager, Seen, read_seen
 
-#: Message types by name, each with the version of the code here.
+#: Message types by name, each with the version of this code.
 Reads = Sequence[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A parked message whose time has come, held by one worker under a lease."""
+    """A due parked message, held by one worker under a lease."""
 
     seen: Seen
     destination: str
@@ -58,10 +58,10 @@ class ParkedManager(RecordingManager):
     ) -> bool:
         """Keep the whole message here until it is due again in `delay` seconds.
 
-        `needs` names a message type and the oldest version that reads it: no worker of
-        an older one claims it, and it costs no attempt.
-        False when it is processed or dead by now, or when `token`, the lease it was
-        held under, has ended and somebody else has it.
+        `needs` names a message type and the oldest version that reads it: workers with
+        older code do not claim it, and it costs no attempt. Returns False if it is
+        already processed or dead, or if its lease, `token`, has ended and another
+        worker has it.
         """
         connection = connections[self.db]
         held, fence = self.fence(token)
@@ -88,7 +88,7 @@ class ParkedManager(RecordingManager):
 
     def fence(self, token: uuid.UUID | None) -> tuple[str, list[Any]]:
         """Return the condition that a parked message is still held under `token`, and
-        its parameters; none for a message that came from the broker."""
+        its parameters; empty for a message from the broker."""
         if token is None:
             return "", []
         connection = connections[self.db]
@@ -96,8 +96,8 @@ class ParkedManager(RecordingManager):
         return " AND lease_token = %s", [held]
 
     def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
-        """Return which of the stages have parked messages that are due and free, and of
-        a version that the code here reads."""
+        """Return which of the stages have parked messages that are due, unclaimed and
+        readable by this code."""
         connection = connections[self.db]
         now = began_sql(connection)
         queries: list[str] = []
@@ -117,9 +117,9 @@ class ParkedManager(RecordingManager):
     def claim_parked(
         self, stage: str, token: uuid.UUID, lease: float, reads: Reads | None = None
     ) -> Parked | None:
-        """Take one due parked message of a stage, counting the attempt it is for.
+        """Claim one due parked message of a stage, and count the attempt.
 
-        `reads` are the types and versions that the code here knows; None reads all.
+        `reads` are the types and versions that this code reads; None reads all.
         """
         readable, versions = _readable("c.", reads)
         connection = connections[self.db]
@@ -158,8 +158,8 @@ class ParkedManager(RecordingManager):
         )
 
     def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
-        """Keep a claimed parked message for `lease` seconds from now, unless its row
-        is locked: then nobody else can claim it."""
+        """Hold a claimed parked message for `lease` seconds from now, unless its row is
+        locked: then no other worker can claim it anyway."""
         connection = connections[self.db]
         with connection.cursor() as cursor:
             cursor.execute(
@@ -174,16 +174,16 @@ class ParkedManager(RecordingManager):
             )
 
     def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
-        """Give a claimed parked message back, due now, and so many attempts that were
-        counted and not made."""
+        """Release a claimed parked message, due now, and uncount attempts that were
+        counted but not made."""
         self.filter(pk=pk, lease_token=token).update(
             lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
         )
 
 
 def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
-    """Return the condition that code which knows these types can read a row, with its
-    parameters; none for a stage that takes bodies as JSON gives them."""
+    """Return the condition that code with these types can read a row, and its
+    parameters; empty for a stage that takes bodies as parsed JSON."""
     if reads is None:
         return "", []
     one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"

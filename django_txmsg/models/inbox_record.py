@@ -1,6 +1,6 @@
-"""Recording an arrival: was this message here before, and what came of it?
+"""Records an arrival: whether the message was here before, and its outcome.
 
-Hop 7 asks before it runs anything, and the answer counts the attempt.
+Hop 7 records before it runs anything; recording also counts the attempt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .inbox_turn import Turn, turn_sql
 if TYPE_CHECKING:
     from ..envelope.message import Message
 
-#: Ends a row well, with the clock's expression as `now`.
+#: Marks a row as processed, with the clock's expression as `now`.
 PROCESSED = (
     "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
     " lease_until = NULL, lease_token = NULL, key = '', waits_for = NULL"
@@ -30,8 +30,8 @@ PROCESSED = (
 #: The session setting that proves the first half of `record_and_begin()`.
 _MARK = "txmsg.arrival"
 
-#: What `read_seen()` reads, in SQL with the clock's expression as `now`.
-# The instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
+#: The columns for `read_seen()`, in SQL with the clock's expression as `now`. The
+#: instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
 SEEN_COLUMNS = (
     "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
 )
@@ -39,7 +39,7 @@ SEEN_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the inbox knew of a message once its arrival was recorded."""
+    """What the inbox knew of a message after its arrival was recorded."""
 
     id: int
     message_id: uuid.UUID
@@ -52,16 +52,16 @@ class Seen:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to do for this arrival but to drop it."""
+        """Whether this arrival only needs to be dropped."""
         return self.processed or self.dead or self.parked
 
     def attempted(self, attempt: int) -> Seen:
-        """Return what is known once another attempt was counted."""
+        """Return the record after another attempt was counted."""
         return dataclasses.replace(self, attempt=attempt)
 
 
 class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """Counts arrivals, each of many in a single statement."""
+    """Counts arrivals, many in a single statement."""
 
     def record(
         self,
@@ -71,14 +71,14 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         idempotent: bool = False,
         together: bool = False,
     ) -> dict[uuid.UUID, Seen]:
-        """Count an arrival of each message, and an attempt for each that is to run.
+        """Count an arrival of each message, and an attempt for each that will run.
 
-        Commits at once, so that a message that kills its worker is still counted; on
-        PostgreSQL without waiting for the disk, since losing a count costs no more
-        than one attempt: who finds nothing to change asks `recall()`. `idempotent`
-        stages run again what they have processed.
-        Of messages that are to run `together` none is counted an attempt: should their
-        worker die, nobody could tell whose it was, and each comes again alone.
+        Commits at once, so that a message that kills its worker is still counted. On
+        PostgreSQL the commit does not wait for the disk, since a lost count costs at
+        most one attempt; if a later statement then finds no row, it calls `recall()`.
+        `idempotent` stages also run messages that they have processed. Messages that
+        run `together` count no attempt: if their worker dies, it is unknown which one
+        was the cause, and each is delivered again alone.
         """
         connection = connections[self.db]
         sql, parameters = self._recording(
@@ -103,16 +103,15 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         """Record an arrival, commit that, begin the stage's transaction and take the
         row in it: `record()` and `take()` in one round trip instead of three.
 
-        Returns what was recorded, and whether the row is taken: with `turn`, only when
-        the one before it is processed. The transaction is
-        open in any case: a `StageTransaction` takes it over, or the caller rolls it
-        back. For a connection of psycopg 3 that is outside of any block
-        (`begins_early()`). When it fails, `recorded()` tells by the `mark` whether the
-        first half stayed.
+        Returns the record, and whether the row was taken: with `turn`, only if its
+        predecessor lets it go. The transaction is open in any case: a
+        `StageTransaction` takes it over, or the caller rolls it back. For a connection
+        of psycopg 3 outside of any block (`begins_early()`). If it fails, `recorded()`
+        tells by the `mark` whether the first half was committed.
         """
         connection = connections[self.db]
         recording, parameters = self._recording(stage, [message], False, 1)
-        # OPTIONS' level is the driver's to say, and the driver says no BEGIN here.
+        # The driver sets OPTIONS' isolation level in its BEGIN, which is not used here.
         own = getattr(raw(connection), "isolation_level", None)
         if isolation is None and own is not None:
             isolation = own.name.replace("_", " ")
@@ -136,17 +135,17 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
             return seen, bool(cursor.rowcount)
 
     def recorded(self, stage: str, message: Message, mark: str) -> Seen | None:
-        """Return what `record_and_begin()` has recorded before it failed, if it has:
-        a setting of the session that was made in a transaction ends with that, unless
-        it commits."""
+        """Return what `record_and_begin()` committed before it failed, if anything: a
+        session setting made in a transaction survives only if the transaction
+        commits."""
         return self._seen(
             f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
             [message.id, stage, mark],
         )
 
     def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> Seen | None:
-        """Return what is known of a message whose arrival was recorded before, if it is
-        not forgotten: a crash of the server may have given its row to another one."""
+        """Return the record of a message whose arrival was recorded before, if it still
+        exists: after a crash of the server another message may have its row."""
         value = prepared(self.model, "message_id", message_id, connections[self.db])
         return self._seen(
             "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
@@ -204,8 +203,7 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
         return sql, parameters
 
     def unrecord(self, pk: int) -> None:
-        """Take back an arrival that is to be recorded anew, and the attempt that was
-        counted with it."""
+        """Remove an arrival that will be recorded anew, and its counted attempt."""
         self.filter(pk=pk).update(
             deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
         )
@@ -217,7 +215,7 @@ class RecordingManager(models.Manager):  # type: ignore[type-arg]  # not generic
 
 
 def read_seen(row: Sequence[Any]) -> Seen:
-    """Make sense of a row of SEEN_COLUMNS."""
+    """Return the record from a row of SEEN_COLUMNS."""
     pk, message_id, attempts, deliveries, processed, dead, parked, now = row
     return Seen(
         id=pk,

@@ -1,8 +1,9 @@
-"""Letting messages of an ordered stage go: one ends, one asks again, one gives up.
+"""Releases waiting messages of an ordered stage: when their predecessor ends, when they
+are rechecked, or when their wait expires.
 
-A message that ends says so as the last thing in its transaction; what is missed is
-asked for again, further and further apart. What has not come, or holds up the others
-without end, is let go by patience or by an operator.
+A message that ends releases its followers in the last statement of its transaction.
+Followers that this misses are rechecked at growing intervals. A predecessor that never
+arrives, or blocks the others without end, is passed after a time-out or by an operator.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from .fields import (
 from .inbox_turn import behind_sql, never_sql, passed_sql, waits_sql
 from .inbox_waiting import FIRST_PAUSE, LONGEST_PAUSE, WaitingManager
 
-#: Waiting rows asked, and let go, in one statement.
+#: Waiting rows rechecked, and released, in one statement.
 ASKED = 1000
-#: Seconds that one waits for what has not come and may never do, where a message is not
-#: passed: a predecessor on its way is here sooner.
+#: Seconds to wait for a predecessor that may never arrive, at a stage that does not
+#: skip: one that is on its way arrives sooner.
 ON_ITS_WAY = 120.0
-#: Seconds that an operator waits for a message that a worker has in hand.
+#: Seconds that an operator's command waits for a message that a worker holds.
 PATIENCE = 5.0
 
 
@@ -41,8 +42,8 @@ class ReleaseManager(WaitingManager):
 
     def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
         """Make the followers of messages that end in this transaction due. Returns how
-        many there are. The transaction's last statement: what commits later than it
-        begins finds the ended message itself."""
+        many there are. Must be the transaction's last statement: a message that commits
+        after it began finds the ended one itself."""
         connection = connections[self.db]
         ids, values = ids_sql(connection, "waits_for", messages)
         with connection.cursor() as cursor:
@@ -54,9 +55,9 @@ class ReleaseManager(WaitingManager):
             return int(cursor.rowcount)
 
     def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
-        """Ask the waiting rows of a stage that are due whether their turn has come, and
-        put those off whose turn has not, by a second if they are to be asked `soon`.
-        Returns how many were."""
+        """Recheck a stage's due waiting rows, and postpone those whose turn has not
+        come, by a second if they must be rechecked `soon`. Returns how many were
+        postponed."""
         longest = FIRST_PAUSE if soon else LONGEST_PAUSE
         connection, table = connections[self.db], self._table
         now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
@@ -72,8 +73,8 @@ class ReleaseManager(WaitingManager):
                 "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('+%%.3f seconds',"
                 f" max({FIRST_PAUSE}, min({longest}, {waited}))))"
             )
-        # Read first, and changed where it still is as it was read: it has been woken
-        # else, by one that ended after this statement began.
+        # Read first, and changed only if unchanged since: a message that ended after
+        # this statement began has released it already.
         with connection.cursor() as cursor:
             cursor.execute(
                 f"""
@@ -103,9 +104,9 @@ class ReleaseManager(WaitingManager):
         retention: dt.timedelta | None,
         link: str,
     ) -> int:
-        """Let messages go whose predecessor is not here and need not be waited for any
-        longer, if nothing of their key before them is open here. `link` is the header
-        that names it. Returns how many."""
+        """Release messages whose predecessor is missing and whose wait has expired, if
+        no earlier message of their key is open here. `link` is the header that names
+        the predecessor. Returns how many."""
         connection, table = connections[self.db], self._table
         held = "e.dead_at IS NULL"
         lost, parameters = "", [stage, later_value(connection, -patience)]
@@ -146,17 +147,17 @@ class ReleaseManager(WaitingManager):
             return int(cursor.rowcount)
 
     def let_go(self, stage: str, key: str, *, link: str) -> int:
-        """Let the first waiting message of a key go, by an operator's word, whatever
-        it waits for. Returns how many were: 1, or 0 where none waits, or where the
-        first one was let go otherwise while this waited for it.
+        """Release the first waiting message of a key on an operator's request, whatever
+        it waits for. Returns how many were released: 1, or 0 if none waits, or if the
+        first one was released meanwhile.
 
-        Raises OperationalError when a worker keeps it for longer than PATIENCE: it runs
-        just now.
+        Raises OperationalError if a worker holds it for longer than PATIENCE: it is
+        running.
         """
         connection, table = connections[self.db], self._table
-        # The first one is chosen once, whoever has it in hand: another one is not
-        # meant. Without its lease, a worker that is about to put it back changes
-        # nothing.
+        # The first one is chosen once, even if a worker holds it: no other one is
+        # meant. Its lease is removed, so that a worker that is about to put it back
+        # changes nothing.
         with transaction.atomic(using=self.db), connection.cursor() as cursor:
             limit_waits(connection, PATIENCE)
             cursor.execute(
@@ -172,7 +173,7 @@ class ReleaseManager(WaitingManager):
             return int(cursor.rowcount)
 
     def wait_no_more(self, stage: str) -> int:
-        """Let all waiting messages of a stage go that runs in order no longer."""
+        """Release all waiting messages of a stage that is no longer ordered."""
         connection = connections[self.db]
         with connection.cursor() as cursor:
             cursor.execute(

@@ -1,7 +1,9 @@
-"""Whether it is a message's turn, in SQL: a stage that is ordered asks as it takes one.
+"""Whether it is a message's turn, in SQL: an ordered stage checks it when it takes a
+message.
 
-A predecessor lets its follower go once it is processed, or passed: dead at a stage that
-skips, expired, discarded, or replaced by a copy that is processed or passed itself.
+A predecessor releases its follower once it is processed, or passed: dead at a stage
+that skips, expired, discarded, or replaced by a copy that is itself processed or
+passed.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from django.db import models
 from ..rules.inbox import IN_LINE, OPEN
 from .fields import prepared
 
-#: Due when its predecessor says so.
+#: Due when its predecessor releases it.
 NEVER = "9000-01-01 00:00:00"
 _INBOX, _LETTERS = "django_txmsg_inboxmessage", "django_txmsg_deadletter"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The place of one message among those of its key, at one stage."""
+    """The place of one message in the order of its key, at one stage."""
 
     stage: str
     key: str
-    #: Whether what is dead lets its followers go.
+    #: Whether dead messages release their followers.
     skips: bool
-    #: The message before it, and that one's place; None for one that waits for nobody.
+    #: The predecessor, and its place in the order; None if there is none.
     after_id: uuid.UUID | None = None
     after_at: dt.datetime | None = None
 
@@ -42,8 +44,8 @@ class Turn:
 
 
 def passed_sql(message: str, stage: str, *, skips: bool) -> str:
-    """Return the condition that a message, of which `message` is the id in SQL, lets
-    its followers at a `stage` (in SQL, used once) go."""
+    """Return the condition that a message, whose id in SQL is `message`, releases its
+    followers at a `stage` (in SQL, used once)."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
         f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
@@ -51,7 +53,7 @@ def passed_sql(message: str, stage: str, *, skips: bool) -> str:
 
 
 def passes_sql(*, skips: bool) -> str:
-    """Return the condition that the row `p` of the inbox lets its followers go."""
+    """Return the condition that the row `p` of the inbox releases its followers."""
     return (
         "CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
         f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END"
@@ -59,9 +61,9 @@ def passes_sql(*, skips: bool) -> str:
 
 
 def waits_sql(row: str) -> str:
-    """Return the condition that a row waits for its turn: it names its predecessor and
-    is in nobody's hands. Once it is claimed, its transaction may have said already that
-    it ends."""
+    """Return the condition that a row waits for its turn: it names its predecessor, and
+    no worker holds it. Once it is claimed, its transaction may already have released
+    its followers."""
     return f"{IN_LINE.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
 
 
@@ -73,7 +75,7 @@ def size_sql(connection: Any) -> str:
 
 
 def behind_sql(row: str) -> str:
-    """Return the condition that the predecessor of a row waits itself."""
+    """Return the condition that the predecessor of a row is itself waiting."""
     return (
         f"EXISTS (SELECT 1 FROM {_INBOX} w WHERE w.message_id = {row}.waits_for"  # noqa: S608 - constants only
         f" AND w.stage = {row}.stage AND {waits_sql('w')})"
@@ -81,7 +83,7 @@ def behind_sql(row: str) -> str:
 
 
 def never_sql(connection: Any) -> str:
-    """Return SQL for when one is due whose predecessor says so."""
+    """Return SQL for the due time of a row whose predecessor will release it."""
     if connection.vendor == "postgresql":
         return f"'{NEVER}+00'::timestamptz"
     return f"'{NEVER}'"
@@ -94,12 +96,13 @@ def turn_sql(
     *,
     dead_too: bool = True,
 ) -> tuple[str, list[Any]]:
-    """Return a further condition of taking a message, and its parameters: its turn has
-    come, and no other transaction has one of its key. Nothing for one without a turn.
+    """Return an additional condition for taking a message, and its parameters: its turn
+    has come, and no other transaction holds a message of its key. Empty for a message
+    without an order.
 
-    Asked in this order: who must wait keeps nobody from the key meanwhile. Most come
-    after one that is processed; what else lets them go (`dead_too`) takes PostgreSQL
-    longer to plan than all the rest of the statement to run.
+    The turn is checked first, so that a message that must wait does not lock its key.
+    Most predecessors are processed; the other cases (`dead_too`) take PostgreSQL longer
+    to plan than the rest of the statement takes to run.
     """
     if turn is None:
         return "", []
@@ -115,7 +118,8 @@ def turn_sql(
         before = prepared(model, "message_id", turn.after_id, connection)
         parameters += [before, turn.stage]
     if connection.vendor == "postgresql":
-        # SQLite has one writer at a time: whoever has taken a message is alone.
+        # SQLite has one writer at a time: a transaction that has taken a message is
+        # alone.
         conditions.append("pg_try_advisory_xact_lock(%s)")
         parameters.append(turn.lock)
     if not conditions:
@@ -127,7 +131,7 @@ def turn_sql(
 
 
 def _dead_sql(skips: bool) -> str:
-    """Return the condition that the dead message `p` holds up nobody."""
+    """Return the condition that the dead message `p` blocks no other."""
     if skips:
         return "TRUE"
     held = _HOLDS.format(letter="l", message="p")
@@ -137,12 +141,12 @@ def _dead_sql(skips: bool) -> str:
     )
 
 
-#: A dead letter for which somebody has to wait.
+#: A dead letter that blocks its followers.
 _HOLDS = (
     "{letter}.message_id = {message}.message_id AND {letter}.stage = {message}.stage"
     " AND {letter}.resolution IN ('open', 'replaced') AND {letter}.reason <> 'expired'"
 )
-#: A copy of the dead letter `l`, or a copy of that, has ended in its place.
+#: A copy of the dead letter `l`, or a copy of the copy, has ended in its place.
 _REPLACED = f"""
     EXISTS (WITH RECURSIVE copies(id) AS (
             SELECT l.replaced_by UNION

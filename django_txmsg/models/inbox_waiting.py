@@ -1,8 +1,8 @@
-"""Waiting for one's turn: messages of an ordered stage that came before their time.
+"""Messages of an ordered stage that wait because they arrived before their turn.
 
-A waiting row is a parked one that names its predecessor in `waits_for`. It is due when
-that one ends, which `inbox_release.py` says how. Behind one that waits itself it is due
-`NEVER`: that one's end comes later than anything which is committed by then.
+A waiting row is a parked row that names its predecessor in `waits_for`. It becomes due
+when that message ends (`inbox_release.py`). If its predecessor itself waits, its due
+time is `NEVER`, since that one ends later than anything committed by now.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .inbox_turn import (
     waits_sql,
 )
 
-#: Seconds until one that had to wait is asked again, at first and at most.
+#: Seconds until a waiting message is rechecked, at first and at most.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-#: Waiting rows of which the bytes are measured.
+#: Number of waiting rows whose bytes are measured.
 MEASURED = 1000
 
 
@@ -44,7 +44,7 @@ class WaitingManager(ParkedManager):
     """The transitions of messages that wait for their turn, each in one statement."""
 
     def has_come(self, turn: Turn) -> bool:
-        """Return whether the message's predecessor lets it go."""
+        """Return whether the message's predecessor releases it."""
         if turn.after_id is None:
             return True
         before = self.filter(message_id=turn.after_id, stage=turn.stage)
@@ -56,8 +56,8 @@ class WaitingManager(ParkedManager):
     def let_go_by(
         self, predecessors: Collection[uuid.UUID], turn: Turn
     ) -> set[uuid.UUID]:
-        """Return those of the messages that let their followers go, at the stage of
-        one of these."""
+        """Return which of the messages release their followers, at the stage of one of
+        these."""
         if not predecessors:
             return set()
         connection = connections[self.db]
@@ -72,8 +72,8 @@ class WaitingManager(ParkedManager):
             return {read_uuid(found) for (found,) in cursor.fetchall()}
 
     def lock_keys(self, turns: Collection[Turn]) -> set[str]:
-        """Keep others from the keys of these messages until the transaction ends.
-        Returns those keys that nobody else has."""
+        """Lock the keys of these messages until the transaction ends. Returns the keys
+        that no other transaction has locked."""
         connection = connections[self.db]
         wanted = {turn.key: turn.lock for turn in turns}
         if connection.vendor != "postgresql":
@@ -98,17 +98,18 @@ class WaitingManager(ParkedManager):
         uncounted: int,
         aside: bool = False,
     ) -> bool:
-        """Park a message whose turn has not come, or, put `aside`, one whose key is in
-        other hands; and take back so many attempts that were counted. Outside of any
-        transaction: the next statement must see what others have done meanwhile.
+        """Park a message whose turn has not come, or with `aside` one whose key another
+        transaction has locked, and uncount its attempts. Outside of any transaction:
+        the next statement must see what others have committed meanwhile.
 
-        Returns whether it can be claimed at once, after all.
+        Returns whether it can be claimed at once after all.
         """
         connection = connections[self.db]
         held, fence = self.fence(token)
         condition = held or " AND due_at IS NULL"
         waits_for = None if aside else turn.after_id
-        # As it is compared again: drivers make instants of SQLite's own text.
+        # In the form in which it is compared: drivers parse SQLite's text into
+        # instants.
         due = "due_at"
         if connection.vendor != "postgresql":
             due = "CAST(due_at AS TEXT)"
@@ -139,11 +140,11 @@ class WaitingManager(ParkedManager):
         return self._look(pk, turn, row[0])
 
     def _look(self, pk: int, turn: Turn, due: Any) -> bool:
-        """Ask once more for one that has just been parked: its predecessor may have
-        ended just before, when it was not to be seen, or be waiting itself."""
+        """Recheck a message that was just parked: its predecessor may have ended just
+        before, unseen by this transaction, or be waiting itself."""
         connection = connections[self.db]
         now, never = now_sql(connection), never_sql(connection)
-        # Forgotten in a crash, it is asked again.
+        # If a crash loses this, the message is rechecked later.
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
         passed = passed_sql("c.waits_for", "c.stage", skips=turn.skips)
@@ -161,7 +162,8 @@ class WaitingManager(ParkedManager):
         return row is not None and row[0] is None
 
     def aside(self, pk: int, turn: Turn) -> None:
-        """Note the key of a message that failed: what it holds up is shown by that."""
+        """Record the key of a failed message, so that the messages it blocks can be
+        shown."""
         self.filter(pk=pk).update(
             key=turn.key, after_at=turn.after_at, waits_for=None, waits_since=None
         )
@@ -171,8 +173,8 @@ class WaitingManager(ParkedManager):
         self.filter(stage=stage, waits_for=of).update(waits_for=copy)
 
     def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
-        """Return how many messages wait at a stage, counted up to `most`, and about how
-        many bytes they have: those of some of them are measured."""
+        """Return how many messages wait at a stage, counted up to `most`, and an
+        estimate of their bytes from a sample."""
         connection = connections[self.db]
         size = size_sql(connection)
         waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
@@ -188,6 +190,6 @@ class WaitingManager(ParkedManager):
         return count, int(count * average)
 
     def behind(self, stage: str, key: str, most: int) -> int:
-        """Return how many messages of a key wait at a stage, `most` at most."""
+        """Return how many messages of a key wait at a stage, at most `most`."""
         rows = self.filter(stage=stage, key=key, waits_for__isnull=False)
         return int(rows.exclude(key="").filter(processed_at=None)[:most].count())

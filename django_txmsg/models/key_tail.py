@@ -1,6 +1,6 @@
-"""Hop 3's memory: the last message of each key that has left for a destination.
+"""Hop 3's record of the last message of each key that has left for a destination.
 
-The relay hangs each new message of the key on it: `relaying/key_chain.py`.
+The relay links each new message of the key to it: `relaying/key_chain.py`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from django.db import connections, models
 
 from .fields import read_uuid
 
-#: A destination and a key there.
+#: A destination, and a key there.
 Chain = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Where new messages join their chain: behind which one, if there is one.
+    """Where a new message joins its chain, and its predecessor there, if any.
 
     Instants are microseconds since 1970 by the database's clock, and grow within a
-    chain even where that clock does not.
+    chain even if that clock does not.
     """
 
     previous_id: uuid.UUID | None
@@ -37,9 +37,9 @@ class KeyTailManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     def advance(
         self, broker: str, ends: Mapping[Chain, uuid.UUID], longest: int
     ) -> dict[Chain, Joint]:
-        """Make these messages the last ones of their chains, each of which grows by
-        `longest` at most. Locks the tails, in one order for everybody, until the
-        transaction ends: nobody else joins these chains meanwhile."""
+        """Make these messages the last ones of their chains, each of which grows by at
+        most `longest`. Locks the tails, always in the same order, until the transaction
+        ends: no other relay extends these chains meanwhile."""
         connection, table = connections[self.db], self.model._meta.db_table
         native = connection.vendor == "postgresql"
         given = [

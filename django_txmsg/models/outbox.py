@@ -1,9 +1,9 @@
-"""Hop 2: a message stored with the business data, and its way out.
+"""Hop 2: a message stored with the business data, and how it leaves.
 
-States: `pending → dispatched | dead | cancelled`. A pending row leaves by proof only: a
-receipt, a definite rejection, its own expiry, or somebody's word. Nothing deletes it
+States: `pending → dispatched | dead | cancelled`. A pending row is settled only by a
+receipt, a definite rejection, its own expiry, or a cancellation. Nothing deletes it
 before. A cancelled row is dead by intent: it has `cancelled_at` beside `dead_at`, and
-its `last_error` says why.
+the reason in its `last_error`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .outbox_claim import ClaimingManager
 from .outbox_pending import PendingManager
 from .outbox_store import StoringManager
 
-#: `rules.outbox.PENDING`, as indexes and querysets take it.
+#: `rules.outbox.PENDING`, for indexes and querysets.
 PENDING = Q(dispatched_at__isnull=True, dead_at__isnull=True)
 
 
 class OutboxState(models.TextChoices):
-    """Where a stored message is; computed from its instants."""
+    """The state of a stored message, computed from its instants."""
 
     PENDING = "pending", "pending"
     DISPATCHED = "dispatched", "dispatched"
@@ -118,11 +118,12 @@ class OutboxMessage(models.Model):
             ),
         ]
         indexes = [
-            # The claim walks this one: only pending rows, in the order they are due.
+            # The claim scans this index: only pending rows, in the order of their due
+            # times.
             models.Index(
                 fields=["due_at", "id"], condition=PENDING, name="txmsg_outbox_due"
             ),
-            # In the words of `rules.outbox.PENDING_OTHERWISE`.
+            # Worded like `rules.outbox.PENDING_OTHERWISE`.
             models.Index(
                 fields=["key", "id"],
                 condition=~Q(key="")

@@ -1,7 +1,7 @@
-"""Leaving: pending rows of the outbox, claimed, sent by their holder, and settled.
+"""Pending rows of the outbox: claimed, sent by their holder, and settled.
 
-A claim is a lease with a token, and the token fences: who has lost the lease changes
-nothing any more.
+A claim is a lease with a token, and the token fences: a relay that has lost the lease
+can change nothing any more.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from .fields import (
 
 
 class Claimed(NamedTuple):
-    """A pending row that one relay holds until its lease ends. A busy relay makes very
-    many of them: it is as its statement returns it, as far as that can be."""
+    """A pending row that one relay holds until its lease ends. A busy relay creates
+    very many of them, so the values stay as the statement returns them, where
+    possible."""
 
     id: int
-    #: A UUID as its header says it.
+    #: The message's UUID, in the form of its header.
     message_id: str
     destination: str
     key: str
@@ -48,14 +49,15 @@ class Claimed(NamedTuple):
     body: bytes
     expires_at: dt.datetime | None
     attempts: int
-    #: Whether it has a key, and no place in that one's order yet.
+    #: Whether it has a key, but no place in the order of that key yet.
     unlinked: bool
     expired: bool
-    #: When it was stored, as its header says it.
+    #: When it was stored, in the form of its header.
     created: str
-    #: When the first of those claimed together was due, as its database writes it.
+    #: When the first of the rows claimed together was due, in the database's own
+    #: format.
     floor: str
-    #: The service that stored it; "" of an earlier release.
+    #: The service that stored it; "" for an earlier release.
     service: str
 
 
@@ -78,18 +80,17 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         only: str | None = None,
         but: Collection[str] = (),
     ) -> list[Claimed]:
-        """Take due rows for `lease` seconds, oldest first; no other relay gets them.
-        At most `limit` of them, and no more than `max_bytes` of bodies
-        (claiming.MAX_BYTES), but for a single one that is `larger`. Only rows
-        that one of `services` stored, or a release that did not note its service; None
-        takes the rows of all services.
+        """Claim due rows for `lease` seconds, oldest first; no other relay gets them.
+        At most `limit` rows, and no more than `max_bytes` of bodies
+        (claiming.MAX_BYTES), except a single row if `larger` is set. Only rows stored
+        by one of `services`, or by a release that did not record the service; None
+        claims the rows of all services.
 
-        A row with a key is taken only together with all earlier pending rows of that
-        key; one that is due later than its followers, for another try, goes before
-        them all the same. `ids`, `session_id` or `only`, a destination, narrow the
-        choice. Rows to the destinations `but` are left out, with the rows that have to
-        follow them. `floor` skips rows due before it: a busy relay need not walk again
-        over what it has just settled.
+        A row with a key is claimed only together with all earlier pending rows of that
+        key, even if one of those is due later because of a retry. `ids`, `session_id`
+        or `only`, a destination, narrow the selection. Rows to the destinations `but`
+        are left out, with the rows that must follow them. `floor` skips rows due before
+        it, so that a busy relay does not scan again what it has just settled.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now = began_sql(connection)
@@ -112,7 +113,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         if floor is not None:
             narrow += " AND c.due_at >= %s"
             parameters.append(floor)
-        # What is left out here is not found at all: found and then dropped, it could
+        # Excluded rows are not selected at all: if they were dropped later, they could
         # fill every batch.
         waits = "e.due_at > c.due_at"
         blocking: list[Any] = []
@@ -145,7 +146,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                       AND e.broker = c.broker AND {earlier} AND {ours.format("e")}
                       AND ({waits} OR {leases.HELD.sql("e", now=now)})))
             """,  # noqa: S608 - constants only
-            # From now on it will not do for who wants its unique key: its receiver may
+            # Once claimed, it cannot be reused for its unique key: its receiver may
             # have begun already.
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             " unique_key = NULL",
@@ -176,9 +177,9 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             return sorted(map(_claimed, cursor.fetchall()), key=_by_id)
 
     def held_back(self, ids: list[int], limit: int) -> list[int]:
-        """Return the primary keys of due rows among `ids` that nobody has claimed and
-        whose key earlier pending rows hold back, with those earlier rows, in the order
-        in which they leave: the first `limit` of them."""
+        """Return the primary keys of due, unclaimed rows among `ids` that earlier
+        pending rows of their keys hold back, with those earlier rows, in the order in
+        which they leave: the first `limit` of them."""
         connection, table = connections[self.db], self.model._meta.db_table
         condition, values = ids_sql(connection, "c.id", ids)
         now = now_sql(connection)
@@ -201,8 +202,8 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             return [pk for (pk,) in cursor.fetchall()]
 
     def link(self, links: Mapping[int, str | None], token: uuid.UUID, name: str) -> int:
-        """Give rows their places behind others, as the header `name` says it; None is
-        the first place. Returns how many were still this lease's."""
+        """Link rows behind others, as the header `name` records it; None is the first
+        place. Returns how many still belonged to this lease."""
         connection, table = connections[self.db], self.model._meta.db_table
         given = [{"id": pk, "after": after} for pk, after in links.items()]
         if connection.vendor == "postgresql":
@@ -228,21 +229,22 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         return changed
 
     def mark_dispatched(self, ids: list[int], token: uuid.UUID) -> int:
-        """Settle rows whose receipts came. Returns how many were still this lease's."""
+        """Settle rows whose receipts came. Returns how many still belonged to this
+        lease."""
         return self._leased(
             ids, token, "dispatched_at = {now}, lease_until = NULL, lease_token = NULL"
         )
 
     def release(self, ids: list[int], token: uuid.UUID, *, error: str = "") -> int:
-        """Give rows back at no attempt, since the broker could not be asked, or, with
-        an `error`, since it takes nothing there now."""
+        """Release rows without an attempt, because the broker did not answer, or, with
+        an `error`, because the destination takes no messages now."""
         free, values = "lease_until = NULL, lease_token = NULL", []
         if error:
             free, values = f"{free}, last_error = %s", [error]
         return self._leased(ids, token, free, values)
 
     def extend(self, ids: list[int], token: uuid.UUID, lease: float) -> int:
-        """Keep rows for `lease` seconds from now. Returns how many were still held."""
+        """Hold rows for `lease` seconds from now. Returns how many were still held."""
         connection = connections[self.db]
         value = later_value(connection, lease)
         return self._leased(
@@ -261,7 +263,7 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def mark_dead(self, pk: int, token: uuid.UUID, *, error: str) -> int:
-        """End a row that the broker refuses, or that has expired."""
+        """Mark a row as dead that the broker refuses, or that has expired."""
         return self._leased(
             [pk],
             token,
@@ -277,11 +279,11 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         assignments: str,
         values: Sequence[Any] = (),
     ) -> int:
-        """Change rows that are still pending and of this lease: the fence."""
+        """Change rows that are still pending and belong to this lease: the fence."""
         connection, table = connections[self.db], self.model._meta.db_table
         condition, id_values = ids_sql(connection, "id", ids)
         assignments = assignments.replace("{now}", now_sql(connection))
-        # What was settled and is lost in a crash is sent again, with the same id.
+        # If a crash loses this, the message is sent again, with the same id.
         no_wait, waits_not = no_wait_sql(connection)
         with_no_wait = no_wait and f"WITH {no_wait}"
         pending = PENDING_OTHERWISE.sql()
@@ -315,7 +317,7 @@ def _claimed(row: Sequence[Any]) -> Claimed:
         expires_at and read_instant(expires_at),
         attempts,
         bool(key) and linked_at is None and not replay_id,
-        # Others wait for what is linked: that is sent in any case.
+        # Other messages wait for a linked one, so it is sent in any case.
         bool(expired) and linked_at is None,
         _instant_text(created),
         floor,

@@ -1,6 +1,6 @@
-"""Changing one's mind: a pending row is cancelled, or leaves at another time.
+"""Cancels pending rows, or lets them leave at another time.
 
-Nobody takes a row away from the relay that holds it: it may be on the wire.
+A row that a relay holds is never changed: it may be on its way to the broker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..rules import lease
 from ..rules.outbox import PENDING, PENDING_OTHERWISE
 from .fields import ids_sql, later_sql, later_value, now_sql, prepared
 
-#: The primary key and the broker of each row that was changed.
+#: The primary key and the broker of each changed row.
 Changed = list[tuple[int, str]]
 
 
@@ -24,8 +24,8 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     """The transitions of pending rows that no relay holds, by their message id."""
 
     def cancel(self, message_id: uuid.UUID, *, why: str) -> Changed:
-        """End rows without a dead letter: nobody has to look after them. Not those
-        that have a place in the order of their key: the next one waits for them."""
+        """Cancel rows, without dead letters: no operator needs to act. Not rows that
+        have a place in the order of their key: the next message waits for them."""
         now = now_sql(connections[self.db])
         assign = (
             f"dead_at = {now}, cancelled_at = {now}, last_error = %s,"
@@ -41,7 +41,7 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         delay: float | None = None,
         at: dt.datetime | None = None,
     ) -> Changed:
-        """Let rows leave at an instant, or in so many seconds from now."""
+        """Let rows leave at an instant, or in that many seconds from now."""
         connection: Any = connections[self.db]
         if at is not None:
             value = prepared(self.model, "due_at", at, connection)
@@ -50,18 +50,18 @@ class PendingManager(models.Manager):  # type: ignore[type-arg]  # not generic a
         return self._change(message_id, f"due_at = {later_sql(connection)}", [value])
 
     def hold(self, wanted: Mapping[str, float | None]) -> list[int]:
-        """Keep the rows with these unique keys as they are until the open transaction
-        ends, and return their primary keys.
+        """Lock the rows with these unique keys until the open transaction ends, and
+        return their primary keys.
 
-        `wanted` says for each key in how many seconds the message expires that goes on
-        with the row, or None for never: the row expires no sooner from now on. A row
-        that has expired loses its key.
+        `wanted` gives for each key in how many seconds the message expires that reuses
+        the row, or None for never: the row will expire no sooner. A row that has
+        expired loses its key.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         now, later = now_sql(connection), later_sql(connection)
         pending = f"{{}} AND {PENDING.sql()}"
-        # A claim skips the row then; who wants to change it waits for our end, and who
-        # wants to hold it too does not.
+        # Claims skip the row while it is locked; a transaction that wants to change it
+        # waits, and one that wants to lock it too does not.
         lock = "FOR SHARE" if connection.vendor == "postgresql" else ""
         having, keys = ids_sql(connection, "unique_key", wanted)
         by_expiry: dict[float | None, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Storing: new rows of the outbox, many to a statement.
+"""Inserts new rows into the outbox, many to a statement.
 
-Written as each database stores them: the fields' own conversions would cost as much
-again as all the rest.
+Values are written in each database's own format: the fields' conversions would cost as
+much as everything else together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from django.db import IntegrityError, connections, models, transaction
 from ..django_internals import djangos_errors
 from .fields import ids_sql, later_sql, later_value, now_sql, read_instant, read_uuid
 
-#: Whose a message id is. One of a "caller" may be stored already, which is an error. A
-#: "derived" one is stored already when its stage is made to run again by force.
+#: The origin of a message id. If a "caller" id is stored already, that is an error. A
+#: "derived" id is stored already when its stage is run again by force.
 Origin = Literal["new", "caller", "derived"]
 
 
@@ -29,7 +29,7 @@ Origin = Literal["new", "caller", "derived"]
 class NewMessage:
     """A message about to be stored, due in `delay` seconds, expiring after `expiry`.
 
-    A model instance would cost more than all the rest of storing a thousand of them.
+    A model instance would cost more than everything else in storing a thousand of them.
     """
 
     message_id: uuid.UUID
@@ -37,7 +37,7 @@ class NewMessage:
     content_type: str
     body: bytes
     broker: str = "default"
-    #: Whose relay sends it.
+    #: The service whose relay sends it.
     service: str = ""
     replay_id: str = ""
     key: str = ""
@@ -48,17 +48,17 @@ class NewMessage:
     expiry: float | None = None
     expires_at: dt.datetime | None = None
     unique: str = ""
-    #: Whether it is left out where its unique key is taken.
+    #: Whether it is skipped if its unique key is taken.
     skips: bool = False
     origin: Origin = "new"
-    #: The body as its sender has it.
+    #: The body as its sender passed it.
     given: object = None
 
 
 class Stored(NamedTuple):
-    """By message id, the primary key of each inserted row and its creation. Where it is
-    asked for, the id of the transaction; and where a lock was taken, an instant of the
-    database's clock after that."""
+    """By message id, the primary key and creation instant of each inserted row. If
+    requested, also the transaction's id; and if a lock was taken, the database's clock
+    after that."""
 
     created: dict[uuid.UUID, tuple[int, dt.datetime]]
     transaction: str | None = None
@@ -66,7 +66,7 @@ class Stored(NamedTuple):
 
 
 class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """Inserts what is sent."""
+    """Inserts messages to send."""
 
     def store(
         self,
@@ -78,11 +78,11 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     ) -> Stored:
         """Insert rows, in their order, inside the open transaction.
 
-        Returns those inserted: a message id that is there already is left out, and
-        spoils nothing. `new_ids` says that none can be. `tell_transaction` asks for
-        the transaction's id too, which only PostgreSQL knows. `lock` is an advisory
-        lock of PostgreSQL that each statement takes, beside others, until the
-        transaction ends or its savepoint is rolled back; then it reads the clock.
+        Returns those inserted: a message id that is stored already is skipped without
+        an error. `new_ids` says that none can be. `tell_transaction` requests the
+        transaction's id too, which only PostgreSQL has. `lock` is an advisory lock of
+        PostgreSQL that each statement takes, shared, until the transaction ends or its
+        savepoint is rolled back; then it reads the clock.
         """
         connection, table = connections[self.db], self.model._meta.db_table
         unique = bool([row for row in rows if row.unique])
@@ -93,21 +93,21 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                         cursor.execute(f"SELECT {_LOCKED}", [lock])
                     if new_ids:
                         return _copy(connection, cursor, table, rows)
-                    # Where one is there already, the INSERT below leaves it out.
+                    # If a message id is stored already, the INSERT below skips it.
                     with suppress(IntegrityError), transaction.atomic(using=self.db):
                         return _copy(connection, cursor, table, rows)
         returning = ["id", _CREATED.get(connection.vendor, "created_at")]
         if tell_transaction and connection.vendor == "postgresql":
             returning.append(_TRANSACTION)
-        # Of a lone row one knows whose answer it is.
+        # With a single row, the answer needs no assignment to rows.
         returning += ["message_id"] * (len(rows) > 1 or not new_ids)
         returning += [_LOCKED_AT] * (lock is not None)
         conflict = "" if new_ids else "ON CONFLICT DO NOTHING"
         return _insert(connection, table, rows, conflict, returning, unique, lock)
 
     def there(self, ids: Collection[int]) -> list[tuple[int, uuid.UUID, str]]:
-        """Return primary key, message id and destination of the rows that are there,
-        of those with these primary keys, in their order."""
+        """Return primary key, message id and destination of the existing rows among
+        these primary keys, in their order."""
         connection, table = connections[self.db], self.model._meta.db_table
         having, keys = ids_sql(connection, "id", ids)
         with connection.cursor() as cursor:
@@ -120,8 +120,8 @@ class StoringManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class _Column(NamedTuple):
-    """A column that a field of NewMessage is stored in. `type` is PostgreSQL's. `empty`
-    is the SQL of an empty value, where there can be one: a parameter costs more."""
+    """A column for a field of NewMessage. `type` is PostgreSQL's. `empty` is the SQL of
+    an empty value, if there can be one: a parameter costs more."""
 
     name: str
     type: str
@@ -145,18 +145,18 @@ _given = attrgetter(*[column.name for column in _GIVEN])
 _COLUMNS = ", ".join([*[column.name for column in _GIVEN], "attempts", "last_error"])
 _TRANSACTION = "pg_current_xact_id()::text"
 _LOCKED = "pg_advisory_xact_lock_shared(%s::bigint)"
-#: The clock, read once the lock is held: a CASE is the one expression whose parts come
-#: in a certain order. What takes the lock is not NULL.
+#: The clock, read once the lock is held: CASE is the one expression with a defined
+#: order of evaluation. The call that takes the lock is not NULL.
 _LOCKED_AT = f"""
     CASE WHEN {_LOCKED} IS NOT NULL THEN date_part('epoch', clock_timestamp()) END
 """
-#: Instants are read sooner as numbers; to a microsecond they are the same.
+#: Instants are read faster as numbers, exact to a microsecond.
 _CREATED = {"postgresql": "date_part('epoch', created_at)"}
 _INTO = f"{_COLUMNS}, created_at, due_at, expires_at"
 _INTO_UNIQUE = f"{_INTO}, unique_key"
-#: From how many rows on a COPY, which asks for their ids first, is cheaper.
+#: The number of rows from which COPY, with a query for their ids first, is cheaper.
 _WORTH_COPY = 8
-#: Parameters of a row at most, and of a statement: SQLite takes 32,766 (since 3.32),
+#: Most parameters of a row, and of a statement: SQLite takes 32,766 (since 3.32),
 #: PostgreSQL 65,535.
 _MOST, _MOST_PARAMETERS = len(_GIVEN) + 3, 30_000
 _COPIED_TYPES = (
@@ -234,7 +234,8 @@ def _values(
 def _copy(
     connection: Any, cursor: Any, table: str, rows: Sequence[NewMessage]
 ) -> Stored:
-    """Insert by COPY (psycopg 3), which neither parses nor returns anything a row."""
+    """Insert by COPY (psycopg 3), which neither parses nor returns anything for each
+    row."""
     from psycopg.types.json import Jsonb
 
     cursor.execute(

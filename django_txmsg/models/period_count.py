@@ -1,6 +1,6 @@
 """How many messages were stored, dispatched, processed and buried in five minutes.
 
-Written once a period is over, so that a day can be shown without reading it again.
+Written once a period has ended, so that showing a day does not count it again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PERIOD = dt.timedelta(minutes=5)
 
 
 class PeriodCount(models.Model):
-    """One closed period of one series."""
+    """One finished period of one series."""
 
     id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()

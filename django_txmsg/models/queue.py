@@ -22,18 +22,18 @@ from .fields import (
     prepared,
 )
 
-#: Messages of a removed subscription that are deleted in one transaction.
+#: Messages of a removed subscription deleted in one transaction.
 REMOVED_TOGETHER = 1000
 
 
 def queue_name(destination: str, subscriber: str | None) -> str:
-    """Return the queue that a destination's messages lie in; each subscriber of a
-    topic has one."""
+    """Return the queue for a destination's messages; each subscriber of a topic has
+    one."""
     return f"{destination}@{subscriber}" if subscriber else destination
 
 
 def due_in(seconds: float) -> models.Func:
-    """Return when a message is available that was sent with this delay."""
+    """Return when a message sent with this delay becomes available."""
     return Later(seconds) if seconds else Now()
 
 
@@ -44,7 +44,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def claim(
         self, queue: str, token: uuid.UUID, *, limit: int, lease: float
     ) -> list[tuple[int, str, bytes, int]]:
-        """Take due messages of a queue, in order: at most `limit`, and no more bytes
+        """Claim due messages of a queue, in order: at most `limit`, and no more bytes
         than claiming.MAX_BYTES.
 
         Returns id, headers as JSON, body and number of deliveries of each.
@@ -54,12 +54,12 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     def claim_by_priority(
         self, queue: str, token: uuid.UUID, *, limit: int, lease: float
     ) -> list[tuple[int, str, bytes, int]]:
-        """Take due messages as `claim()` does, those of higher priority first."""
+        """Claim due messages like `claim()`, those of higher priority first."""
         due = self.filter(queue=queue, available_at__lte=Now())
         if not due.exclude(priority=0).exists():
             return self._claim(queue, token, limit, lease)
         found: list[tuple[int, str, bytes, int]] = []
-        # Each by its index: what is ordinary must not be sorted to find what is not.
+        # Each by its index: ordinary rows must not be sorted to find the others.
         for which, rank in (
             ("c.priority > 0 AND c.priority <> 0", "priority"),
             ("c.priority = 0", ""),
@@ -113,7 +113,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         ]
 
     def extend(self, ids: Sequence[int], token: uuid.UUID, lease: float) -> None:
-        """Keep messages for `lease` seconds from now."""
+        """Hold messages for `lease` seconds from now."""
         connection = connections[self.db]
         self._change(
             f"UPDATE {_TABLE} SET available_at = {later_sql(connection)}",  # noqa: S608 - constants only
@@ -123,7 +123,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         )
 
     def release(self, ids: Sequence[int], token: uuid.UUID) -> None:
-        """Give messages back, due now."""
+        """Release messages, due now."""
         now = now_sql(connections[self.db])
         self._change(
             f"UPDATE {_TABLE} SET available_at = {now}, lease_token = NULL",  # noqa: S608 - constants only
@@ -132,7 +132,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         )
 
     def remove(self, ids: Sequence[int], token: uuid.UUID) -> int:
-        """Delete messages that are done with. Returns how many were still held."""
+        """Delete acknowledged messages. Returns how many were still held."""
         return self._change(f"DELETE FROM {_TABLE}", ids, token)  # noqa: S608 - constants only
 
     def _change(
@@ -151,7 +151,7 @@ class QueueManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class QueueMessage(models.Model):
-    """A message lying in a queue. Acknowledging deletes the row."""
+    """A message in a queue. Acknowledging deletes the row."""
 
     id = models.BigAutoField(primary_key=True)
     queue = models.CharField(max_length=511)
@@ -184,15 +184,14 @@ class QueueMessage(models.Model):
 
 
 class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The beginning and the end of a subscription, and the queues of a topic's."""
+    """Starts and ends subscriptions, and finds the queues of a topic."""
 
     def add(self, topic: str, subscriber: str) -> None:
-        """Have a copy of each of the topic's messages put into the subscriber's
-        queue."""
+        """Deliver a copy of each of the topic's messages to the subscriber's queue."""
         self.get_or_create(topic=topic, subscriber=subscriber)
 
     def queues(self, topics: Collection[str]) -> dict[str, list[str]]:
-        """Return the queues that the messages of each topic are put into."""
+        """Return the queues to which each topic's messages are delivered."""
         found: dict[str, list[str]] = {topic: [] for topic in topics}
         if topics:
             named = self.filter(topic__in=topics).values_list("topic", "subscriber")
@@ -201,7 +200,7 @@ class SubscriptionManager(models.Manager):  # type: ignore[type-arg]  # not gene
         return found
 
     def remove(self, topic: str, subscriber: str) -> int:
-        """End a subscription: no more copies for it, and what lies in its queue is
+        """End a subscription: no more copies for it, and the messages in its queue are
         deleted, in bounded transactions. Returns how many messages that were."""
         self.filter(topic=topic, subscriber=subscriber).delete()
         rows = QueueMessage.objects.db_manager(self.db).filter(

@@ -1,7 +1,7 @@
-"""How far a recurring message has come, and an operator's word on it.
+"""The last tick of a recurring message, and whether it is paused.
 
-The row is what makes a tick one tick: who moves it on from the tick before stores the
-message, in the same transaction.
+The row makes each tick happen once: the process that advances it from the previous tick
+stores the message, in the same transaction.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
     """The transitions of a recurring message."""
 
     def begin(self, rows: Iterable[Schedule]) -> None:
-        """Add those that are not there yet."""
+        """Add the rows that do not exist yet."""
         self.bulk_create(rows, ignore_conflicts=True)
 
     def advance(self, row: Schedule, tick: dt.datetime, timing: str) -> bool:
-        """Move on to a tick from where the row was when it was read. False when
-        somebody else has, or it was paused meanwhile."""
+        """Advance to a tick from where the row was when it was read. False if another
+        process has advanced it, or it was paused meanwhile."""
         return bool(
             self.filter(pk=row.pk, moves=row.moves, paused_at=None).update(
                 last_tick=tick, timing=timing, moves=row.moves + 1
@@ -38,7 +38,7 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def pause(self, service: str, name: str, *, by: str = "", why: str = "") -> bool:
-        """Let no tick store a message. False when it was paused already."""
+        """Let no tick store a message. False if it was paused already."""
         self.begin([self.model(service=service, name=name)])
         return bool(
             self.filter(service=service, name=name, paused_at=None).update(
@@ -47,7 +47,7 @@ class ScheduleManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         )
 
     def resume(self, service: str, name: str) -> bool:
-        """Go on with the next tick; those of the pause are not made up for. False when
+        """Go on with the next tick; ticks during the pause are not caught up. False if
         it was not paused."""
         paused: Any = self.filter(service=service, name=name, paused_at__isnull=False)
         return bool(

@@ -1,8 +1,8 @@
-"""What became of an outbox session whose transaction id cannot be asked for.
+"""The outcome of an outbox session whose transaction id cannot be queried.
 
-States: none `→ committed | tombstone`. The session's own transaction writes the one,
-a control message that has waited too long writes the other, and the primary key lets
-only the first of them be true.
+States: none `→ committed | tombstone`. The session's own transaction writes the one, a
+control message that has waited too long writes the other, and the primary key permits
+only the first of them.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from .fields import limit_waits
 
 
 class SessionStatus(models.TextChoices):
-    """The one end of a session."""
+    """How a session ended."""
 
     COMMITTED = "committed", "committed"
     TOMBSTONE = "tombstone", "given up"
 
 
-#: How long writing a tombstone waits, in milliseconds, for a commit just going on.
+#: How long writing a tombstone waits, in milliseconds, for a commit in progress.
 PATIENCE_MS = 200
 
 
 class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The two ends, each a single INSERT that loses against the other."""
+    """The two outcomes, each a single INSERT that fails if the other exists."""
 
     def commit(self, session_id: uuid.UUID) -> bool:
-        """Write, within the session's transaction, that it committed.
+        """Record, within the session's transaction, that it committed.
 
-        Returns False when a tombstone is there: the transaction must not commit.
+        Returns False if a tombstone exists: the transaction must not commit.
         """
         return self._insert(session_id, SessionStatus.COMMITTED)
 
     def give_up(self, session_id: uuid.UUID) -> bool:
-        """Write a tombstone. Returns False when the session has committed.
+        """Write a tombstone. Returns False if the session has committed.
 
-        Raises OperationalError when PATIENCE_MS do not tell, because the
-        session's transaction is committing just now.
+        Raises OperationalError if that is unknown after PATIENCE_MS, because the
+        session's transaction is just committing.
         """
         connection = connections[self.db]
         if connection.vendor == "postgresql":
@@ -59,7 +59,7 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
                 cursor.execute(f"PRAGMA busy_timeout = {usual}")
 
     def given_up(self, since: dt.timedelta) -> int:
-        """Count the tombstones written in the time just past."""
+        """Count the tombstones written in the last period of this length."""
         recent = self.filter(created_at__gte=Now() - since)
         return recent.filter(status=SessionStatus.TOMBSTONE).count()
 
@@ -76,8 +76,8 @@ class SessionManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class SessionRecord(models.Model):
-    """An outbox session that has ended. Written only where its commit status is found
-    by waiting."""
+    """An outbox session that has ended. Written only if the receiver finds its commit
+    status by waiting."""
 
     session_id = models.UUIDField(primary_key=True)
     status = models.CharField(max_length=16, choices=SessionStatus.choices)

@@ -1,4 +1,4 @@
-"""An operator's word on a stage: whether its consumers may take messages now.
+"""Whether an operator has paused a stage.
 
 A stage without a row runs.
 """
@@ -19,7 +19,7 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
     """The transitions of a stage."""
 
     def pause(self, stage: str, *, by: str = "", why: str = "") -> bool:
-        """Make the stage's consumers take nothing new. False when it was paused."""
+        """Make the stage's consumers take no new messages. False if it was paused."""
         self.get_or_create(stage=stage)
         paused = self.filter(stage=stage, paused_at=None).update(
             paused_at=Now(), paused_by=by[:255], paused_why=why[:255]
@@ -27,27 +27,27 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
         return self._told(paused)
 
     def resume(self, stage: str) -> bool:
-        """Let the stage's consumers go on. False when it was not paused."""
+        """Let the stage's consumers go on. False if it was not paused."""
         resumed = self.filter(stage=stage, paused_at__isnull=False).update(
             paused_at=None, paused_by="", paused_why=""
         )
         return self._told(resumed)
 
     def _told(self, changed: int) -> bool:
-        """Wake the consumers, which look."""
+        """Wake the consumers, which read the state."""
         if changed and conf.get().NOTIFY:
             notify(self.db, {notifications.WORK})
         return bool(changed)
 
     def ordered(self, stage: str) -> None:
-        """Remember when the stage first ran in order in this database."""
+        """Record when the stage first ran in order in this database."""
         if not self.filter(stage=stage, ordered_since__isnull=False).exists():
             self.get_or_create(stage=stage)
             self.filter(stage=stage, ordered_since=None).update(ordered_since=Now())
 
     def full(self, stage: str, full: bool) -> None:
-        """Remember since when a stage has no room for more messages that wait, if it
-        has none."""
+        """Record since when a stage has no room for more waiting messages, or that it
+        has room."""
         if full:
             self.get_or_create(stage=stage)
         self.filter(stage=stage, full_since__isnull=full).update(
@@ -61,8 +61,8 @@ class StageStateManager(models.Manager):  # type: ignore[type-arg]  # not generi
 
 
 class StageState(models.Model):
-    """Whether one stage is paused, since when, by whom and why; and what is known of
-    its order."""
+    """Whether one stage is paused, since when, by whom and why; and the state of its
+    order."""
 
     id = models.BigAutoField(primary_key=True)
     stage = models.CharField(max_length=255, unique=True)

@@ -1,4 +1,4 @@
-"""What became of a task: its return value, and who worked at it."""
+"""The result of a task: its return value, and the workers that ran it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     """The two transitions of a task's run."""
 
     def begin(self, message_id: uuid.UUID, worker: str) -> TaskRun | None:
-        """Note that `worker` begins, outside of any transaction. Returns the run, or
-        None when the task has finished already."""
+        """Record that `worker` begins, outside of any transaction. Returns the run, or
+        None if the task has finished already."""
         run: TaskRun
         run, made = self.get_or_create(
             message_id=message_id, defaults={"workers": [worker]}
@@ -30,14 +30,15 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
     def finish(
         self, message_id: uuid.UUID, workers: Sequence[str], result: Any
     ) -> None:
-        """Keep a return value, with the work where a transaction is open."""
+        """Store a return value, together with the task's work if a transaction is
+        open."""
         run = self.model(
             message_id=message_id,
             workers=list(workers),
             result=result,
             finished_at=Now(),
         )
-        # There is one already when an operator has the task run again by force.
+        # It exists already if an operator has the task run again by force.
         self.bulk_create(
             [run],
             update_conflicts=True,
@@ -47,8 +48,8 @@ class TaskRunManager(models.Manager):  # type: ignore[type-arg]  # not generic a
 
 
 class TaskRun(models.Model):
-    """A run of a task of the framework's. `finished_at` is set when it succeeded: of
-    one that failed the inbox, its attempts and its dead letter tell."""
+    """A run of a task of django.tasks. `finished_at` is set when it succeeded; failures
+    are recorded by the inbox, its attempts and its dead letter."""
 
     id = models.BigAutoField(primary_key=True)
     message_id = models.UUIDField(unique=True)

@@ -11,7 +11,7 @@ from django.db.models.lookups import GreaterThanOrEqual
 
 
 def silent_after(heartbeat: float) -> dt.timedelta:
-    """Return how old a worker's last heartbeat is when the worker counts as dead.
+    """Return the age of the last heartbeat at which a worker counts as dead.
 
     `heartbeat` is the worker's interval between heartbeats, in seconds. Two heartbeats
     may be late or lost, and a slow database may take 15 seconds for one.
@@ -20,7 +20,7 @@ def silent_after(heartbeat: float) -> dt.timedelta:
 
 
 def living() -> Q:
-    """Return the condition of workers that live, by the database's clock."""
+    """Return the condition for live workers, by the database's clock."""
     until = ExpressionWrapper(
         F("heartbeat_at") + F("silent_after"), output_field=DateTimeField()
     )
@@ -28,10 +28,10 @@ def living() -> Q:
 
 
 class Worker(models.Model):
-    """A running process. It deletes its row when it stops in good order.
+    """A running process. It deletes its row when it stops in an orderly way.
 
-    A worker lives until its last heartbeat is older than its own `silent_after`: every
-    process applies the same rule, whatever heartbeat its own settings have.
+    A worker is alive until its last heartbeat is older than its own `silent_after`:
+    every process applies the same rule, whatever heartbeat its own settings have.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -61,5 +61,5 @@ class Worker(models.Model):
         return self.name
 
     def lives(self, now: dt.datetime) -> bool:
-        """Return whether it lives at this instant of the database's clock."""
+        """Return whether it is alive at this instant of the database's clock."""
         return now - self.heartbeat_at <= self.silent_after
