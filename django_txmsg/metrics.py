@@ -2,8 +2,8 @@
 
 Call `metrics.install()` once in each process (in an AppConfig's `ready()`). It counts
 by the package's signals; at each scrape the collector reads counts and ages from the
-database, with capped queries. Workers have no HTTP server: give all processes one
-PROMETHEUS_MULTIPROC_DIR, and any web process reports for them.
+database, with capped queries. Workers answer scrapes with `--http`. Without it, give
+all processes one PROMETHEUS_MULTIPROC_DIR, and any web process reports for them.
 """
 
 from __future__ import annotations
@@ -162,25 +162,43 @@ class Collector:
 def metrics(request: HttpRequest) -> HttpResponse:
     """Answer a scrape: this process (or all, see above) and the database."""
     try:
-        client = _client()
+        text = of_processes() + of_database()
     except ConfigurationError as error:
         return HttpResponse(f"{error}\n", status=501, content_type="text/plain")
-    database = client.CollectorRegistry(auto_describe=False)
-    database.register(Collector())
-    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        processes = client.CollectorRegistry()
-        _client("prometheus_client.multiprocess").MultiProcessCollector(processes)
-    else:
-        processes = client.REGISTRY
-    try:
-        text = client.generate_latest(processes) + client.generate_latest(database)
     except (DatabaseError, InterfaceError) as error:
         return HttpResponse(
             f"The database does not answer: {type(error).__name__}.\n",
             status=503,
             content_type="text/plain",
         )
-    return HttpResponse(text, content_type=client.CONTENT_TYPE_LATEST)
+    return HttpResponse(text, content_type=_client().CONTENT_TYPE_LATEST)
+
+
+def of_processes(folder: str | None = None) -> bytes:
+    """Return what this process has counted, or all that count into one `folder`; that
+    of PROMETHEUS_MULTIPROC_DIR if none is given.
+
+    Raises ConfigurationError where prometheus-client is not installed.
+    """
+    client = _client()
+    folder = folder or os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    registry = client.REGISTRY
+    if folder:
+        registry = client.CollectorRegistry()
+        multiprocess = _client("prometheus_client.multiprocess")
+        multiprocess.MultiProcessCollector(registry, path=folder)
+    text: bytes = client.generate_latest(registry)
+    return text
+
+
+def of_database() -> bytes:
+    """Return the counts and ages that are in the database. Raises what it raises, and
+    ConfigurationError."""
+    client = _client()
+    registry = client.CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    text: bytes = client.generate_latest(registry)
+    return text
 
 
 def _client(name: str = "prometheus_client") -> Any:

@@ -13,7 +13,7 @@ from ..dead_letters import bulk
 from ..models.fields import clock
 from ..models.period_count import PERIOD
 from ..monitoring import periods
-from ..runtime import database_health, notifications
+from ..runtime import database_health, liveness, notifications
 from ..runtime.connections import recycle
 from ..runtime.idle_clock import RARELY, Activity
 
@@ -41,6 +41,7 @@ class BulkThread:
         }
         kept_at = time.monotonic()
         while not self._stopping.wait(1.0):
+            liveness.turned()
             counting = time.monotonic() - kept_at > PERIOD.total_seconds()
             kept_at = time.monotonic() if counting else kept_at
             for using, wakeup in asked.items():

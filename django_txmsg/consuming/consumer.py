@@ -25,7 +25,7 @@ from ..models import StageState, Worker
 from ..monitoring import databases
 from ..monitoring.presence import Presence
 from ..relaying.listener import listening
-from ..runtime import database_health, notifications
+from ..runtime import database_health, liveness, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.idle_clock import RARELY, SELDOM, Activity
@@ -140,6 +140,7 @@ class Consumer:
             if not once:
                 stack.enter_context(listening(self._heard_in()))
             crew.start()
+            liveness.begin("txmsg-consumer")
             try:
                 self._watch(once)
             finally:
@@ -147,6 +148,7 @@ class Consumer:
                 try:
                     crew.join()
                 finally:
+                    liveness.ended()
                     self._presence.leave()
 
     def _heard_in(self) -> set[str]:
@@ -170,6 +172,7 @@ class Consumer:
             router.db_for_write(StageState), notifications.WORK
         )
         while not self._stop.wait(pause):
+            liveness.turned()
             calm = asked.heard and self._activity.calm
             if asked.due() or not calm or time.monotonic() >= obey_at:
                 self._obey()

@@ -28,6 +28,7 @@ from ..errors import (
 )
 from ..models import Attempt, InboxMessage
 from ..models.inbox_record import Seen
+from ..runtime import liveness
 from ..runtime.connections import close_broken
 from . import decoding, ordering
 from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
@@ -74,6 +75,7 @@ def failed(
     mode = stage.policy.mode
     if mode == "blocking":
         note()
+        liveness.turned(decision.delay)
         if arrival.stop.wait(decision.delay):
             if arrival.token is not None:
                 inbox.unpark(seen.id, arrival.token, attempts=0)

@@ -24,7 +24,7 @@ from ..errors import (
     InvalidMessage,
 )
 from ..models import DeadLetter
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.idle_clock import Activity
@@ -54,6 +54,7 @@ class IntakeThread:
     def run(self) -> None:
         """Take in until told to stop."""
         while not self._stopping.is_set():
+            liveness.turned()
             try:
                 broker = get_broker(self._broker)
                 with broker.open() as session:
@@ -61,6 +62,7 @@ class IntakeThread:
                     self._take_in(broker, session)
             except BrokerUnavailable as error:
                 self._breaker.failed(error)
+                liveness.turned(self._breaker.remaining)
                 self._stopping.wait(self._breaker.remaining)
             except Exception:
                 log.exception("%s: an error of ours; going on", self._destination)
@@ -68,6 +70,7 @@ class IntakeThread:
 
     def _take_in(self, broker: Broker, session: Session) -> None:
         while database_health.wait(self._using, self._stopping):
+            liveness.turned()
             delivery = session.receive(0.5)
             self._breaker.worked()
             recycle(idle=delivery is None, but=broker.stored_in)

@@ -22,7 +22,7 @@ from .. import conf
 from ..brokers.base import Delivery, Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..models.inbox_parked import Parked
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.idle_clock import Activity
@@ -86,6 +86,7 @@ class StageThread:
         open_caches()
         try:
             while not self._stopping.is_set():
+                liveness.turned()
                 self._turn()
         finally:
             self._close()
@@ -212,6 +213,7 @@ class StageThread:
         database is away, or refuses what decides, they stay in hand and are counted
         once. None when told to stop before that."""
         while True:
+            liveness.turned(self.stage.timeout or 0.0)
             recycle()
             self.busy_since = time.monotonic()
             try:

@@ -27,7 +27,7 @@ from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from ..models.fields import limit_waits
 from ..rules import bulk_operation
-from ..runtime import database_health, notifications
+from ..runtime import database_health, liveness, notifications
 from ..runtime.notifier import notify
 from . import resolution, selection
 from .resolution import Tally
@@ -99,6 +99,7 @@ def work_off(using: str, stop: threading.Event) -> int:
     """
     worked = 0
     while not stop.is_set():
+        liveness.turned()
         handled = work_batch(using, stop=stop)
         if handled is None:
             break

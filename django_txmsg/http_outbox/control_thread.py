@@ -25,7 +25,7 @@ from ..errors import BrokerUnavailable
 from ..models import OutboxMessage
 from ..models.outbox import PENDING
 from ..relaying.lane import AFTER_COMMIT_LEASE, Lane
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..runtime.breaker import AFTER_REFUSAL, Breaker
 from ..runtime.connections import recycle
 from ..runtime.idle_clock import Activity
@@ -73,6 +73,7 @@ class ControlThread:
         """Serve until stopped."""
         try:
             while not self._stopping.is_set():
+                liveness.turned()
                 pause = max(self._breaker.remaining, self._refused.remaining)
                 if pause:
                     self._stopping.wait(min(pause, 0.5))
@@ -108,6 +109,7 @@ class ControlThread:
     def _serve(self, session: Session, stored_in: str | None) -> None:
         self._note_the_database()
         while not self._stopping.is_set():
+            liveness.turned()
             left = self._later[0].due - time.monotonic() if self._later else 0.5
             delivery = session.receive(max(0.0, min(left, 0.5)))
             self._breaker.worked()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..runtime.connections import recycle
 from . import retention
 
@@ -32,7 +32,7 @@ class Pruner:
     def run(self) -> None:
         """Prune every hour. What fails is tried again the next time."""
         pause = FIRST
-        while not self._stop.wait(pause * random.uniform(0.75, 1.25)):  # noqa: S311 - jitter
+        while not self._stop.wait(self._announced(pause)):
             pause = EVERY
             for using in self._databases:
                 pruning = database_health.retry(
@@ -41,8 +41,15 @@ class Pruner:
                 pruning.run(partial(self._prune, using))
             recycle(idle=True)
 
+    def _announced(self, pause: float) -> float:
+        pause *= random.uniform(0.75, 1.25)  # noqa: S311 - jitter
+        liveness.turned(pause)
+        return pause
+
     def _prune(self, using: str) -> None:
         for kind in retention.kinds():
-            deleted = retention.prune(kind, using, stop=self._stop)
+            deleted = retention.prune(
+                kind, using, stop=self._stop, on_batch=lambda *_: liveness.turned()
+            )
             if deleted:
                 log.info("%s of database %r: %d deleted", kind.name, using, deleted)

@@ -18,7 +18,7 @@ from django.db import Error as AnyDatabaseError
 
 from .. import conf
 from ..errors import BrokerUnavailable, DestinationUnavailable
-from ..runtime import database_health, notifications
+from ..runtime import database_health, liveness, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
 from ..runtime.thread_group import Crew
@@ -147,6 +147,7 @@ class Relay:
             lane.using, notifications.outbox(lane.broker_alias)
         )
         while not self._stop.is_set():
+            liveness.turned()
             if not once and not database_health.wait(lane.using, self._stop):
                 return
             if breaker.remaining:
@@ -181,6 +182,7 @@ class Relay:
         until a notification; at most until a pause ends."""
         until = time.monotonic() + interval
         while not self._stop.is_set():
+            liveness.turned()
             left = REST if wakeup.heard else until - time.monotonic()
             trial = lane.next_trial
             if trial is not None:

@@ -32,6 +32,7 @@ from django.db import Error as AnyDatabaseError
 
 from ..django_internals import raw
 from ..envelope.failure import cause_of, text_of
+from . import liveness
 from .breaker import Breaker
 
 log = logging.getLogger("django_txmsg.outage")
@@ -178,6 +179,7 @@ def usable(using: str) -> bool:
 def wait(using: str, stop: threading.Event) -> bool:
     """Wait until the database is usable. Returns False, at once, when `stop` is set."""
     while not usable(using):
+        liveness.turned()
         if stop.wait(min(max(0.01, breaker(using).remaining), 0.5)):
             break
     return not stop.is_set()

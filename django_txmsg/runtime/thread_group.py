@@ -14,6 +14,7 @@ from collections.abc import Callable
 from django.db import connections
 
 from ..errors import WorkerFailed
+from . import liveness
 
 log = logging.getLogger("django_txmsg.crew")
 
@@ -44,6 +45,7 @@ class Crew:
         for thread in self._threads:
             # A timed join lets the main thread see its signals.
             while thread.is_alive():
+                liveness.turned()
                 thread.join(0.2)
         if self._errors:
             name, error = self._errors[0]
@@ -52,6 +54,7 @@ class Crew:
             raise WorkerFailed(f"Thread {name} ended by {error!r}.") from error
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
+        liveness.begin(name)
         try:
             work()
         except BaseException as error:
@@ -59,4 +62,5 @@ class Crew:
             log.error("thread %s ended, and its process with it: %r", name, error)
             self._stop()
         finally:
+            liveness.ended()
             connections.close_all()

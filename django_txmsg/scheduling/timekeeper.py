@@ -21,7 +21,7 @@ from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Schedule
 from ..models.fields import clock
-from ..runtime import database_health
+from ..runtime import database_health, liveness
 from ..runtime.connections import recycle
 from ..runtime.thread_group import Crew
 from ..sending.outbox import send_message
@@ -79,6 +79,7 @@ class Timekeeper:
                 left = keeping.run(partial(self._keep, using))
                 wait = min(wait, 1.0 if left is None else left)
                 recycle()
+            liveness.turned(wait)
             self._stop.wait(wait)
 
     def tick(self) -> None:

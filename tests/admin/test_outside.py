@@ -72,9 +72,16 @@ def test_a_rolling_deployment_takes_no_process_out_of_service(
 
 @pytest.mark.parametrize(
     ("minutes", "fail", "code"),
-    [(3, "late", 503), (3, "degraded", 200), (12, "degraded", 503), (12, "late", 503)],
+    [
+        (3, "late", 503),
+        (3, "degraded", 200),
+        (12, "degraded", 503),
+        (12, "late", 503),
+        (45, "never", 200),
+        (45, "", 503),
+    ],
 )
-def test_health_can_be_stricter(
+def test_health_fails_from_the_state_that_is_asked_for(
     db: None, client: Client, minutes: int, fail: str, code: int
 ) -> None:
     factories.OutboxMessageFactory(created_at=factories.ago(minutes=minutes))
@@ -89,8 +96,11 @@ def test_health_without_a_database_is_a_503(db: None, client: Client) -> None:
     with connection.execute_wrapper(refuse):
         response = client.get("/txmsg/health/")
 
+        never = client.get("/txmsg/health/", {"fail": "never"})
+
     assert response.status_code == 503
-    assert response.json() == {"status": "no database"}
+    assert never.status_code == 200
+    assert response.json() == never.json() == {"status": "no database"}
 
 
 def test_health_tells_nothing_but_ages_and_asks_for_get(

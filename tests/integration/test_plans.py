@@ -16,6 +16,7 @@ from django.db.models.functions import Now
 from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
 from django_txmsg.monitoring import retention
 from django_txmsg.sending.outbox import send_messages
+from tests.faults import ROOT
 from tests.running import committing
 
 pytestmark = [
@@ -298,3 +299,36 @@ def test_what_every_message_changes_is_in_no_index(table: str, columns: str) -> 
         indexes = [definition for (definition,) in cursor.fetchall()]
     assert indexes
     assert not [one for one in indexes if re.search(rf"\b({columns})\b", one)]
+
+
+def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
+    """The query of the page on Kubernetes reads no more rows than it counts."""
+    page = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
+    found = re.search(r"query: >-\n((?: {10}.+\n)+)", page)
+    assert found is not None
+    sql = " ".join(found[1].split()).replace("'mails.confirm'", "'tests.q'")
+    OutboxMessage.objects.update(dispatched_at=Now())
+    QueueMessage.objects.create(queue="tests.later", body=b"x")
+    copies(QueueMessage)
+    QueueMessage.objects.create(queue="tests.q", body=b"x")
+    InboxMessage.objects.create(
+        stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
+    )
+    copies(
+        InboxMessage,
+        message_id="gen_random_uuid()",
+        due_at="now() + interval '1 hour'",
+        headers="'{}'",
+        body="'x'",
+        last_error="'failed'",
+    )
+    store(3)
+    counted: list[int] = []
+
+    def count() -> None:
+        with connection.cursor() as cursor:
+            cursor.execute(sql)
+            counted.extend(cursor.fetchone())
+
+    assert read_for(count) < 100
+    assert counted == [4]  # three in the outbox, one in its queue

@@ -143,6 +143,7 @@ LOGGERS = {
     "django_txmsg.stage_middleware",
     "django_txmsg.stage_thread",
     "django_txmsg.storing",
+    "django_txmsg.supervisor",
     "django_txmsg.tasks",
     "django_txmsg.testing.peer",
     "django_txmsg.throttle",

@@ -24,10 +24,11 @@ from ...models.fields import clock
 from ...models.period_count import PERIOD
 from ...monitoring import periods
 from ...monitoring.presence import Presence
-from ...runtime import database_health
+from ...runtime import database_health, liveness
 from ...runtime.connections import recycle
 from ...runtime.thread_group import Crew
 from ...sending.scope import handlers_running
+from . import _child as child
 
 #: Seconds that a stopping process waits for servers, once no handler is running.
 PATIENCE = 15.0
@@ -44,17 +45,17 @@ class Busy(Protocol):
 
 
 @contextmanager
-def stop_on_signals(
-    stop: Callable[[], None],
-    stderr: Any,
-    *,
-    signals: Sequence[signal.Signals] = SIGNALS,
-) -> Iterator[None]:
-    """Call `stop` on the first SIGTERM or SIGINT; end the process on the second."""
+def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
+    """Call `stop` on the first SIGTERM or SIGINT; end the process on the second. A
+    child gets SIGTERM alone, or loses its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     seen = False
+    signals: Sequence[signal.Signals] = SIGNALS
+    if child.is_child():
+        signals = [signal.SIGTERM]  # Ctrl-C is the parent's, who passes it on
+        child.end_with_parent(stop)
     ended = threading.Event()
     heard, hears = socket.socketpair()
     heard.setblocking(False)
@@ -65,6 +66,7 @@ def stop_on_signals(
         if seen:
             os._exit(128 + number)
         seen = True
+        liveness.stopping()
         insisting = (ended, heard, stderr)
         threading.Thread(target=_insist, args=insisting, daemon=True).start()
         stop()
@@ -152,6 +154,7 @@ def heartbeat(
                 for using in databases:
                     _count(using)
             recycle()
+            liveness.turned(conf.get().CONSUME.HEARTBEAT)
             if done.wait(conf.get().CONSUME.HEARTBEAT):
                 break
         presence.leave()

@@ -1,7 +1,6 @@
 """`--reload`: a parent watches the code, and starts its child again when that changes.
 
-The child is a process of its own, ended by SIGTERM, and killed where it does not end.
-A parent that is killed ends its child too: a pipe between them closes.
+The child is ended by SIGTERM, and killed where it does not end.
 """
 
 from __future__ import annotations
@@ -12,38 +11,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from django.apps import apps
 
+from . import _child as child
 from ._process import say
 
-#: Says to a child, by the number of a pipe's end, that it is one.
-PIPE = "TXMSG_RELOAD_PIPE"
 #: Seconds between two looks at the files.
 INTERVAL = 0.5
 #: Seconds that a child gets to finish what it has in hand.
 GRACE = 10.0
 _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
-
-
-def is_child() -> bool:
-    """Return whether a parent watches over this process."""
-    return PIPE in os.environ
-
-
-def end_with_parent(stop: Callable[[], None]) -> None:
-    """In the child: call `stop` when the parent has gone."""
-    pipe = int(os.environ[PIPE])
-
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            os.read(pipe, 1)
-        stop()
-
-    threading.Thread(target=wait, name="txmsg-parent", daemon=True).start()
 
 
 class Reloader:
@@ -88,14 +69,7 @@ class Reloader:
 
     def _start(self) -> None:
         self._ending = False
-        # A terminal's Ctrl-C reaches both, and the child is to hear of it once, from
-        # its parent. A group of its own would keep a debugger from the keyboard.
-        self._child = subprocess.Popen(  # noqa: S603 - what we were started with
-            [sys.executable, *sys.orig_argv[1:]],
-            env={**os.environ, PIPE: str(self._read)},
-            pass_fds=(self._read,),
-            preexec_fn=_deaf_to_ctrl_c,
-        )
+        self._child = child.start(self._read)
         if self._signals:
             self._child.terminate()
 
@@ -136,10 +110,6 @@ class Reloader:
         if code < 0 and len(self._signals) == 1:
             return 0  # it had not come as far as to listen for signals
         return 128 - code if code < 0 else code
-
-
-def _deaf_to_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def files() -> Iterator[tuple[str, float]]:

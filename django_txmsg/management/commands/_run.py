@@ -4,7 +4,6 @@ process, with one readable line for each message."""
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,10 +23,12 @@ from ...relaying.relay import Relay
 from ...runtime.thread_group import Crew
 from ...scheduling.timekeeper import Timekeeper
 from ...stages import Stage, all_stages
+from . import _child as child
 from . import _reloading as reloading
 from ._lines import Lines
-from ._process import SIGNALS, heartbeat, say, stay_light, stop_on_signals
+from ._process import heartbeat, say, stay_light, stop_on_signals
 from ._tables import require_tables
+from ._workers import add_arguments, probed, supervise
 
 
 class Service:
@@ -84,9 +85,10 @@ class Command(BaseCommand):
             action="store_true",
             help="start again after each change of the code: for development",
         )
+        add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if options["reload"] and not reloading.is_child():
+        if options["reload"] and not options["processes"] and not child.is_child():
             sys.exit(reloading.Reloader(self.stderr).run())
         databases, brokers = with_tables(), sorted(conf.get().BROKERS)
         require_tables(*databases)
@@ -95,20 +97,16 @@ class Command(BaseCommand):
             service = Service(databases, brokers, stages)
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
+        supervise(options, self.stderr)
         stay_light()
-        signals: Sequence[signal.Signals] = SIGNALS
-        if reloading.is_child():
-            signals = [signal.SIGTERM]  # Ctrl-C is the parent's, who passes it on
-            reloading.end_with_parent(service.stop)
         with ExitStack() as stack:
             if options["verbosity"] > 0:
                 self._introduce(databases, brokers, stages)
                 consumed = {stage.destination for stage in stages}
                 lines = Lines(self._line, self.style, consumed)
                 stack.enter_context(lines.printing())
-            stack.enter_context(
-                stop_on_signals(service.stop, self.stderr, signals=signals)
-            )
+            stack.enter_context(stop_on_signals(service.stop, self.stderr))
+            stack.enter_context(probed(options, self.stderr))
             stack.enter_context(heartbeat(Presence("relay", databases[0]), service))
             try:
                 service.run()

@@ -15,6 +15,7 @@ from ...models import InboxMessage
 from ...stages import find
 from ._process import say, stay_light, stop_on_signals
 from ._tables import require_tables
+from ._workers import add_arguments, probed, supervise
 
 
 class Command(BaseCommand):
@@ -34,6 +35,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "--max-memory", type=float, metavar="MIB", help="end when it has grown"
         )
+        add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         concurrency = options["concurrency"]
@@ -50,9 +52,13 @@ class Command(BaseCommand):
             consumer = Consumer(stages, concurrency=concurrency, **limits)
         except ConfigurationError as error:
             raise CommandError(str(error)) from error
+        supervise(options, self.stderr)
         if not options["once"]:
             stay_light()
-        with stop_on_signals(consumer.stop, self.stderr):
+        with (
+            stop_on_signals(consumer.stop, self.stderr),
+            probed(options, self.stderr),
+        ):
             if options["verbosity"] > 0:
                 names = ", ".join(stage.name for stage in stages)
                 self.stderr.write(f"Consuming: {names or 'control messages only'}.")

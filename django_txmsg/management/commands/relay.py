@@ -17,6 +17,7 @@ from ...relaying.relay import Relay
 from ...scheduling.timekeeper import Timekeeper, keeping_time
 from ._process import heartbeat, say, stay_light, stop_on_signals
 from ._tables import require_tables
+from ._workers import add_arguments, probed, supervise
 
 
 class Command(BaseCommand):
@@ -33,6 +34,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "--broker", action="append", metavar="ALIAS", help="may be repeated"
         )
+        add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         batch_size = options["batch_size"]
@@ -50,6 +52,7 @@ class Command(BaseCommand):
         if unknown:
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
         require_tables(*databases)
+        supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=batch_size)
         presence = Presence("relay", databases[0])
         if not options["once"]:
@@ -58,6 +61,7 @@ class Command(BaseCommand):
         beating = heartbeat(presence, relay, databases)
         with ExitStack() as stack:
             stack.enter_context(stop_on_signals(relay.stop, self.stderr))
+            stack.enter_context(probed(options, self.stderr))
             stack.enter_context(beating)
             if not options["once"]:
                 stack.enter_context(keeping_time(timekeeper, relay.stop))

@@ -9,6 +9,7 @@ from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand
 
 from ... import __name__ as package
+from ..alive import Command as Alive
 from ..contracts import Command as Contracts
 from ..doctor import Command as Doctor
 from ..init import Command as Init
@@ -28,6 +29,7 @@ class Command(BaseCommand):
             dest="verb", required=True, metavar="VERB", parser_class=VerbParser
         )
         self._verbs: dict[str, BaseCommand] = {
+            "alive": Alive(),
             "cancel": Cancel(),
             "contracts": Contracts(),
             "doctor": Doctor(),

@@ -1,0 +1,54 @@
+"""`manage.py txmsg alive`: a liveness probe without a port."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from .. import conf
+from ..monitoring import process_states
+from ..monitoring.process_states import WITHIN
+
+
+class Command(BaseCommand):
+    """Ask this service's worker processes on this host whether their loops turn."""
+
+    help = (
+        "Exits with 0 if each worker of this service on this host is alive: all its "
+        "loops have turned within --within seconds. Asks no database and no broker."
+    )
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--within",
+            type=float,
+            default=WITHIN,
+            metavar="SECONDS",
+            help=f"the longest time of a handler, and more; {WITHIN:g}",
+        )
+        parser.add_argument(
+            "--ready",
+            action="store_true",
+            help="fail also if one has not begun, or was told to stop",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        states = process_states.running()
+        if not states:
+            raise CommandError(
+                f"No worker of service {conf.get().SERVICE!r} runs here: none has a "
+                f"file in {process_states.directory()}."
+            )
+        for pid, state in sorted(states.items()):
+            if state.silent > options["within"]:
+                raise CommandError(
+                    f"Process {pid}: {state.loop or 'the process'} has not turned for "
+                    f"{state.silent:.0f} s."
+                )
+            if options["ready"] and not state.ready:
+                raise CommandError(f"Process {pid} has not begun, or was told to stop.")
+        if options["verbosity"] > 0:
+            self.stdout.write(f"Alive: {', '.join(map(str, sorted(states)))}.")

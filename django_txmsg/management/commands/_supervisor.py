@@ -1,0 +1,213 @@
+"""`--processes N`: a parent that starts children, restarts those that end, and passes
+signals on. It opens no connection, and loads nothing that a child needs anew.
+
+SIGTERM and SIGINT end all children in good order, a second one ends them at once.
+SIGHUP replaces them one after the other: the next one ends when the one before has been
+replaced by a process that works.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ...monitoring import process_states
+from ...runtime import liveness
+from . import _child as child
+
+log = logging.getLogger("django_txmsg.supervisor")
+
+#: Seconds between two looks at the children, when no signal comes.
+INTERVAL = 0.5
+#: Seconds of the first and of the longest pause before a child that failed is started
+#: again.
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
+#: Seconds after which a child that fails has not failed at its start.
+STEADY = 60.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+@dataclass
+class Slot:
+    """The place of one child, and of those that follow it."""
+
+    number: int
+    process: subprocess.Popen[bytes] | None = None
+    start_at: float = 0.0
+    started_at: float = 0.0
+    failures: int = 0
+    """How often in a row its children have failed."""
+    leaving: bool = False
+    """Whether its child was told to end."""
+
+    @property
+    def works(self) -> bool:
+        """Whether its child has begun to work."""
+        state = None if self.process is None else process_states.read(self.process.pid)
+        return state is not None and state.ready
+
+    def __str__(self) -> str:
+        assert self.process is not None
+        return f"process {self.number} (pid {self.process.pid})"
+
+
+class Supervisor:
+    """Keeps `count` children running: `run()`, in the main thread."""
+
+    def __init__(self, count: int, environment: Mapping[str, str] | None = None):
+        self.slots = [Slot(number) for number in range(1, count + 1)]
+        self._environment = environment or {}
+        self._replacing: deque[Slot] = deque()
+        self._stops = 0
+        self._code = 0
+        self._pipe, self._never_written = os.pipe()
+
+    def run(self) -> int:
+        """Return the exit code, once a signal has ended all children: the highest of
+        theirs."""
+        liveness.begin("txmsg-supervisor")
+        with self._signals() as heard:
+            while True:
+                liveness.turned()
+                for slot in self.slots:
+                    self._look(slot)
+                if self._stops and not any(slot.process for slot in self.slots):
+                    break
+                self._replace()
+                if select.select([heard], [], [], INTERVAL)[0]:
+                    for number in heard.recv(1024):
+                        self._obey(number)
+        liveness.ended()
+        os.close(self._pipe)
+        os.close(self._never_written)
+        return self._code
+
+    def alive(self, within: float) -> str:
+        """Return which child has not turned within so many seconds, or nothing."""
+        now = time.monotonic()
+        for slot in self.slots:
+            process = slot.process
+            if process is None or process.returncode is not None:
+                continue  # it is about to be started again
+            state = process_states.read(process.pid)
+            silent = now - slot.started_at
+            silent = silent if state is None else min(silent, state.silent)
+            if silent > within:
+                loop = f": {state.loop}" if state else ""
+                return f"{slot}{loop} has not turned for {silent:.0f} s"
+        return ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether any child works, and none was told to end for good."""
+        return not self._stops and any(slot.works for slot in self.slots)
+
+    def _look(self, slot: Slot) -> None:
+        if slot.process is None:
+            if not self._stops and time.monotonic() >= slot.start_at:
+                self._start(slot)
+        elif slot.process.poll() is not None:
+            self._note_end(slot)
+            slot.process, slot.leaving = None, False
+        elif time.monotonic() - slot.started_at > STEADY:
+            slot.failures = 0
+
+    def _start(self, slot: Slot) -> None:
+        slot.process = child.start(self._pipe, self._environment)
+        slot.started_at = time.monotonic()
+        log.info("%s started", slot)
+
+    def _note_end(self, slot: Slot) -> None:
+        assert slot.process is not None
+        code = slot.process.returncode
+        if slot.leaving and code == -signal.SIGTERM:
+            code = 0  # it had not come as far as to listen for signals
+        code = 128 - code if code < 0 else code
+        lived = time.monotonic() - slot.started_at
+        if self._stops:
+            self._code = max(self._code, code)
+        if code == 0:
+            slot.failures = 0
+            log.info("%s ended in good order after %.0f s", slot, lived)
+            return
+        slot.failures += 1
+        pause = min(MAX_PAUSE, FIRST_PAUSE * 2 ** (slot.failures - 1))
+        slot.start_at = time.monotonic() + pause
+        then = "" if self._stops else f"; another one starts in {pause:g} s"
+        log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
+
+    def _replace(self) -> None:
+        """Have the next child end that is to be replaced, if the others work."""
+        if not self._replacing:
+            return
+        if any(slot.failures for slot in self.slots):
+            self._replacing.clear()
+            log.error("the rolling restart stops: a process has failed")
+        elif all(slot.works and not slot.leaving for slot in self.slots):
+            slot = self._replacing.popleft()
+            log.info("%s is replaced", slot)
+            self._end(slot)
+
+    def _obey(self, number: int) -> None:
+        if number == signal.SIGHUP and not self._stops:
+            self._replacing = deque(self.slots)
+            for slot in self.slots:  # what has failed may be mended
+                slot.start_at, slot.failures = 0.0, 0
+        elif number in (signal.SIGTERM, signal.SIGINT):
+            self._stops += 1
+            liveness.stopping()
+            self._replacing.clear()
+            running = [slot for slot in self.slots if slot.process]
+            if self._stops == 1:
+                log.info("stopping %d processes", len(running))
+            for slot in running:
+                # A child that is being replaced has had its first signal.
+                if self._stops > 1 or not slot.leaving:
+                    self._end(slot)
+
+    def _end(self, slot: Slot) -> None:
+        assert slot.process is not None
+        slot.leaving = True
+        slot.process.terminate()
+
+    @contextmanager
+    def _signals(self) -> Iterator[socket.socket]:
+        """Yield where the numbers of the signals come in. No handler runs while the
+        loop holds something."""
+        heard, tells = socket.socketpair()
+        heard.setblocking(False)
+        tells.setblocking(False)
+        before = {one: signal.signal(one, lambda *_: None) for one in SIGNALS}
+        fd_before = signal.set_wakeup_fd(tells.fileno(), warn_on_full_buffer=False)
+        try:
+            yield heard
+        finally:
+            signal.set_wakeup_fd(fd_before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            heard.close()
+            tells.close()
+
+
+def cores() -> int:
+    """Return how many processor cores this process may use: by its affinity, and by its
+    container's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        count = len(os.sched_getaffinity(0))
+    else:
+        count = os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return max(1, min(count, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        return count  # no such quota

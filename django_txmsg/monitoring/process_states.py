@@ -1,0 +1,105 @@
+"""The states of this host's worker processes, in a file for each.
+
+A worker writes its own once a second. `manage.py txmsg alive` reads them all, and the
+parent of `--processes` those of its children. No database is asked: that it is away
+must not kill the processes that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from .. import conf
+from ..runtime import liveness
+from ..runtime.liveness import State
+
+#: Seconds between two writes of a process's state.
+INTERVAL = 1.0
+#: Seconds without a turn after which a process does not count as alive.
+WITHIN = 300.0
+#: Characters that a state is filled up to.
+LENGTH = 1024
+
+
+def directory() -> Path:
+    """Return where processes of this service and user write their states."""
+    folder = Path(tempfile.gettempdir()) / f"txmsg-{os.getuid()}"
+    return folder / conf.get().SERVICE.replace("/", "_")
+
+
+def read(pid: int) -> State | None:
+    """Return what a process has written, grown older by the time since; None if it
+    does not run. What a process has left that was killed is removed."""
+    path = directory() / str(pid)
+    try:
+        with path.open() as file:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                path.unlink()
+                return None
+            written = json.loads(file.read())
+        known = State(**written["state"])
+        # The clock of the system: it is the same for all its processes.
+        since = max(0.0, time.monotonic() - written["at"] - INTERVAL)
+    except (OSError, ValueError):
+        return None
+    return replace(known, silent=known.silent + since)
+
+
+def running() -> dict[int, State]:
+    """Return the states of the processes that run, by process id."""
+    try:
+        names = os.listdir(directory())
+    except FileNotFoundError:
+        return {}
+    found = {int(name): read(int(name)) for name in names if name.isdigit()}
+    return {pid: state for pid, state in found.items() if state is not None}
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """Write this process's state once a second while the block runs.
+
+    Raises OSError if there is no place to write to.
+    """
+    folder = directory()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.parent.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder.parent} belongs to another user")
+    path, done = folder / str(os.getpid()), threading.Event()
+    draft = path.with_name(f"{path.name}.new")
+    with draft.open("w") as file:
+        # Whoever gets this lock knows that we have gone: a process id comes again.
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+        def keep_writing() -> None:
+            while not done.wait(INTERVAL):
+                with contextlib.suppress(OSError):  # no room: it counts as silent
+                    _write(file.fileno())
+
+        _write(file.fileno())
+        draft.replace(path)
+        writer = threading.Thread(target=keep_writing, name="txmsg-state", daemon=True)
+        writer.start()
+        try:
+            yield
+        finally:
+            done.set()
+            writer.join()
+            path.unlink(missing_ok=True)
+
+
+def _write(file: int) -> None:
+    known = {"at": time.monotonic(), "state": asdict(liveness.state())}
+    # In one piece, and as long as the last one: nobody reads a half.
+    os.pwrite(file, json.dumps(known).ljust(LENGTH).encode(), 0)

@@ -1,0 +1,72 @@
+"""Whether the loops of this process still turn.
+
+Each long-lived thread calls `turned()` once a turn. It announces how long it is going
+to wait on purpose, so a pause for a broker or a database that is away is not a hang.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class State:
+    """What a process knows of its own loops."""
+
+    ready: bool
+    """Whether it works: it has begun, and was not told to stop."""
+    loop: str
+    """The name of the loop whose last turn is the longest ago."""
+    silent: float
+    """Seconds since that turn, without the pause that the loop had announced."""
+
+
+def begin(name: str) -> None:
+    """Watch over the current thread from now on, until `ended()`."""
+    _loops[threading.get_ident()] = (name, time.monotonic())
+
+
+def turned(pause: float = 0.0) -> None:
+    """Note that the current thread's loop has turned, and may now wait for `pause`
+    seconds. Nothing happens in a thread that has not begun."""
+    ident = threading.get_ident()
+    known = _loops.get(ident)
+    if known is not None:
+        _loops[ident] = (known[0], time.monotonic() + pause)
+
+
+def ended() -> None:
+    """Stop watching over the current thread."""
+    _loops.pop(threading.get_ident(), None)
+
+
+def stopping() -> None:
+    """Note that the process was told to stop: it is ready no longer."""
+    global _told_to_stop
+    _told_to_stop = True
+
+
+def state() -> State:
+    """Return the state of this process."""
+    now = time.monotonic()
+    loops = list(_loops.values())
+    name, turned_at = min(loops, key=lambda one: one[1], default=("", now))
+    ready = bool(loops) and not _told_to_stop
+    return State(ready, name, max(0.0, now - turned_at))
+
+
+#: By thread: the name of its loop, and when it turned last.
+_loops: dict[int, tuple[str, float]] = {}
+_told_to_stop = False
+
+
+def _forget() -> None:
+    """The threads are the parent's."""
+    _loops.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

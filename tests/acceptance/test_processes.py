@@ -1,0 +1,352 @@
+"""`--processes N`: children that are killed, recycled, replaced and drained, and the
+parent that is asked over HTTP about all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from django.db import transaction
+
+from django_txmsg.models import Worker
+from django_txmsg.sending.outbox import send_message, send_messages
+from tests.app.models import Effect
+from tests.faults import ROOT, ManageProcess, wait_until
+from tests.running import IMPATIENT, committing, txmsg
+
+pytestmark = committing
+
+#: The probes of the page on Kubernetes, and the 600 seconds that they give a handler.
+PAGE = (ROOT / "docs" / "how-to" / "kubernetes.md").read_text()
+READY, LIVE = (
+    re.findall(rf"{kind}Probe:\n +httpGet: {{path: ([^,]+),", PAGE)[0]
+    for kind in ("readiness", "liveness")
+)
+COMMANDS = [
+    json.loads(one)[2:] for one in re.findall(r"exec: {command: (\[.+\])}", PAGE)
+]
+
+Manage = Callable[..., ManageProcess]
+
+BROKERS = {"default": {"URL": "database://?poll=0.01&lease=2"}}
+STAGES = """
+import threading
+import time
+from django_txmsg import stage
+from django_txmsg.management.commands import _supervisor
+from tests.app.models import Effect
+
+_supervisor.STEADY = 1.0
+
+
+def declare():
+    @stage("tests.processes")
+    def handle(message):
+        if message.body == "hang":
+            print("it hangs", flush=True)
+            threading.Event().wait()
+        if message.body == "slow":
+            print("it is slow", flush=True)
+            time.sleep(1.5)
+        Effect.objects.create(name="VERSION", message_id=str(message.id))
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    """The service's own code, which may change."""
+    file = tmp_path / "processes_of_a_test.py"
+    file.write_text(STAGES.replace("VERSION", "first"))
+    return file
+
+
+@pytest.fixture
+def start(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
+    """Start a command with that code; its process states are the test's own."""
+
+    def start(*arguments: str, **more: object) -> ManageProcess:
+        return manage(
+            *arguments,
+            txmsg={**IMPATIENT, "BROKERS": BROKERS, **more},
+            hook="processes_of_a_test.declare",
+            env={
+                "PYTHONPATH": str(code.parent),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TMPDIR": str(code.parent),
+            },
+        )
+
+    return start
+
+
+def children(parent: ManageProcess) -> dict[int, psutil.Process]:
+    """Return the parent's children by process id."""
+    return {one.pid: one for one in psutil.Process(parent.pid).children()}
+
+
+def working(count: int, kind: str = "consumer") -> set[int]:
+    """Wait until so many processes have told that they live. Returns their ids."""
+
+    def found() -> set[int]:
+        pids = set(Worker.objects.filter(kind=kind).values_list("pid", flat=True))
+        return pids if len(pids) == count else set()
+
+    return wait_until(found, deadline=90)
+
+
+def address(process: ManageProcess) -> str:
+    """Return where it answers over HTTP."""
+    line = process.wait_for_line(r"Answering at http://")
+    found = re.search(r"http://[\w.]+:\d+", line)
+    assert found is not None
+    return found[0]
+
+
+def ask(url: str) -> tuple[int, str]:
+    """Return the status and the text of an answer."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def effects() -> int:
+    return Effect.objects.count()
+
+
+@pytest.mark.parametrize("command", ["consume", "relay", "txmsg run"])
+def test_sigterm_drains_all_children_and_ends_with_zero(
+    command: str, start: Callable[..., ManageProcess]
+) -> None:
+    process = start(*command.split(), "--processes", "2")
+    kind = "relay" if command == "relay" else "consumer"
+    assert working(2, kind) == set(children(process))
+    if command != "relay":
+        with txmsg(), transaction.atomic():
+            send_message("tests.processes", "slow")
+        if command == "txmsg run":
+            process.wait_for_line("it is slow")
+    process.terminate()
+    process.succeed()
+    assert process.output.count("started") == 2
+    assert process.output.count("ended in good order") == 2
+    assert not Worker.objects.exists()
+    if command == "txmsg run":
+        assert effects() == 1
+
+
+def test_a_killed_child_is_replaced_and_its_message_runs_once(
+    start: Callable[..., ManageProcess],
+) -> None:
+    process = start("txmsg", "run", "--processes", "2")
+    before = working(2)
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", "slow")
+    process.wait_for_line("it is slow")
+    for pid in before:  # whichever has it
+        os.kill(pid, signal.SIGKILL)
+    process.wait_for_line(r"process 1 .* ended with 137")
+    process.wait_for_line(r"process 2 .* ended with 137 .* starts in 1 s")
+    wait_until(lambda: set(children(process)) - before, deadline=60)
+    wait_until(lambda: effects() == 1, deadline=90)
+    process.terminate()
+    process.succeed()
+    assert effects() == 1
+
+
+def test_when_the_parent_is_killed_its_children_finish_and_end(
+    start: Callable[..., ManageProcess],
+) -> None:
+    process = start("txmsg", "run", "--processes", "2")
+    left = [psutil.Process(pid) for pid in working(2)]
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", "slow")
+    process.wait_for_line("it is slow")
+    process.kill()
+    _, alive = psutil.wait_procs(left, timeout=60)
+    assert not alive
+    assert effects() == 1
+    assert not Worker.objects.exists()
+
+
+def test_sighup_replaces_the_children_one_after_the_other(
+    start: Callable[..., ManageProcess], code: Path
+) -> None:
+    process = start("txmsg", "run", "--processes", "2", "--http", "127.0.0.1:0")
+    before = working(2)
+    where = address(process)
+    wait_until(lambda: ask(f"{where}/ready")[0] == 200)
+    code.write_text(STAGES.replace("VERSION", "second"))
+    process.process.send_signal(signal.SIGHUP)
+    counts = []
+
+    def replaced() -> bool:
+        present = set(children(process))
+        counts.append(len(present))
+        assert ask(f"{where}/ready")[0] == 200
+        return len(present) == 2 and not present & before
+
+    wait_until(replaced, deadline=90)
+    assert min(counts) >= 1
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", 1)
+    wait_until(lambda: effects() == 1, deadline=60)
+    assert Effect.objects.get().name == "second"
+    process.terminate()
+    process.succeed()
+
+
+def test_a_rolling_restart_stops_at_code_that_does_not_start(
+    start: Callable[..., ManageProcess], code: Path
+) -> None:
+    process = start("txmsg", "run", "--processes", "2")
+    before = working(2)
+    code.write_text("raise RuntimeError('a mistake in the new code')")
+    process.process.send_signal(signal.SIGHUP)
+    process.wait_for_line("the rolling restart stops: a process has failed")
+    assert len(set(children(process)) & before) == 1
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", 1)
+    wait_until(lambda: effects() == 1, deadline=60)
+    code.write_text(STAGES.replace("VERSION", "mended"))
+    process.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: not working(2) & before, deadline=90)
+    process.terminate()
+    process.succeed()
+
+
+def test_a_child_above_max_memory_is_replaced_at_once(
+    start: Callable[..., ManageProcess],
+) -> None:
+    process = start("txmsg", "run", "--processes", "1", CONSUME={"MAX_MEMORY": 1})
+    (before,) = working(1)
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", 1)
+    process.wait_for_line(r"process 1 .* ended in good order")
+    wait_until(lambda: working(1) - {before}, deadline=60)
+    process.terminate()
+    process.succeed()
+    assert effects() == 1
+
+
+def test_metrics_count_for_all_children(start: Callable[..., ManageProcess]) -> None:
+    process = start("txmsg", "run", "--processes", "2", "--http", "127.0.0.1:0")
+    where = address(process)
+    working(2)
+    with txmsg(), transaction.atomic():
+        send_messages({"destination": "tests.processes", "body": n} for n in range(20))
+    wait_until(lambda: effects() == 20, deadline=60)
+    counted = re.compile(
+        r'txmsg_processing_seconds_count\{.*stage="tests\.processes"\} 20\.0'
+    )
+
+    def text() -> str:
+        status, text = ask(f"{where}/metrics")
+        assert status == 200
+        return text
+
+    wait_until(lambda: counted.search(text()), message=text)
+    assert 'txmsg_workers{kind="consumer"} 2.0' in text()
+    process.terminate()
+    process.succeed()
+
+
+@pytest.mark.parametrize("processes", [[], ["--processes", "2"]])
+def test_probes_of_a_healthy_a_hung_and_a_draining_process(
+    processes: list[str], start: Callable[..., ManageProcess]
+) -> None:
+    process = start("txmsg", "run", *processes, "--http", "127.0.0.1:0")
+    where = address(process)
+    working(len(processes) or 1)
+    wait_until(lambda: ask(where + READY)[0] == 200)
+    assert ask(where + LIVE) == (200, "alive\n")
+    for command in COMMANDS:
+        start(*command).succeed()
+    with txmsg(), transaction.atomic():
+        send_message("tests.processes", "hang")
+    process.wait_for_line("it hangs")
+    soon = where + LIVE.replace("600", "3")
+    wait_until(lambda: ask(soon)[0] == 503)
+    # On SQLite its transaction keeps other loops waiting, too.
+    assert re.search(r"txmsg-[\w.-]+ has not turned", ask(soon)[1])
+    assert ask(where + LIVE)[0] == 200
+    live, ready = COMMANDS
+    probe = start(*[word.replace("600", "3") for word in live])
+    assert probe.wait() == 1
+    assert re.search(r"txmsg-[\w.-]+ has not turned", probe.output)
+    process.terminate()
+    wait_until(lambda: ask(where + READY)[0] == 503)
+    assert ask(where + LIVE)[0] == 200
+    draining = start(*ready)
+    assert draining.wait() == 1
+    assert "told to stop" in draining.output
+    process.terminate()
+    assert process.wait() != 0
+    # Killed, it left a file: the probe does not take it for a process.
+    assert start(*live).wait() == 1
+
+
+def test_a_stopped_child_is_not_alive(start: Callable[..., ManageProcess]) -> None:
+    process = start("relay", "--processes", "2", "--http", "127.0.0.1:0")
+    where = address(process)
+    pid = max(working(2, "relay"))
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: ask(f"{where}/alive?within=2")[0] == 503)
+    assert f"(pid {pid})" in ask(f"{where}/alive?within=2")[1]
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: ask(f"{where}/alive?within=2")[0] == 200)
+    process.terminate()
+    process.succeed()
+
+
+def test_a_broker_that_is_away_leaves_a_process_alive_and_ready(
+    start: Callable[..., ManageProcess],
+) -> None:
+    dead = {"default": {"URL": "stomp://127.0.0.1:1"}}
+    process = start("txmsg", "run", "--http", "127.0.0.1:0", BROKERS=dead)
+    where = address(process)
+    working(1)
+    process.wait_for_line("127.0.0.1")
+    assert answers_for_a_while(f"{where}/alive?within=3") == {(200, "alive\n")}
+    assert ask(f"{where}/ready")[0] == 200
+    process.terminate()
+    process.succeed()
+
+
+def answers_for_a_while(url: str) -> set[tuple[int, str]]:
+    """Return what is answered within eight seconds."""
+    answers: list[tuple[int, str]] = []
+
+    def asked() -> bool:
+        answers.append(ask(url))
+        return len(answers) == 16
+
+    wait_until(asked, interval=0.5, deadline=60)
+    return set(answers)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--processes", "0"], "must be 1 or more"),
+        (["--processes", "many"], "must be 1 or more"),
+        (["--processes", "2", "--once"], "--once"),
+        (["--http", "8071"], "must be HOST:PORT"),
+        (["--http", "127.0.0.1:99999"], "must be HOST:PORT"),
+    ],
+)
+def test_a_wrong_option_is_refused(
+    options: list[str], said: str, start: Callable[..., ManageProcess]
+) -> None:
+    process = start("consume", *options)
+    assert process.wait() == 1
+    assert said in process.output
