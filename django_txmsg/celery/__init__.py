@@ -1,8 +1,8 @@
-"""Celery through the outbox: in place of `from celery import Celery`.
+"""Celery through the outbox: use it in place of `from celery import Celery`.
 
-`Celery` stores what is called inside a transaction as rows of the outbox, which the
-relay hands to Celery's own broker; `TransactionalTask` does so without the app's class;
-an `OnceTask` takes effect once, however often it is delivered. See
+`Celery` stores tasks called inside a transaction as rows of the outbox, which the relay
+sends to Celery's own broker; `TransactionalTask` does so for apps that keep Celery's
+class; an `OnceTask` takes effect once, however often it is delivered. See
 docs/how-to/celery-outbox.md.
 """
 

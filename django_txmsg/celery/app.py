@@ -1,4 +1,4 @@
-"""The app: every way to call a task ends in `send_task()`, also of tasks that are not
+"""The app: every way to call a task ends in `send_task()`, even for tasks that are not
 registered here."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from .calling import call, stands_in
 class Celery(celery.Celery):  # type: ignore[misc]  # published without type hints
     """A Celery app whose tasks, called inside a transaction, leave with its commit.
 
-    Outside of one they go to the broker at once, as with Celery, unless
-    TXMSG["CELERY"]["REQUIRE_ATOMIC"]. Its tasks are `TransactionalTask`s, if `task_cls`
-    names no other class.
+    Outside of a transaction they go to the broker at once, as with Celery, unless
+    TXMSG["CELERY"]["REQUIRE_ATOMIC"] is set. Its tasks are `TransactionalTask`s, unless
+    `task_cls` names another class.
     """
 
     def __init__(self, *args: Any, task_cls: Any = None, **options: Any) -> None:
@@ -35,10 +35,10 @@ class Celery(celery.Celery):  # type: ignore[misc]  # published without type hin
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Do as Celery's does, with a row of the outbox where a transaction is open.
+        """Like Celery's, but store a row of the outbox if a transaction is open.
 
-        `using` names the database whose transaction it is. Raises TransactionRequired
-        and DuplicateMessage as `send_message()` does.
+        `using` names the transaction's database. Raises TransactionRequired and
+        DuplicateMessage like `send_message()`.
         """
         usual = super().send_task
 

@@ -1,9 +1,9 @@
 """Hop 1 for Celery: a task is called, and its message becomes a row of the outbox.
 
-Celery makes the message as ever, with its routing, canvas and ids; a producer that
-stands in for kombu's keeps what would be published. No broker and no result backend is
-asked. What continues a running task is sent and not stored: a row would be rolled back
-together with the task.
+Celery creates the message as usual, with its routing, canvas and ids; a producer in
+place of kombu's keeps what would be published. Neither broker nor result backend is
+contacted. Messages that continue a running task are sent, not stored: a row would be
+rolled back together with the task.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Send = Callable[..., Any]
 
 
 class StoringProducer:
-    """Stands in for kombu's producer while a task's message is made."""
+    """Replaces kombu's producer while a task's message is created."""
 
     serializer = None
 
@@ -46,12 +46,12 @@ class StoringProducer:
         self.published: list[Publication] = []
 
     def publish(self, body: Any, **given: Any) -> None:
-        """Keep what kombu's would send."""
+        """Keep what kombu's producer would send."""
         self.published.append(Publication.make(body, given))
 
     @property
     def connection(self) -> StoringProducer:
-        """What Celery asks for errors' translation, and for nothing else."""
+        """Celery uses it only to translate errors."""
         return self
 
     def _reraise_as_library_errors(self) -> Any:
@@ -59,8 +59,8 @@ class StoringProducer:
 
 
 def stands_in(producer: Any) -> bool:
-    """Return whether what is published is kept, and no connection of the caller's is to
-    be used."""
+    """Return whether published messages are kept, so that no connection of the caller's
+    is used."""
     return isinstance(producer, StoringProducer)
 
 
@@ -79,8 +79,8 @@ def call(
     """Call `send(task_id, producer)`, and store what it publishes if a transaction is
     open. Returns its result.
 
-    `leads` are further connections and producers of the caller's. Raises InvalidMessage
-    if what is stored was to go to another broker than the app's.
+    `leads` are connections and producers of the caller's. Raises InvalidMessage if a
+    stored message was meant for another broker than the app's.
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
@@ -90,7 +90,7 @@ def call(
             return send(task_id, producer, **hidden)
         refuse_another_broker(app, name, producer, *leads)
         return _send_later(send, app, task_id, run, hidden)
-    # Not above: an app is made before Django's models can be imported.
+    # Imported here: an app is created before Django's models can be imported.
     from ..sending.scope import current_scope
 
     current, alias = current_scope(), _alias(using)
@@ -121,7 +121,7 @@ def stores(using: str | None) -> bool:
 
 
 def requires(app: Any) -> bool:
-    """Return whether it is an error to call a task that cannot be stored."""
+    """Return whether calling a task that cannot be stored is an error."""
     return conf.get().CELERY.REQUIRE_ATOMIC and not in_worker(app)
 
 
@@ -136,21 +136,21 @@ def _alias(using: str | None) -> str:
 
 
 def _has_its_own(producer: Any) -> bool:
-    """Return whether the caller brings a producer, as beat does; a group's, which is
-    of the app's pool, gives itself back."""
+    """Return whether the caller passes its own producer, like beat; a group's producer,
+    from the app's pool, does not count."""
     return producer is not None and "release" not in vars(producer)
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether a task is being worked on in this thread, or this is a worker's
-    process, whose main one calls what is linked to a task that ran out of time."""
+    """Return whether a task is running in this thread, or this is a worker's process,
+    whose main process calls the links of a task that ran out of time."""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether this is the retry or the replacement of the task that runs, or
-    follows upon its end: the first has its id, the second is nested deeper."""
+    """Return whether this is the retry or the replacement of the running task, or a
+    call that follows its end: the first has its id, the second is nested deeper."""
     run = current_run()
     if run is not None and run.ended:
         return True
@@ -165,7 +165,7 @@ def _continues(task_id: str | None, nesting: int) -> bool:
 def _send_later(
     send: Send, app: Any, task_id: str | None, run: Run, hidden: dict[str, str]
 ) -> Any:
-    """Send once the transaction of the OnceTask that runs has ended."""
+    """Send when the transaction of the running OnceTask has ended."""
     stand_in = StoringProducer()
     without_asking(app)
     result = send(task_id, stand_in, **hidden)
@@ -174,8 +174,8 @@ def _send_later(
 
 
 def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
-    """Raise InvalidMessage if a connection, or that of a producer, leads elsewhere than
-    the app's own: a row is sent by the app of its broker."""
+    """Raise InvalidMessage if a connection, or a producer's connection, leads to
+    another broker than the app's: a row names only the app."""
     given = [one for one in leads if one is not None]
     if not given:
         return
@@ -197,13 +197,13 @@ def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
 
 
 def _place(connection: kombu.Connection) -> tuple[Any, ...]:
-    """Return what tells one broker from another; who logs in there does not."""
+    """Return the parts of a URL that identify a broker, without the user."""
     info = connection.info()
     return tuple(info[key] for key in ("transport", "hostname", "port", "virtual_host"))
 
 
 def _derived(current: Scope) -> uuid.UUID:
-    """Return the id of what a stage or a OnceTask calls: the same at each run."""
+    """Return the id of a task called by a stage or a OnceTask: the same at each run."""
     assert current.cause is not None
     service = conf.get().SERVICE
     ordinal = next(current.ordinals)
@@ -257,18 +257,18 @@ def _row(
     )
 
 
-#: What no destination may be called.
+#: Characters that a destination cannot have.
 _NO_NAME = re.compile(r"^[^A-Za-z0-9_]|[^A-Za-z0-9_.\-]")
 
 
 def place(name: str) -> str:
-    """Return the destination, or the stage, that a task is shown as: its name."""
+    """Return the destination, or the stage, under which a task is shown: its name."""
     return _NO_NAME.sub("_", name)[:255]
 
 
 def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
-    """Return a task's id as ours are. A task that replaces itself keeps its id, and is
-    another one."""
+    """Return a task's id as a UUID. A task that replaces itself keeps its id, but is
+    another message."""
     try:
         if not nesting:
             return uuid.UUID(task_id)
@@ -278,7 +278,7 @@ def identity(task_id: str, nesting: int = 0) -> uuid.UUID:
 
 
 def broker_of(app: Any) -> str:
-    """Return the alias of the broker that has this app. Raises ConfigurationError."""
+    """Return the alias of the broker with this app. Raises ConfigurationError."""
     app = getattr(app, "_get_current_object", lambda: app)()
     for alias, broker in of_kind("celery").items():
         if broker.app is app:

@@ -1,7 +1,7 @@
-"""What follows a OnceTask's commit: its messages, its links, the rest of its chain.
+"""Messages after a OnceTask's commit: its own, its links, the rest of its chain.
 
-While that cannot be sent, the task's message goes back to its queue, and the copy sends
-it, without doing the work again.
+If they cannot be sent, the task's message goes back to its queue, and its copy sends
+them, without running the task again.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .link_ids import cause_of, identified
 
 log = logging.getLogger("django_txmsg.celery")
 
-#: Seconds before a delivery goes back to the broker while the database is away, or what
-#: the task's chain needs.
+#: Seconds before a delivery goes back to the broker while the database, or a server
+#: that the task's chain needs, is away.
 PAUSE = 2.0
-#: What is wrong with the call of what follows, and will be wrong the next time.
+#: Errors in the call of what follows that would occur again the next time.
 HOPELESS = (EncodeError, ImproperlyConfigured, TypeError, ValueError, LookupError)
 
 
 def go_on(task: Any, result: Any) -> None:
     """Call the task's links and the rest of its chain.
 
-    Celery would do so upon its return, and while its broker is away, or the backend
-    that a chord needs, take the task for failed and acknowledge it: its work would
-    be done and its chain lost. Raises Reject instead.
+    Celery itself would do so when the task returns. If its broker were away, or the
+    backend that a chord needs, Celery would take the task for failed and acknowledge
+    it: its work would be committed and its chain lost. Raises Reject instead.
     """
     request, app = task.request, task.app
     cause = cause_of(request)
@@ -57,7 +57,7 @@ def go_on(task: Any, result: Any) -> None:
     except HOPELESS:
         raise
     except Exception as error:
-        # What says that a backend is away, differs from one to the other.
+        # The errors of an unreachable backend differ from one to the other.
         raise _not_yet(task, error) from error
     finally:
         running.enter(outer)
@@ -65,14 +65,14 @@ def go_on(task: Any, result: Any) -> None:
 
 
 def identify_errbacks(request: Any) -> None:
-    """Give what is called when the task has failed the same ids at each delivery."""
+    """Give the errbacks of a failed task the same ids at each delivery."""
     if request.errbacks:
         request.errbacks = identified(request.errbacks, f"{cause_of(request)}/error")
 
 
 def send(task: Any, later: list[Publication]) -> None:
-    """Hand what continues the task to Celery's broker. Raises Reject without it:
-    then the task's message comes again, and this with it."""
+    """Send the messages that continue the task to Celery's broker. Raises Reject if
+    that fails: then the task's message is delivered again, and these are sent then."""
     if not later:
         return
     try:

@@ -1,7 +1,7 @@
-"""The ids of what is linked to a OnceTask, derived from the task's own.
+"""The ids of a OnceTask's links, derived from the task's own.
 
-Celery draws the id of a link when the link is called, so that a copy of the task would
-call it under another one, and do its work twice.
+Celery creates the id of a link when it calls the link, so a copy of the task would call
+it under another id, and the link's work would be done twice.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .. import wire
 
 
 def cause_of(request: Any) -> str:
-    """Return what the ids of a request's links begin with: it differs between a task
-    and the task that it has replaced itself with, which has the same id."""
+    """Return the value from which the ids of a request's links are derived. It differs
+    between a task and its replacement, which has the same id."""
     return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
 
 
@@ -23,8 +23,8 @@ def identified(calls: Iterable[Any] | Mapping[str, Any] | None, cause: str) -> A
     """Return copies of signatures in which each task has an id: the caller's, or one
     derived from `cause` and the task's place.
 
-    Groups keep no id of their own: what a chord counts is counted for each call, and
-    its tasks and its body have the same ids in each.
+    Groups keep no id of their own: a chord counts its tasks for each call, and its
+    tasks and its body have the same ids in each.
     """
     if not calls:
         return []
@@ -49,7 +49,7 @@ def _one(call: Mapping[str, Any], place: str) -> dict[str, Any]:
             kwargs["body"] = _one(kwargs["body"], f"{place}/body")
     else:
         options.setdefault("task_id", str(uuid.uuid5(wire.NAMESPACE, place)))
-        # Not those of a chain or a chord: Celery hands them to each of its tasks, of
+        # Not those of a chain or a chord: Celery passes them to each of its tasks, of
         # which several may fail.
         if "link_error" in options:
             options["link_error"] = identified(options["link_error"], f"{place}/error")

@@ -1,7 +1,7 @@
-"""What Celery writes of a task's arguments for people to read respects TXMSG["MASK"].
+"""Applies TXMSG["MASK"] to the texts in which Celery shows a task's arguments.
 
-`argsrepr` and `kwargsrepr` travel in headers and events, into the logs of workers and
-into monitors; the arguments themselves are the body, which is masked where it is shown.
+`argsrepr` and `kwargsrepr` travel in headers and events, to the logs of workers and to
+monitors. The arguments themselves are in the body, which is masked where it is shown.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..dead_letters import masking
 HIDDEN = "(masked)"
 #: As long as Celery's own.
 _LONGEST = 1024
-#: The third part of a body, where nothing follows the task.
+#: The third part of a body, if nothing follows the task.
 _NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
 
 
 def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
-    """Return Celery's options that say what the mask leaves of a call's arguments; none
-    without a mask."""
+    """Return Celery's options with the masked texts of a call's arguments; none without
+    a mask."""
     if conf.get().MASK is None:
         return {}
     args, kwargs = arguments

@@ -1,7 +1,7 @@
-"""What a OnceTask's first delivery leaves for the copies of its message, in its row.
+"""What a OnceTask's first delivery stores in its row for copies of its message.
 
-Its result, as Celery would write it; whether it was to be ignored; and what is sent
-after its commit, in case that it is killed before that.
+Its result, in Celery's format; whether the result was to be ignored; and the messages
+to send after the commit, in case the worker is killed before that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NOTE, _ENCODING = "celery", "content-encoding"
 def written(
     task: Any, result: Any, later: Sequence[Publication], ignored: Ignore | None
 ) -> dict[str, Any]:
-    """Return the columns that keep what was done; none where a copy has nothing to
-    return and to send."""
+    """Return the columns that record the result; none if a copy has nothing to return
+    or send."""
     if result is None and ignored is None and not later:
         return {}
     note: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def written(
 
 
 class Memo:
-    """What a row keeps, read."""
+    """The stored values of a row."""
 
     def __init__(self, headers: Mapping[str, str], body: bytes) -> None:
         self._headers, self._body = headers, body
@@ -63,11 +63,11 @@ class Memo:
 
     @property
     def later(self) -> list[Publication]:
-        """What was to be sent after the commit."""
+        """The messages to send after the commit."""
         return [Publication.read(*one) for one in self._note.get("later", ())]
 
     def result(self) -> Any:
-        """Return what the task returned. Raises Ignore where it did."""
+        """Return the task's result. Raises Ignore if the task did."""
         if "ignored" in self._note:
             raise Ignore(self._note["ignored"])
         content_type = self._headers[wire.CONTENT_TYPE]

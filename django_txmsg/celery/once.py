@@ -1,9 +1,9 @@
 """Hops 6 and 7 for Celery: one delivery of a task, whose work takes effect once.
 
-record (done already? then its result) → begin → run the task, which calls and sends →
-keep its result → commit → send its retry or its replacement, or its links and the rest
-of its chain. Celery settles the delivery by what is returned or raised. Whatever is
-killed between two of these steps, the next delivery goes on from there.
+record (already done? then return its result) → begin → run the task, which calls and
+sends → store its result → commit → send its retry or its replacement, or its links and
+the rest of its chain. Celery settles the delivery by what is returned or raised. If the
+worker is killed between two of these steps, the next delivery continues from there.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from .calling import identity, place
 
 log = logging.getLogger("django_txmsg.celery")
 
-#: Times that a task runs again at once after its transaction lost against another.
+#: Times that a task runs again at once after its transaction lost a conflict.
 MAX_CONFLICTS = 10
 
 
 def run_once(task: Any, args: Any, kwargs: Any) -> Any:
-    """Run a task whose request is open, and return its result, or that of the delivery
-    that has done its work before.
+    """Run a task whose request is open, and return its result, or that of an earlier
+    delivery.
 
-    Raises what the task raises, with everything rolled back; Reject, to have the
-    message delivered again, while the database or Celery's broker is away, or refuses
-    what we ask around the task.
+    Raises the task's exception, with everything rolled back; Reject, to have the
+    message delivered again, while the database or Celery's broker is away, or refuses a
+    statement of the package.
     """
     once = _Once(task, args, kwargs)
     try:
@@ -82,8 +82,8 @@ def run_once(task: Any, args: Any, kwargs: Any) -> Any:
         threading.Event().wait(following.PAUSE)
         raise Reject(error, requeue=True) from error
     finally:
-        # Celery calls them when this has failed; not before, since a retry and a
-        # replacement take them over as they are.
+        # Celery calls them if this fails; not before, because a retry and a replacement
+        # take them over unchanged.
         following.identify_errbacks(task.request)
 
 
@@ -111,7 +111,7 @@ class _Once:
         if seen.processed:
             return self._again(seen)
         if seen.dead:
-            # It failed, as Celery has told, and somebody has sent it once more.
+            # It failed, as Celery has reported, and was sent again.
             self.inbox.filter(pk=seen.id).update(dead_at=None, attempts=1)
         elif self._too_often(seen):
             given_up = _given_up()
@@ -147,7 +147,7 @@ class _Once:
                 raise
 
     def take_back(self) -> None:
-        """Count the attempt no more, which was nobody's fault."""
+        """Uncount the attempt, which did not fail because of the task."""
         if self._seen is None:
             return
         row = self.inbox.filter(pk=self._seen.id, processed_at=None, attempts__gt=0)
@@ -155,8 +155,8 @@ class _Once:
             row.update(attempts=F("attempts") - 1)
 
     def _record(self) -> tuple[Seen, bool]:
-        """Count the delivery durably. Returns what is known of the message, and whether
-        its transaction has begun, which takes no further question on PostgreSQL."""
+        """Count the delivery durably. Returns the record of the message, and whether
+        its transaction has begun, which on PostgreSQL takes no further round trip."""
         stage = self.message.destination
         transaction.get_autocommit(using=self.using)  # which connects
         connection = connections[self.using]
@@ -169,7 +169,7 @@ class _Once:
             except DatabaseError:
                 if getattr(raw(connection), "closed", True):
                     raise
-                # A lock's time-out, or no room for the second half: step by step.
+                # A lock's time-out, or no room for the second half: do it step by step.
                 abandon(connection)
                 already = self.inbox.recorded(stage, self.message, mark)
                 if already is not None:
@@ -201,13 +201,13 @@ class _Once:
                     try:
                         result = self.task.run(*self.args, **self.kwargs)
                     except Ignore as error:
-                        # It is done, or done by its replacement.
+                        # It is done, or its replacement is.
                         ignored = error
                 slow = time.monotonic() - began > MARK_AGAIN_AFTER
                 with ours():
                     self._keep(seen, run.later, result, ignored, slow)
         except Retry:
-            # Rolled back, and only now does the next attempt leave.
+            # Rolled back; only now is the next attempt sent.
             following.send(self.task, run.later)
             raise
         finally:
@@ -234,7 +234,7 @@ class _Once:
         ignored: Ignore | None,
         slow: bool,
     ) -> None:
-        """Note what a copy has to return, and to send, as the task's own message."""
+        """Store what a copy must return and send, in the task's own row."""
         if slow:
             self.inbox.finish([seen.id])
         kept = memo.written(self.task, result, later, ignored)
@@ -242,8 +242,8 @@ class _Once:
             self.inbox.filter(pk=seen.id).update(**kept, processed_at=Now())
 
     def _again(self, seen: Seen) -> Any:
-        """Do for a copy what the first delivery did after its commit, if it was killed
-        before that."""
+        """For a copy, send what the first delivery should have sent after its commit,
+        if its worker was killed before."""
         row = self.inbox.filter(pk=seen.id).values("headers", "body").first()
         signals.announce(
             signals.message_duplicate,
@@ -258,14 +258,14 @@ class _Once:
         return done.result()
 
     def _fail(self, seen: Seen, error: BaseException) -> bool:
-        """Note a failure, which Celery reports by its own means. Returns False when the
-        work is done all the same: by a copy, or by this attempt, which has committed.
-        """
+        """Record a failure, which Celery reports by its own means. Returns False if the
+        work is done all the same: by a copy, or by this attempt, which has
+        committed."""
         if in_block(connections[self.using]):
             return True
         said = Failure.of(error).exception
         if isinstance(error, MaxRetriesExceededError):
-            # Its own text has the arguments.
+            # Its own text contains the arguments.
             said = (
                 f"MaxRetriesExceededError: tried {self.task.request.retries + 1} times"
             )
@@ -278,7 +278,7 @@ class _Once:
 
 
 class _LostRace(Exception):
-    """Another copy was worked on while this one waited for the lock."""
+    """Another copy was processed while this one waited for the lock."""
 
 
 def _most() -> int:

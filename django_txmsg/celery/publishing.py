@@ -1,5 +1,5 @@
-"""What follows a OnceTask is published with proof, as the relay does: its message is
-acknowledged next, and nobody else knows of its chain."""
+"""Publishes what follows a OnceTask, with proof like the relay: its message is
+acknowledged next, and nothing else knows of its chain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..brokers.celery.publication import HEADER, Publication
 from ..brokers.celery.session import CelerySession
 from ..errors import DestinationUnavailable, DispatchRejected
 
-#: Each thread's session, by the process and the broker that it is for.
+#: Each thread's session, by its process and its broker.
 _open = threading.local()
 
 
 def publish(app: Any, publications: Sequence[Publication]) -> None:
-    """Hand messages to the app's broker. Raises BrokerError when it has not confirmed
-    all of them; some may have left."""
+    """Send messages to the app's broker. Raises BrokerError if it has not confirmed all
+    of them; some may have been sent."""
     left = [
         Outgoing(
             one.headers.get("task", ""),
@@ -43,13 +43,13 @@ def publish(app: Any, publications: Sequence[Publication]) -> None:
         close()
         left = [one for one, _ in unsure]
         error = unsure[0][1]
-        # One that lay idle may have been closed meanwhile.
+        # An idle session may have been closed by the broker meanwhile.
         if not used or isinstance(error, DispatchRejected | DestinationUnavailable):
             raise error
 
 
 def close() -> None:
-    """End this thread's session, if it has one that is not of its parent process."""
+    """Close this thread's session, unless it belongs to the parent process."""
     kept, _open.kept = getattr(_open, "kept", None), None
     if kept is not None and kept[0][0] == os.getpid():
         kept[1].close()

@@ -1,4 +1,4 @@
-"""What a OnceTask that runs in this context has left to be sent after its end."""
+"""Messages that the OnceTask running in this context must send after its end."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..brokers.celery.publication import Publication
 
 @dataclass
 class Run:
-    """One execution: `later` goes to the broker when its transaction has ended. Once it
-    has `ended`, so does whatever is called."""
+    """One execution: `later` is sent to the broker when its transaction has ended. Once
+    it has `ended`, further calls are sent at once."""
 
     later: list[Publication] = field(default_factory=list)
     ended: bool = False
@@ -21,10 +21,10 @@ _run: ContextVar[Run | None] = ContextVar("django_txmsg_celery_run", default=Non
 
 
 def current_run() -> Run | None:
-    """Return the run that is open in this context."""
+    """Return the execution that is open in this context."""
     return _run.get()
 
 
 def enter(run: Run | None) -> None:
-    """Make `run` the one that is open, or none."""
+    """Make `run` the open execution, or none."""
     _run.set(run)

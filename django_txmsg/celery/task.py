@@ -16,8 +16,8 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
     """A task whose calls inside a transaction leave with its commit.
 
     For apps that keep Celery's own class: `task_cls` takes the string
-    "django_txmsg.celery:TransactionalTask". What `send_task()` and signatures of tasks
-    that are not registered send then goes around it.
+    "django_txmsg.celery:TransactionalTask". But `send_task()` and signatures of tasks
+    that are not registered then bypass the outbox.
     """
 
     def apply_async(
@@ -31,10 +31,10 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         connection: Any = None,
         **options: Any,
     ) -> Any:
-        """Do as Celery's does, with a row of the outbox where a transaction is open.
+        """Like Celery's, but store a row of the outbox if a transaction is open.
 
-        `using` names the database whose transaction it is. Raises TransactionRequired
-        and DuplicateMessage as `send_message()` does.
+        `using` names the transaction's database. Raises TransactionRequired and
+        DuplicateMessage like `send_message()`.
         """
         usual = super().apply_async
 
@@ -60,12 +60,12 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
         )
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """Call the task: its row leaves on the commit, and a crash loses none."""
+        """Call the task: its row leaves on the commit, and a crash does not lose it."""
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
-        """The same with `apply_async()`'s arguments. Where no row can be stored, as in
-        another database's transaction, or eagerly, do as Celery's does."""
+        """The same with `apply_async()`'s arguments. If no row can be stored, as in
+        another database's transaction, or eagerly, do what Celery's does."""
         eager = self._get_app().conf.task_always_eager
         if eager or not (stores(kwargs.get("using")) or requires(self._get_app())):
             super().apply_async_on_commit(*args, **kwargs)
@@ -76,20 +76,21 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
 class OnceTask(TransactionalTask):
     """A task whose work in the database takes effect once.
 
-    The note that it was done, its work and what it calls or sends are one transaction,
-    on the database that `using` names, or else the router. What comes again returns the
-    first one's result, so that a chain goes on. The task must not be slow: its
-    transaction is open as long as it runs.
+    The record that it was done, its work, and what it calls or sends are one
+    transaction, on the database that `using` names, or else the router. A redelivery
+    returns the first result, so that a chain goes on. The task must not be slow: its
+    transaction is open while it runs.
     """
 
-    #: After the commit, so that a worker that dies leaves the message with the broker.
+    #: Acknowledged after the commit, so that a worker that dies leaves the message with
+    #: the broker.
     acks_late = True
     reject_on_worker_lost = True
     using: str | None = None
 
     @classmethod
     def careless(cls) -> list[str]:
-        """Return what is wrong with the task's options, and loses it."""
+        """Return what is wrong with options under which the task could be lost."""
         return [
             f"the OnceTask {cls.name!r} has {option}=False: a worker that dies takes "
             f"it along."
@@ -99,7 +100,7 @@ class OnceTask(TransactionalTask):
 
     @classmethod
     def on_bound(cls, app: Any) -> None:
-        """Say so when the task is registered."""
+        """Log this when the task is registered."""
         super().on_bound(app)
         for careless in cls.careless():
             log.error("%s", careless)
@@ -120,9 +121,9 @@ class OnceTask(TransactionalTask):
         *rest: Any,
         **options: Any,
     ) -> Any:
-        """Do as Celery's does, but raise Retry whatever `throw` says: what is to be
-        done again is rolled back. Raises InvalidMessage for another broker than the
-        app's, of which Celery would make a Reject."""
+        """Like Celery's, but raise Retry whatever `throw` says, because the work must
+        be rolled back before it is repeated. Raises InvalidMessage for another broker
+        than the app's, which Celery would turn into a Reject."""
         leads = (options.get(name) for name in ("connection", "producer", "publisher"))
         refuse_another_broker(self._get_app(), self.name, *leads)
         return super().retry(args, kwargs, exc, True, *rest, **options)

@@ -1,8 +1,8 @@
-"""`manage.py check`: what is wrong with the settings, before it costs a message.
+"""`manage.py check`: finds what is wrong with the settings, before it costs a message.
 
-Errors are what cannot work, warnings what works until a bad day. Nothing is connected,
-but by what `--database` asks for.
-Each id, what it means and what to do: docs/reference/checks.md.
+Errors are settings that cannot work, warnings are those that fail under some
+conditions. Checks open no connection (except with `--database`). For each id, its
+meaning and what to do: docs/reference/checks.md.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check(**_: object) -> list[CheckMessage]:
     """Return what is wrong with the settings, the databases and the stages."""
     found = settings.check()
     if any(one.id in settings.UNREADABLE for one in found):
-        # Nothing more can be said by settings that cannot be read.
+        # Settings that cannot be read permit no further checks.
         return found
     found += settings.check_values()
     if not any(isinstance(one, Error) for one in found):
@@ -42,7 +42,7 @@ def check(**_: object) -> list[CheckMessage]:
 
 @register(TAG, deploy=True)
 def check_deployment(**_: object) -> list[CheckMessage]:
-    """Return what must not go into production: `manage.py check --deploy`."""
+    """Return what is unsafe in production: `manage.py check --deploy`."""
     return [] if conf.problems() else deployment.check()
 
 
@@ -50,5 +50,6 @@ def check_deployment(**_: object) -> list[CheckMessage]:
 def check_databases(
     databases: Sequence[str] | None = None, **_: object
 ) -> list[CheckMessage]:
-    """Return what is wrong with the way to the databases: `check --database ALIAS`."""
+    """Return what is wrong with the connections to the databases: `check --database
+    ALIAS`."""
     return [] if conf.problems() else list(notifications.check(databases or ()))

@@ -1,4 +1,4 @@
-"""Whether Celery is set so that no task is lost on its way, nor done twice."""
+"""Whether Celery's settings could lose a task or execute it twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOWHERE = ("memory", "memory+socket")
 
 
 def check() -> Iterator[CheckMessage]:
-    """Look at each app that a celery:// URL names."""
+    """Check each app that a celery:// URL names."""
     celerys = brokers.of_kind("celery")
     for alias, broker in celerys.items():
         where, app = f'TXMSG["BROKERS"]["{alias}"]', broker.app
@@ -56,7 +56,7 @@ def _lossy(app: Any) -> Iterator[tuple[str, str]]:
 def _once(app: Any) -> Iterator[tuple[str, str]]:
     from ..celery import OnceTask
 
-    # Those that are discovered tell by themselves, in the log of the worker.
+    # Tasks found by autodiscovery log the same in their worker.
     for _, task in sorted(app.tasks.items()):
         if isinstance(task, OnceTask):
             for careless in task.careless():

@@ -1,4 +1,4 @@
-"""Whether this process can know the contract of its typed messages."""
+"""Whether this process can find the contract of its typed messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import ConfigurationError
 
 
 def check() -> Iterator[CheckMessage]:
-    """Find that a process cannot know the contract, or knows it by where it is
-    started."""
+    """Report that a process cannot find the contract, or that the path depends on its
+    working directory."""
     file = codecs.contract_path()
     is_there = file.exists()
     if is_there:

@@ -1,4 +1,4 @@
-"""What must not go into production: `manage.py check --deploy`."""
+"""What is unsafe in production: `manage.py check --deploy`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..stages import all_stages
 
-#: Credentials that everybody knows.
+#: Well-known credentials.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
 
 

@@ -1,4 +1,4 @@
-"""Whether a process hears what another one tells it, by trying."""
+"""Whether this process receives notifications, tested with one of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..relaying.listener import alias_of, hears
 
 
 def check(asked: Sequence[str]) -> Iterator[CheckMessage]:
-    """Warn of databases in which a notification does not come."""
+    """Warn of databases in which a notification does not arrive."""
     for using in databases.with_tables():
         if using not in asked or connections[using].vendor != "postgresql":
             continue

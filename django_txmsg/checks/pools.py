@@ -1,4 +1,4 @@
-"""Whether the connection pools are as large as what runs in one process."""
+"""Whether the connection pools are large enough for the threads of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..monitoring import databases
 from ..relaying.listener import alias_of
 from ..scheduling.timetable import recurring
 
-#: How large a pool of psycopg is that says nothing, or that it says no maximum for.
+#: The size of a psycopg pool without options, or without a maximum.
 DEFAULT_SIZE = 4
 
 
@@ -49,7 +49,7 @@ def size_of(pool: Any) -> int:
 
 
 def consumer(alias: str) -> int:
-    """Return how many of a consumer's threads can have a connection at a time, if one
+    """Return how many of a consumer's threads can use a connection at a time, if one
     process runs all stages."""
     settings = conf.get()
     embedded = [name for name in settings.BROKERS if _works_in(name, alias)]
@@ -67,7 +67,7 @@ def consumer(alias: str) -> int:
 
 
 def relay(alias: str) -> int:
-    """Return the same of a relay's."""
+    """Return the same for a relay."""
     settings = conf.get()
     lanes = settings.RELAY.LANES * len(settings.BROKERS)
     own = 1 + int(alias == _writes(Worker))  # leases, its heartbeat
@@ -75,7 +75,7 @@ def relay(alias: str) -> int:
 
 
 def run(alias: str) -> int:
-    """Return the same of a process that does what both do, and prunes."""
+    """Return the same for a process that does the work of both, and prunes."""
     shared = 1 + _notifications(alias)  # leases
     return consumer(alias) + relay(alias) - shared + 1
 
@@ -85,7 +85,7 @@ def _timekeeper(alias: str) -> int:
 
 
 def _notifications(alias: str) -> int:
-    """Return how many threads listen there, and tell others."""
+    """Return how many threads listen in that database, and notify others."""
     if not conf.get().NOTIFY or connections[alias].vendor != "postgresql":
         return 0
     return 2 if alias_of(alias) == alias else 1

@@ -1,4 +1,4 @@
-"""What is wrong with recurring messages, before a relay finds out at their tick."""
+"""What is wrong with recurring messages, before a relay fails at their tick."""
 
 from __future__ import annotations
 

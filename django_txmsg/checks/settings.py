@@ -16,17 +16,17 @@ _HOW_A_BROKER_LOOKS = (
     f"A URL looks like {', '.join(one.example for one in brokers.BUILT_IN)}; options "
     'go into the query, ?heartbeat=5. A "BACKEND" is the dotted path of a class.'
 )
-#: Errors after which nothing else can be looked at.
+#: Errors after which no further check is possible.
 UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
 
 def check() -> list[CheckMessage]:
-    """Return what keeps the settings from being read."""
+    """Return why the settings cannot be read."""
     return [*_problems(), *_time_zone()]
 
 
 def check_values() -> list[CheckMessage]:
-    """Return which of the settings name something that cannot be used."""
+    """Return settings that name something unusable."""
     return [*_brokers(), *_paths(), *_aliases(), *_pipeline()]
 
 

@@ -102,7 +102,7 @@ def _broker(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _subscription(stage: Stage) -> Iterator[CheckMessage]:
-    """RabbitMQ keeps a subscription in a queue of its name."""
+    """RabbitMQ keeps a subscription in a queue of the same name."""
     broker = brokers.find_broker(stage.broker)
     if broker is None or broker.kind != "rabbitmq":
         return
@@ -199,7 +199,7 @@ def _order(stage: Stage) -> Iterator[CheckMessage]:
 
 
 def _databases() -> Iterator[CheckMessage]:
-    """Check each database that holds messages: who asks for it, and its kind."""
+    """Check each database that holds messages: what uses it, and its kind."""
     for alias, who in databases.in_use().items():
         if alias not in connections:
             yield Error(
@@ -226,7 +226,7 @@ def _databases() -> Iterator[CheckMessage]:
 
 
 def _options(alias: str, connection: Any) -> Iterator[CheckMessage]:
-    # Not by the engine's name: SpatiaLite's is another.
+    # Not by the engine's name: SpatiaLite's differs.
     options = settings_of(connection)
     if connection.vendor == "sqlite" and options.get("TIME_ZONE"):
         yield Error(

@@ -1,8 +1,8 @@
 """Around hop 8: one attempt, from the beginning of its transaction to its commit.
 
-Begin → run the stage, which stores what it sends → commit; and around all that, the
-middlewares that are outside of the transaction. What an exception of it means,
-`inbox.py` and `failure.py` say.
+Begin → run the stage, which stores what it sends → commit; and around it all, the
+middlewares outside of the transaction. `inbox.py` and `failure.py` decide what an
+exception means.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from .transaction import (
     ours,
 )
 
-#: Not named after this module: log configurations watch the names that they have had.
+#: Not named after this module: log configurations refer to the existing names.
 log = logging.getLogger("django_txmsg.arrival")
 inbox_log = logging.getLogger("django_txmsg.inbox")
 
-#: Seconds in a handler from which on a row marked before it is marked again after it,
-#: so that `processed_at` is no more than this too early.
+#: If a handler took this many seconds, a row marked before it is marked again after it,
+#: so that `processed_at` is at most this much too early.
 MARK_AGAIN_AFTER = 0.02
 
 
 def is_handlers(error: BaseException) -> bool:
-    """Return whether it is the handler's failure that ended an attempt. Whatever it
-    raises is, the time-outs and cancellations that are no `Exception` included."""
+    """Return whether the handler's failure ended an attempt. Everything it raises
+    counts, including time-outs and cancellations that are no `Exception`."""
     others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
     return not others
 
 
 class LostRace(Exception):
     """Another copy of the message was processed while this one waited for the lock, or
-    has been taken from this worker at its end."""
+    another worker has taken it."""
 
 
 def run(
     arrival: Arrival, message: Message, seen: Seen | None, begun: bool
 ) -> Processed:
     """Run one attempt, with the stage's middlewares around its transaction. `begun`
-    says that the transaction has begun already, and has taken the message's row.
+    means that the transaction has begun already, and has taken the message's row.
 
     Raises LostRace, and whatever a middleware, the handler or a commit raises.
     """
@@ -86,7 +86,7 @@ def run(
                 ended.append(lost)  # processed, by somebody else
 
         def final(error: BaseException) -> bool:
-            """What is not the message's fault is no middleware's affair."""
+            """Errors that are not the message's fault bypass the middlewares."""
             faultless = lost_conflict(error) or is_outage(error, on)
             return faultless or not is_handlers(error)
 
@@ -126,7 +126,7 @@ def _in_transaction(
                     taken = inbox.take(seen.id, arrival.token, arrival.turn)
                 if not taken:
                     raise LostRace
-            # Left before the commit: its hooks are no part of the stage any more.
+            # Left before the commit: its hooks do not belong to the stage any more.
             with in_scope(scope), guarded(arrival.using):
                 stage.handler(message)
             if stage.transaction != "outbox":
@@ -149,8 +149,8 @@ def _in_transaction(
 
 
 def _note_processed(arrival: Arrival, seen: Seen) -> None:
-    """Mark what was recorded of a message whose work is committed everywhere. Where
-    that is refused, nothing is lost but the mark."""
+    """Mark the inbox rows of a message whose work is committed everywhere. If that is
+    refused, only the mark is lost."""
     try:
         InboxMessage.objects.db_manager(arrival.using).finish([seen.id])
     except AnyDatabaseError as error:
@@ -163,7 +163,7 @@ def _note_processed(arrival: Arrival, seen: Seen) -> None:
 
 
 def stage_scope(arrival: Arrival, message: Message) -> Scope:
-    """Return what the messages that the stage sends for `message` belong to."""
+    """Return the scope of the messages that the stage sends for `message`."""
     stage = arrival.stage
     entered = Scope(
         session_id=session_id(message, stage),
@@ -198,7 +198,7 @@ def session_id(message: Message, stage: Stage) -> uuid.UUID:
 def announce_processed(
     stage: Stage, message: Message, duration: float, employed: bool
 ) -> None:
-    """Tell that a stage's transaction is committed."""
+    """Announce that a stage's transaction is committed."""
     if not signals.announced(signals.message_processed):
         return
     signals.announce(
@@ -233,16 +233,16 @@ def _commit_broker(arrival: Arrival, employed: bool) -> None:
     if isinstance(error, DispatchRejected | DestinationUnavailable):
         raise error  # rolled back, and the delivery is still in hand
     if error is not None:
-        # The broker redelivers it, or has committed. Parked as well, it would run
-        # once more than that.
+        # The broker redelivers it, or has committed. If it were parked as well, it
+        # would run once more than that.
         raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
 
 
 def _note_dangerous_window(
     stage: Stage, seconds: float, error: BrokerError | None, employed: bool
 ) -> None:
-    """Measure the time between the database's commit and the broker's, and say aloud
-    when the second did not follow."""
+    """Measure the time between the database's commit and the broker's, and log an error
+    if the second failed."""
     if error is not None:
         log.log(
             logging.ERROR if employed else logging.WARNING,
@@ -262,7 +262,7 @@ def _note_dangerous_window(
 
 
 def _critical_time(message: Message) -> float | None:
-    """Return the seconds since the message was stored, clocks permitting."""
+    """Return the seconds since the message was stored, as far as the clocks agree."""
     if message.created_at is None:
         return None
     return (timezone.now() - message.created_at).total_seconds()

@@ -1,7 +1,7 @@
-"""Hop 6 in order: how much room an ordered stage has for messages that wait.
+"""Hop 6 in order: limits how many messages wait at an ordered stage.
 
-At a limit the stage stops receiving, so that a key which nobody attends to does not
-fill the database. Now and then it takes one: what the others wait for may be next.
+At a limit the stage stops receiving, so that a blocked key does not fill the database.
+It still receives a message now and then, which may be the one that others wait for.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .outcomes import Outcome, Waiting
 
 log = logging.getLogger("django_txmsg.consumer")
 
-#: Seconds between two looks at least, and so many times as long as one takes: a million
-#: rows are not counted in no time.
+#: Fewest seconds between two counts, and how many times as long as a count takes:
+#: counting a million rows takes a while.
 LOOK, SHARE = 5.0, 100
-#: Part of the limit below which a stage that was full receives again.
+#: The share of the limit below which a full stage receives again.
 ENOUGH = 0.9
-#: Seconds until a full stage takes a single message, doubled each time, at first and at
-#: most.
+#: Seconds until a full stage receives a single message, at first and at most; doubled
+#: each time.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Room:
-    """What the threads of one ordered stage may take in, which share it."""
+    """The limit of one ordered stage, shared by its threads."""
 
     def __init__(self, stage: Stage) -> None:
         settings = conf.get()
@@ -38,7 +38,7 @@ class Room:
         self._most = settings.ORDER_MAX_WAITING or math.inf
         self._most_bytes = settings.ORDER_MAX_BYTES or math.inf
         self._lock = threading.Lock()
-        #: As counted, and what this process has parked since.
+        #: The last count, and the messages that this process has parked since.
         self._count, self._bytes = 0, 0
         self._look_at = 0.0
         self._told: bool | None = None
@@ -46,7 +46,7 @@ class Room:
         self.full = False
 
     def admits(self) -> bool:
-        """Return whether the stage may receive: one message only, if it is full."""
+        """Return whether the stage may receive: only one message, if it is full."""
         if not self.full:
             return True
         with self._lock:
@@ -58,7 +58,7 @@ class Room:
             return True
 
     def note(self, delivery: Delivery, outcome: Outcome) -> None:
-        """Count a message that waits from now on."""
+        """Count one more waiting message."""
         if not isinstance(outcome, Waiting):
             return
         size = len(delivery.body) + sum(
@@ -72,8 +72,8 @@ class Room:
                 self._look_at = 0.0  # some may have gone since the last look
 
     def look(self) -> None:
-        """Count what waits, if the last count is old enough, and say in the database
-        whether the stage is full."""
+        """Count the waiting messages, if the last count is old enough, and record in
+        the database whether the stage is full."""
         if self._most == self._most_bytes == math.inf:
             return
         began = time.monotonic()

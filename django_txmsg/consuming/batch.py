@@ -1,7 +1,7 @@
 """Hop 7 for many messages at once: one transaction, a savepoint for each message.
 
 The same steps and guarantees as `inbox.process()`. A message that fails rolls back
-alone; when the transaction as a whole fails, each message goes its own way.
+alone; if the transaction as a whole fails, each message is processed separately.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Work = tuple[Arrival, Message, Seen]
 
 
 def process(batch: Sequence[Arrival]) -> list[Outcome]:
-    """Take arrivals of one stage through it and return an outcome for each, in order.
+    """Process arrivals of one stage and return an outcome for each, in order.
 
-    Raises as `inbox.process()` does when the world broke: nothing was decided then.
+    Raises like `inbox.process()` if database or broker fail rather than a message: then
+    nothing was decided.
     """
     if len(batch) == 1:
         return [inbox.process(batch[0])]
@@ -73,7 +74,8 @@ def _together(
     work: list[Work] = []
     for arrival, message in given:
         seen = arrival.count(recorded[message.id], attempt=False)
-        # What has failed before, or killed its worker, takes no others along again.
+        # A message that failed before, or killed its worker, must not take others down
+        # again.
         ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
         if ordinary and not decoding.expired(message, arrival.delivery, seen.now):
             work.append((arrival, message.attempted(1), seen))
@@ -106,8 +108,8 @@ def _together(
     except BaseException as error:
         if is_outage(error, on) or not is_handlers(error):
             raise
-        # The commit failed for all: run each in a transaction of its own, so that the
-        # one at fault is found.
+        # The commit failed for all: run each in a transaction of its own, to find the
+        # one at fault.
         alone += [arrival for arrival, _, _ in work]
         return
     for arrival, message, seen in work:
@@ -126,7 +128,8 @@ def _together(
     for arrival, _, seen in early:
         waiting = ordering.out_of_turn(arrival, seen, attempts=0)
         if waiting is None:
-            # It has come by now: a message of the batch before it is dead, and passed.
+            # Its turn has come by now: a message of the batch before it is dead, and
+            # passed.
             alone.append(arrival)
         else:
             outcomes[id(arrival)] = waiting
@@ -149,7 +152,8 @@ def _run_one(
         whole = must_roll_back(connections[using]) or lost_conflict(error)
         if whole or database_health.lacks_resources(error):
             # The savepoint could not be rolled back, or the transaction cannot commit
-            # any more, or is too large for what is left: this ends it as a whole.
+            # any more, or is too large for the remaining resources: this ends it as a
+            # whole.
             raise
         failures.append((item, error, time.monotonic() - began))
     else:

@@ -1,6 +1,6 @@
-"""Beside the stages: a consumer works off the bulk operations that operators start.
+"""Beside the stages: a consumer runs the bulk operations that operators start.
 
-While it looks at a database anyway, it counts what its charts show of the time past.
+While it uses a database anyway, it also aggregates the counts for the admin's charts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..runtime.idle_clock import RARELY, Activity
 
 
 class BulkThread:
-    """Works off what was asked for in any database that holds messages: `run()`."""
+    """Runs bulk operations in every database that holds messages: `run()`."""
 
     def __init__(
         self, databases: Collection[str], stop: threading.Event, activity: Activity
@@ -34,7 +34,7 @@ class BulkThread:
         self._looked = dict.fromkeys(databases, 0.0)
 
     def run(self) -> None:
-        """Work off until told to stop."""
+        """Run operations until stopped."""
         asked = {
             using: notifications.Wakeup(using, notifications.WORK)
             for using in self._retries
@@ -61,7 +61,7 @@ class BulkThread:
             if bulk.work_off(using, self._stopping):
                 self._activity.note()
             if counting:
-                # Counted now, nobody has to wait for the chart later.
+                # Aggregated now, so that the chart need not wait for it later.
                 periods.remember(using, clock(using))
             self._retries[using].worked()
         except Exception as error:

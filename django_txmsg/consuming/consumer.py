@@ -1,8 +1,8 @@
-"""Hop 6, the process: the threads of all its stages, and what keeps them honest.
+"""Hop 6, the process: the threads of all its stages, and their supervision.
 
-Besides the stages it serves this service's control messages, takes in the broker's own
-dead-letter queues when told to, works off bulk operations, obeys paused stages, tells
-that it lives, and names handlers that are stuck.
+Besides the stages it receives this service's control messages, takes in the broker's
+own dead-letter queues if configured, runs bulk operations, leaves paused stages alone,
+sends heartbeats, and logs stuck handlers.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from .throttle import Throttle
 
 log = logging.getLogger("django_txmsg.consumer")
 
-#: Seconds without work after which `--once` takes it that all is done.
+#: Seconds without work after which `--once` assumes that all is done.
 IDLE = 1.5
-#: Heartbeats between two looks for another service with a stage of the same name.
+#: Heartbeats between two checks for another service with a stage of the same name.
 BEATS = 6
 
 
 class Consumer:
-    """Runs stages until stopped. `concurrency` overrides what the stages say,
-    `max_messages` and `max_memory` what the settings do."""
+    """Runs stages until stopped. `concurrency` overrides that of the stages,
+    `max_messages` and `max_memory` those of the settings."""
 
     def __init__(
         self,
@@ -100,19 +100,20 @@ class Consumer:
 
     @property
     def in_flight(self) -> int:
-        """Messages in a handler's hands."""
+        """Messages that handlers are processing."""
         return sum(thread.busy_since is not None for thread in self.threads)
 
     def stop(self) -> None:
-        """Finish what is in hand and take nothing new. From any thread or signal."""
+        """Finish messages in progress, start no new ones. Callable from any thread or
+        signal."""
         self._stop.set()
 
     def run(self, *, once: bool = False) -> None:
-        """Work until stopped; `once`: until nothing has come for a while, and no bulk
+        """Run until stopped; `once`: until nothing has arrived for a while, and no bulk
         operation is running.
 
-        Raises what ended one of its threads, if something did; with `once`, what keeps
-        a stage from its broker or its database.
+        Raises the error that ended one of its threads, if any; with `once`, the error
+        that keeps a stage from its broker or its database.
         """
         crew = self._crew
         for thread in self.threads:
@@ -152,13 +153,13 @@ class Consumer:
                     self._presence.leave()
 
     def _heard_in(self) -> set[str]:
-        """The databases in which something may come that concerns this process."""
+        """The databases in which notifications for this process may arrive."""
         brokers = [get_broker(alias) for alias in self._settings.BROKERS]
         embedded = {broker.stored_in for broker in brokers}
         return {one for one in {*self._databases, *embedded} if one is not None}
 
     def _begin(self) -> None:
-        """Note which stages run in order from now on, and which not any more."""
+        """Record which stages are ordered from now on, and which no longer are."""
         stages = {thread.stage.name: thread.stage for thread in self.threads}
         try:
             ordering.begin(list(stages.values()))
@@ -193,10 +194,10 @@ class Consumer:
                 return
 
     def _all_done(self) -> bool:
-        """Return whether every stage has asked its broker, nobody has had work for a
-        while, and no bulk operation is left.
+        """Return whether every stage has queried its broker, no thread has had work for
+        a while, and no bulk operation is left.
 
-        Raises what keeps a stage from its broker or its database.
+        Raises the error that keeps a stage from its broker or its database.
         """
         for thread in self.threads:
             alias = thread.stage.broker
@@ -212,7 +213,7 @@ class Consumer:
             asked
             and not self.in_flight
             and self._activity.idle > IDLE
-            # Who starts nothing but `--once` would never see one end.
+            # A process that starts only with `--once` would never see one end.
             and not any(bulk.running(using) for using in self._databases)
         )
 
@@ -266,7 +267,7 @@ class Consumer:
 
 def _threads(stage: Stage, wanted: int) -> int:
     """Return in how many threads the stage can be consumed, at most `wanted`: a broker
-    that keeps a topic's subscription for one connection refuses all the others."""
+    that binds a topic's subscription to one connection refuses the others."""
     topic = wire.is_topic(stage.destination)
     if wanted > 1 and topic and not get_broker(stage.broker).shares_topics():
         log.warning("stage %r consumes a topic: one thread, not %d", stage.name, wanted)

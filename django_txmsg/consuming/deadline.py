@@ -1,8 +1,8 @@
-"""Around hop 8: the time that a handler has, `@stage(..., timeout=)`.
+"""Around hop 8: limits a handler's time, `@stage(..., timeout=)`.
 
-Nothing is thrown into a thread. When the time is over, the query that runs is cancelled
-at the server, every further one is refused, and a handler that returns all the same is
-too late: the attempt fails, rolls back and counts as any other.
+No exception is thrown into a thread. After the time-out the running query is cancelled
+at the server, every further one is refused, and a handler that still returns is too
+late: the attempt fails, rolls back and counts like any other.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from ..stages import Stage
 
 log = logging.getLogger("django_txmsg.deadline")
 
-#: Seconds between two cancellations of what still runs: the first may have come
-#: between two queries.
+#: Seconds between two cancellations of a running query: the first may have come between
+#: two queries.
 AGAIN = 0.5
-#: Seconds that a server has to take a cancellation.
+#: Seconds that a server has to accept a cancellation.
 PATIENCE = 2.0
-#: Seconds beyond its time after which PostgreSQL itself cancels a query, in case that
-#: nobody else is left to do it. What we store after the handler is not to meet it.
+#: Seconds beyond the time-out after which PostgreSQL itself cancels a query, in case
+#: this process no longer exists. It must not affect what the package stores after the
+#: handler.
 SPARE = 5.0
-#: Seconds without a deadline after which nobody watches any more.
+#: Seconds without a deadline after which the thread ends.
 IDLE = 60.0
 #: PostgreSQL's query_canceled.
 _CANCELLED = "57014"
-#: What a block of the handler's says when it is left.
+#: What a block entered by the handler executes when it is left.
 _ENDING = ("ROLLBACK TO SAVEPOINT", "RELEASE SAVEPOINT")
 #: psycopg's TransactionStatus ACTIVE.
 _ACTIVE = 1
-#: Not above what the connection has already.
+#: Not above the connection's existing limit.
 _LIMIT = """
 SELECT set_config('statement_timeout', CASE
   WHEN current_setting('statement_timeout')::interval > '0'
@@ -54,7 +55,7 @@ SELECT set_config('statement_timeout', CASE
 
 
 def timed(stage: Stage, seconds: float) -> Handler:
-    """Return the stage's handler, limited to so many seconds for each execution."""
+    """Return the stage's handler, limited to that many seconds for each execution."""
     handler = stage.handler
 
     def limited(message: Message) -> Any:
@@ -80,7 +81,8 @@ def timed(stage: Stage, seconds: float) -> Handler:
 
 
 class Deadline:
-    """One execution's end. Given to Django's `execute_wrapper()` of each connection."""
+    """The end of one execution. Passed to Django's `execute_wrapper()` of each
+    connection."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self._name, self._seconds = name, seconds
@@ -96,7 +98,7 @@ class Deadline:
         return time.monotonic() >= self._until
 
     def error(self) -> StageTimedOut:
-        """Return what the attempt fails with."""
+        """Return the error with which the attempt fails."""
         return StageTimedOut(
             f"The handler of stage {self._name!r} has taken longer than its timeout of "
             f"{self._seconds:g} s."
@@ -123,7 +125,7 @@ class Deadline:
         return execute(sql, params, many, context)
 
     def cancel(self) -> None:
-        """Cancel what the handler has running. From another thread, until `end()`."""
+        """Cancel the handler's running queries. From another thread, until `end()`."""
         self.due = time.monotonic() + AGAIN
         with self._lock:
             if self._ended:
@@ -135,13 +137,13 @@ class Deadline:
                     log.debug("a query cannot be cancelled", exc_info=True)
 
     def end(self) -> None:
-        """The handler has ended: whatever is asked now is not cancelled any more."""
+        """The handler has ended: later queries are not cancelled any more."""
         with self._lock:
             self._ended = True
 
 
 class Watch:
-    """The thread that cancels what runs past its deadline. It lives while there are
+    """The thread that cancels queries past their deadline. It lives while there are
     deadlines, and a while longer."""
 
     def __init__(self) -> None:
@@ -151,7 +153,7 @@ class Watch:
         self._running = False
 
     def add(self, limit: Deadline) -> None:
-        """Watch over it."""
+        """Watch a deadline."""
         with self._changed:
             self._deadlines.add(limit)
             if not self._running:
@@ -162,7 +164,7 @@ class Watch:
                 self._changed.notify()
 
     def remove(self, limit: Deadline) -> None:
-        """Forget it."""
+        """Stop watching a deadline."""
         with self._changed:
             self._deadlines.discard(limit)
 
@@ -187,8 +189,8 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Whether there is a transaction that ends what is set for it: a TestCase's, which
-    lasts longer, is none."""
+    """Whether a transaction ends the settings made for it: a TestCase's does not, as it
+    lasts longer."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

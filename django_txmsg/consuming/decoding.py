@@ -1,7 +1,7 @@
-"""Hop 6's reading: what the raw headers and bytes of a delivery mean.
+"""Hop 6's decoding: the meaning of a delivery's raw headers and bytes.
 
-Everything a foreign or broken sender may get wrong ends here, as a DecodeError with a
-reason code; the bytes stay as they came.
+Every error of a foreign or broken sender becomes a DecodeError with a reason code here;
+the bytes are kept unchanged.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..errors import DecodeError
 from ..stages import Stage
 from .outcomes import SentBack
 
-#: Largest header block taken, in characters, and most headers.
+#: Largest accepted header block, in characters, and most headers.
 MAX_HEADER_BLOCK = 128 * 1024
 MAX_HEADERS = 1000
 
 
 def read(delivery: Delivery, stage: Stage) -> Message:
-    """Return the message of a delivery, with the body that the stage's handler takes.
-    Raises DecodeError, of which NewerCodeNeeded is one."""
+    """Return the message of a delivery, with the body for the stage's handler. Raises
+    DecodeError, including NewerCodeNeeded."""
     given, content_type = delivery.body, _checked(delivery, stage)
     if cloudevents.is_structured(content_type):
         given, content_type = cloudevents.data(given)
@@ -39,7 +39,7 @@ def read(delivery: Delivery, stage: Stage) -> Message:
 
 
 def recognised(delivery: Delivery) -> Delivery:
-    """Return a delivery with the headers that another convention's say as much as."""
+    """Return a delivery with our headers in place of those of another convention."""
     if wire.MESSAGE_ID in delivery.headers:
         return delivery
     found = cloudevents.headers_of(delivery.headers, delivery.body)
@@ -93,8 +93,8 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
 
 
 def identity(delivery: Delivery, broker: str) -> uuid.UUID:
-    """Return the message's id, or one made of the broker's when it brings none, or of
-    what it says where the broker's does not stay."""
+    """Return the message's id; without one, an id derived from the broker's, or from
+    the content if the broker's id is not stable."""
     own = _uuid(delivery.headers.get(wire.MESSAGE_ID, ""))
     own = own or wire.others_id(broker, delivery.headers)
     if own is not None:
@@ -120,11 +120,11 @@ def named(delivery: Delivery) -> Delivery:
 
 
 def send_back(delivery: Delivery, session: Session) -> SentBack:
-    """Put a foreign message that was `named()` back to where it came from, with proof;
-    this delivery is acknowledged.
+    """Send a foreign message that was `named()` back to its queue, with proof; this
+    delivery is acknowledged.
 
     A worker that dies in between leaves both, as two messages. Raises DispatchRejected
-    when the broker does not take it.
+    if the broker does not take it.
     """
     headers = copied_headers(delivery.headers)
     for name, value in delivery.headers.items():
@@ -135,18 +135,18 @@ def send_back(delivery: Delivery, session: Session) -> SentBack:
 
 
 def came_before(delivery: Delivery) -> bool:
-    """Return whether this is no first arrival: the broker says so, or it is a copy
-    that a stage handed back."""
+    """Return whether this is not the first arrival: the broker reports it, or it is a
+    copy that a stage returned."""
     return delivery.redelivered or wire.FAILED_ATTEMPT in delivery.headers
 
 
 def kept_headers(delivery: Delivery) -> dict[str, str]:
-    """Return the headers to keep with a message: all but the delivery's own.
+    """Return the headers to keep with a message: all except the delivery's own.
 
     A foreign message keeps the identity that the broker gave it.
     """
     if wire.FAILED_ATTEMPT in delivery.headers:
-        # A copy that a stage handed back: what it met in the broker is not its own.
+        # A copy that a stage returned: the broker's counts are not the message's own.
         kept = copied_headers(delivery.headers)
     else:
         kept = {
@@ -171,7 +171,7 @@ def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:
 def from_parked(
     destination: str, headers: dict[str, str], body: bytes, message_id: uuid.UUID
 ) -> Delivery:
-    """Return a parked message as the delivery it once was."""
+    """Return a parked message in the form of its delivery."""
     headers = dict(headers)
     broker_id = headers.pop("txmsg-broker-id", "")
     headers.setdefault(wire.MESSAGE_ID, str(message_id))
@@ -179,13 +179,14 @@ def from_parked(
 
 
 def expired(message: Message, delivery: Delivery, now: dt.datetime) -> bool:
-    """Return whether its sender no longer wants it processed, by the database's now."""
+    """Return whether its sender's expiry has passed, by the database's clock."""
     until = wire.expires(delivery.headers)
     return until is not None and until <= now
 
 
 def _correlation_id(headers: Mapping[str, str]) -> str | None:
-    """Return as much of it as has a place, in the inbox and in what it causes."""
+    """Return as much of it as the columns hold, in the inbox and in messages it
+    causes."""
     found = headers.get(wire.CORRELATION_ID)
     return None if found is None else found[: wire.MAX_CORRELATION_ID]
 

@@ -1,6 +1,6 @@
-"""Hop 6's calendar: which stages have parked messages whose time has come.
+"""Hop 6's schedule: which stages have due parked messages.
 
-One query for each database finds out, for all the threads of a process.
+One query for each database, for all the threads of a process.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .stage_thread import StageThread
 
 
 def wake_for_parked(threads: Iterable[StageThread]) -> None:
-    """Tell the threads whose stage has parked messages that are due.
+    """Wake the threads whose stage has due parked messages.
 
-    One query for each database; a database that is away is looked at again later.
+    One query for each database; a database that is away is queried again later.
     """
     by_alias: dict[str, dict[str, list[StageThread]]] = {}
     for thread in threads:
@@ -34,7 +34,7 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
             continue
         for name, threads in named.items():
             if threads[0].stage.ordered:
-                # First: what has to wait on is not due any more then.
+                # First: messages that must wait longer are then not due any more.
                 _ask(threads, using, due=name in due)
             if name in due:
                 for thread in threads:
@@ -42,8 +42,8 @@ def wake_for_parked(threads: Iterable[StageThread]) -> None:
 
 
 def _ask(threads: Sequence[StageThread], using: str, *, due: bool) -> None:
-    """Ask at an ordered stage whose turn has come, if something is due there, and
-    whether there is room for more that wait."""
+    """At an ordered stage, recheck the due waiting messages, if any, and whether there
+    is room for more."""
     stage = threads[0].stage
 
     def ask() -> None:

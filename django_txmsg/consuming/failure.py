@@ -1,7 +1,7 @@
-"""Hop 7's side track: what becomes of a message whose stage failed, made durable.
+"""Hop 7's side track: what follows when a message's stage failed, made durable.
 
-`redelivery.decide()` says what: to wait (in the inbox table, in its thread, or in the
-broker) or to be dead. Here it is done, before the delivery is acknowledged.
+`redelivery.decide()` decides: to wait (in the inbox table, in its thread, or in the
+broker) or to be dead. This module executes that, before the delivery is acknowledged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def failed(
 ) -> tuple[Outcome | None, Seen | None]:
     """Decide about a failed attempt and make the decision durable.
 
-    Returns the outcome, or None when the stage is to run again at once (blocking).
+    Returns the outcome, or None if the stage must run again at once (blocking).
     """
     stage = arrival.stage
     if stage.transaction != "outbox":
@@ -114,16 +114,16 @@ def failed(
 def unreadable(
     arrival: Arrival, error: DecodeError, seen: Seen | None = None
 ) -> Outcome:
-    """Make durable what becomes of a message that the stage's code cannot read: it is
-    dead at once, or waits, at no attempt, for code that can. `seen` is what is recorded
-    of it, if it is."""
+    """Make durable what follows if the stage's code cannot read a message: it is dead
+    at once, or waits, without counting an attempt, for code that can. `seen` is its
+    record, if there is one."""
     if arrival.parked is not None:
         seen = arrival.parked.seen
     if isinstance(error, NewerCodeNeeded):
         return _wait_for_newer_code(arrival, seen, error)
     failure = Failure.of(error)
     if error.reason == "invalid_body":
-        # By what is wrong, and not by the place in our code that found it.
+        # By the fault, not by the place in our code that found it.
         failure = Failure.because(error.reason, str(error))
     return bury(arrival, seen, error.reason, failure)
 
@@ -157,10 +157,11 @@ def bury(
     failure: Failure,
     note: Any = None,
 ) -> Dead | Duplicate:
-    """Make the message a dead letter, whole, in one transaction with its inbox row.
+    """Make the message a dead letter, complete, in one transaction with its inbox row.
 
-    Unless that row is another's by now: processed by a copy, or after this worker's
-    own commit, whose answer it never got; or in other hands, as its lease has ended.
+    Unless the row no longer belongs to this worker: processed by a copy, or by this
+    worker's own commit whose answer was lost; or taken by another worker, because its
+    lease has ended.
     """
     delivery, stage = arrival.delivery, arrival.stage
     close_broken(arrival.using)
@@ -197,8 +198,8 @@ def bury(
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Do it in a transaction, and again where that loses against another one: what the
-    handler did is not to be done again for it, nor to wait for its lease."""
+    """Run it in a transaction, and again if that loses a conflict: the handler must not
+    run again for that, nor the message wait for its lease."""
     conflicts = 0
     while True:
         try:
@@ -212,8 +213,8 @@ def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
 
 
 def keep(arrival: Arrival, reason: str) -> Outcome:
-    """Park a message that the broker does not take back now, at no attempt: it runs
-    from the inbox, as soon as a thread has time."""
+    """Park a message whose copy the broker refuses now, without counting an attempt: it
+    runs from the inbox as soon as a thread is free."""
     stage = arrival.stage
     message = decoding.envelope(arrival.delivery, stage)
     inbox = InboxMessage.objects.db_manager(arrival.using)
@@ -229,10 +230,10 @@ def keep(arrival: Arrival, reason: str) -> Outcome:
 
 
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:
-    """Give the broker a delayed copy, with proof; the delivery is acknowledged next.
-    Returns False when the broker does not take it: the inbox does."""
+    """Send the broker a delayed copy, with proof; the delivery is acknowledged next.
+    Returns False if the broker does not take it: then the inbox does."""
     headers = decoding.copied_headers(arrival.delivery.headers)
-    # A foreign message gets its identity here: as a copy it has another broker's id.
+    # A foreign message gets its identity here: its copy has another broker's id.
     headers.setdefault(wire.MESSAGE_ID, str(seen.message_id))
     headers[wire.FAILED_ATTEMPT] = str(seen.attempt)
     copy = Outgoing(arrival.delivery.destination, headers, arrival.delivery.body, delay)

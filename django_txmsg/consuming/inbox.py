@@ -1,8 +1,8 @@
 """Hop 7, the heart: one arrival of a message becomes one outcome.
 
-record (a duplicate? then ship what is left) → begin → run the stage, which stores what
-it sends → commit → dispatch → settle, which the consumer does by the outcome.
-Whatever is killed between two of these steps, the next arrival goes on from there.
+record (a duplicate? then dispatch what is left) → begin → run the stage, which stores
+what it sends → commit → dispatch → settle, which the consumer does by the outcome. If
+the worker is killed between two of these steps, the next arrival continues from there.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from .transaction import (
     pause_after,
 )
 
-#: Attempts for whose work the database has no room that are no failures of a message:
-#: about a minute of them, while it has room for a probe.
+#: Attempts for whose work the database has no room that do not count as failures: about
+#: a minute of them, if it has room for a probe.
 MAX_CROWDED = 10
-#: What cannot be read of a message that nobody can wait for, since its id is not to be
-#: trusted or its headers are not to be kept.
+#: Faults of messages that cannot wait for newer code, because their id cannot be
+#: trusted or their headers cannot be stored.
 NAMELESS = ("malformed_headers", "headers_too_large", "malformed_id", "missing_id")
 
 
 def process(arrival: Arrival) -> Outcome:
-    """Take one arrival through the stage and return what became of it.
+    """Process one arrival with its stage and return the outcome.
 
-    Raises BrokerUnavailable or a database's error when the world broke and not the
-    message: nothing was decided then. Ask again with the same arrival.
+    Raises BrokerUnavailable or a database error if these fail rather than the message:
+    then nothing was decided. Call it again with the same arrival.
     """
     turn = ordering.in_hand(arrival) if arrival.stage.ordered else nullcontext()
     with _lease(arrival), turn:
@@ -66,9 +66,9 @@ def process(arrival: Arrival) -> Outcome:
 
 
 def _is_forgotten(arrival: Arrival) -> bool:
-    """Return whether nothing is known any more of what was recorded. The record's
-    commit waits for no disk, so that a crash of the server may take it: what finds its
-    row gone has not been settled by a copy, and nobody else has the message."""
+    """Return whether the record of an arrival no longer exists. Its commit does not
+    wait for the disk, so a crash of the server may lose it. A missing row was not
+    settled by a copy, and no other worker has the message."""
     if arrival.counted.row is None or arrival.parked is not None:
         return False
     return _recalled(arrival, arrival.counted.row) is None
@@ -103,14 +103,14 @@ def _process(arrival: Arrival) -> Outcome:
         try:
             if short is not None:
                 raise short
-            # In a copy of this thread's context: what an attempt leaves there, the next
-            # one does not find.
+            # In a copy of this thread's context: context variables of one attempt do
+            # not leak into the next.
             given = message.attempted(attempt)
             return copy_context().run(run, arrival, given, seen, begun)
         except LostRace:
             return ordering.lost(arrival, seen)
         except Undecided as refused:
-            # By its cause it is known.
+            # The cause shows what it is.
             raise refused.error from cause_of(refused.error)
         except BaseException as error:
             if not is_handlers(error):
@@ -119,18 +119,20 @@ def _process(arrival: Arrival) -> Outcome:
                 abandon(connections[arrival.using])
             begun = False
             if stage.transaction == "outbox" and is_outage(error, on):
-                # It may be this message that ends the server.
+                # The message itself may crash the server.
                 arrival.count_again(error)
                 raise
             if _is_crowded_out(arrival, error):
                 raise
             if _is_turned_away(stage, error):
-                # Where the stage sends to takes nothing now: nobody's fault.
+                # A destination of the stage takes no messages now: not the message's
+                # fault.
                 arrival.session.rollback()
                 _given_back(arrival, seen)
                 raise
             if conflicts < MAX_CONFLICTS and lost_conflict(error):
-                # Nobody's fault, and no attempt: at once again, then further apart.
+                # Not the message's fault, and no attempt: retried at once, then at
+                # growing intervals.
                 conflicts += 1
                 if stage.transaction != "outbox":
                     arrival.session.rollback()
@@ -142,13 +144,13 @@ def _process(arrival: Arrival) -> Outcome:
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:
                 return outcome
-            # Read again: the handler may have changed what it was given.
+            # Read again: the handler may have changed the object it was given.
             message, short = _read(arrival)
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
-    """Return whether the database had no room for the handler's work. That is nobody's
-    fault, unless it has room whenever it is asked, and never for this message."""
+    """Return whether the database had no room for the handler's work. That is not the
+    message's fault, unless every probe finds room and this message never does."""
     if not database_health.lacks_resources(error):
         return False
     arrival.counted.crowded += 1
@@ -165,8 +167,8 @@ def _is_turned_away(stage: Stage, error: BaseException) -> bool:
 
 
 def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
-    """Return the message, or what the memory was too short for: an attempt that failed,
-    since it may be the body's size, and would hold up the others for ever."""
+    """Return the message, or the MemoryError of reading it. That counts as a failed
+    attempt: the body may be too large, and would hold up the others for ever."""
     try:
         return decoding.read(arrival.delivery, arrival.stage), None
     except MemoryError as error:
@@ -174,8 +176,9 @@ def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
 
 
 def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
-    """Bury what the stage cannot read, or keep it for code that can. In an ordered
-    stage even that waits for its turn, and its followers find it in the inbox."""
+    """Bury a message that the stage cannot read, or keep it for code that can. In an
+    ordered stage even that waits for its turn, and its followers find it in the
+    inbox."""
     at_once = isinstance(error, NewerCodeNeeded) or error.reason in NAMELESS
     if arrival.turn is None or at_once:
         return unreadable(arrival, error)
@@ -192,8 +195,8 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
 
 
 def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
-    """Take back what was counted for an attempt that is nobody's fault, and the lease
-    of what was parked."""
+    """Uncount an attempt that is not the message's fault, and release the lease of a
+    parked message."""
     rows = InboxMessage.objects.db_manager(arrival.using)
     if seen is not None and arrival.token is not None:
         rows.unpark(seen.id, arrival.token)
@@ -203,9 +206,9 @@ def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
 
 
 def _adopt(arrival: Arrival) -> Outcome:
-    """Give a foreign message an identity that lasts, before anything is done for it:
-    it comes again under that one, from the inbox where its queue takes nothing now.
-    What the broker refuses to take back is buried."""
+    """Give a foreign message a stable identity before it is processed: it comes again
+    under that id, or from the inbox if its queue takes no messages now. If the broker
+    rejects it, it is buried."""
     delivery = decoding.named(arrival.delivery)
     try:
         return decoding.send_back(delivery, arrival.session)
@@ -218,8 +221,8 @@ def _adopt(arrival: Arrival) -> Outcome:
 
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
-    """Keep a parked message for as long as it takes. In mode outbox the lock on its
-    row keeps others away, until a blocking redelivery waits without one."""
+    """Renew the lease of a parked message while it is processed. In mode outbox the
+    lock on its row keeps others away, except while a blocking redelivery waits."""
     stage, parked, token = arrival.stage, arrival.parked, arrival.token
     locked = stage.transaction == "outbox" and stage.policy.mode != "blocking"
     if parked is None or token is None or locked:
@@ -231,9 +234,9 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
 
 def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
     """Count the arrival durably. Stages without an inbox do so only for messages that
-    arrived before, so that they need no database as long as all goes well.
+    arrived before, so that they need no database unless something fails.
 
-    Returns what is known of the message, and whether its transaction has begun.
+    Returns the record of the message, and whether its transaction has begun.
     """
     stage, using = arrival.stage, arrival.using
     inbox = InboxMessage.objects.db_manager(using)
@@ -247,7 +250,7 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         return arrival.count(rows[message.id]), False
     transaction.get_autocommit(using=using)  # which connects
     connection = connections[using]
-    # What surrounds the transaction comes before its beginning.
+    # Middlewares around the transaction run before its beginning.
     if stage.outside is None and begins_early(connection):
         mark = str(uuid.uuid4())
         try:
@@ -261,7 +264,7 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
         except DatabaseError:
             if getattr(raw(connection), "closed", True):
                 raise
-            # A lock's time-out, or no room for the second half: step by step.
+            # A lock's time-out, or no room for the second half: do it step by step.
             abandon(connection)
             already = inbox.recorded(stage.name, message, mark)
             if already is not None:
@@ -276,8 +279,8 @@ def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
 
 
 def _recorded(arrival: Arrival) -> Seen | None:
-    """Return what is known of an arrival that is recorded already, as a parked one is
-    by its claim, and one that comes here again since nothing could be decided."""
+    """Return the record of an arrival that is recorded already: a parked message by its
+    claim, and an arrival that is retried because nothing could be decided."""
     counted, parked = arrival.counted, arrival.parked
     if counted.row is None:
         return None if parked is None else arrival.count(parked.seen)
@@ -297,7 +300,7 @@ def _recalled(arrival: Arrival, row: int) -> Seen | None:
 
 
 def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
-    """Return what becomes of a message without running its stage; None to run it."""
+    """Return the outcome of a message whose stage must not run; None to run it."""
     match _reason_not_to_run(arrival, message, seen):
         case "settled":
             _ship_what_is_left(arrival, message)

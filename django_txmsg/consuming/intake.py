@@ -1,7 +1,8 @@
-"""Takes in what the broker itself gave up on: its dead-letter queues and expiries.
+"""Takes in messages that the broker itself gave up on: its dead-letter queues and
+expiries.
 
-Runs in `manage.py consume` for TXMSG["DEAD_LETTER_DESTINATIONS"]. The message becomes a
-dead letter of ours, with the reason that the broker gives.
+Runs in `manage.py consume` for TXMSG["DEAD_LETTER_DESTINATIONS"]. Each message becomes
+a dead letter, with the broker's reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ log = logging.getLogger("django_txmsg.intake")
 
 
 class IntakeThread:
-    """Empties one of the broker's dead-letter queues into ours: `run()`."""
+    """Moves messages from one of the broker's dead-letter queues into our dead letters:
+    `run()`."""
 
     def __init__(
         self, broker: str, destination: str, stop: threading.Event, activity: Activity
@@ -52,7 +54,7 @@ class IntakeThread:
         )
 
     def run(self) -> None:
-        """Take in until told to stop."""
+        """Run until stopped."""
         while not self._stopping.is_set():
             liveness.turned()
             try:
@@ -76,7 +78,8 @@ class IntakeThread:
             recycle(idle=delivery is None, but=broker.stored_in)
             if delivery is None or self._stopping.is_set():
                 continue
-            # As its stage would: redelivered, it is the message that it was.
+            # Identified as its stage would do it, so that a redelivery is the same
+            # message.
             delivery = decoding.recognised(delivery)
             if decoding.has_identity(delivery) or delivery.problem:
                 self._settle(session, delivery)
@@ -85,7 +88,7 @@ class IntakeThread:
                 try:
                     decoding.send_back(delivery, session)
                 except (DispatchRejected, DestinationUnavailable):
-                    # A worker that dies before it is acknowledged leaves two.
+                    # A worker that dies before the acknowledgement leaves two.
                     self._settle(session, delivery)
             self._activity.note()
 
@@ -94,8 +97,8 @@ class IntakeThread:
             session.ack([delivery])
 
     def _buried(self, delivery: Delivery) -> bool:
-        """Bury a delivery, kept in hand as long as that is not possible. Returns False
-        when told to stop before it is."""
+        """Bury a delivery, holding it while that is not possible. Returns False if
+        stopped before."""
         while True:
             try:
                 self._bury(delivery)
@@ -128,8 +131,8 @@ class IntakeThread:
 
 
 def _sendable(named: str) -> str:
-    """Return where a message was sent, if that can be sent to again: a header is what
-    anybody wrote, and a redelivery must not speak to our own control."""
+    """Return a message's original destination, if sending there is allowed: a header
+    can contain anything, and a redelivery must not reach our control destination."""
     try:
         origin = check_destination(named)
     except InvalidMessage:

@@ -1,8 +1,8 @@
 """Hop 7 in order: a message of an ordered stage waits until its predecessor has ended.
 
-Which one that is, its sender's relay has said. The statement that takes a message asks
-whether its turn has come; one whose turn has not is parked, and woken by its
-predecessor's transaction. See docs/decisions/order-by-links.md.
+The sender's relay has linked each message to its predecessor. The statement that takes
+a message checks whether its turn has come. A message whose turn has not is parked, and
+released by its predecessor's transaction. See docs/decisions/order-by-links.md.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .outcomes import Arrival, Duplicate, Waiting
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
 
 
-#: Seconds for which a message stays in hand while another thread of this process works
-#: on the one before it: less work than to park it.
+#: Seconds for which a message is held while another thread of this process processes
+#: its predecessor: that is less work than parking it.
 PATIENCE = 0.1
 
 
 class _InHand:
-    """The messages that threads of this process have in hand, at ordered stages."""
+    """The messages that threads of this process are processing, at ordered stages."""
 
     def __init__(self) -> None:
         self._messages: set[tuple[str, uuid.UUID]] = set()
@@ -39,7 +39,7 @@ class _InHand:
 
     @contextmanager
     def holding(self, stage: str, message_id: uuid.UUID) -> Iterator[None]:
-        """Let others know of a message for the duration of the block."""
+        """Register a message for the duration of the block."""
         held = (stage, message_id)
         with self._changed:
             self._messages.add(held)
@@ -51,7 +51,7 @@ class _InHand:
                 self._changed.notify_all()
 
     def wait_for(self, stage: str, message_id: uuid.UUID) -> None:
-        """Wait until nobody has this message in hand, and not for long."""
+        """Wait, for a short time, until no thread is processing this message."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (stage, message_id) not in self._messages, PATIENCE
@@ -63,8 +63,8 @@ _in_hand = _InHand()
 
 @contextmanager
 def in_hand(arrival: Arrival) -> Iterator[None]:
-    """Around the work on one message: its follower in another thread waits a moment,
-    as it does for its own predecessor."""
+    """Around the processing of one message: its follower in another thread waits a
+    moment, as this one does for its own predecessor."""
     turn = arrival.turn
     if turn is None:
         yield
@@ -79,8 +79,8 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
 def out_of_turn(
     arrival: Arrival, seen: Seen, *, attempts: int = 1
 ) -> Waiting | Duplicate | None:
-    """Park a message whose turn has not come; None when it has. `attempts` were counted
-    for it."""
+    """Park a message whose turn has not come; return None if it has. `attempts` were
+    counted for it."""
     turn = arrival.turn
     rows = InboxMessage.objects.db_manager(arrival.using)
     if turn is None or rows.has_come(turn):
@@ -91,8 +91,8 @@ def out_of_turn(
 def lost(
     arrival: Arrival, seen: Seen | None, *, attempts: int = 1
 ) -> Waiting | Duplicate:
-    """Say what becomes of a message that could not be taken: settled by a copy, or put
-    aside as its key is in other hands, or its turn has not come."""
+    """Return the outcome of a message that could not be taken: settled by a copy,
+    parked because another transaction has its key, or its turn has not come."""
     turn = arrival.turn
     if turn is None or seen is None:
         return Duplicate()
@@ -101,7 +101,7 @@ def lost(
 
 
 def wake(arrival: Arrival) -> None:
-    """Make the follower of a message due, as the last thing in its transaction."""
+    """Make the follower of a message due, in the last statement of its transaction."""
     if arrival.turn is not None:
         _wake([arrival])
 
@@ -114,15 +114,15 @@ def wake_all(arrivals: Sequence[Arrival]) -> None:
 
 
 def aside(arrival: Arrival, seen: Seen) -> None:
-    """Note the key of a message that failed, which its followers wait for."""
+    """Record the key of a failed message, for which its followers wait."""
     turn = arrival.turn
     if turn is not None:
         InboxMessage.objects.db_manager(arrival.using).aside(seen.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
-    """Return the headers to keep with a message that has failed. It has had its turn,
-    and need not ask for it again: its predecessor may be forgotten by then."""
+    """Return the headers to keep with a failed message. It has had its turn, and need
+    not check it again: its predecessor may no longer be stored by then."""
     headers = decoding.kept_headers(arrival.delivery)
     if arrival.stage.ordered:
         headers.pop(wire.AFTER, None)
@@ -130,7 +130,7 @@ def kept_headers(arrival: Arrival) -> dict[str, str]:
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
-    """Return the places of arrivals, those of a key in that one's order."""
+    """Return the positions of arrivals, those of a key in the order of that key."""
 
     def place(number: int) -> dt.datetime:
         turn = arrivals[number].turn
@@ -149,7 +149,8 @@ class Admission:
         if not turns:
             return
         rows = InboxMessage.objects.db_manager(arrivals[0].using)
-        # First the keys: what others do with them is committed then, or yet to begin.
+        # First lock the keys: what other transactions do with them is then committed,
+        # or has yet to begin.
         self._keys = rows.lock_keys(turns)
         before = {turn.after_id for turn in turns if turn.after_id is not None}
         self._done |= rows.let_go_by(before, turns[0])
@@ -163,20 +164,20 @@ class Admission:
         return come and turn.key in self._keys
 
     def note(self, message_id: object) -> None:
-        """Note that a message of the batch is done: its follower may run."""
+        """Record that a message of the batch is done: its follower may run."""
         self._done.add(message_id)
 
 
 def grace() -> float:
-    """Return for how many seconds a stage has to receive before what it waits for can
-    be said not to come: while nobody ran it, that lay in its queue."""
+    """Return for how many seconds a stage must receive before a missing predecessor
+    counts as lost: while the stage did not run, the predecessor may have been in its
+    queue."""
     return min(conf.get().ORDER_PATIENCE, ON_ITS_WAY)
 
 
 def ask(stage: Stage, received: bool = True) -> None:
-    """Ask the waiting messages of a stage that are due whether their turn has come, and
-    let those go that wait for what need not be waited for any longer, if the stage has
-    `received` what its queue held."""
+    """Recheck a stage's due waiting messages, and release those whose wait has expired,
+    if the stage has `received` everything that was in its queue."""
     rows = InboxMessage.objects.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
@@ -192,8 +193,8 @@ def ask(stage: Stage, received: bool = True) -> None:
 
 
 def begin(stages: Collection[Stage]) -> None:
-    """Note which stages run in order from now on; messages that wait at those which do
-    not any more wait no longer."""
+    """Record which stages are ordered from now on; release the messages that wait at
+    stages which no longer are."""
     for stage in stages:
         if stage.transaction != "outbox":
             continue

@@ -1,4 +1,4 @@
-"""Hop 7 from outside: an arrival goes in, and one of these outcomes comes out."""
+"""Hop 7's interface: an arrival goes in, and one of these outcomes comes out."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ class Processed:
     """The stage's transaction is committed."""
 
     acknowledged: bool = False
-    """Whether the broker's own transaction has settled the delivery already."""
+    """Whether the broker's own transaction has acknowledged the delivery already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Duplicate:
-    """Nothing was to be done but to drop this copy."""
+    """This copy only needs to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentBack:
-    """A foreign message without a lasting identity lies in its queue again, under one
-    of ours."""
+    """A foreign message without a stable identity is in its queue again, with an id of
+    ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Postponed:
-    """Parked, at no attempt: until code runs that reads the body's version, or since
-    its queue did not take it back."""
+    """Parked, without counting an attempt: until newer code can read the body, or
+    because its queue did not take the copy back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Parked, at no attempt, until it is its turn among the messages of its key."""
+    """Parked, without counting an attempt, until its turn among the messages of its
+    key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +66,23 @@ Outcome = (
 
 @dataclass(slots=True)
 class Counted:
-    """What was counted in the inbox of an arrival: once, however often it is processed
+    """What the inbox has counted for an arrival: once, however often it is retried
     until something can be decided."""
 
     row: int | None = None
     attempt: bool = False
-    #: What ended the attempt before, if another one is to be counted for that.
+    #: The error that ended the attempt before, if it requires counting another one.
     error: BaseException | None = None
-    #: Attempts that ended as the database had no room for their handler's work.
+    #: Attempts that ended because the database had no room for their handler's work.
     crowded: int = 0
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A delivery in the hands of one worker thread, for one stage.
+    """A delivery held by one worker thread, for one stage.
 
-    `parked` is set when it comes from the inbox's parking place and not from the
-    broker; `token` is the lease it is held under then. `woken` is set when it makes
-    others due, which have waited for it.
+    `parked` is set if it comes from the inbox instead of the broker; `token` is then
+    its lease. `woken` is set if it released messages that waited for it.
     """
 
     stage: Stage
@@ -106,14 +106,14 @@ class Arrival:
         return seen
 
     def count_again(self, error: BaseException) -> None:
-        """Have the next try counted as another attempt: this error may come each time,
-        and the message has to end."""
+        """Count the next try as another attempt: this error may occur each time, and
+        the message must end."""
         self.counted.attempt, self.counted.error = False, error
 
     @cached_property
     def turn(self) -> Turn | None:
-        """The place of the message among those of its key, where that matters: at an
-        ordered stage, for a message with a key."""
+        """The place of the message in the order of its key, at an ordered stage; None
+        for a message without a key."""
         stage, headers = self.stage, self.delivery.headers
         key = stage.ordered and headers.get(wire.KEY, "")[:255].replace("\x00", "")
         if not key:

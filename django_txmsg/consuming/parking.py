@@ -1,8 +1,8 @@
 """Hop 6's other source: a stage's parked messages, and their share of a thread's time.
 
-They get what the broker's deliveries leave of it, and a share when nothing is left:
-poison must not hold up the others, nor they it for ever. What a message has woken that
-has just ended is next.
+They run when the broker has no deliveries, and get a share when it has: poison messages
+must not hold up the others, nor the others them for ever. Messages released by one that
+has just ended are next.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from ..models import InboxMessage
 from ..models.inbox_parked import Parked
 from ..stages import Stage
 
-#: Seconds that a parked message, once claimed, belongs to one worker.
+#: Seconds that a claimed parked message belongs to one worker.
 LEASE = 60.0
-#: Deliveries that a busy stage takes between two parked messages.
+#: Deliveries that a busy stage processes between two parked messages.
 SHARE = 16
-#: Messages in a row that it takes because the one before them has ended.
+#: Most messages in a row that run because the one before them has ended.
 FOLLOWERS = 16
 
 
 class Parking:
-    """The parked messages of a stage, as one thread takes them under its `token`."""
+    """The parked messages of a stage, as one thread claims them under its `token`."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        #: Set by the consumer when parked messages of the stage are due: one query a
-        #: process finds out, and a stage that uses no database stays without one.
+        #: Set by the consumer when parked messages of the stage are due: one query for
+        #: each process, and a stage that uses no database opens no connection.
         self.due = threading.Event()
-        #: Set by what ends and makes others due that have waited for it.
+        #: Set when a message ends and releases others that waited for it.
         self.woken = threading.Event()
         self.token = uuid.uuid4()
         self._since, self._followers = SHARE, 0
 
     def comes_first(self) -> bool:
-        """Return whether one of them is to run before the broker is asked."""
+        """Return whether a parked message must run before the broker is queried."""
         return self._since >= SHARE or self.follows()
 
     def follows(self) -> bool:
         """Return whether a message has just ended for which others have waited: they
-        are next, so many in a row at most."""
+        are next, up to a limit in a row."""
         if not self.woken.is_set():
             self._followers = 0
             return False
@@ -54,19 +54,19 @@ class Parking:
         return self._followers % FOLLOWERS > 0
 
     def had_its_share(self) -> None:
-        """Note that one has run."""
+        """Record that a parked message has run."""
         self._since = 0
 
     def had_its_turn(self) -> None:
-        """Note that none was there to run: the next delivery comes before them."""
+        """Record that none was due: the next delivery comes first."""
         self._since = min(self._since, SHARE - 1)
 
     def waited_for(self, deliveries: int) -> None:
-        """Note how many of the broker's have come before them."""
+        """Record how many deliveries have come before them."""
         self._since += deliveries
 
     def claim(self) -> Parked | None:
-        """Take one that has become due, under a lease."""
+        """Claim one due message, under a lease."""
         if not self.due.is_set():
             return None
         stage = self._stage
@@ -77,13 +77,13 @@ class Parking:
         return parked
 
     def give_back(self, parked: Parked) -> None:
-        """Let others have it at once."""
+        """Release it at once."""
         rows = InboxMessage.objects.db_manager(self._stage.definition.using)
         rows.unpark(parked.seen.id, self.token)
 
 
 class _NoSession:
-    """Stands in for a broker session where none is used."""
+    """Replaces a broker session where none is used."""
 
     def __getattr__(self, name: str) -> object:
         raise BrokerUnavailable(f"no broker to {name} with")

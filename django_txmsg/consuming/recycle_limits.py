@@ -1,5 +1,5 @@
-"""How much a `consume` does before it ends in good order, for its supervisor to start
-another: against what leaks, in a handler or in a library."""
+"""Limits after which `consume` drains and ends, so that its supervisor restarts it:
+against memory leaks, in a handler or in a library."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Allowance:
         self._stop = stop
         self._lock = threading.Lock()
         self._spent = 0
-        #: Why the process ends, when it does for this reason.
+        #: Why the process ends, if it does because of a limit.
         self.over = ""
 
     def spend(self) -> None:
-        """Count a delivery that is settled."""
+        """Count a settled delivery."""
         with self._lock:
             self._spent += 1
         if self._max_messages and self._spent >= self._max_messages:
             self._end(f"{self._max_messages} deliveries are handled")
 
     def look(self) -> None:
-        """Look at the memory. Not before there was work: a process that ends without
-        having done any would be started again for ever, and never do some."""
+        """Check the memory. Not before the first message: a process that ended without
+        processing any would be restarted for ever."""
         if self._max_memory and self._spent:
             used = resident()
             if used > self._max_memory:
@@ -52,8 +52,8 @@ class Allowance:
 
 
 def resident() -> float:
-    """Return the MiB of memory that this process has; their peak, where the system does
-    not tell more."""
+    """Return the MiB of memory that this process uses; its peak, if the system reports
+    nothing better."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

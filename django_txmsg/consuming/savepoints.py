@@ -1,8 +1,8 @@
 """A savepoint for each message of a batch, one after another in one transaction.
 
-As `transaction.atomic()` makes them, with one difference: a savepoint is released
-together with the beginning of the next one, and the last one by the commit. On
-PostgreSQL that is one round trip to the server for each message instead of two
+Like those of `transaction.atomic()`, with one difference: a savepoint is released
+together with the start of the next one, and the last one by the commit. On PostgreSQL
+that is one round trip to the server for each message instead of two
 (docs/decisions/djangos-private-api.md).
 """
 
@@ -18,7 +18,7 @@ from ..django_internals import under_savepoint
 
 
 class Savepoints:
-    """Those of one transaction, which must be open on `using`."""
+    """The savepoints of one transaction, which must be open on `using`."""
 
     def __init__(self, using: str) -> None:
         self._using = using
@@ -27,9 +27,9 @@ class Savepoints:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Around the work of one message: an exception rolls back that work, alone.
+        """Around the work of one message: an exception rolls back only that work.
 
-        If even this fails, the transaction is left to roll back, as `atomic()` does.
+        If even this fails, the transaction must roll back, as with `atomic()`.
         """
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)

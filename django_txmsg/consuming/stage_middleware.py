@@ -1,11 +1,12 @@
-"""Around hop 8: TXMSG["STAGE_MIDDLEWARE"], in Django's manner.
+"""Around hop 8: TXMSG["STAGE_MIDDLEWARE"], in Django's style.
 
-A middleware is what takes a `CallNext` and returns what takes a message: a class, or a
-function that returns one. It runs inside of the stage's transaction, or around it where
-it says `outside_transaction = True`. A stage without one has a handler and no chain.
+A middleware is a callable that takes a `CallNext` and returns a callable that takes a
+message: a class, or a function that returns one. It runs inside of the stage's
+transaction, or around it if it sets `outside_transaction = True`. A stage without
+middlewares has a handler and no chain.
 
-A message is processed when its handler has returned, and only then: a middleware can
-replace an error (by Refuse, say), but can neither hide one nor leave the handler out.
+A message is processed only when its handler has returned: a middleware can replace an
+error (by Refuse, say), but can neither hide one nor skip the handler.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Factory = Callable[[CallNext], Handler]
 
 def prepared(stage: Stage) -> Stage:
     """Return the stage as a consumer runs it: resolved, with its middlewares and its
-    time-out around its handler. They are loaded once a process.
+    time-out around its handler. Each process loads the middlewares once.
 
     Raises ConfigurationError for a middleware that cannot be loaded, and what one
     raises.
@@ -64,14 +65,14 @@ def _prepare(stage: Stage) -> Stage:
     if ready.timeout is not None:
         ready = replace(ready, handler=deadline.timed(ready, ready.timeout))
     if outer := Chain.of(plain, outside):
-        # Each message has a transaction of its own for something to be around.
+        # Middlewares around the transaction need one transaction for each message.
         ready = replace(ready, outside=outer, batch=1)
     return ready
 
 
 def _factories() -> tuple[list[Factory], list[Factory]]:
-    """Return what makes the middlewares: of those inside of the transaction, and of
-    those around it, as the settings name them."""
+    """Return the factories of the middlewares: of those inside of the transaction, and
+    of those around it, as the settings name them."""
     found: tuple[list[Factory], list[Factory]] = ([], [])
     for path in conf.get().STAGE_MIDDLEWARE:
         try:
@@ -86,7 +87,7 @@ def _factories() -> tuple[list[Factory], list[Factory]]:
 
 
 class Chain:
-    """The middlewares of one stage, on one side of its transaction. Made once, and
+    """The middlewares of one stage, on one side of its transaction. Created once, and
     shared by its threads."""
 
     def __init__(self, stage: Stage, made: Sequence[Factory]) -> None:
@@ -106,7 +107,7 @@ class Chain:
 
     @classmethod
     def of(cls, stage: Stage, made: Sequence[Factory]) -> Chain | None:
-        """Return the chain, or None where nothing is left of it."""
+        """Return the chain, or None if no middleware is left."""
         chain = cls(stage, made) if made else None
         return None if chain is None or chain.empty else chain
 
@@ -116,10 +117,10 @@ class Chain:
         go_on: Handler,
         final: Callable[[BaseException], bool] = lambda error: False,
     ) -> Any:
-        """Take a message through the middlewares to what they surround, `go_on`.
+        """Take a message through the middlewares to `go_on`, which they wrap.
 
-        Raises what they raise, or what `go_on` did: where they hid it, and where it is
-        `final`, which says that it is nothing for them to decide about. Raises
+        Raises what they raise, or what `go_on` raised: if they hid it, and if it is
+        `final`, which means that middlewares must not decide about it. Raises
         MiddlewareMisused.
         """
         call = _Call(message, go_on)
@@ -150,7 +151,7 @@ class Chain:
 
 
 def _checked(made: object, what: str) -> Any:
-    """Return what can be called here. Raises ConfigurationError."""
+    """Return a valid callable. Raises ConfigurationError."""
     call = getattr(type(made), "__call__", None)  # noqa: B004 - what, and not whether
     if any(inspect.iscoroutinefunction(one) for one in (made, call)):
         raise ConfigurationError(f"{what}, which is asynchronous: stages are not.")
@@ -160,7 +161,7 @@ def _checked(made: object, what: str) -> Any:
 
 
 class _Call:
-    """One message on its way through the chain, and what came of it."""
+    """One message on its way through the chain, and its result."""
 
     __slots__ = ("_go_on", "_message", "_thread", "called", "error")
 

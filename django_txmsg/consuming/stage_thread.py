@@ -1,9 +1,9 @@
 """Hop 6: receives deliveries, runs them through their stage, settles them by outcome.
 
 A thread for each unit of a stage's concurrency, with a broker session and a database
-connection of its own. A delivery is acknowledged after its outcome is committed, and
-never before. While the database is away it stays in hand: a delivery that goes back
-and comes again counts against the limit that some brokers have.
+connection of its own. A delivery is acknowledged only after its outcome is committed.
+While the database is away the thread keeps the delivery: a redelivery would count
+against the delivery limit of some brokers.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class StageThread:
         self._parking = Parking(self.stage)
         self.parked_due = self._parking.due
         self.busy_since: float | None = None
-        #: Whether it has asked the broker, and got nothing.
+        #: Whether it has queried the broker, and got nothing.
         self.dry = False
         self.handled = 0
         self._stopping = stop
         self._subscription = Subscription(self.stage, breaker)
         self._throttle, self._activity = throttle, activity
         self._allowance = allowance
-        #: Of an ordered stage: whether it may take in messages that would wait.
+        #: For an ordered stage: whether it may receive messages that would wait.
         self.room = room or (Room(self.stage) if self.stage.ordered else None)
         self._settings = conf.get()
         said = f"stage {self.stage.name!r}: nothing could be decided about a message, "
@@ -81,7 +81,7 @@ class StageThread:
         )
 
     def run(self) -> None:
-        """Work until told to stop; what breaks outside is waited for."""
+        """Run until stopped; wait while the database or the broker is away."""
         self._ident = threading.get_ident()
         open_caches()
         try:
@@ -128,18 +128,18 @@ class StageThread:
 
     @property
     def refusal(self) -> BaseException | None:
-        """What the broker has against this stage alone, if it has."""
+        """The broker's error about this stage alone, if any."""
         subscription = self._subscription
         return subscription.refused.error or subscription.turned_away.error
 
     def has_received(self, seconds: float) -> bool:
-        """Return whether what the broker had for it has come: it has nothing more, or
-        the stage has been receiving for so long."""
+        """Return whether everything that the broker had for it has arrived: the broker
+        has nothing more, or the stage has been receiving for that long."""
         reading = self.dry or self._subscription.age >= seconds
         return reading and not self.paused.is_set()
 
     def stuck(self, after: float) -> str | None:
-        """Return the handler's stack when it has been running for `after` seconds."""
+        """Return the handler's stack if it has been running for `after` seconds."""
         began = self.busy_since
         if began is None or time.monotonic() - began < after or self._ident is None:
             return None
@@ -157,8 +157,8 @@ class StageThread:
             self._parking.had_its_share()
             return
         if not admitted:
-            # What the broker has sent ahead stays in hand: a delivery that goes back
-            # and comes again counts against the limit that some brokers have.
+            # Prefetched deliveries are kept: a redelivery would count against the
+            # delivery limit of some brokers.
             self.dry = True
             self._stopping.wait(min(0.5, self._settings.CONSUME.POLL_INTERVAL))
             return
@@ -178,7 +178,7 @@ class StageThread:
                 break
             deliveries.append(more)
         if self._stopping.is_set() or self.paused.is_set():
-            # Received after the stop: untouched, they go back with the session.
+            # Received after the stop: they go back with the session, unprocessed.
             self._close()
             return
         self._subscription.worked()
@@ -209,9 +209,9 @@ class StageThread:
                 self.room.note(delivery, outcome)
 
     def _decided(self, arrivals: Sequence[Arrival]) -> list[Outcome] | None:
-        """Return what becomes of arrivals, asked until it can be said: while the
-        database is away, or refuses what decides, they stay in hand and are counted
-        once. None when told to stop before that."""
+        """Return the outcomes of arrivals. While the database is away, or refuses the
+        deciding statements, they are kept, retried and counted once. None if stopped
+        before that."""
         while True:
             liveness.turned(self.stage.timeout or 0.0)
             recycle()
@@ -236,15 +236,15 @@ class StageThread:
                     )
                 recycle()
             if not database_health.may_pass(refused):
-                # An error of ours, or a value of the message that is not to be stored:
-                # it has to end.
+                # An error of the package, or a value of the message that cannot be
+                # stored: the message must end.
                 for arrival in arrivals:
                     arrival.count_again(refused)
             if not self._undecided.after(refused, self._stopping):
                 return None
 
     def _work_parked(self, session: Session) -> bool:
-        """Run one parked message that has become due, if there is one."""
+        """Run one due parked message, if there is one."""
         parked = self._parking.claim()
         if parked is None:
             return False
@@ -265,8 +265,8 @@ class StageThread:
         return True
 
     def _work_parked_without_broker(self) -> None:
-        """Parked messages of stages with an inbox need no broker: an outage of it
-        does not hold them up."""
+        """Run parked messages of stages with an inbox while the broker is down: they do
+        not need it."""
         if self.stage.transaction == "outbox":
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()

@@ -1,7 +1,7 @@
-"""Hop 6's end of the broker: one thread's session, subscribed to its stage.
+"""Hop 6's broker side: one thread's session, subscribed to its stage's destination.
 
-It is opened when it is needed, and again after what broke, with pauses that grow: for
-what keeps the broker from everybody, and for what it has against this stage alone.
+It is opened when needed, and reopened after an error, with growing pauses: separately
+for a broker that is down, and for a subscription that the broker refuses.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..stages import Stage
 
 
 class Subscription:
-    """The session of one thread. `breaker` is shared by all who use the broker."""
+    """The session of one thread. `breaker` is shared by all users of the broker."""
 
     def __init__(self, stage: Stage, breaker: Breaker) -> None:
         self._stage, self._breaker = stage, breaker
-        #: What the broker has against this stage alone: the others are to go on.
+        #: The broker's error about this stage alone; other stages go on.
         self.refused = Breaker(
             stage.name,
             conf.get().RELAY.BREAKER_MAX_PAUSE,
@@ -29,7 +29,7 @@ class Subscription:
             follows="the stage waits, and its messages with the broker",
             first_pause=AFTER_REFUSAL,
         )
-        #: What keeps the stage from sending within the broker's transaction.
+        #: Why the stage cannot send within the broker's transaction.
         self.turned_away = Breaker(
             stage.name,
             conf.get().RELAY.BREAKER_MAX_PAUSE,
@@ -39,24 +39,24 @@ class Subscription:
         )
         self._prefetch = conf.get().CONSUME.PREFETCH
         self.session: Session | None = None
-        #: The database that the broker keeps its messages in, if it does.
+        #: The database in which the broker stores its messages, if it does.
         self.stored_in: str | None = None
         self._since = 0.0
 
     @property
     def age(self) -> float:
-        """Seconds since it was opened; 0 where it is not."""
+        """Seconds since it was opened; 0 if it is not open."""
         return time.monotonic() - self._since if self.session is not None else 0.0
 
     @property
     def pause(self) -> float:
-        """Seconds until the broker may be asked again."""
+        """Seconds until the broker may be tried again."""
         breakers = (self._breaker, self.refused, self.turned_away)
         return max(one.remaining for one in breakers)
 
     def open(self) -> Session | None:
-        """Return the session, a new one if need be, or None while the broker is down:
-        of all that wait for it only one knocks."""
+        """Return the session, a new one if necessary, or None while the broker is down:
+        of all waiting threads only one probes it."""
         if self.session is not None:
             return self.session
         stage, subscriber = self._stage, self._stage.subscriber
@@ -70,7 +70,7 @@ class Subscription:
                 session = broker.open(transacted=transacted, subscriber=subscriber)
             except BrokerUnavailable as error:
                 # A durable subscriber's connection has a name of its own, which may be
-                # taken.
+                # in use.
                 (self.refused if subscriber else self._breaker).failed(error)
                 return None
         prefetch = 1 if transacted else max(self._prefetch, 2 * stage.batch)
@@ -90,21 +90,22 @@ class Subscription:
         return session
 
     def close(self) -> None:
-        """Give everything that is in hand back to the broker."""
+        """Return all unacknowledged deliveries to the broker."""
         if self.session is not None:
             session, self.session = self.session, None
             session.close()
 
     def failed(self, error: BrokerUnavailable) -> None:
-        """Close a session that broke, and keep away from the broker for a while."""
+        """Close a broken session, and do not use the broker for a while."""
         self.close()
         self._breaker.failed(error)
 
     def cannot_send(self, error: DestinationUnavailable) -> None:
-        """Close the session and wait: the stage sends to where nothing is taken now."""
+        """Close the session and wait: a destination of the stage takes no messages
+        now."""
         self.close()
         self.turned_away.failed(error)
 
     def worked(self) -> None:
-        """Note that the broker answers."""
+        """Record that the broker answers."""
         self._breaker.worked()

@@ -1,4 +1,4 @@
-"""Hop 6's brake: a stage that fails and fails works one message at a time."""
+"""Hop 6's throttle: a stage that fails repeatedly processes one message at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("django_txmsg.throttle")
 
 
 class Throttle:
-    """After so many failures in a row, one message at a time and a pause between.
+    """After that many failures in a row, one message at a time with a pause between.
 
     Shared by all threads of a stage in this process; one success ends it.
     """

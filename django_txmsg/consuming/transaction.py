@@ -1,8 +1,8 @@
 """The database transaction around a stage: late, defined, and guarded.
 
-`StageTransaction` is the block that a stage's definition asks for; nothing that happens
-after its commit fails the stage. `guarded()` is around the handler, and refuses what
-Django would roll back quietly.
+`StageTransaction` is the block with the options of a stage's definition; nothing that
+happens after its commit fails the stage. `guarded()` wraps the handler, and refuses
+what Django would roll back silently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..sending.block import Block
 
 log = logging.getLogger("django_txmsg.demarcation")
 
-#: Repetitions of a transaction that has lost against others, at most.
+#: Most repetitions of a transaction that lost conflicts.
 MAX_CONFLICTS = 10
 
 
@@ -43,10 +43,10 @@ MAX_CONFLICTS = 10
 def guarded(using: str) -> Iterator[None]:
     """Around a handler, inside its transaction or savepoint.
 
-    Raises SwallowedDatabaseError when the handler hid a database error, so that leaving
-    the block without an exception would roll its work back in silence; DurableInStage
-    for an `atomic(durable=True)` inside; BlockLeftOpen for an `atomic()` that it did
-    not leave, which would keep the stage's own transaction from its end.
+    Raises SwallowedDatabaseError if the handler hid a database error, so that leaving
+    the block without an exception would silently roll its work back; DurableInStage for
+    an `atomic(durable=True)` inside; BlockLeftOpen for an `atomic()` that it did not
+    leave, which would keep the stage's own transaction from ending.
     """
     connection = connections[using]
     outer, left_open = depth(connection), False
@@ -76,30 +76,30 @@ def guarded(using: str) -> Iterator[None]:
 
 
 def lost_conflict(error: BaseException) -> bool:
-    """Return whether PostgreSQL has rolled a transaction back for another one's sake,
-    which a repetition mends: a serialization failure or a deadlock."""
+    """Return whether PostgreSQL has rolled back a transaction because of a conflict, so
+    that a repetition may succeed: a serialization failure or a deadlock."""
     lost = isinstance(error, DatabaseError)
     return lost and database_health.sqlstate(error) in ("40001", "40P01")
 
 
 def pause_after(conflicts: int) -> float:
-    """Return the seconds after which to repeat what has lost so often: at once, then
-    further and further apart."""
+    """Return the seconds until the next repetition after that many conflicts: none at
+    first, then growing."""
     return random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311 - no secret
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:
-    """Return whether it was the broker that failed, or the database of the stage's own
-    transaction, and not the message. `raw` is the driver's connection it ran on: what
-    the handler asks elsewhere is the handler's affair, and leaves that one open."""
+    """Return whether the broker failed, or the database of the stage's own transaction,
+    and not the message. `raw` is the driver's connection it ran on: queries of the
+    handler on other databases are the handler's, and leave that connection open."""
     if isinstance(error, BrokerUnavailable):
         return True
     return database_health.is_away(error) and bool(getattr(raw, "closed", False))
 
 
 class Undecided(Exception):
-    """The database has refused a statement of ours, as `error` says. That is no failure
-    of the message, nor of its handler."""
+    """The database has refused a statement of the package, as `error` says. That is no
+    failure of the message, nor of its handler."""
 
     def __init__(self, error: AnyDatabaseError) -> None:
         super().__init__(str(error))
@@ -108,10 +108,10 @@ class Undecided(Exception):
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Around statements of our own in a stage's transaction.
+    """Around statements of the package in a stage's transaction.
 
-    Raises Undecided for what the database refuses and may take another time; not for a
-    conflict, which is repeated at once.
+    Raises Undecided if the database refuses one that may succeed another time; not for
+    a conflict, which is repeated at once.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def ours() -> Iterator[None]:
 class StageTransaction:
     """A context manager that may be entered once.
 
-    `begun` says that the server has begun the transaction already. On leaving without
+    `begun` means that the server has begun the transaction already. On leaving without
     an exception it commits; a hook that raises after the commit is logged, and not
     propagated.
     """
@@ -137,7 +137,7 @@ class StageTransaction:
 
     @property
     def employed(self) -> bool:
-        """Whether the database was asked for anything."""
+        """Whether the database was used."""
         return self._block.employed
 
     @property

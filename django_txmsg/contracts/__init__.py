@@ -1,1 +1,1 @@
-"""What this service promises others: its destinations, messages and their schemas."""
+"""The contract of this service: its destinations, messages and their schemas."""

@@ -1,4 +1,4 @@
-"""What still waits in the tables for a destination or a type that is to go."""
+"""Rows that still wait for a destination or a type that is being removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAITS = "rows still wait for it"
 
 
 def waiting(committed: Contract, current: Contract, using: str) -> Iterator[Change]:
-    """Yield what was taken out of the contract while messages still wait for it."""
+    """Yield entries removed from the contract for which messages still wait."""
     now = current["channels"]
     for channel in committed.get("channels", {}):
         if channel not in now:

@@ -1,4 +1,4 @@
-"""The contract as it was agreed to: the file in the repository."""
+"""The committed contract: the file in the repository."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .document import Contract, text
 
 
 def path(given: str | None = None) -> Path:
-    """Return the contract's file: as given, or TXMSG["CONTRACT"], or asyncapi.json
-    beside manage.py."""
+    """Return the path of the contract's file: as given, or TXMSG["CONTRACT"], or
+    asyncapi.json beside manage.py."""
     return Path(given) if given else codecs.contract_path()
 
 
 def read(file: Path) -> Contract:
-    """Return the contract in a file. Raises ConfigurationError where there is none."""
+    """Return the contract in a file. Raises ConfigurationError if it cannot be read."""
     try:
         found: Contract = json.loads(file.read_text("utf-8"))
     except FileNotFoundError:
@@ -35,7 +35,7 @@ def read(file: Path) -> Contract:
 
 
 def write(file: Path, contract: Contract) -> bool:
-    """Write the contract; return whether that has changed anything."""
+    """Write the contract; return whether the file has changed."""
     content = text(contract)
     if file.exists() and file.read_text("utf-8") == content:
         return False

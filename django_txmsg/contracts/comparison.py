@@ -1,7 +1,7 @@
-"""What a change of the contract breaks, and for whom.
+"""Breaking changes of the contract.
 
-Two directions: messages that are on their way already come to the new code, and code
-that runs elsewhere, or here for a little longer, gets the new messages.
+Two directions: new code reads messages that are already on their way, and other or
+still running old code reads the new messages.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ..envelope import upgraders
 from ..envelope.schema_reader import faults
 from .document import READABLE_FROM, READERS, VERSION, Contract, schema_of
 
-#: The two directions, as they are told.
+#: The two directions, as reported.
 OLD_MESSAGES = "new code cannot read messages that are on their way"
 OLD_READERS = "code that runs already cannot read the new messages"
 
 
 class Change(NamedTuple):
-    """One difference that breaks somebody."""
+    """One breaking difference."""
 
     where: str
     what: str
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 
 def breaking(committed: Contract, current: Contract) -> list[Change]:
-    """Return what of `current` breaks who has agreed to `committed`."""
+    """Return the changes in `current` that break code relying on `committed`."""
     return [
         *_received(committed, current),
         *_sent(committed, current),
@@ -92,7 +92,7 @@ def _bodies(old: Contract, new: Contract) -> Iterator[Change]:
 
 
 def _versions(message: Contract, version: int) -> Iterator[tuple[int, Contract]]:
-    """Yield the versions of a message that the contract has the schema of, the newest
+    """Yield the versions of a message whose schemas the contract has, the newest
     first."""
     schema = schema_of(message)
     if schema is not None:

@@ -1,4 +1,4 @@
-"""The contract as it is in the code now: an AsyncAPI 3.0 document.
+"""The contract of the present code: an AsyncAPI 3.0 document.
 
 Channels are destinations, receive operations are stages, send operations are declared
 `Destination`s, and a message is a type with its JSON Schema.
@@ -20,10 +20,11 @@ from ..stages import all_stages
 ASYNCAPI = "3.0.0"
 SCHEMA_FORMAT = "application/schema+json;version=draft-2020-12"
 
-#: Of a message: the version of its type, and the oldest that reads it.
+#: Keys of a message: the version of its type, and the oldest version that can read it.
 VERSION, READABLE_FROM = "x-txmsg-version", "x-txmsg-readable-from"
-#: The schemas of the older versions that read it, by version: that the last one reads
-#: it, and the one before reads the last one, does not make that one read it.
+#: The schemas of the older versions that can read it, by version. Readability is not
+#: transitive: if each version can read the next, the first still need not be able to
+#: read the last.
 READERS = "x-txmsg-readers"
 
 Contract = dict[str, Any]
@@ -32,14 +33,14 @@ Contract = dict[str, Any]
 def build(committed: Contract | None = None) -> Contract:
     """Return the contract of all stages and destinations declared here.
 
-    `committed` is the one before it: how far back a new version is readable is found
-    out by comparison. Raises ConfigurationError for a type that no codec handles.
+    `committed` is the previous contract: comparing with it shows which old versions can
+    read a new one. Raises ConfigurationError for a type that no codec handles.
     """
     return _Builder(committed or {}).build()
 
 
 def text(contract: Contract) -> str:
-    """Return the contract as it is written into its file: the same for the same."""
+    """Return the contract as text for its file: equal contracts give equal texts."""
     return json.dumps(contract, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
@@ -126,8 +127,8 @@ class _Builder:
         return found
 
     def _older(self, body: BodyType) -> Contract:
-        """Return the schemas of the versions before this one, as far as the committed
-        contract knows them."""
+        """Return the schemas of the versions before this one that the committed
+        contract has."""
         known = self._known(body)
         version, schema = known.get(VERSION, 1), schema_of(known)
         older: Contract = dict(known.get(READERS, {}))
@@ -140,8 +141,8 @@ class _Builder:
     def _oldest_reader(
         self, body: BodyType, schema: Contract | None, older: Contract
     ) -> int:
-        """Return the oldest version that reads what is sent: what is declared, or as
-        far back as the changes are compatible."""
+        """Return the oldest version that can read sent bodies: the declared one, or the
+        oldest with which all changes are compatible."""
         known = self._known(body)
         if not known or declaration(body.cls).readable_from is not None:
             return body.oldest_reader
@@ -158,7 +159,7 @@ class _Builder:
 
 
 def schema_of(message: Contract) -> Contract | None:
-    """Return the JSON Schema of a message; None where its codec has none."""
+    """Return the JSON Schema of a message; None if its codec has none."""
     found: Contract | None = message.get("payload", {}).get("schema")
     return found
 
@@ -169,7 +170,7 @@ def _pointer(*names: str) -> str:
 
 
 def _rooted(schema: Any, within: str, was: str = "#") -> Any:
-    """Return a schema whose references begin at the root of the document, `within` in
+    """Return a schema with references from the root of the document, with `within` in
     place of `was`."""
     if isinstance(schema, dict):
         return {

@@ -7,22 +7,22 @@ from typing import Any
 
 from django.db import connections, transaction
 
-#: What a connection knows of the atomic blocks around the present query, and forgets
-#: when it connects.
+#: A connection's state about the atomic blocks around the present query, which it
+#: resets when it connects.
 _BLOCK = (
     *("in_atomic_block", "commit_on_exit", "needs_rollback"),
     *("savepoint_ids", "atomic_blocks", "run_on_commit"),
 )
-#: What every query passes before anything else.
+#: A wrapper that every query passes first.
 _FIRST = ("close_if_health_check_failed", "ensure_connection")
 
 
 class LateAtomic:
     """`transaction.atomic(using=using)`, begun with the first use of the database.
 
-    Inside another block, and where autocommit is off, it is an `atomic()` as any other.
-    `isolation` is its transaction's level. `reading`: it probably only reads, and
-    SQLite locks when there is something to write, whatever `transaction_mode` says.
+    Inside another block, and with autocommit off, it is an ordinary `atomic()`.
+    `isolation` is its transaction's level. `reading`: it probably only reads, so SQLite
+    takes the write lock only for a write, whatever `transaction_mode` says.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class LateAtomic:
         self._connection: Any = connections[using]
         self._atomic = transaction.Atomic(using, True, False)
         self._isolation, self._reading = isolation, reading
-        #: Whether anything was said to the server.
+        #: Whether any statement was sent to the server.
         self.begun = True
 
     def enter(self, *, begun: bool = False) -> None:
@@ -47,13 +47,13 @@ class LateAtomic:
         connection.in_atomic_block = True
         connection.atomic_blocks.append(self._atomic)
         if begun:
-            # Django's word for it; the driver itself has nothing to begin any more.
+            # Django's flag; the driver itself need not begin anything any more.
             connection.autocommit = False
         else:
             self._wait()
 
     def exit(self, error: BaseException | None) -> None:
-        """Commit, or roll back because of the error, if anything has begun."""
+        """Commit, or roll back because of the error, if the transaction has begun."""
         if self.begun:
             self._atomic.__exit__(type(error) if error else None, error, None)
             return
@@ -71,8 +71,8 @@ class LateAtomic:
             connection.run_and_clear_commit_hooks()
 
     def forget(self) -> None:
-        """Be outside of any block, in a child that was forked before anything began:
-        nobody would commit there what the child does."""
+        """Leave the block in a child that was forked before anything began: nothing
+        there would commit the child's work."""
         connection = self._connection
         self._wait_no_more()
         connection.in_atomic_block = connection.needs_rollback = False
@@ -91,7 +91,7 @@ class LateAtomic:
     def _begin(self) -> None:
         connection = self._connection
         if connection.closed_in_transaction:
-            # Django's error says so; a new connection would hide it.
+            # Django's error reports it; a new connection would hide it.
             return
         block = {name: getattr(connection, name) for name in _BLOCK}
         mode = None
@@ -112,7 +112,7 @@ class LateAtomic:
         finally:
             if mode is not None:
                 connection.transaction_mode = mode
-            # connect() takes the connection for a new one, outside of any block.
+            # connect() resets the state to a new connection, outside of any block.
             for name, value in block.items():
                 setattr(connection, name, value)
         self.begun = True
@@ -123,7 +123,7 @@ class LateAtomic:
 
 
 def _forked() -> None:
-    """The blocks are the parent's, and so is the transaction of one that has begun."""
+    """The blocks belong to the parent, and so does a transaction that has begun."""
     for connection in connections.all(initialized_only=True):
         begin = vars(connection).get(_FIRST[0])
         if begin is not None:

@@ -1,4 +1,4 @@
-"""Around every view: the blocks of ATOMIC_REQUESTS, and what views raise."""
+"""Around every view: the blocks of ATOMIC_REQUESTS, and exceptions of views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ View = Callable[..., Any]
 
 
 def is_non_atomic(view: View, using: str) -> bool:
-    """Return whether `transaction.non_atomic_requests()` was said of a view."""
+    """Return whether a view has `transaction.non_atomic_requests()`."""
     return using in getattr(view, "_non_atomic_requests", ())
 
 
@@ -21,12 +21,12 @@ def wrap_views(
     wrap: Callable[[View, View, Callable[[str], View]], View],
     hear: Callable[[HttpRequest, Exception], None],
 ) -> None:
-    """Have every handler run views as `wrap` says, and tell `hear` first of what they
-    and their templates raise. Once a process.
+    """Have every handler run views wrapped by `wrap`, and first pass exceptions of
+    views and their templates to `hear`. Once in each process.
 
-    `wrap` is given a view, the view inside the blocks that ATOMIC_REQUESTS puts around
-    it, and what returns the same without the block of one database. These methods are
-    the one place before every process_exception(), and the one around a view alone.
+    `wrap` gets a view, the view inside the blocks of ATOMIC_REQUESTS, and a function
+    that returns the same without the block of one database. These methods are the only
+    place before every process_exception(), and around only the view.
     """
     usual = BaseHandler.make_view_atomic
     asking = BaseHandler.process_exception_by_middleware
@@ -41,7 +41,7 @@ def wrap_views(
     @functools.wraps(usual)
     def made_atomic(handler: BaseHandler, view: View) -> View:
         def without_atomic(using: str) -> View:
-            # Another function, with a set of its own: the view may be used elsewhere.
+            # Another function with its own set: the view may be used elsewhere.
             def bare(*args: Any, **kwargs: Any) -> Any:
                 return view(*args, **kwargs)
 

@@ -1,1 +1,1 @@
-"""What keeps a long-lived process at work: connections, threads, leases, outages."""
+"""Infrastructure of long-lived processes: connections, threads, leases, outages."""

@@ -1,7 +1,8 @@
-"""Keeps all hops away from a server that is down: one log line, then growing pauses.
+"""Circuit breaker for all hops: one log line when a server is down, then growing
+pauses.
 
-One for each broker that a relay, a dispatcher, a channel or a consumer talks to, and
-one for each database of the process (`database_health.py`).
+One for each broker that a relay, a dispatcher, a control connection or a consumer uses,
+and one for each database of the process (`database_health.py`).
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from dataclasses import dataclass
 
 log = logging.getLogger("django_txmsg.breaker")
 
-#: Seconds before a subscription is tried again that the broker refused. Somebody has to
-#: allow it first, and on RabbitMQ a refusal ends the connection: each try makes one.
+#: Seconds before a refused subscription is tried again. An operator has to permit it
+#: first, and on RabbitMQ a refusal ends the connection, so that each try needs a new
+#: one.
 AFTER_REFUSAL = 1.0
 
 
-#: Characters that are kept of an error.
+#: Most characters stored of an error.
 LONGEST = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Something that cannot be used: what, for how many seconds, and why."""
+    """An unusable resource: its name, for how many seconds, and why."""
 
     kind: str
     name: str
@@ -36,10 +38,10 @@ class Outage:
 
 
 class Breaker:
-    """Keeps away from a server that is down, and probes it with growing pauses.
+    """Avoids a server that is down, and probes it with growing pauses.
 
-    `kind` and `name` say to the reader of the log which one it is, `follows` what an
-    outage of it means. `first_pause` and `max_pause` are seconds.
+    For the log, `kind` and `name` identify the server, and `follows` describes the
+    consequence of an outage. `first_pause` and `max_pause` are seconds.
     """
 
     def __init__(
@@ -54,19 +56,19 @@ class Breaker:
         self.kind, self.name, self._max_pause = kind, name, max_pause
         self._follows, self._first_pause = follows, first_pause
         self._lock = threading.Lock()
-        #: Held while connecting, by those who share this breaker: a server that has
-        #: come back is not stormed.
+        #: Held while connecting, by the users of this breaker: a server that has come
+        #: back is not flooded.
         self.connecting = threading.Lock()
         self._failures = 0
         self._until = self._began = 0.0
-        #: What went wrong last, while the server is down.
+        #: The last error, while the server is down.
         self.error: BaseException | None = None
         with _registering:
             _breakers.add(self)
 
     @property
     def remaining(self) -> float:
-        """Seconds until the next probe; 0 when the server may be asked."""
+        """Seconds until the next probe; 0 if the server may be used."""
         return max(0.0, self._until - time.monotonic())
 
     @property
@@ -79,8 +81,8 @@ class Breaker:
         return Outage(self.kind, self.name, seconds, str(error)[:LONGEST])
 
     def failed(self, error: BaseException, *, progress: bool = False) -> None:
-        """Note that the server is down: one log line an outage, then silence. After
-        some `progress` the pause is the first one again."""
+        """Record that the server is down: one log line for each outage, then none.
+        After some `progress` the pause is the first one again."""
         with self._lock:
             self.error = error
             if self.remaining:
@@ -97,12 +99,12 @@ class Breaker:
             log.warning("%s cannot be used; %s: %s", what, self._follows, error)
 
     def rest(self, seconds: float) -> None:
-        """Put off the next probe, with nothing learned."""
+        """Postpone the next probe, without a new finding."""
         with self._lock:
             self._until = time.monotonic() + seconds
 
     def worked(self) -> None:
-        """Note that the server answers again."""
+        """Record that the server answers again."""
         if self._failures:
             with self._lock:
                 failures, self._failures, self._until = self._failures, 0, 0.0
@@ -116,8 +118,8 @@ _registering = threading.Lock()
 
 
 def outages() -> list[Outage]:
-    """Return the outages that this process has met and that last: of brokers, paused
-    destinations, refused subscriptions and databases, each once, the longest first."""
+    """Return this process's present outages: of brokers, paused destinations, refused
+    subscriptions and databases, each once, the longest first."""
     with _registering:
         known = list(_breakers)
     found: dict[tuple[str, str], Outage] = {}
@@ -130,7 +132,7 @@ def outages() -> list[Outage]:
 
 
 def _forget() -> None:
-    """What the parent process uses is not used here."""
+    """The breakers of the parent process are not used here."""
     global _breakers, _registering
     _breakers, _registering = weakref.WeakSet(), threading.Lock()
 

@@ -1,7 +1,8 @@
-"""The database connections of threads that live long, kept as Django keeps a request's.
+"""The database connections of long-lived threads, managed as Django does for a
+request's.
 
-Django looks after its connections when a request begins and ends. The threads of
-`consume` and `relay` have no requests: they call `recycle()` around each piece of work.
+Django checks its connections when a request begins and ends. The threads of `consume`
+and `relay` have no requests: they call `recycle()` around each piece of work.
 """
 
 from __future__ import annotations
@@ -24,23 +25,22 @@ from ..django_internals import (
     works,
 )
 
-#: Seconds for which a thread with CONN_MAX_AGE = 0 keeps its connection while one
-#: piece of work follows the other: a new one for each message would cost more than
-#: most messages do. A thread without work gives it back.
+#: Seconds for which a busy thread with CONN_MAX_AGE = 0 keeps its connection: a new one
+#: for each message would cost more than most messages do. An idle thread closes it.
 KEPT_WHILE_BUSY = 60.0
-#: Bytes that are worth a new connection: libpq keeps up to four times as much.
+#: Bytes that justify a new connection: libpq keeps up to four times as much.
 LARGE = 4 * 1024 * 1024
 
 
 def recycle(*, idle: bool = False, but: str | None = None) -> None:
-    """Close what is broken, what is older than its CONN_MAX_AGE, and what belongs to a
-    pool. Leaves connections inside of a block alone, and costs no query, but for one
-    on a connection that had an error.
+    """Close connections that are broken, older than their CONN_MAX_AGE, or from a pool.
+    Leaves connections inside of a block alone, and needs no query, except one on a
+    connection that had an error.
 
-    `idle` says that there is no work for the moment, `but` for which alias that is not
-    so, since a queue in it is looked at all the time.
+    `idle` means that there is no work at the moment; `but` is an alias to which that
+    does not apply, because a queue in it is polled all the time.
 
-    With CONN_HEALTH_CHECKS, Django asks each connection that is left before its next
+    With CONN_HEALTH_CHECKS, Django checks each remaining connection before its next
     use, as in a new request.
     """
     for alias in connections:
@@ -55,7 +55,7 @@ def recycle(*, idle: bool = False, but: str | None = None) -> None:
 
 def shed(using: str, size: int) -> None:
     """Close a PostgreSQL connection that has just carried `size` bytes, if that is
-    much: its buffers have grown with what they carried, and never shrink."""
+    much: its buffers have grown, and never shrink."""
     connection = connections[using]
     if size < LARGE or connection.vendor != "postgresql":
         return
@@ -65,7 +65,7 @@ def shed(using: str, size: int) -> None:
 
 def leave_blocks() -> list[str]:
     """Roll back the atomic blocks that a piece of work entered and did not leave: the
-    next one would be done inside of them. Call it outside of all blocks of ours.
+    next one would run inside of them. Call it outside of all blocks of the package.
     Returns the aliases of their databases."""
     found = [alias for alias in connections if in_block(connections[alias])]
     for alias in found:
@@ -75,8 +75,8 @@ def leave_blocks() -> list[str]:
 
 
 def open_caches() -> None:
-    """Have this thread's contexts share its caches. Django keeps them in the context:
-    made in a message's own, each would be a new one, with new connections."""
+    """Make this thread's contexts share its caches. Django keeps caches in the context:
+    in each message's own context they would be new, with new connections."""
     for alias in caches:
         with contextlib.suppress(Exception):  # the handler that uses it will say why
             assert caches[alias] is not None
@@ -92,8 +92,8 @@ def close_broken(using: str) -> None:
 
 
 def _has_spoken(connection: Any) -> bool:
-    """Return whether the server has said something unasked, as it does when it ends an
-    idle session. Costs no query."""
+    """Return whether the server has sent something unrequested, as when it ends an idle
+    session. Needs no query."""
     if connection.vendor != "postgresql":
         return False
     driver = raw(connection)

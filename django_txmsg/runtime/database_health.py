@@ -1,10 +1,10 @@
-"""Beside all hops that use a database: what it refuses, and what is done about it.
+"""For all hops that use a database: how its refusals are classified and handled.
 
-One answer and one reaction, for every thread that uses one. While the database is away,
-or has no room, all threads of this process wait until one thread's probe can write.
-Where the probe can write and a statement is refused all the same (a lock's time-out, a
-trigger, a missing privilege), a `Retry` has its thread pause, each time longer. Nothing
-was decided then, so nothing is counted.
+One classification and one reaction, for every thread. While the database is away, or
+has no room, all threads of this process wait until one thread's probe can write. If the
+probe can write and a statement is still refused (a lock's time-out, a trigger, a
+missing privilege), a `Retry` makes its thread pause, each time longer. Nothing was
+decided then, so nothing is counted.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ log = logging.getLogger("django_txmsg.outage")
 
 Result = TypeVar("Result")
 
-#: SQLSTATE classes and codes that say: not this server, or not now. 08 connection
+#: SQLSTATE classes and codes that mean: not this server, or not now. 08 connection
 #: exceptions, 57P operator's intervention (shutdown, crash, starting up), 25006 a
 #: server that takes no writes (a primary that was demoted), 58030 an error of its disk.
 _CLASSES = ("08", "57P", "25006", "58030")
 #: Insufficient resources: 53100 no room on the disk, 53200 in memory, 53300 no
 #: connection.
 _RESOURCES = "53"
-#: What SQLite says when it cannot get at its file, or cannot write it.
+#: SQLite's errors if it cannot open its file, or cannot write it.
 _SQLITE = ("unable to open", "readonly database", "disk i/o error")
 _SQLITE_FULL = "database or disk is full"
 #: Longest pause, in seconds, between probes, and between two tries of one thread.
 MAX_PAUSE = 10.0
-#: Seconds before the second try of what was refused once; doubled each time.
+#: Seconds before the second try of a refused statement; doubled each time.
 FIRST_PAUSE = 0.2
-#: Seconds between two log lines of a process about what is refused.
+#: Fewest seconds between two log lines of a process about refusals.
 SAY_EVERY = 1.0
-#: Bytes that a probe writes: more than fit on a page that others have left half empty.
+#: Bytes that a probe writes: more than fit on a page that is half empty.
 PROBE_BYTES = 16_384
 
 
 def sqlstate(error: BaseException) -> str:
-    """Return PostgreSQL's code for one of Django's database errors, as psycopg 3 or
-    psycopg2 tells it, or an empty text where there is none."""
+    """Return PostgreSQL's code of one of Django's database errors, from psycopg 3 or
+    psycopg2, or an empty text if there is none."""
     cause: Any = cause_of(error)
     return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")
 
 
 def is_away(error: BaseException | None) -> bool:
-    """Return whether the error means that the database cannot be used now, and not
-    that a statement was wrong, had to wait too long, or lost a race."""
+    """Return whether the error means that the database cannot be used now, rather than
+    that a statement was wrong, had to wait too long, or lost a conflict."""
     if not isinstance(error, DatabaseError | InterfaceError):
         return False
     cause = cause_of(error)
@@ -83,15 +83,14 @@ def is_away(error: BaseException | None) -> bool:
         return False
     if _is_sqlite(cause):
         return any(words in _said(cause) for words in _SQLITE)
-    # The server said nothing, or the driver nothing that it said: no connection, one
-    # that broke, none to be had from the pool in time. Errors that Python code of ours
-    # or of Django raises by itself have no cause.
+    # There is no code from the server: no connection, a broken one, or none from the
+    # pool in time. Errors that our or Django's Python code raises itself have no cause.
     return cause is not None
 
 
 def lacks_resources(error: BaseException | None) -> bool:
-    """Return whether the database answers, and has no room, memory or connection left
-    for what was asked: nobody's fault, whoever asked it."""
+    """Return whether the database answers, but has no room, memory or connection left
+    for the statement, whichever code sent it."""
     if not isinstance(error, DatabaseError):
         return False
     cause = cause_of(error)
@@ -100,10 +99,10 @@ def lacks_resources(error: BaseException | None) -> bool:
 
 
 def may_pass(error: BaseException | None) -> bool:
-    """Return whether the same may succeed another time: the database is away, a lock or
-    the time ran out, a race was lost, a trigger, a policy or a missing privilege
-    refused. No time mends a value that the database cannot hold, nor an error that
-    it has not raised."""
+    """Return whether the same statement may succeed another time: the database is away,
+    a lock or the time ran out, a conflict was lost, a trigger, a policy or a missing
+    privilege refused. Waiting does not help with a value that the database cannot
+    store, nor with an error that the database has not raised."""
     if isinstance(error, OperationalError) or is_away(error):
         return True
     if not isinstance(error, DatabaseError) or isinstance(error, DataError):
@@ -120,7 +119,7 @@ def _said(cause: BaseException | None) -> str:
 
 
 def breaker(using: str) -> Breaker:
-    """Return what all threads of this process know of the database."""
+    """Return the breaker of the database, shared by all threads of this process."""
     with _lock:
         if using not in _breakers:
             _breakers[using] = Breaker(
@@ -134,18 +133,18 @@ def breaker(using: str) -> Breaker:
 
 
 def gave_up_waiting(error: BaseException) -> bool:
-    """Return whether PostgreSQL has waited for a lock for as long as it was to."""
+    """Return whether PostgreSQL's lock time-out has ended the statement."""
     return isinstance(error, OperationalError) and sqlstate(error) == "55P03"
 
 
 def error(using: str) -> BaseException | None:
-    """Return why the database is away, as far as anybody knows, or None."""
+    """Return why the database is away, as far as this process knows, or None."""
     return breaker(using).error
 
 
 def note(using: str, error: BaseException) -> bool:
-    """Return whether the error means that the database is away. This thread's
-    connection is closed then, and the outage noted, if no other one can be opened.
+    """Return whether the error means that the database is away. If so, this thread's
+    connection is closed, and the outage recorded unless a new one can be opened.
 
     Call it outside of any atomic block.
     """
@@ -161,8 +160,8 @@ def note(using: str, error: BaseException) -> bool:
 
 
 def usable(using: str) -> bool:
-    """Return whether the database can be asked, as far as anybody knows. Costs no query
-    when it can; otherwise, of all threads one at a time probes it. Does not wait."""
+    """Return whether the database can be used, as far as this process knows. Needs no
+    query if it can; otherwise one thread at a time probes it. Does not wait."""
     shared = breaker(using)
     if shared.error is None:
         return True
@@ -177,7 +176,7 @@ def usable(using: str) -> bool:
 
 
 def wait(using: str, stop: threading.Event) -> bool:
-    """Wait until the database is usable. Returns False, at once, when `stop` is set."""
+    """Wait until the database is usable. Returns False, at once, if `stop` is set."""
     while not usable(using):
         liveness.turned()
         if stop.wait(min(max(0.01, breaker(using).remaining), 0.5)):
@@ -186,10 +185,10 @@ def wait(using: str, stop: threading.Event) -> bool:
 
 
 class Retry:
-    """When to try again what the database has refused, in one place: pause, probe, go
-    on. `what` begins the log lines about it, of which a process writes one a second.
+    """When to retry what the database has refused, in one place: pause, probe, go on.
+    `what` begins the log lines about it, of which a process writes one a second.
 
-    The tries of one thread, or of threads that are refused the same.
+    For the tries of one thread, or of threads with the same refusal.
     """
 
     def __init__(self, using: str, what: str) -> None:
@@ -203,8 +202,8 @@ class Retry:
         return time.monotonic() >= self._until and usable(self._using)
 
     def failed(self, error: BaseException) -> None:
-        """Note what was refused. At once again where only the connection had broken;
-        else after a pause, or when the database is back.
+        """Record a refusal. Try again at once if only the connection had broken;
+        otherwise after a pause, or when the database is back.
 
         Call it outside of any atomic block.
         """
@@ -220,12 +219,12 @@ class Retry:
         report(f"{self._what}; again in {pause:.1f} s", error)
 
     def worked(self) -> None:
-        """Note that it is refused no longer."""
+        """Record that it is no longer refused."""
         self._failures, self._until = 0, 0.0
 
     def after(self, error: BaseException, stop: threading.Event) -> bool:
-        """Wait until the next try is worth while. Returns False, at once, when `stop`
-        is set."""
+        """Wait until the next try makes sense. Returns False, at once, if `stop` is
+        set."""
         if stop.is_set():
             return False
         self.failed(error)
@@ -233,8 +232,8 @@ class Retry:
         return wait(self._using, stop)
 
     def run(self, work: Callable[[], Result]) -> Result | None:
-        """Do what can wait. Returns None, and does not raise, when it is refused, or
-        was a moment ago."""
+        """Run something that can wait. Returns None, and does not raise, if it is
+        refused, or was a moment ago."""
         while self.ready:
             try:
                 result = work()
@@ -247,20 +246,19 @@ class Retry:
 
 
 def retry(using: str, what: str) -> Retry:
-    """Return the `Retry` of this process for one thing that it asks the database now
-    and then."""
+    """Return this process's `Retry` for one periodic use of the database."""
     with _lock:
         return _retries.setdefault((using, what), Retry(using, what))
 
 
 def report(what: str, error: BaseException) -> None:
-    """Log what the database has refused: of all such lines, one a second."""
+    """Log what the database has refused: at most one such line a second."""
     global _report_at
     with _lock:
         now = time.monotonic()
         told = now < _report_at
         _report_at = _report_at if told else now + SAY_EVERY
-    # A database says in its first line what it refused; what else breaks is ours.
+    # A database's first line says what it refused; other errors need their traceback.
     ours = not isinstance(error, AnyDatabaseError)
     log.log(
         logging.DEBUG if told else logging.WARNING,
@@ -272,7 +270,7 @@ def report(what: str, error: BaseException) -> None:
 
 
 def discard(using: str) -> None:
-    """Close this thread's connection for good: no pool may hand it out again."""
+    """Close this thread's connection for good: no pool may reuse it."""
     connection: Any = connections[using]
     if raw(connection) is not None and connection.vendor == "postgresql":
         with contextlib.suppress(Exception):
@@ -282,7 +280,7 @@ def discard(using: str) -> None:
 
 
 def _probe(using: str) -> None:
-    """Ask the database whether it takes writes, and tell everybody."""
+    """Test whether the database accepts writes, and tell all threads."""
     try:
         with transaction.atomic(using=using):
             _write(using)
@@ -295,14 +293,14 @@ def _probe(using: str) -> None:
 
 
 def _write(using: str) -> None:
-    """Write a row of our own where arrivals are recorded, and leave nothing of it."""
+    """Write a row where arrivals are recorded, and leave nothing of it."""
     model = apps.get_model("django_txmsg", "InboxMessage")
     rows = model._base_manager.using(using)
     body = os.urandom(PROBE_BYTES)  # which cannot be compressed
     row = model(message_id=uuid.uuid4(), body=body)
     rows.bulk_create([row])
     if connections[using].vendor == "postgresql":
-        # It has found its place on the disk already.
+        # It has been written to the disk already.
         transaction.set_rollback(True, using=using)
     else:
         # SQLite writes nothing before it commits.
@@ -316,7 +314,7 @@ _lock = threading.Lock()
 
 
 def _forget() -> None:
-    """A child process finds out for itself, and under locks of its own."""
+    """A child process finds out itself, with locks of its own."""
     global _lock
     _lock = threading.Lock()
     _breakers.clear()

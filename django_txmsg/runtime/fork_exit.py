@@ -1,4 +1,5 @@
-"""The end of a child that `multiprocessing` has forked: it asks no `atexit`."""
+"""The exit of a child that `multiprocessing` has forked, which does not run
+`atexit`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Callable
 
 
 def at_childs_end(work: Callable[[], object], *, turn: int) -> None:
-    """Have it done when this process ends, if it is such a child; elsewhere nothing is
-    to be done. What has the highest turn is done first.
+    """Call a function when this process exits, if it is such a child; other processes
+    need nothing. The highest turn is called first.
 
-    To be called in the child: it forgets what its parent has registered.
+    Call it in the child, which drops what its parent registered.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:

@@ -1,12 +1,12 @@
-"""When a process last did anything: `--once` knows by it that all is done, and one that
-hears of its work looks for it less often."""
+"""When a process last did anything. `--once` ends by it, and a process that receives
+notifications polls less often."""
 
 from __future__ import annotations
 
 import time
 
-#: Seconds without work after which a process that listens looks only so often for
-#: redeliveries that are due, and for what an operator asks for, of which it hears.
+#: Seconds without work after which a listening process polls only this often for due
+#: redeliveries and operators' requests, since it is notified of them.
 CALM, SELDOM, RARELY = 60.0, 10.0, 30.0
 
 
@@ -17,15 +17,15 @@ class Activity:
         self._last = time.monotonic()
 
     def note(self) -> None:
-        """Say that something was done."""
+        """Record that something was done."""
         self._last = time.monotonic()
 
     @property
     def idle(self) -> float:
-        """Seconds since."""
+        """Seconds since the last work."""
         return time.monotonic() - self._last
 
     @property
     def calm(self) -> bool:
-        """Whether there has been no work for long enough to look for it less often."""
+        """Whether there has been no work for long enough to poll less often."""
         return self.idle > CALM

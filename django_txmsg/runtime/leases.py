@@ -1,9 +1,9 @@
-"""Whoever holds rows under a lease keeps it for as long as the work on them takes.
+"""Renews leases while the work on their rows lasts.
 
-A lease is short, so that what a killed process held is soon free again; a slow broker
-or handler must not lose it for that. One thread for each database renews what has half
-run out, so that one that hangs costs no lease in another, and ends when nothing is held
-there any more.
+A lease is short, so that the rows of a killed process are soon free again; a slow
+broker or handler must not lose it for that reason. One thread for each database renews
+a lease when half of its time is over, so that a database that hangs costs no lease in
+another; the thread ends when there are no more leases.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from . import database_health
 
 log = logging.getLogger("django_txmsg.leases")
 
-#: Seconds without a lease after which the thread ends; most holders come back soon.
+#: Seconds without a lease after which the thread ends; most holders soon need another.
 IDLE = 10.0
 
 
 class Lease:
-    """What one worker holds; renewed inside the `with` block, or from `begin()` to
+    """The lease of one worker; renewed inside the `with` block, or from `begin()` to
     `end()`.
 
     `renew` prolongs it to `seconds` from now, in one statement fenced by its token. It
-    is called in another thread, and only when the work takes longer than usual.
+    is called in another thread, and only if the work takes longer than usual.
     """
 
     def __init__(self, using: str, seconds: float, renew: Callable[[], object]) -> None:
@@ -40,7 +40,7 @@ class Lease:
     @property
     def lapsed(self) -> bool:
         """Whether it has ended at any time, as in a process that was stopped for a
-        while: others may have had what it is for, though it is renewed by now."""
+        while: other workers may have held its rows, although it is renewed by now."""
         return self._lapsed or not self.left
 
     @property
@@ -49,14 +49,14 @@ class Lease:
         return max(0.0, self._until - time.monotonic())
 
     def renew(self) -> None:
-        """Prolong it, if the database can be asked."""
+        """Prolong it, if the database can be used."""
         if not database_health.usable(self.using):
             return
         until = time.monotonic() + self.seconds
         try:
             self._renew()
         except Exception as error:
-            # Whatever it was: the thread has the leases of others to renew.
+            # Any error: the thread has other leases to renew.
             database_health.note(self.using, error)
             database_health.report("a lease cannot be renewed", error)
         else:
@@ -64,7 +64,7 @@ class Lease:
             self._until = until
 
     def begin(self) -> None:
-        """Have it renewed from now on, when it lasts for its seconds once more."""
+        """Have it renewed from now on; it has just been granted for its full time."""
         if _keeper(self.using).add(self):
             self._until = time.monotonic() + self.seconds
 
@@ -91,7 +91,7 @@ class _Keeper:
         self._short = threading.Event()
 
     def add(self, lease: Lease) -> bool:
-        """Look after a lease. Returns False when that is done already."""
+        """Add a lease to renew. Returns False if it is renewed already."""
         with self._lock:
             if lease in self._held:
                 return False
@@ -103,7 +103,8 @@ class _Keeper:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    # At the end of a process: the lease lasts as long as it lasts.
+                    # At the end of a process no thread starts: the lease lasts until
+                    # its end.
                     log.debug("leases are not renewed: %s", error)
                 else:
                     self._running = True
@@ -112,7 +113,7 @@ class _Keeper:
         return True
 
     def remove(self, lease: Lease) -> None:
-        """Look after it no longer."""
+        """Remove a lease."""
         with self._lock:
             self._held.discard(lease)
 
@@ -147,7 +148,7 @@ def _keeper(using: str) -> _Keeper:
 
 
 def _forget() -> None:
-    """Threads do not survive a fork, and a child holds nothing."""
+    """Threads do not survive a fork, and a child holds no leases."""
     global _lock
     _lock = threading.Lock()
     _keepers.clear()

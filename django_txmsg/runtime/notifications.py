@@ -1,8 +1,9 @@
-"""What threads of this process wait for in a database, and what wakes them.
+"""The topics that threads of this process wait for in a database, and their wake-ups.
 
-A topic is a text: `queue NAME` of the embedded broker, `outbox BROKER`, or `work`, what
-an operator asks for. Somebody who listens (`relaying/listener.py`) rings; while nobody
-does, everybody polls. A ring is a hint: whoever is woken looks for himself.
+A topic is a text: `queue NAME` of the embedded broker, `outbox BROKER`, or `work`, for
+requests of operators. A listener (`relaying/listener.py`) wakes the threads; while
+there is none, all threads poll. A wake-up is only a hint: the thread then queries the
+database.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import time
 import weakref
 from collections.abc import Collection
 
-#: Rings every topic.
+#: Wakes the waiters of every topic.
 ALL = "*"
-#: What an operator asks for: a stage is paused, a bulk operation begins.
+#: Requests of operators: a stage is paused, a bulk operation begins.
 WORK = "work"
 
 
@@ -30,12 +31,13 @@ def outbox(broker: str) -> str:
 
 
 def later(delay: float) -> str:
-    """Return what asks a listener to look in so many seconds."""
+    """Return the topic that makes a listener query again in that many seconds."""
     return f"+{delay:.3f}"
 
 
 class Wakeup:
-    """One thread's wait for a topic. Rung from the start: the first look is now."""
+    """One thread's wait for a topic. Set from the start: the first query is due at
+    once."""
 
     def __init__(self, using: str, topic: str) -> None:
         self.using, self.topic = using, topic
@@ -46,28 +48,30 @@ class Wakeup:
 
     @property
     def heard(self) -> bool:
-        """Whether somebody listens, so that there is nothing to see without a ring."""
+        """Whether a listener works, so that there is nothing to find without a
+        wake-up."""
         return heard(self.using)
 
     def due(self) -> bool:
-        """Return whether to look now: always while nobody listens, otherwise once
-        after each ring."""
+        """Return whether to query now: always without a listener, otherwise once after
+        each wake-up."""
         rung = self._rung.is_set()
         if rung:  # or else a ring that comes just now would be forgotten
             self._rung.clear()
         return rung or not self.heard
 
     def ring(self) -> None:
-        """Have it look, or look again: there may be more."""
+        """Make its thread query, or query again: there may be more."""
         self._rung.set()
 
     def wait(self, timeout: float) -> bool:
-        """Wait for a ring, for at most `timeout` seconds. Returns whether it came."""
+        """Wait for a wake-up, for at most `timeout` seconds. Returns whether it
+        came."""
         return self._rung.wait(timeout)
 
 
 def ring(using: str, topics: Collection[str]) -> None:
-    """Wake who waits for one of the topics in this database."""
+    """Wake the threads that wait for one of the topics in this database."""
     with _lock:
         woken = [
             one
@@ -79,23 +83,23 @@ def ring(using: str, topics: Collection[str]) -> None:
 
 
 def topics(using: str) -> set[str]:
-    """Return what is waited for in this database."""
+    """Return the topics that threads wait for in this database."""
     with _lock:
         return {one.topic for one in _waiting if one.using == using}
 
 
 def heard(using: str) -> bool:
-    """Return whether somebody listens in this database, as was proved a moment ago."""
+    """Return whether a listener works in this database, as recently proved."""
     return _heard_until.get(using, 0.0) > time.monotonic()
 
 
 def proved(using: str, seconds: float) -> None:
-    """Note that somebody listens, for so many seconds unless proved again."""
+    """Record that a listener works, for that many seconds unless proved again."""
     _heard_until[using] = time.monotonic() + seconds
 
 
 def deaf(using: str) -> None:
-    """Note that nobody listens any more, and have everybody look."""
+    """Record that no listener works any more, and make all threads query."""
     _heard_until.pop(using, None)
     ring(using, {ALL})
 
@@ -106,7 +110,7 @@ _lock = threading.Lock()
 
 
 def _forget() -> None:
-    """The threads that waited and listened are the parent's."""
+    """The waiting threads and listeners belong to the parent."""
     global _lock
     _lock = threading.Lock()
     _waiting.clear()

@@ -1,9 +1,9 @@
-"""Tells the waiting processes, by PostgreSQL's NOTIFY, that rows were committed.
+"""Notifies waiting processes, by PostgreSQL's NOTIFY, that rows were committed.
 
-After the commit and in a thread with a connection of its own: in the transaction itself
-it would have all commits of the server wait for each other. At most one every 10 ms
-from a process, for all that was committed meanwhile. A hint: what is lost is found by
-the next poll.
+After the commit, in a thread with a connection of its own: inside transactions it would
+serialize all commits of the server. At most one every 10 ms from a process, for
+everything committed meanwhile. Only a hint: if one is lost, the next poll finds the
+rows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .fork_exit import at_childs_end
 log = logging.getLogger("django_txmsg.notify")
 
 CHANNEL = "django_txmsg"
-#: Seconds between two notifications of a process, at least.
+#: Fewest seconds between two notifications of a process.
 GAP = 0.01
 #: Seconds without one after which the thread ends, with its connection.
 IDLE = 60.0
-#: Longer ones PostgreSQL refuses, at 8,000 bytes.
+#: PostgreSQL refuses longer ones, at 8,000 bytes.
 MAX_BYTES = 7000
 
 
 def notify(using: str, topics: Collection[str]) -> None:
-    """Wake, in all processes, who waits for one of the topics: now, or after the commit
-    of the block that is open. Never blocks and never fails."""
+    """Wake, in all processes, the threads that wait for one of the topics: now, or
+    after the commit of the open block. Never blocks and never fails."""
     connection: Any = connections[using]
     if not topics or connection.vendor != "postgresql":
         return
@@ -46,8 +46,8 @@ def notify(using: str, topics: Collection[str]) -> None:
 
 
 class _Notifier:
-    """The thread that notifies in one database. It ends when there is nothing to say
-    for a while."""
+    """The thread that notifies in one database. It ends after a while without
+    notifications."""
 
     def __init__(self, using: str) -> None:
         self._using = using
@@ -58,7 +58,7 @@ class _Notifier:
         self._running = self._ending = False
 
     def add(self, topics: Collection[str]) -> None:
-        """Notify of these soon."""
+        """Send notifications for these topics soon."""
         with self._lock:
             self._topics.update(topics)
             if not self._running:
@@ -68,15 +68,16 @@ class _Notifier:
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    # At the end of a process: the next poll finds the rows.
+                    # At the end of a process no thread starts: the next poll finds the
+                    # rows.
                     log.debug("nobody is notified: %s", error)
                     return
                 self._thread, self._running = thread, True
         self._awake.set()
 
     def stop(self, timeout: float) -> None:
-        """Say what there is to say, and end the thread with its connection. Waits for
-        it for at most `timeout` seconds."""
+        """Send the outstanding notifications, and end the thread with its connection.
+        Waits for at most `timeout` seconds."""
         with self._lock:
             if self._thread is None or not self._running:
                 return
@@ -100,8 +101,8 @@ class _Notifier:
                     recycle()
                     gap.wait(GAP)
         except Exception:
-            # What is not said is found by the next poll; whoever comes next has a
-            # thread again.
+            # Lost notifications are made up by the next poll; the next caller starts a
+            # new thread.
             log.exception("notifying in database %r failed", self._using)
             with self._lock:
                 self._running = self._ending = False
@@ -117,8 +118,8 @@ class _Notifier:
             with connections[self._using].cursor() as cursor:
                 cursor.execute("SELECT pg_notify(%s, %s)", [CHANNEL, payload])
 
-        # At once again on another connection: a server that was restarted has ended
-        # this one, which only its next use tells.
+        # At once again on another connection: a server restart has ended this one,
+        # which only its next use shows.
         database_health.retry(self._using, "waiting processes are not notified").run(
             say
         )
@@ -138,8 +139,8 @@ def _notifier(using: str) -> _Notifier:
 
 @atexit.register
 def stop_notifiers(timeout: float = 1.0) -> None:
-    """End this process's threads, each with at most `timeout` seconds for what it has
-    to tell. Who has more to tell starts them again."""
+    """End this process's threads, each after at most `timeout` seconds for its
+    outstanding notifications. Later notifications start them again."""
     with _lock:
         notifiers = list(_notifiers.values())
     for one in notifiers:

@@ -1,8 +1,8 @@
-"""The threads of one process, each of which has to last as long as the process works.
+"""The threads of one process, none of which may end before the process does.
 
-A thread that ends by an error is noticed: the process stops as on a signal, and ends
-with that error. A process that limps on, with a heartbeat and without one of its
-threads, would never be restarted.
+If a thread ends by an error, the process stops as on a signal, and ends with that
+error. A process that went on with a heartbeat but without one of its threads would
+never be restarted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Crew:
         self._errors: list[tuple[str, BaseException]] = []
 
     def add(self, name: str, work: Callable[[], None]) -> threading.Thread:
-        """Have `work` done by a thread of this name. Returns it, not started."""
+        """Add a thread of this name that runs `work`. Returns it, not started."""
         thread = threading.Thread(
             target=self._run, args=(name, work), name=name, daemon=True
         )
@@ -41,9 +41,9 @@ class Crew:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all have ended, and raise what ended the first that failed."""
+        """Wait until all have ended, and raise the error of the first that failed."""
         for thread in self._threads:
-            # A timed join lets the main thread see its signals.
+            # With a timed join the main thread can handle its signals.
             while thread.is_alive():
                 liveness.turned()
                 thread.join(0.2)

@@ -1,7 +1,7 @@
-"""Stores recurring messages when they are due: a thread of `relay` does, one a process.
+"""Stores recurring messages when they are due, in one thread of each `relay` process.
 
-Any number of processes may keep the time. A tick is whoever's moves its row on, in the
-transaction that stores the message: once, and never without it.
+Any number of processes may run this. The process that advances a tick's row stores the
+message in the same transaction: once, and never one without the other.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from .timetable import Recurring, recurring
 
 log = logging.getLogger("django_txmsg.timekeeper")
 
-#: Seconds without a look at most: what a stopped process or a set clock has missed.
+#: Longest time, in seconds, between two checks, in case a process was stopped or a
+#: clock was set.
 LONGEST_WAIT = 60.0
-#: Seconds until the next look after a message that could not be stored.
+#: Seconds until the next check after a message could not be stored.
 AFTER_FAILURE = 10.0
-#: Ticks that are made up for before other messages have their turn.
+#: Ticks that are caught up before other messages have their turn.
 AT_ONCE = 100
-#: From a last tick that is further ahead, a clock was wrong when it was stored. What
-#: comes twice for it has the id that it had, and is dropped.
+#: If the last tick is further ahead, a clock was wrong when it was stored. A repeated
+#: tick has the same id, and is dropped.
 AHEAD = dt.timedelta(minutes=1)
 
 
 class Timekeeper:
-    """Stores what is due in the databases `using`, until stopped.
+    """Stores due messages in the databases `using`, until stopped.
 
-    `now` tells the time by the name of a database: the database's own.
+    `now` returns the time for the name of a database: the database's own.
     """
 
     def __init__(
@@ -52,24 +53,25 @@ class Timekeeper:
         self._using = using
         self._now = now
         self._stop = threading.Event()
-        #: From when on this process has known what recurs, by database.
+        #: Since when this process has known the recurring messages, by database.
         self._began: dict[str, dt.datetime] = {}
-        #: Expressions that this process has found to be new, with alias and name.
+        #: Expressions that this process found to be new, with alias and name.
         self._known: set[tuple[str, str, str]] = set()
         #: Messages stored so far.
         self.stored = 0
 
     @property
     def idle(self) -> bool:
-        """Whether nothing recurs in these databases."""
+        """Whether no message recurs in these databases."""
         return not any(one.alias in self._using for one in recurring())
 
     def stop(self) -> None:
-        """Finish the tick in hand. From any thread or signal."""
+        """Finish the current tick. Callable from any thread or signal."""
         self._stop.set()
 
     def run(self) -> None:
-        """Store what is due until stopped. What the database refuses is tried again."""
+        """Store due messages until stopped. Statements that the database refuses are
+        tried again."""
         while not self._stop.is_set():
             wait = LONGEST_WAIT
             for using in self._using:
@@ -89,7 +91,8 @@ class Timekeeper:
                 pass
 
     def _keep(self, using: str) -> float:
-        """Store what is due in a database, and return for how long nothing is."""
+        """Store what is due in a database, and return the seconds until the next
+        tick."""
         own = {one.name: one for one in recurring() if one.alias == using}
         if not own:
             return LONGEST_WAIT
@@ -129,9 +132,9 @@ class Timekeeper:
                 rows.go_on(row, now, row.timing)
                 return 0.0
             if row.timing != str(cron):
-                # The ticks of another expression are not missed. Where old and new code
-                # run side by side, each keeps its own. Noted once a process: what it
-                # misses from now on is made up for by the next one.
+                # The ticks of another expression are not missed. While old and new code
+                # run side by side, each keeps its own. Noted once in each process:
+                # ticks it misses from now on are caught up by the next process.
                 after = max(after, began)
                 if (one.alias, str(cron), one.name) not in self._known:
                     self._known.add((one.alias, str(cron), one.name))
@@ -186,7 +189,7 @@ class Timekeeper:
         with transaction.atomic(using=using):
             if not rows.advance(row, tick, str(one.cron)):
                 return False
-            # Stored already only where the row was lost or set back.
+            # Stored already only if the row was lost or set back.
             with suppress(DuplicateMessage):
                 send_message(**one.arguments(tick))
                 self.stored += 1
@@ -195,8 +198,8 @@ class Timekeeper:
 
 @contextmanager
 def keeping_time(timekeeper: Timekeeper, stop: Callable[[], None]) -> Iterator[None]:
-    """Have a thread keep the time for as long as the block runs, if anything recurs.
-    Calls `stop`, and raises, when that cannot go on."""
+    """Run a thread that stores due messages for the duration of the block, if anything
+    recurs. If it fails, calls `stop`, and raises its error."""
     crew = Crew(stop)
     if not timekeeper.idle:
         crew.add("txmsg-timekeeper", timekeeper.run)

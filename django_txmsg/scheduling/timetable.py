@@ -1,6 +1,6 @@
 """Which messages recur: declared by `every()` in `stages` modules, or by the settings.
 
-Nothing here touches the database; `timekeeper.py` stores what is due.
+Nothing here uses the database; `timekeeper.py` stores due messages.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ..sending.typed_name import TypedName
 
 Missed = Literal["latest", "all"]
 
-#: What the tables hold of a name.
-#: The header that says for which tick a message is.
+#: The longest name that the tables can store. Then the header with a message's tick.
 SCHEDULED_FOR = "scheduled-for"
 
 
@@ -46,17 +45,17 @@ class Recurring:
 
     @property
     def cron(self) -> Cron:
-        """When it is due. Raises ConfigurationError."""
+        """The cron expression. Raises ConfigurationError."""
         return Cron(self.expression, self.tz or django_settings.TIME_ZONE)
 
     @property
     def alias(self) -> str:
-        """The database that it is stored in."""
+        """The database in which it is stored."""
         return self.using or router.db_for_write(Schedule)
 
     @property
     def makes_up_all(self) -> bool:
-        """Whether every missed tick is made up for, and not the latest alone."""
+        """Whether every missed tick is caught up, not only the latest."""
         return (self.missed or conf.get().MISSED_TICKS) == "all"
 
     def message_id(self, tick: dt.datetime) -> uuid.UUID:
@@ -64,7 +63,7 @@ class Recurring:
         return wire.tick_id(conf.get().SERVICE, self.name, tick)
 
     def arguments(self, tick: dt.datetime) -> dict[str, Any]:
-        """Return what `send_message()` takes for a tick."""
+        """Return the arguments of `send_message()` for a tick."""
         return {
             "destination": self.destination,
             "body": self.body,
@@ -97,14 +96,14 @@ def every(
     """Send a message at each tick of a cron expression, once over all processes.
 
     Call it in an app's `stages` module: `every("*/5 * * * *", "reports.refresh", {})`.
-    `name` (default: the destination) is what ticks are counted by: keep it. `tz` is the
-    time zone of the expression, by default settings.TIME_ZONE. `missed`: of the ticks
-    that no relay was there for, send "latest" or "all" (default:
-    TXMSG["MISSED_TICKS"]). The header `scheduled-for` says which tick it is. Everything
-    else is as for `send_message()`.
+    Ticks are counted by `name` (default: the destination): keep it. `tz` is the time
+    zone of the expression, by default settings.TIME_ZONE. `missed`: of the ticks that
+    passed while no relay ran, send the "latest" or "all" (default:
+    TXMSG["MISSED_TICKS"]). The header `scheduled-for` is the tick. Everything else is
+    as for `send_message()`.
 
-    Raises ConfigurationError for an expression or time zone that is none, and for a
-    name that is taken; InvalidMessage for a destination's name.
+    Raises ConfigurationError for an invalid expression or time zone, and for a name
+    that is taken; InvalidMessage for an invalid destination.
     """
     check_destination(str(destination))
     found = Recurring(
@@ -134,13 +133,13 @@ def every(
 
 
 def forget(name: str) -> None:
-    """Forget what was declared, as tests do with theirs."""
+    """Remove the declared messages, as tests do with theirs."""
     _declared.pop(name, None)
 
 
 def recurring() -> list[Recurring]:
-    """Return all recurring messages, by name. What TXMSG["SCHEDULE"] says of a name
-    takes the place of what the code says."""
+    """Return all recurring messages, by name. Entries of TXMSG["SCHEDULE"] replace
+    those of the code with the same name."""
     found = dict(_declared)
     for name, given in conf.get().SCHEDULE.items():
         values = {key.lower(): value for key, value in given.items()}

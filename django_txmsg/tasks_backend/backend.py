@@ -1,6 +1,5 @@
-"""The backend: `enqueue()` stores a task's message, `get_result()` tells what became
-of it, and each queue is a stage that `manage.py consume` works.
-"""
+"""The backend: `enqueue()` stores a task's message, `get_result()` returns its result,
+and each queue is a stage that `manage.py consume` runs."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ from .results import name_it, result_of
 
 log = logging.getLogger("django_txmsg.tasks")
 
-#: Packages of which a warning was given.
+#: Packages that a warning has named.
 _warned: set[str] = set()
 _ALIAS = re.compile(r"[A-Za-z0-9_\-]+")
 _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
@@ -55,7 +54,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 class TransactionalBackend(BaseTaskBackend):
     """Tasks that are enqueued if and only if the transaction around them commits.
 
-    QUEUES is as elsewhere, an empty list takes any name; OPTIONS are those of
+    QUEUES works as for other backends: an empty list allows any name. For OPTIONS see
     `options.Options`.
     """
 
@@ -71,7 +70,7 @@ class TransactionalBackend(BaseTaskBackend):
 
     def __init__(self, alias: str, params: dict[str, Any]) -> None:
         super().__init__(alias, params)
-        # What is wrong with them, `manage.py check` says.
+        # `manage.py check` reports invalid options.
         wrong = {name for name, _ in problems(self.options)}
         sound = "" not in wrong
         self._given = Options(
@@ -118,9 +117,9 @@ class TransactionalBackend(BaseTaskBackend):
         return result
 
     def get_result(self, result_id: str) -> AnyResult:
-        """Return what is known of a task, for as long as the outbox keeps it.
+        """Return the result of a task, for as long as the outbox keeps it.
 
-        The task's module is imported if it is not yet. Raises TaskResultDoesNotExist.
+        The task's module is imported if necessary. Raises TaskResultDoesNotExist.
         """
         return self.find_result(result_id, trusted=True)
 
@@ -133,7 +132,7 @@ class TransactionalBackend(BaseTaskBackend):
             raise TaskResultDoesNotExist(result_id) from None
         for alias in databases.with_tables():
             rows = OutboxMessage.objects.using(alias).filter(message_id=message_id)
-            # An operator may have sent one again that the broker had refused.
+            # An operator may have resent one that the broker had refused.
             row = rows.order_by("pk").last()
             if row is not None and self._is_mine(row):
                 stage = self.stage(row.destination)
@@ -141,16 +140,16 @@ class TransactionalBackend(BaseTaskBackend):
         raise TaskResultDoesNotExist(result_id)
 
     def runs(self, path: str) -> bool:
-        """Return whether MODULES have the task of this path."""
+        """Return whether MODULES include the task of this path."""
         return self._given.allows(path)
 
     def imports(self, path: str) -> bool:
-        """Return whether MODULES name the module of this task, which is imported then
-        where it is not yet."""
+        """Return whether MODULES include this task's module, which is then imported if
+        necessary."""
         return self._given.names(path)
 
     def _warn_of(self, path: str) -> None:
-        """Say, once, that a worker may know nothing of a task that is enqueued."""
+        """Warn, once, that a worker may not know an enqueued task."""
         package = path.partition(".")[0]
         if package in _warned or self.imports(path) or package in _of_project():
             return
@@ -166,12 +165,13 @@ class TransactionalBackend(BaseTaskBackend):
             yield self.stage(self.destination(queue))
 
     def destination(self, queue: str) -> str:
-        """Return where tasks of a queue go; all to one place where any is taken."""
+        """Return the destination of a queue's tasks; a single one if any queue name is
+        allowed."""
         base = _base(self.alias)
         return f"{base}.{queue}" if self.queues else base
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield each setting of the backend that cannot be, and why."""
+        """Yield each invalid setting of the backend, and why."""
         where = f'TASKS["{self.alias}"]'
         for name, why in problems(self.options):
             yield f'{where}["OPTIONS"]' + (f'["{name}"]' if name else ""), why
@@ -217,7 +217,7 @@ class TransactionalBackend(BaseTaskBackend):
         if not in_block(connections[alias]):
             block = transaction.atomic(using=alias)
         if enlists:
-            # The broker's transaction is not the one that holds the caller's data.
+            # The broker's transaction is not the one with the caller's data.
             enter_scope(None)
         try:
             with block:

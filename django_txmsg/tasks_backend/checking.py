@@ -1,6 +1,6 @@
-"""What is wrong with our backends in the TASKS setting, found by `manage.py check`.
+"""Checks our backends in the TASKS setting, for `manage.py check`.
 
-Here and not in the backend's own `check()`: the backport calls that only where it is
+Here and not in the backend's own `check()`: the backport calls that only if it is
 installed as an app.
 """
 

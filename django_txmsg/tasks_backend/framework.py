@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # One of the two is enough to check against.
+    # One of the two is enough for type checking.
     from django.tasks import (
         DEFAULT_TASK_QUEUE_NAME,
         Task,

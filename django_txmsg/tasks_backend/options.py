@@ -1,4 +1,4 @@
-"""What OPTIONS of a backend say, and what is wrong with them."""
+"""The OPTIONS of a backend, and their errors."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ class Options:
 
     TRANSACTION: Literal["outbox", "none"] = "outbox"
     """"outbox": a task and its result commit together, once. "none": a task runs
-    outside of any transaction, for minutes if need be, and once more when its worker is
+    outside of any transaction, for minutes if necessary, and again if its worker is
     lost."""
     MAX_REDELIVERIES: int = 0
-    """How often a task that failed is tried again, with the pauses of
-    TXMSG["REDELIVERY"], before it is FAILED."""
+    """How often a failed task is tried again, with the pauses of TXMSG["REDELIVERY"],
+    before it is FAILED."""
     CONCURRENCY: int = 1
-    """Tasks of a queue that one process works at side by side."""
+    """How many tasks of a queue one process runs at the same time."""
     BROKER: str = "default"
     """The alias in TXMSG["BROKERS"] that tasks travel through."""
     USING: str | None = None
-    """The alias of the database that holds tasks and results; None: the outbox's."""
+    """The alias of the database with tasks and results; None: the outbox's."""
     MODULES: Sequence[str] | None = None
-    """The modules and packages whose tasks alone are enqueued and run here, and which
-    a worker imports for that; None: any of a package that this process has imported."""
+    """The modules and packages of the tasks that may be enqueued and run here; a worker
+    imports them. None: any package that this process has imported."""
 
     def allows(self, path: str) -> bool:
-        """Return whether this backend is for the task of this path."""
+        """Return whether this backend accepts the task of this path."""
         return self.MODULES is None or self.names(path)
 
     def names(self, path: str) -> bool:
-        """Return whether MODULES have the task of this path."""
+        """Return whether MODULES include the task of this path."""
         return any(path.startswith(f"{one}.") for one in self.MODULES or ())
 
 
 def problems(given: object) -> Iterator[tuple[str, str]]:
-    """Yield the name of each option that cannot be, and why."""
+    """Yield the name of each invalid option, and why."""
     if not isinstance(given, Mapping):
         yield "", f"must be a dict, not {type(given).__name__}"
         return

@@ -1,4 +1,4 @@
-"""What became of a task: rows of outbox, inbox, attempts and run, as a TaskResult."""
+"""A task's result: rows of outbox, inbox, attempts and run, as a TaskResult."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from .framework import (
 )
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-#: Stands for the exception where there was none: a worker was lost, say.
+#: Replaces the exception if there was none: a worker was lost, say.
 NO_EXCEPTION = "django_txmsg.errors.TxmsgError"
 
 
 class Backend(Protocol):
-    """What is asked of a task's backend."""
+    """The methods of a task's backend that are needed here."""
 
     alias: str
 
     def runs(self, path: str) -> bool:
-        """Return whether the task of this path is for this backend."""
+        """Return whether this backend runs the task of this path."""
         ...
 
     def imports(self, path: str) -> bool:
@@ -54,9 +54,10 @@ class Backend(Protocol):
 def result_of(
     backend: Backend, row: OutboxMessage, stage: Stage, *, trusted: bool
 ) -> AnyResult:
-    """Return the result of the task that an outbox row holds.
+    """Return the result of the task in an outbox row.
 
-    Raises TaskResultDoesNotExist when its function is gone, or it is no task.
+    Raises TaskResultDoesNotExist if its function no longer exists, or the row is not a
+    task.
     """
     try:
         args, kwargs = arguments(serializers.decode(bytes(row.body), row.content_type))
@@ -127,8 +128,8 @@ def task_of(
 ) -> AnyTask:
     """Return the task that headers name, as it was enqueued. Raises InvalidTask.
 
-    Unless they are `trusted`, they came over a wire: no package is imported then that
-    this process has nothing to do with.
+    Unless they are `trusted`, they came over a wire: then no package is imported that
+    this process does not use.
     """
     path = headers.get(wire.TASK, "")
     if not backend.runs(path):
@@ -166,7 +167,7 @@ def task_of(
 
 
 def name_it(alias: str, path: str) -> str:
-    """Return what to do for a worker to import a task's module."""
+    """Return the advice how to make a worker import a task's module."""
     module = path.rpartition(".")[0]
     return (
         f'Name its module in TASKS["{alias}"]["OPTIONS"]["MODULES"], as in '
@@ -176,7 +177,7 @@ def name_it(alias: str, path: str) -> str:
 
 
 def arguments(body: object) -> tuple[list[Any], dict[str, Any]]:
-    """Return what a task is called with. Raises DecodeError."""
+    """Return a task's arguments. Raises DecodeError."""
     if isinstance(body, dict):
         args, kwargs = body.get("args"), body.get("kwargs")
         if isinstance(args, list) and isinstance(kwargs, dict):
@@ -185,20 +186,20 @@ def arguments(body: object) -> tuple[list[Any], dict[str, Any]]:
 
 
 def attempts(message_id: uuid.UUID, stage: Stage) -> list[Attempt]:
-    """Return the failed attempts at a task, in their order."""
+    """Return the failed attempts at a task, in order."""
     rows = Attempt.objects.using(stage.definition.using)
     return list(rows.filter(message_id=message_id, stage=stage.name).order_by("pk"))
 
 
 def workers_of(tried: Sequence[Attempt], count: int) -> list[str]:
-    """Return who made the first `count` attempts; "" stands for who was lost in one,
-    and for who is in it."""
+    """Return the workers of the first `count` attempts; "" for a worker that was lost,
+    or that is still running."""
     known = {one.number: one.worker for one in tried}
     return [known.get(number, "") for number in range(1, count + 1)]
 
 
 def error_of(attempt: Attempt) -> TaskError:
-    """Return an attempt's failure as the framework has it."""
+    """Return an attempt's failure in the framework's form."""
     path = attempt.exception.partition("\n")[0].partition(": ")[0]
     if "." not in path:
         path = f"builtins.{path}"

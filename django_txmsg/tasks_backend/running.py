@@ -1,7 +1,8 @@
-"""Hop 8 for a task: its function is called, and its return value kept.
+"""Hop 8 for a task: its function is called, and its return value stored.
 
-In mode "outbox" with its work, in the stage's transaction. In mode "none" there is no
-transaction: a task that was finished is not run again, one whose worker was lost is.
+In mode "outbox" together with its work, in the stage's transaction. In mode "none"
+there is no transaction: a finished task is not run again, a task whose worker was lost
+is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .results import Backend, arguments, attempts, error_of, task_of, workers_of
 T = TypeVar("T")
 
 
-#: The message and the error of the last task that failed in this thread, for the log.
+#: The message and the error of the last failed task in this thread, for the log.
 _failed = threading.local()
 
 
@@ -58,8 +59,8 @@ class Handler:
             if self.transactional:
                 self._run(message, stage, worker)
             else:
-                # What it sends in blocks of its own belongs to those, and not to the
-                # broker's transaction.
+                # What it sends in its own blocks belongs to those, not to the broker's
+                # transaction.
                 enter_scope(None)
                 try:
                     self._run_without(message, stage, worker)
@@ -124,9 +125,9 @@ class Handler:
 
 
 def _asked(using: str, question: Callable[[], T]) -> T:
-    """Ask the database before or after a task, once more where the connection was
-    closed while it lay idle. Raises BrokerUnavailable without an answer, which fails no
-    task: its message comes again."""
+    """Query the database before or after a task, once more if the connection was closed
+    while it was idle. Raises BrokerUnavailable if there is no answer, which does not
+    fail the task: its message is delivered again."""
     for tries in (1, 2):
         try:
             return question()
@@ -140,8 +141,8 @@ def _asked(using: str, question: Callable[[], T]) -> T:
 
 
 def call(result: AnyResult) -> Any:
-    """Call a task's function; return what it does as JSON has it. Raises ValueError
-    for NaN and infinities."""
+    """Call a task's function; return its result as a JSON value. Raises ValueError for
+    NaN and infinities."""
     task: AnyTask = result.task
     args: list[Any] = [TaskContext(task_result=result)] if task.takes_context else []
     value = normalize_json(task.call(*args, *result.args, **result.kwargs))
@@ -156,7 +157,7 @@ def call(result: AnyResult) -> Any:
 
 
 def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:
-    """Say that a task has FAILED, and was buried with this error."""
+    """Log that a task has FAILED, and was buried with this error."""
     last = getattr(_failed, "last", None)
     _failed.last = None
     raised: BaseException = TxmsgError(error)
@@ -165,5 +166,5 @@ def tell_failed(backend: Backend, result: AnyResult, error: str) -> None:
     try:
         raise raised
     except BaseException:
-        # As the framework does: receivers find the error by sys.exc_info().
+        # Like the framework: receivers find the error by sys.exc_info().
         task_finished.send_robust(type(backend), task_result=result)
