@@ -310,7 +310,8 @@ class StompSession(Session):
         try:
             self._session.commit(redeliver=False)
         except jms.TransactionRolledBackError as error:
-            if self._connection.closed:
+            refused = isinstance(error.__cause__, jms.RequestRejectedError)
+            if self._connection.closed and not refused:
                 # The session no longer holds the deliveries: the broker sends them
                 # again.
                 raise BrokerUnavailable(str(error)) from error

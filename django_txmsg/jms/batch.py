@@ -101,9 +101,13 @@ def send(
             outcomes[index] = rejected
     in_transaction = session.link.dialect.commit_proves_sends and not isolate
     keys = keys or [""] * len(messages)
+    left_open: Transaction | None = None
     for part in _parts(session, _unspoilt(encoded, keys, outcomes), one_by_one=isolate):
         together = in_transaction and len(part) >= _WORTH_A_TRANSACTION
-        if not (together and _in_transaction(session, part, outcomes, timeout)):
+        transaction = Transaction(session.link) if together else None
+        if transaction is None or not _ended(transaction, part, outcomes, timeout):
+            if transaction is not None and transaction.left_open:
+                left_open = transaction
             for wave in _waves(part, keys):
                 sent = _unspoilt(wave, keys, outcomes)
                 if sent:
@@ -113,6 +117,8 @@ def send(
             # message.
             with contextlib.suppress(MessagingError):
                 session.link.barrier(timeout=timeout).wait()
+    if left_open is not None:
+        left_open.free()  # every message has its outcome
     for index, one in encoded:
         if isinstance(one, EncodedMessage):
             messages[index][1]._provided = one.provided  # type: ignore[index]  # a pair
@@ -209,16 +215,15 @@ def _with_receipts(
         pass
 
 
-def _in_transaction(
-    session: SendingSession,
+def _ended(
+    transaction: Transaction,
     part: list[tuple[int, Encoded]],
     outcomes: Outcomes,
     timeout: float,
 ) -> bool:
-    """Store the part as a unit; return False if it was rolled back and must be sent one
-    by one."""
-    link = session.link
-    transaction = Transaction(link)
+    """Store the part as a unit and note the outcomes; return False if it was rolled
+    back and must be sent one by one."""
+    link = transaction.link
     line = transaction_line(transaction.name)
     data = b"".join([one.frame_with(line) for _, one in part])
     error: MessagingError

@@ -200,6 +200,7 @@ class Session(SendingSession):
             self._ends = None
             if redeliver and isinstance(error, TransactionRolledBackError):
                 self._give_back(transaction)
+            transaction.free()
             raise
         self._ends = None
         for message in transaction.received:

@@ -55,6 +55,8 @@ class Transaction:
         #: How many sends with a listener its session had when the end began.
         self.last_send = 0
         self.error: MessagingError | None = None
+        #: Whether its COMMIT was refused, and the broker keeps it all the same.
+        self.left_open = False
         self._commit: Request | None = None
         self._begun = False
         self._has_loose_frames = False
@@ -193,6 +195,7 @@ class Transaction:
         refused = isinstance(error, RequestRejectedError)
         if refused and self.link.dialect.commit_proves_sends:
             self._wait_for_reason()
+            self.left_open = True
         elif not self._commit.written:
             self.abort(timeout)
         else:
@@ -225,6 +228,16 @@ class Transaction:
                     break
                 self.link.changed.wait(left)
             self.link.ledger.refused.remove(self)
+
+    def free(self) -> None:
+        """End the connection if the broker keeps this transaction.
+
+        ActiveMQ forgets the name of one whose COMMIT it refuses, so that ABORT cannot
+        end it, but what it took of it fills its queues, and what it acknowledged
+        cannot be acknowledged again, for as long as the connection lasts.
+        """
+        if self.left_open:
+            self.link.lose(f"it would keep transaction {self.name} open: {self.error}")
 
     def abort(self, timeout: float) -> None:
         """Make sure that nothing of it happens; a lost connection aborts it as well."""

@@ -139,6 +139,32 @@ def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
     assert contents(client(activemq), name) == []
 
 
+def test_activemq_keeps_a_transaction_whose_commit_it_refused(
+    activemq: ActiveMQ, client: Client
+) -> None:
+    """It no longer knows the name, so ABORT cannot end it, and what was acknowledged
+    in it cannot be acknowledged again: only the end of the connection frees it."""
+    name = queue()
+    send(client(activemq), name, b"one")
+    consumer = client(activemq, LIMITED_USER)
+    consumer.send("SUBSCRIBE", id="1", destination=name, ack="client-individual")
+    given = consumer.expect("MESSAGE")
+    consumer.send("BEGIN", transaction="t")
+    consumer.send("ACK", id=given["ack"], transaction="t")
+    send(consumer, FORBIDDEN, b"refused", transaction="t")
+    consumer.send("COMMIT", transaction="t", receipt="commit")
+    assert {short(consumer.expect("ERROR")), short(consumer.expect("ERROR"))} == {
+        "ERROR -", "ERROR commit",
+    }  # fmt: skip
+
+    consumer.send("ABORT", transaction="t", receipt="abort")
+    assert "Invalid transaction id" in consumer.expect("ERROR")["message"]
+    consumer.send("ACK", id=given["ack"], receipt="again")
+    assert "Unexpected ACK" in consumer.expect("ERROR")["message"]
+    consumer.sock.close()
+    assert contents(client(activemq), name) == [b"one"]
+
+
 def test_rabbitmq_closes_the_connection_on_a_forbidden_send_and_stores_nothing(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:

@@ -21,6 +21,8 @@ import pytest
 from django.db import transaction
 
 from django_txmsg.brokers import get_broker
+from django_txmsg.brokers.base import Outgoing
+from django_txmsg.errors import BrokerUnavailable
 from django_txmsg.models import DeadLetter, OutboxMessage
 from django_txmsg.relaying.relay import Relay
 from django_txmsg.runtime import breaker
@@ -263,6 +265,44 @@ def test_a_full_queue_of_activemq(
         in_order(free, 300)
     for key in range(5):
         assert [n for n in taken if n % 5 == key] == list(range(key, 100, 5))
+
+
+def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
+    small_activemq: SmallActiveMQ, destination: str
+) -> None:
+    """Its word on a SEND may come after the barrier's receipt. Then COMMIT is refused,
+    and the broker keeps the transaction, and the memory of what it took of it, until
+    the connection ends."""
+    full = f"{CRAMPED}{destination}"
+    padding = {"txmsg-id": str(uuid.uuid4()), "padding": "x" * 2000}
+
+    def fill() -> int:
+        batch = [Outgoing(full, padding, b"null")] * 40
+        return session.send(batch).count(None)
+
+    def empty(count: int) -> None:
+        with get_broker("default").open() as other:
+            other.subscribe(full, prefetch=100)
+            for _ in range(count):
+                one = other.receive(60)
+                assert one is not None
+                other.ack([one])
+
+    with get_broker_of(small_activemq.url()) as session:
+        room = stored = fill()
+        assert 0 < room < 40
+        try:
+            for _ in range(300):
+                stored += fill()
+        except BrokerUnavailable:
+            pass  # a refused COMMIT has ended it
+        else:
+            pytest.fail("no COMMIT was refused")
+        empty(stored)
+        session = get_broker("default").open()
+        with session:
+            assert fill() == room
+        empty(room)
 
 
 def test_a_store_that_is_full_says_so(

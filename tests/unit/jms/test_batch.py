@@ -76,6 +76,23 @@ def test_on_activemq_only_the_refused_message_is_rejected(
     assert not session.connection.failed
 
 
+def test_a_refused_transaction_ends_the_connection_when_each_message_has_its_outcome(
+    broker: ScriptedBroker, session: jms.Session
+) -> None:
+    """The word on a SEND comes after the barrier's receipt, as ActiveMQ's can."""
+    broker.on("COMMIT", nth=1).reject("marked rollback only")
+    bad = broker.on("SEND", where=lambda f: f.text == "7" and f.receipt is not None)
+    bad.reject("not authorised")
+
+    outcomes = session.send_batch(batch_of(10))
+
+    assert [n for n, error in enumerate(outcomes) if error] == [7]
+    assert isinstance(outcomes[7], jms.SendRejectedError)
+    assert session.connection.failed
+    with pytest.raises(jms.ConnectionLostError):
+        session.send_batch(batch_of(1))
+
+
 def test_what_cannot_be_encoded_is_rejected_alone(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:

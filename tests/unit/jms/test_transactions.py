@@ -234,10 +234,21 @@ def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
     producer.send(jms.Message("1"))
     with pytest.raises(jms.TransactionRolledBackError, match="not authorised"):
         session.commit()
-    producer.send(jms.Message("2"))
-    session.commit()
 
-    assert [m.body for m in broker.stored(ADDRESS)][-1] == b"2"
+
+def test_a_refused_commit_ends_the_connection_that_would_keep_its_transaction(
+    broker: ScriptedBroker, connect: Connect
+) -> None:
+    """As on ActiveMQ, which answers an ABORT after it with "Invalid transaction id"."""
+    session = connect(broker).create_session(transacted=True)
+    session.create_producer(DESTINATION).send(jms.Message("1"))
+    broker.on("COMMIT", nth=1).reject("marked rollback only")
+
+    with pytest.raises(jms.TransactionRolledBackError, match="marked rollback only"):
+        session.commit()
+
+    assert session.connection.failed
+    session.rollback()
 
 
 def test_the_reason_of_a_refused_commit_may_come_between_barrier_and_commit(
@@ -323,7 +334,13 @@ def test_on_rabbitmq_an_error_in_the_replay_is_in_doubt_at_once(
     broker = scripted("rabbitmq")
     session = connect(broker).create_session(transacted=True)
     producer = session.create_producer(DESTINATION)
-    broker.on("SEND", nth=2).reject("PRECONDITION_FAILED", closes=False)
+    broker.on("SEND", nth=2).drop_receipt()
+    broker.on("COMMIT").call_with(
+        lambda talk, frame: (
+            broker.write(b"ERROR\nmessage:PRECONDITION_FAILED\n\n\x00"),
+            talk.handle(frame),
+        )
+    )
 
     for body in "123":
         producer.send(jms.Message(body))
