@@ -207,7 +207,11 @@ class Publisher:
         code, length = struct.unpack_from(">HB", method)
         text = method[3 : 3 + length].decode(errors="replace")
         route = method[3 + length :]
-        error = Unroutable(f"no queue takes it: {code} {text}")
+        queue = route[2 + route[0] :].decode(errors="replace")
+        error = Unroutable(
+            f"there is no queue {queue!r}: {code} {text}. Declare it, or let the "
+            f"broker's user configure it"
+        )
         for exactly in (True, False):
             for tag, index in self._pending.items():
                 one = self._batch[index]
