@@ -7,6 +7,7 @@ answers. One that fails tells that a broker has changed, and that
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ import amqp
 import pytest
 
 from django_txmsg.testing.frames import Frame
+from tests.faults import wait_until
 from tests.raw_client import RawClient
 from tests.services import ActiveMQ, RabbitMQ
 from tests.services.activemq import CRAMPED
@@ -498,3 +500,121 @@ def test_rabbitmq_confirms_what_it_sent_nowhere_after_its_queue_was_deleted(
 
     assert read_to(producer, "lost") == ["lost"]
     assert contents(client(rabbitmq), name) == []
+
+
+# -- what RabbitMQ 4 changed --------------------------------------------------------
+
+
+def release(rabbitmq: RabbitMQ) -> tuple[int, int]:
+    """Return the first two numbers of its version."""
+    major, minor, *_ = map(int, rabbitmq.version.split("."))
+    return major, minor
+
+
+@pytest.fixture
+def channel(rabbitmq: RabbitMQ) -> Iterator[amqp.Channel]:
+    """A channel of a user who may do everything."""
+    with amqp.Connection(
+        f"127.0.0.1:{rabbitmq.amqp_port}", userid=USER, password=PASSWORD
+    ) as connection:
+        yield connection.channel()
+
+
+def quorum_queue(channel: amqp.Channel, **arguments: object) -> str:
+    """Make a quorum queue with one message in it, and return its name."""
+    name = uuid.uuid4().hex
+    named = {key.replace("_", "-"): value for key, value in arguments.items()}
+    channel.queue_declare(
+        name,
+        durable=True,
+        auto_delete=False,
+        arguments={"x-queue-type": "quorum", **named},
+    )
+    channel.basic_publish(amqp.Message("m"), routing_key=name)
+    return name
+
+
+def returned(channel: amqp.Channel, *names: str) -> str:
+    """Take the message out of the queue that it is in, give it back, and return the
+    queue's name."""
+    for name in names:
+        if message := channel.basic_get(name):
+            channel.basic_reject(message.delivery_tag, requeue=True)
+            return name
+    return ""
+
+
+def deliveries(channel: amqp.Channel, name: str, grave: str) -> int:
+    """Return how often a message is delivered until it is in its grave, at most 30."""
+    for number in range(30):
+        came: list[str] = []
+
+        def some(came: list[str] = came) -> bool:
+            came.append(returned(channel, grave, name))
+            return bool(came[-1])
+
+        wait_until(some)
+        if came[-1] == grave:
+            return number
+    return 30
+
+
+def test_a_quorum_queue_of_rabbitmq_4_drops_a_message_after_21_deliveries(
+    rabbitmq: RabbitMQ, channel: amqp.Channel
+) -> None:
+    grave = uuid.uuid4().hex
+    channel.queue_declare(grave, durable=True, auto_delete=False)
+    dead = {"x_dead_letter_exchange": "", "x_dead_letter_routing_key": grave}
+    name = quorum_queue(channel, **dead)
+
+    # Unless it was declared without a limit, as ours are there. To 3.10, -1 is a limit.
+    limit = {"x_delivery_limit": -1} if release(rabbitmq) >= (4, 0) else {}
+    assert deliveries(channel, quorum_queue(channel, **dead, **limit), grave) == 30
+    assert deliveries(channel, name, grave) == (21 if limit else 30)
+
+
+def test_rabbitmq_4_3_delays_what_comes_back_by_one_rule_of_the_queue(
+    rabbitmq: RabbitMQ, channel: amqp.Channel
+) -> None:
+    """The delay grows by `min` each time, up to `max`. No message has its own."""
+    name = quorum_queue(
+        channel,
+        x_delayed_retry_type="all",
+        x_delayed_retry_min=300,
+        x_delayed_retry_max=600,
+    )
+    delays = []
+    for _ in range(5):
+        began = time.monotonic()
+        wait_until(lambda: returned(channel, name))
+        delays.append(time.monotonic() - began)
+
+    least = [0, 0.28, 0.58, 0.58, 0.58] if release(rabbitmq) >= (4, 3) else [0] * 5
+    assert all(delay >= wait for delay, wait in zip(delays, least, strict=True))
+
+
+def test_rabbitmq_4_3_answers_who_may_not_configure_as_if_the_queue_was_there(
+    rabbitmq: RabbitMQ,
+) -> None:
+    """Until then a passive declare needed no permission, and told what is missing."""
+    with amqp.Connection(
+        f"127.0.0.1:{rabbitmq.amqp_port}", userid=LIMITED_USER, password=PASSWORD
+    ) as connection:
+        answer = amqp.AccessRefused if release(rabbitmq) >= (4, 3) else amqp.NotFound
+        with pytest.raises(answer):
+            connection.channel().queue_declare(uuid.uuid4().hex, passive=True)
+
+
+def test_rabbitmq_takes_shared_transient_queues_and_4_refuses_mirrors(
+    rabbitmq: RabbitMQ, channel: amqp.Channel
+) -> None:
+    name = uuid.uuid4().hex
+    channel.queue_declare(name, durable=False, exclusive=False, auto_delete=True)
+
+    mirrors = ("set_policy", "mirrors", f"^{name}$", '{"ha-mode":"all"}')
+    if release(rabbitmq) >= (4, 0):
+        with pytest.raises(RuntimeError, match="not recognised"):
+            rabbitmq.control(*mirrors)
+    else:
+        rabbitmq.control(*mirrors)
+        rabbitmq.control("clear_policy", "mirrors")
