@@ -4,9 +4,9 @@ It returns ages and numbers, never contents. `late`: a message has been due for 
 minutes, a key of an ordered stage is blocked, or a process could not use a broker, a
 destination, a subscription or a database for 2 minutes. `degraded`: due for 10 minutes,
 or a stage has no consumer, receives nothing, or has waited for newer code for longer
-than a deployment takes. `stuck`: due for 30 minutes. Only `stuck`, and a database that
-does not answer, give a 503: messages held back by a deployment or an operator take no
-process out of service.
+than a deployment takes. `stuck`: due for 30 minutes, or a database in use does not
+answer. Only `stuck` gives a 503: messages held back by a deployment or an operator take
+no process out of service.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from __future__ import annotations
 import datetime as dt
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connections, router
+from django.db import DatabaseError, InterfaceError, router
 from django.http import HttpRequest, JsonResponse
 
-from .models import OutboxMessage, StageState
-from .models.fields import now_sql, read_instant
-from .monitoring import attendance, outages, turns
+from .models import OutboxMessage, StageState, Worker
+from .models.fields import clock
+from .monitoring import attendance, databases, outages, turns, waiting
 from .monitoring.probe import probe
 from .monitoring.status import held_queues
-from .monitoring.waiting import CAP, DEPLOYED, OVERDUE
-from .rules import inbox, outbox
+from .monitoring.waiting import DEPLOYED, OVERDUE
 from .stages import all_stages
 
 #: The states, each with the age of the oldest due message from which it applies.
@@ -54,6 +53,8 @@ class Health:
     """How long the first message has waited for code that can read it."""
     outages: int = 0
     """How many resources live processes could not use for two minutes or more."""
+    databases: dict[str, dt.timedelta | None] = field(default_factory=dict)
+    """The age of the oldest due message in each database; None: it does not answer."""
 
     @property
     def state(self) -> str:
@@ -64,6 +65,8 @@ class Health:
         behind = self.needs_newer_code is not None and self.needs_newer_code > DEPLOYED
         if behind or self.unattended or self.ordered["full_stages"]:
             words.append("degraded")
+        if None in self.databases.values():
+            words.append("stuck")
         return max(words, key=STATES.index)
 
 
@@ -72,91 +75,96 @@ def health(request: HttpRequest) -> JsonResponse:
     """Return how long the oldest due message has waited, and which processes run.
 
     With `?fail=late` or `?fail=degraded`, that state already gives a 503. With
-    `?fail=never` the answer is always a 200.
+    `?fail=never` no state does, for monitoring that reads the answer.
     """
-    least = request.GET.get("fail")
-    never = least == "never"
+    least = request.GET.get("fail", "stuck")
+    failing = 503 if least != "never" else 200
     try:
-        found = look(router.db_for_read(OutboxMessage))
+        found = look()
     except (DatabaseError, InterfaceError):
-        return JsonResponse({"status": "no database"}, status=200 if never else 503)
-    failing = STATES.index(least if least in ("late", "degraded") else "stuck")
+        return JsonResponse({"status": "no database"}, status=failing)
     answer: dict[str, Any] = {
         "status": found.state,
-        "oldest": {
-            name: round(age.total_seconds(), 1) for name, age in found.oldest.items()
-        },
+        "oldest": {name: _seconds(age) for name, age in found.oldest.items()},
         "workers": found.workers,
     }
+    if len(found.databases) > 1:
+        answer["databases"] = {
+            name: "no answer" if age is None else _seconds(age)
+            for name, age in found.databases.items()
+        }
     if found.outages:
         answer["outages"] = found.outages
     if any(found.ordered.values()) or any(one.ordered for one in all_stages()):
         answer["ordered"] = found.ordered
     if found.needs_newer_code is not None:
-        answer["needs_newer_code"] = round(found.needs_newer_code.total_seconds(), 1)
-    return JsonResponse(
-        answer,
-        status=200 if never or STATES.index(found.state) < failing else 503,
-    )
+        answer["needs_newer_code"] = _seconds(found.needs_newer_code)
+    bound = STATES.index(least if least in ("late", "degraded") else "stuck")
+    fails = STATES.index(found.state) >= bound
+    return JsonResponse(answer, status=failing if fails else 200)
 
 
-def look(using: str) -> Health:
-    """Read the state from the database, in four statements."""
-    states = StageState.objects.db_manager(using)
-    held = states.exclude(paused_at=None, full_since=None)
-    known = list(held.values_list("stage", "paused_at", "full_since"))
-    paused = {stage for stage, since, _ in known if since is not None}
-    now, oldest, newer = _oldest(using, paused)
-    present = attendance.read_living(using, now)
+def look(*aliases: str) -> Health:
+    """Ask these databases, or all in use, in six statements each. Workers and pauses
+    are in the outbox's own."""
+    home = router.db_for_write(OutboxMessage)
+    now = clock(home)
+    paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
+    present = attendance.read_living(router.db_for_write(Worker), now)
     kinds = Counter(one.kind for one in present.living)
-    lines = turns.lines(using).values()
+    oldest = dict.fromkeys(("outbox", "redelivery", "queue"), dt.timedelta())
+    ordered = dict.fromkeys(("waiting", "held_keys", "full_stages"), 0)
+    newer: list[dt.timedelta] = []
+    ages: dict[str, dt.timedelta | None] = {}
+    for using in aliases or databases.with_tables():
+        try:
+            found = _oldest(using, now, paused)
+            lines = turns.lines(using).values()
+            full = StageState.objects.using(using).exclude(full_since=None).count()
+            needing = waiting.for_newer_code(using).values()
+        except (DatabaseError, InterfaceError):
+            if using == home:
+                raise
+            ages[using] = None
+            continue
+        ages[using] = max(found.values())
+        oldest = {name: max(age, found[name]) for name, age in oldest.items()}
+        newer += [now - one.since for one in needing if one.since]
+        ordered["waiting"] += sum(line.count for line in lines)
+        ordered["held_keys"] += sum(line.held for line in lines)
+        ordered["full_stages"] += full
     return Health(
         oldest,
         {kind: kinds[kind] for kind in ("relay", "consumer")},
         bool(present.unattended([one.name for one in all_stages()])),
-        {
-            "waiting": min(sum(line.count for line in lines), CAP),
-            "held_keys": sum(line.held for line in lines),
-            "full_stages": sum(since is not None for _, _, since in known),
-        },
-        newer,
+        ordered,
+        max(newer, default=None),
         len(outages.late(outages.read(present.living), now)),
+        ages,
     )
 
 
 def _oldest(
-    using: str, paused: Collection[str]
-) -> tuple[dt.datetime, dict[str, dt.timedelta], dt.timedelta | None]:
-    """Return the database's clock, how long the oldest due messages have been due, and
-    how long the first has waited for newer code."""
-    connection = connections[using]
-    held = sorted(held_queues(paused))
-    sql = f"""
-        SELECT {now_sql(connection)},
-          (SELECT due_at FROM django_txmsg_outboxmessage
-           WHERE {outbox.PENDING.sql()} ORDER BY due_at, id LIMIT 1),
-          (SELECT MIN(due_at) FROM django_txmsg_inboxmessage
-           WHERE {(inbox.PARKED & ~inbox.HELD_BACK).sql()}),
-          (SELECT MIN(available_at) FROM (
-             SELECT available_at FROM django_txmsg_queuemessage
-             WHERE 1 = 1{_but("queue", held)} ORDER BY id LIMIT {CAP}) AS first),
-          (SELECT MIN(first_received_at) FROM (
-             SELECT first_received_at FROM django_txmsg_inboxmessage
-             WHERE {inbox.NEEDS_NEWER_CODE.sql()} LIMIT {CAP}) AS newer)
-    """  # noqa: S608 - constants only
-    with connection.cursor() as cursor:
-        cursor.execute(sql, held)
-        now, *oldest, newer = (read_instant(value) for value in cursor.fetchone())
-    assert now is not None
-    ages = {
-        name: max(now - due, dt.timedelta()) if due else dt.timedelta()
-        for name, due in zip(("outbox", "redelivery", "queue"), oldest, strict=True)
+    using: str, now: dt.datetime, paused: Collection[str]
+) -> dict[str, dt.timedelta]:
+    """Return how long the oldest due message of each kind has been due: of every place
+    the first row is looked at."""
+    rows = {
+        "outbox": waiting.in_outbox(using, most=0),
+        "redelivery": waiting.in_inbox(using, paused, most=0),
+        "queue": waiting.in_queues(using, held_queues(paused), most=0),
     }
-    return now, ages, newer and now - newer
+    return {
+        name: max(
+            (now - one.oldest_due for one in places if one.oldest_due),
+            default=dt.timedelta(),
+        )
+        for name, places in rows.items()
+    }
 
 
-def _but(column: str, names: Collection[str]) -> str:
-    return f" AND {column} NOT IN ({', '.join(['%s'] * len(names))})" if names else ""
+def _seconds(age: dt.timedelta) -> float:
+    return round(age.total_seconds(), 1)
 
 
 def state_of(age: dt.timedelta) -> str:

@@ -20,7 +20,6 @@ from django.http import HttpRequest, HttpResponse
 
 from . import signals
 from .errors import ConfigurationError
-from .models import OutboxMessage
 from .monitoring import status
 from .monitoring.gauges import Gauges
 from .monitoring.probe import probe
@@ -103,10 +102,11 @@ def uninstall() -> None:
 
 
 class Collector:
-    """Figures from the database, read at each scrape."""
+    """Figures from the databases, read at each scrape: from `using`, or from all that
+    are in use."""
 
     def __init__(self, using: str | None = None) -> None:
-        self._using = using
+        self._aliases = [using] if using else []
 
     def describe(self) -> Iterable[Any]:
         """Return nothing: a registry must not query the database at registration."""
@@ -114,31 +114,41 @@ class Collector:
 
     def collect(self) -> Iterator[Any]:
         """Return gauges of all states."""
-        picture = status.read(self._using or router.db_for_read(OutboxMessage))
+        picture = status.read(*self._aliases)
         gauges = Gauges(_client("prometheus_client.core").GaugeMetricFamily)
         now = picture.now
         ordered = {one.name for one in all_stages() if one.ordered}
-        for name, place in picture.destinations.items():
-            gauges.waiting("outbox", "destination", name, place.waiting, now)
-            gauges.set("outbox_dead", "destination", name, place.dead)
-            gauges.set("outbox_muted", "destination", name, place.muted)
-        for name, place in picture.stages.items():
-            gauges.waiting("redelivery", "stage", name, place.waiting, now)
-            gauges.set("stage_dead", "stage", name, place.dead)
-            gauges.set("stage_muted", "stage", name, place.muted)
-            gauges.set("stage_paused", "stage", name, int(place.paused_at is not None))
-            if place.line.count or name in ordered:
-                gauges.line(name, place, now)
+        for place in picture.destinations.values():
+            labels = {"destination": place.name, "database": place.database}
+            gauges.waiting("outbox", place.waiting, now, **labels)
+            gauges.set("outbox_dead", place.dead, **labels)
+            gauges.set("outbox_muted", place.muted, **labels)
+        for place in picture.stages.values():
+            labels = {"stage": place.name, "database": place.database}
+            gauges.waiting("redelivery", place.waiting, now, **labels)
+            gauges.set("stage_dead", place.dead, **labels)
+            gauges.set("stage_muted", place.muted, **labels)
+            gauges.set("stage_paused", int(place.paused_at is not None), **labels)
+            if place.line.count or place.name in ordered:
+                gauges.line(place, now, **labels)
             if place.known:
-                gauges.set("stage_workers", "stage", name, place.workers)
-        for name, waiting in picture.queues.items():
-            gauges.waiting("queue", "destination", name, waiting, now)
-        kinds = Counter(one.kind for one in picture.attendance.living)
+                gauges.set("stage_workers", place.workers, **labels)
+        for waiting in picture.queues.values():
+            labels = {"destination": waiting.name, "database": waiting.database}
+            gauges.waiting("queue", waiting, now, **labels)
+        present = picture.attendance
+        kinds = Counter(one.kind for one in present.living)
         for kind in ("relay", "consumer"):
-            gauges.set("workers", "kind", kind, kinds[kind])
-        for worker in picture.attendance.workers:
+            gauges.set("workers", kinds[kind], kind=kind)
+        for worker in [*present.living, *present.lost]:
             age = (now - worker.heartbeat_at).total_seconds()
-            gauges.set("worker_heartbeat_age_seconds", "worker", worker.name, age)
+            gauges.set("worker_heartbeat_age_seconds", age, worker=worker.name)
+        for one in picture.outages:
+            lasts = max((now - one.since).total_seconds(), 0.0)
+            gauges.set("outage_seconds", lasts, kind=one.kind, name=one.name)
+        for alias in picture.databases:
+            away = int(alias in picture.unreadable)
+            gauges.set("database_unreadable", away, database=alias)
         self._pipeline(gauges, now)
         yield from gauges.families.values()
 
@@ -147,15 +157,14 @@ class Collector:
         if not apps.is_installed("django_txmsg.spark"):
             return
         alerts = apps.get_model("txmsg_spark", "PipelineAlert")
-        found = alerts._default_manager.using(
-            self._using or router.db_for_read(OutboxMessage)
-        )
-        for one in found.order_by("name"):
-            gauges.set("pipeline_alert", "alert", one.name, int(one.firing))
-            gauges.set("pipeline_value", "alert", one.name, one.value)
-            gauges.set("pipeline_limit", "alert", one.name, one.bound)
+        using = self._aliases[0] if self._aliases else router.db_for_read(alerts)
+        for one in alerts._default_manager.using(using).order_by("service", "name"):
+            labels = {"alert": one.name, "service": one.service}
+            gauges.set("pipeline_alert", int(one.firing), **labels)
+            gauges.set("pipeline_value", one.value, **labels)
+            gauges.set("pipeline_limit", one.bound, **labels)
             age = (now - one.checked_at).total_seconds()
-            gauges.set("pipeline_checked_age_seconds", "alert", one.name, age)
+            gauges.set("pipeline_checked_age_seconds", age, **labels)
 
 
 @probe

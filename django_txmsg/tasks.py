@@ -13,7 +13,7 @@ from django.db import router
 
 from . import conf
 from .errors import BrokerUnavailable, DestinationUnavailable
-from .models import OutboxMessage
+from .models import OutboxMessage, Worker
 from .monitoring import retention
 from .monitoring.databases import with_tables
 from .monitoring.presence import Presence
@@ -46,7 +46,7 @@ def relay_outbox(
     """
     using = databases or with_tables()
     # One worker row for all runs: it becomes silent when beat stops.
-    Presence("relay", using[0], name="celery: relay_outbox").beat(0)
+    Presence("relay", router.db_for_write(Worker), name="celery: relay_outbox").beat(0)
     relay = Relay(
         using,
         brokers or sorted(conf.get().BROKERS),

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from django.contrib import admin
-from django.db import connections
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
 from ..models import DeadLetter
 from ..models.dead_letter import Resolution
+from ..monitoring import dead
 from . import display
 from .counting import count
 from .filters import CountingFilter
 
-#: The open dead letters that the filters count.
-NEWEST = 5_000
+#: The most choices of a filter. Those with the most dead letters are offered.
+MOST_CHOICES = 100
 
 
 class DeadFilter(CountingFilter):
@@ -131,35 +131,19 @@ FILTERS = (
 
 
 def open_counts(request: HttpRequest, model_admin: Any) -> dict[str, dict[str, Any]]:
-    """Return the open dead letters by each filtered column, and under "newest" the
-    latest one's key of each fingerprint: one query a page.
-
-    Only the newest are counted, and "12+" says so where there are more.
-    """
+    """Return the open dead letters by each filtered column, most first, and under
+    "newest" the latest one's key of each fingerprint: one query a page."""
     kept: dict[str, dict[str, Any]] | None = getattr(request, "_txmsg_counts", None)
     if kept is not None:
         return kept
-    with connections[model_admin.get_queryset(request).db].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, destination, fingerprint, reason, MAX(id), COUNT(*) FROM ("
-            " SELECT stage, destination, fingerprint, reason, id"
-            " FROM django_txmsg_deadletter"
-            " WHERE resolution = 'open' ORDER BY id DESC LIMIT %s"
-            ") AS newest GROUP BY stage, destination, fingerprint, reason",
-            [NEWEST + 1],
-        )
-        rows = cursor.fetchall()
-    more = "+" if sum(row[-1] for row in rows) > NEWEST else ""
-    kept = {}
-    for position, name in enumerate(("stage", "destination", "fingerprint", "reason")):
+    found = dead.by_error(model_admin.get_queryset(request).db)
+    kept = {"newest": {}}
+    for name in ("stage", "destination", "fingerprint", "reason"):
         counts: Counter[str] = Counter()
-        for row in rows:
-            counts[row[position]] += row[-1]
-        kept[name] = {
-            value: f"{number:,}{more}" for value, number in counts.most_common(20)
-        }
-    kept["newest"] = {
-        row[2]: row[-2] for row in sorted(rows, key=lambda row: int(row[-2]))
-    }
+        for one in found:
+            counts[getattr(one, name)] += one.count
+        kept[name] = {v: f"{n:,}" for v, n in counts.most_common(MOST_CHOICES)}
+    for one in sorted(found, key=lambda each: each.example):
+        kept["newest"][one.fingerprint] = one.example
     request._txmsg_counts = kept  # type: ignore[attr-defined]  # kept on the request
     return kept

@@ -9,7 +9,6 @@ from typing import Any
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
 from django.db import router
-from django.db.models import Count, Max, Min
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.utils import timezone
@@ -17,7 +16,7 @@ from django.utils import timezone
 from ..errors import TxmsgError
 from ..models import DeadLetter, FailureNote
 from ..models.bulk_operation import BulkKind
-from ..models.dead_letter import Resolution
+from ..monitoring import dead
 from . import display
 from .addresses import led
 from .audit import audit
@@ -85,41 +84,40 @@ class GroupPages:
 def grouped(using: str, *, latest: bool = False) -> list[dict[str, Any]]:
     """Return the open dead letters by fingerprint, with an example and the note; most
     first, or the latest, but for muted ones, which come last."""
-    open_letters = DeadLetter.objects.using(using).filter(resolution=Resolution.OPEN)
     groups: dict[str, dict[str, Any]] = {}
-    rows: Any = open_letters.values("fingerprint", "stage", "destination").annotate(
-        count=Count("pk"), first=Min("created_at"), last=Max("created_at"),
-        example=Max("pk"), deaths=Max("deaths"),
-    )  # fmt: skip
-    for row in rows.order_by():
+    for one in dead.by_error(using):
         group = groups.setdefault(
-            row["fingerprint"],
-            {**row, "count": 0, "places": {}},
-        )
-        group["count"] += row["count"]
-        group["first"] = min(group["first"], row["first"])
-        group["last"] = max(group["last"], row["last"])
-        group["example"] = max(group["example"], row["example"])
-        group["deaths"] = max(group["deaths"], row["deaths"])
-        place = row["stage"] or f"relay to {row['destination']}"
-        group["places"][place] = group["places"].get(place, 0) + row["count"]
-    # Written by hand, so there are few.
-    notes = {note.fingerprint: note for note in FailureNote.objects.using(using).all()}
+            one.fingerprint,
+            {
+                "fingerprint": one.fingerprint, "count": 0, "places": {},
+                "first": one.first, "last": one.last, "example": 0, "deaths": 0,
+                "muted": one.muted,
+            },
+        )  # fmt: skip
+        group["count"] += one.count
+        group["first"] = min(group["first"], one.first)
+        group["last"] = max(group["last"], one.last)
+        group["example"] = max(group["example"], one.example)
+        group["deaths"] = max(group["deaths"], one.deaths)
+        group["places"][one.place] = group["places"].get(one.place, 0) + one.count
     recent = timezone.now() - NEW
-    for fingerprint, group in groups.items():
-        group["new"] = group["first"] > recent
-        note = group["note"] = notes.get(fingerprint)
-        group["muted"] = note is not None and note.muted
     rank: Callable[[dict[str, Any]], float] = (
         (lambda one: one["last"].timestamp()) if latest else (lambda one: one["count"])
     )
     ordered = sorted(groups.values(), key=lambda one: (one["muted"], -rank(one)))
-    examples = DeadLetter.objects.using(using).in_bulk(
-        [group["example"] for group in ordered[:MOST_GROUPS]]
-    )
-    for group in ordered[:MOST_GROUPS]:
-        letter = examples.get(group["example"])
-        group["letter"] = letter
+    shown = ordered[:MOST_GROUPS]
+    notes = {
+        note.fingerprint: note
+        for note in FailureNote.objects.using(using).filter(
+            fingerprint__in=[group["fingerprint"] for group in shown]
+        )
+    }
+    letters: Any = DeadLetter.objects.using(using).defer("body")
+    examples = letters.in_bulk([group["example"] for group in shown])
+    for group in shown:
+        group["new"] = group["first"] > recent
+        group["note"] = notes.get(group["fingerprint"])
+        letter = group["letter"] = examples.get(group["example"])
         group["task"] = display.task(letter) if letter else ""
         group["error"] = (letter.exception or letter.reason) if letter else ""
     return ordered

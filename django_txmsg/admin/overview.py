@@ -71,7 +71,7 @@ class Line:
 def overview(request: HttpRequest) -> dict[str, Any]:
     """Return what the overview shows to this user: of each table what may be seen."""
     using = router.db_for_write(OutboxMessage)
-    picture = status.read(using)
+    picture = status.read()
     hours = periods.last_day(using, picture.now)
     charts = [
         chart(series, hours)
@@ -90,8 +90,8 @@ def overview(request: HttpRequest) -> dict[str, Any]:
         "destinations": _in_order(picture.destinations),
         "stages": _in_order(picture.stages),
         "queues": [
-            (name, waiting, consumed.get(name, []))
-            for name, waiting in sorted(
+            (label, waiting, consumed.get(waiting.name, []))
+            for label, waiting in sorted(
                 picture.queues.items(), key=lambda one: (-one[1].overdue, one[0])
             )
         ],

@@ -42,12 +42,11 @@ class StageAdmin(PausableAdmin):
         """Show all stages: their waiting and dead messages, and their times."""
         if not self.has_view_permission(request):
             raise PermissionDenied
-        picture = status.read(router.db_for_write(StageState))
+        picture = status.read()
         declared = {one.name: one for one in all_stages()}
         context = {
             **self.page_context(request, "Stages"),
             "now": picture.now,
-            "dead_capped": picture.dead_capped,
             "rows": [
                 (
                     place,

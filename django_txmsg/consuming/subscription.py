@@ -12,7 +12,7 @@ from .. import conf
 from ..brokers import get_broker
 from ..brokers.base import Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
-from ..runtime.breaker import AFTER_REFUSAL, Breaker
+from ..runtime.breaker import AFTER_REFUSAL, SUBSCRIPTION, Breaker
 from ..stages import Stage
 
 
@@ -25,7 +25,7 @@ class Subscription:
         self.refused = Breaker(
             stage.name,
             conf.get().RELAY.BREAKER_MAX_PAUSE,
-            kind="the subscription of stage",
+            kind=SUBSCRIPTION,
             follows="the stage waits, and its messages with the broker",
             first_pause=AFTER_REFUSAL,
         )

@@ -147,16 +147,9 @@ class DeadLetter(models.Model):
         ]
         indexes = [
             models.Index(fields=["message_id", "stage"], name="txmsg_dead_message"),
-            # Only this index is read to count the newest ones by place.
+            # The newest first.
             models.Index(
-                fields=[
-                    "id",
-                    "stage",
-                    "destination",
-                    "fingerprint",
-                    "reason",
-                    "created_at",
-                ],
+                fields=["id"],
                 condition=Q(resolution="open"),
                 name="txmsg_dead_open",
             ),
@@ -175,6 +168,7 @@ class DeadLetter(models.Model):
                     "id",
                     "stage",
                     "destination",
+                    "reason",
                     "created_at",
                     "deaths",
                 ],

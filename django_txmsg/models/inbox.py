@@ -208,6 +208,11 @@ class InboxMessage(models.Model):
                 name="txmsg_inbox_parked",
             ),
             models.Index(
+                fields=["stage", "first_received_at"],
+                condition=Q(due_at__isnull=False) & Q(needs_version__isnull=False),
+                name="txmsg_inbox_newer",
+            ),
+            models.Index(
                 fields=["stage", "waits_for"],
                 condition=Q(waits_for__isnull=False),
                 name="txmsg_inbox_waits",

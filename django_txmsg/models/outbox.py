@@ -123,6 +123,12 @@ class OutboxMessage(models.Model):
             models.Index(
                 fields=["due_at", "id"], condition=PENDING, name="txmsg_outbox_due"
             ),
+            # Pending messages are counted by place.
+            models.Index(
+                fields=["service", "destination", "due_at"],
+                condition=PENDING,
+                name="txmsg_outbox_place",
+            ),
             # Worded like `rules.outbox.PENDING_OTHERWISE`.
             models.Index(
                 fields=["key", "id"],

@@ -1,4 +1,5 @@
-"""How many messages were stored, dispatched, processed and buried in five minutes.
+"""How many messages were stored, dispatched, processed and buried in five minutes, at
+each destination and stage.
 
 Written once a period has ended, so that showing a day does not count it again.
 """
@@ -14,17 +15,23 @@ PERIOD = dt.timedelta(minutes=5)
 
 
 class PeriodCount(models.Model):
-    """One finished period of one series."""
+    """One finished period of one series at one place."""
 
     id = models.BigAutoField(primary_key=True)
     start = models.DateTimeField()
     series = models.CharField(max_length=16)
+    place = models.CharField(
+        max_length=255,
+        default="",
+        db_default="",
+        help_text="The destination or stage; empty: the period is counted.",
+    )
     count = models.BigIntegerField()
 
     class Meta:
         constraints = [
             models.UniqueConstraint(
-                fields=["start", "series"], name="txmsg_period_count"
+                fields=["start", "series", "place"], name="txmsg_period_count"
             )
         ]
 

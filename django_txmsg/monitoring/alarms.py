@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 from urllib.parse import quote
 
@@ -30,6 +30,8 @@ class Alarm:
     query: str
     what: str
     more: str = ""
+    kind: str = ""
+    """One of KINDS."""
 
     def __str__(self) -> str:
         return f"{self.what}{self.more}"
@@ -38,22 +40,17 @@ class Alarm:
 def of(status: Status) -> list[Alarm]:
     """Return what is wrong, worst first; nothing where all is well."""
     return [
-        *_nobody_consumes(status),
-        *_unrelayed(status),
-        *_outages(status),
-        *_outbox(status),
-        *_queues(status),
-        *_redeliveries(status),
-        *_left_behind(status),
-        *_full(status),
-        *_held_keys(status),
-        *_lost(status),
-        *_dead(status),
-        *_nobody_relays(status),
-        *_unconsumed(status),
-        *_paused(status),
-        *_abandoned(status),
+        replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
     ]
+
+
+def _unreadable(status: Status) -> Iterator[Alarm]:
+    for name, error in status.unreadable.items():
+        first = error.partition("\n")[0]
+        yield Alarm(
+            "bad", "worker", "",
+            f"Database {name} does not answer", f", and is not counted here: {first}",
+        )  # fmt: skip
 
 
 def _nobody_consumes(status: Status) -> Iterator[Alarm]:
@@ -132,9 +129,9 @@ def _queues(status: Status) -> Iterator[Alarm]:
         return
     consumed = consumers_of_queues()
     strange = [
-        name
-        for name, one in status.queues.items()
-        if one.overdue and name not in consumed and not wire.is_control(name)
+        label
+        for label, one in status.queues.items()
+        if one.overdue and one.name not in consumed and not wire.is_control(one.name)
     ]
     nobody = f" No stage here consumes {_list(strange)}." if strange else ""
     many = waiting.overdue != 1
@@ -167,7 +164,7 @@ def _left_behind(status: Status) -> Iterator[Alarm]:
         since = duration(status.now - newer.since) if newer.since else ""
         yield Alarm(
             "bad", "inboxmessage", "?state=newer",
-            f"{capped(newer.count)} message{'s' * many} of stage {place.name} "
+            f"{capped(newer.count)} message{'s' * many} of stage {place.label} "
             f"need{'s' * (not many)} newer code",
             f": {newer.type} version {newer.version}, for {since}. Deploy it; or, "
             f"after a roll-back, bury these messages.",
@@ -179,7 +176,7 @@ def _full(status: Status) -> Iterator[Alarm]:
         since = duration(status.now - place.full_since) if place.full_since else ""
         yield Alarm(
             "bad", "inboxmessage", "?state=in-line",
-            f"Stage {place.name} receives nothing",
+            f"Stage {place.label} receives nothing",
             f" since {since}: {capped(place.line.count)} messages wait there for the "
             f"ones before them, of {at_least(place.line)}. Attend to the keys that "
             f'stand still, or raise TXMSG["ORDER_MAX_WAITING"] or '
@@ -229,8 +226,19 @@ def _dead(status: Status) -> Iterator[Alarm]:
     since = f", the oldest {duration(status.now - oldest)} ago" if oldest else ""
     yield Alarm(
         "bad", "deadletter", "",
-        f"{capped(status.dead)} dead letter{'s' * many}", f"{since}.",
+        f"{status.dead:,} dead letter{'s' * many}", f"{since}{_in(status)}.",
     )  # fmt: skip
+
+
+def _in(status: Status) -> str:
+    """Return how many are where, if any of them are in another database."""
+    found: dict[str, int] = {}
+    for place in [*status.stages.values(), *status.destinations.values()]:
+        if place.dead:
+            found[place.database] = found.get(place.database, 0) + place.dead
+    if found.keys() <= {status.databases[0]}:
+        return ""
+    return "; " + ", ".join(f"{n:,} in database {name}" for name, n in found.items())
 
 
 def _nobody_relays(status: Status) -> Iterator[Alarm]:
@@ -244,7 +252,7 @@ def _nobody_relays(status: Status) -> Iterator[Alarm]:
 
 def _unconsumed(status: Status) -> Iterator[Alarm]:
     for name, meant in list(status.unconsumed.items())[:LINES]:
-        if name in status.queues and status.queues[name].overdue:
+        if any(one.name == name and one.overdue for one in status.queues.values()):
             continue  # another alarm says so, in more detail
         yield Alarm(
             "warn", "outboxmessage", f"?destination={quote(name, safe='')}",
@@ -264,7 +272,7 @@ def _paused(status: Status) -> Iterator[Alarm]:
     paused = sorted(status.paused, key=lambda one: one.name)
     for place in paused[:LINES]:
         yield Alarm(
-            "warn", "stagestate", "", f"Stage {place.name} is paused.",
+            "warn", "stagestate", "", f"Stage {place.label} is paused.",
             _who(place, status.now),
         )  # fmt: skip
     if len(paused) > LINES:
@@ -321,3 +329,27 @@ def _list(names: list[str]) -> str:
     shown = ", ".join(names[:NAMED])
     more = len(names) - NAMED
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+#: Each with its kind, worst first.
+_FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
+    ("database", _unreadable),
+    ("nobody", _nobody_consumes),
+    ("nobody", _unrelayed),
+    ("outage", _outages),
+    ("overdue", _outbox),
+    ("overdue", _queues),
+    ("overdue", _redeliveries),
+    ("newer-code", _left_behind),
+    ("order", _full),
+    ("order", _held_keys),
+    ("silent", _lost),
+    ("dead", _dead),
+    ("nobody", _nobody_relays),
+    ("unconsumed", _unconsumed),
+    ("paused", _paused),
+    ("subscription", _abandoned),
+)
+
+#: What `--fail-on` knows.
+KINDS = tuple(dict.fromkeys(kind for kind, _ in _FINDERS))

@@ -11,9 +11,13 @@ from typing import Any
 from .. import conf
 from ..models import Worker
 from ..models.worker import living
+from . import outages
 
 #: The most processes that are looked at, those with the latest signs of life.
 MOST = 1_000
+
+#: A process that takes another's place starts at most so long before that one ends.
+REPLACED = dt.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -30,19 +34,23 @@ class Attendance:
 
     @property
     def lost(self) -> list[Worker]:
-        """Those that fell silent and whose work nobody has taken over since: a process
-        that was killed and started again is not missed."""
-        return [
-            one
-            for one in self.workers
-            if not one.lives(self.now)
-            and not any(
-                other.kind == one.kind
-                and other.started_at > one.heartbeat_at
-                and set(other.stages) >= set(one.stages)
-                for other in self.living
-            )
-        ]
+        """Those that fell silent, and that no process has replaced. A replacement is
+        of the same kind, runs its stages, and started after the last heartbeat or up
+        to REPLACED before it, as a rolling update does; it replaces one process."""
+        missing = []
+        younger = sorted(self.living, key=lambda one: one.started_at)
+        for one in sorted(self.workers, key=lambda worker: worker.heartbeat_at):
+            if one.lives(self.now):
+                continue
+            since = max(one.started_at, one.heartbeat_at - REPLACED)
+            for other in younger:
+                alike = other.kind == one.kind and set(other.stages) >= set(one.stages)
+                if alike and other.started_at > since:
+                    younger.remove(other)
+                    break
+            else:
+                missing.append(one)
+        return missing
 
     @property
     def relayed(self) -> bool:
@@ -64,8 +72,13 @@ class Attendance:
 
     @property
     def serving(self) -> Counter[str]:
-        """How many living processes run each stage."""
-        return Counter(name for one in self.living for name in one.stages)
+        """How many living processes run each stage: one whose subscription its broker
+        has been refusing for long runs it in name only."""
+        return Counter(
+            name
+            for one in self.living
+            for name in set(one.stages) - outages.refused(one, self.now)
+        )
 
     def unattended(self, stages: Collection[str]) -> list[str]:
         """Return which of these stages no living process runs."""

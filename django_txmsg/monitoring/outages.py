@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..models import Worker
-from ..runtime.breaker import Outage
+from ..runtime.breaker import SUBSCRIPTION, Outage
 
 #: An outage that lasts for longer needs somebody's attention.
 LATE = dt.timedelta(minutes=2)
@@ -66,6 +66,11 @@ def read(workers: Iterable[Worker]) -> list[Known]:
                 since, error = known.since, known.error
             found[kind, name] = Known(kind, name, since, error, count)
     return sorted(found.values(), key=lambda one: (one.since, one.kind, one.name))
+
+
+def refused(worker: Worker, now: dt.datetime) -> set[str]:
+    """Return the stages that a process could not subscribe to for too long."""
+    return {one.name for one in late(read([worker]), now) if one.kind == SUBSCRIPTION}
 
 
 def late(outages: Iterable[Known], now: dt.datetime) -> list[Known]:

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.db.models import Count, Q
+from django.db.models import Count, F, Max, Q, Sum
 from django.db.models.functions import TruncMinute
 
 from ..models import DeadLetter, InboxMessage, OutboxMessage, PeriodCount
@@ -40,7 +40,9 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
     hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
     counted, open_since = _remembered(using, first)
     live = _count(using, open_since)
-    for (start, series), count in [*counted.items(), *live.items()]:
+    found = [*counted.items()]
+    found += [((start, series), count) for (start, series, _), count in live.items()]
+    for (start, series), count in found:
         index = int((start - first).total_seconds() // 3600)
         if 0 <= index < HOURS:
             hours[index].counts[series] += count
@@ -56,11 +58,13 @@ def remember(using: str, now: dt.datetime) -> None:
     live = _count(using, start)
     closed = []
     while start + PERIOD + GRACE <= now:
-        closed += [
-            PeriodCount(start=start, series=series, count=live[start, series])
-            for series in SERIES
-        ]
+        closed.append(PeriodCount(start=start, series=SERIES[0], count=0))
         start += PERIOD
+    closed += [
+        PeriodCount(start=begin, series=series, place=place, count=count)
+        for (begin, series, place), count in live.items()
+        if begin < start
+    ]
     counts = PeriodCount.objects.using(using)
     counts.bulk_create(closed, ignore_conflicts=True)
     counts.filter(start__lt=now - dt.timedelta(days=8)).delete()
@@ -82,7 +86,9 @@ def _remembered(
     for start, series, count in (
         PeriodCount.objects.using(using)
         .filter(start__gte=first)
-        .values_list("start", "series", "count")
+        .values("start", "series")
+        .annotate(total=Sum("count"))
+        .values_list("start", "series", "total")
     ):
         counts[start, series] = count
         starts.add(start)
@@ -92,26 +98,39 @@ def _remembered(
     return {key: n for key, n in counts.items() if key[0] < open_since}, open_since
 
 
-def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str]]:
-    found: Counter[tuple[dt.datetime, str]] = Counter()
+def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
+    """Return the end of the last period of 24 hours in which each place was active, by
+    series and place, as far as periods are counted."""
+    active: Any = (
+        PeriodCount.objects.using(using)
+        .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
+        .values("series", "place")
+        .annotate(last=Max("start"))
+        .values_list("series", "place", "last")
+    )
+    return {(series, place): last + PERIOD for series, place, last in active}
+
+
+def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, str]]:
+    found: Counter[tuple[dt.datetime, str, str]] = Counter()
     # By the last receipt: it has an index. An hour is more than redelivery waits.
     received = Q(last_received_at__gte=since - dt.timedelta(hours=1))
-    for series, model, column, narrow in (
-        ("stored", OutboxMessage, "created_at", Q()),
-        ("dispatched", OutboxMessage, "dispatched_at", Q()),
-        ("processed", InboxMessage, "processed_at", received),
-        ("dead", DeadLetter, "created_at", Q()),
+    for series, model, column, place, narrow in (
+        ("stored", OutboxMessage, "created_at", "destination", Q()),
+        ("dispatched", OutboxMessage, "dispatched_at", "destination", Q()),
+        ("processed", InboxMessage, "processed_at", "stage", received),
+        ("dead", DeadLetter, "created_at", "stage", Q()),
     ):
         rows: Any = (
             model._default_manager.using(using)
             .filter(narrow, **{f"{column}__gte": since})
-            .values(minute=TruncMinute(column, tzinfo=dt.timezone.utc))
+            .values(minute=TruncMinute(column, tzinfo=dt.timezone.utc), place=F(place))
             .annotate(count=Count("pk"))
             .order_by()
-            .values_list("minute", "count")
+            .values_list("minute", "place", "count")
         )
-        for minute, count in rows:
-            found[_period(minute), series] += count
+        for minute, where, count in rows:
+            found[_period(minute), series, where] += count
     return found
 
 

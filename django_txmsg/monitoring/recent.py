@@ -9,7 +9,6 @@ from typing import Any
 from django.db import connections
 
 from ..models.fields import read_instant
-from .waiting import CAP
 
 #: The rows looked at to say what happened last at each destination and stage.
 RECENT = 2_000
@@ -78,27 +77,3 @@ def last_processed(
 def _p95(values: Iterable[float]) -> float | None:
     ordered = sorted(values)
     return ordered[int(0.95 * (len(ordered) - 1))] if ordered else None
-
-
-def open_dead_letters(
-    using: str,
-) -> list[tuple[str, str, int, dt.datetime | None, int]]:
-    """Return stage, destination, number and oldest of the newest open dead letters,
-    and the number of the muted ones, who are not in the other two."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(
-            "SELECT stage, destination,"
-            " COUNT(*) FILTER (WHERE note.id IS NULL),"
-            " MIN(created_at) FILTER (WHERE note.id IS NULL), COUNT(note.id)"
-            " FROM (SELECT stage, destination, fingerprint, created_at"
-            " FROM django_txmsg_deadletter WHERE resolution = 'open'"
-            " ORDER BY id DESC LIMIT %s) AS newest"
-            " LEFT JOIN django_txmsg_failurenote note"
-            " ON note.fingerprint = newest.fingerprint AND note.muted"
-            " GROUP BY stage, destination",
-            [CAP + 1],
-        )
-        return [
-            (stage, destination, dead, read_instant(oldest), muted)
-            for stage, destination, dead, oldest, muted in cursor.fetchall()
-        ]

@@ -1,6 +1,7 @@
 """How messaging is doing: counts and oldest ages of every state, in few queries.
 
-What the overview, `manage.py message_status`, the health view and the metrics all say.
+What the overview, `manage.py message_status`, the alarms and the metrics all say, of
+every database in use. The health view asks the same functions, and counts less.
 """
 
 from __future__ import annotations
@@ -9,19 +10,30 @@ import datetime as dt
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from django.db import Error as AnyDatabaseError
+from django.db import router
+
 from ..brokers import find_broker
-from ..models import StageState
+from ..models import OutboxMessage, StageState, Worker
 from ..models.fields import clock
 from ..models.queue import queue_name
 from ..stages import all_stages
-from . import attendance, outages, recent, subscriptions, turns
+from . import (
+    attendance,
+    databases,
+    dead,
+    outages,
+    periods,
+    recent,
+    subscriptions,
+    turns,
+)
 from .attendance import Attendance
 from .outages import Known
 from .subscriptions import Subscription
 from .turns import HeldKey, Line
 from .unconsumed import unconsumed
 from .waiting import (
-    CAP,
     DEPLOYED,
     NeedsNewerCode,
     Waiting,
@@ -38,11 +50,14 @@ class Place:
     """A destination or a stage: waiting and dead messages, and the last activity."""
 
     name: str
+    database: str = ""
     waiting: Waiting = field(default_factory=Waiting)
     dead: int = 0
     oldest_dead: dt.datetime | None = None
     muted: int = 0
     last: dt.datetime | None = None
+    broker: str = ""
+    """The broker of the last dispatch, of a destination."""
     processing: float | None = None
     critical: float | None = None
     paused_at: dt.datetime | None = None
@@ -61,12 +76,24 @@ class Place:
     consumers: list[str] = field(default_factory=list)
     """The stages declared here that consume the destination."""
 
+    @property
+    def label(self) -> str:
+        """The name, with the database where that is not the outbox's own."""
+        return labelled(self.name, self.database)
+
 
 @dataclass
 class Status:
-    """The whole picture at one instant of the database's clock."""
+    """The whole picture at one instant of the database's clock.
+
+    Places and queues are known by their names; those of another database than the
+    outbox's own by `labelled()`: two databases may have places of one name.
+    """
 
     now: dt.datetime
+    databases: list[str]
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """The databases in use that do not answer, each with the error."""
     destinations: dict[str, Place] = field(default_factory=dict)
     services: dict[str, Waiting] = field(default_factory=dict)
     """The pending messages by the service that stored them; "" are of an earlier
@@ -110,16 +137,8 @@ class Status:
         return sum(place.muted for place in self._places)
 
     @property
-    def dead_capped(self) -> bool:
-        """Whether there are more open dead letters, muted or not, than were counted."""
-        return self.dead + self.muted > CAP
-
-    @property
     def oldest_dead(self) -> dt.datetime | None:
-        """Since when there have been open dead letters that are not muted; None where
-        there are more of them than were counted."""
-        if self.dead_capped:
-            return None
+        """Since when there have been open dead letters that are not muted."""
         found = (place.oldest_dead for place in self._places if place.oldest_dead)
         return min(found, default=None)
 
@@ -141,7 +160,7 @@ class Status:
     @property
     def unattended(self) -> list[str]:
         """The stages declared here that no living process runs."""
-        declared = [name for name, place in self.stages.items() if place.known]
+        declared = [place.name for place in self.stages.values() if place.known]
         return self.attendance.unattended(declared)
 
     @property
@@ -208,6 +227,7 @@ class Status:
             or self.held_keys
             or self.full
             or self.late_outages
+            or self.unreadable
         )
 
     @property
@@ -215,69 +235,101 @@ class Status:
         return [*self.stages.values(), *self.destinations.values()]
 
 
-def read(using: str = "default") -> Status:
-    """Return the whole picture, in thirteen queries."""
-    status = Status(now=clock(using))
-    states = list(StageState.objects.using(using))
-    held = {state.stage: state for state in states if state.paused_at is not None}
-    for name, waiting in in_outbox(using).items():
-        _place(status.destinations, name).waiting = waiting
-    status.services = in_outbox(using, by="service")
-    elsewhere = set()  # tasks, say, for Celery's workers
-    for name, (last, alias) in recent.last_dispatched(using).items():
-        _place(status.destinations, name).last = last
-        broker = find_broker(alias)
-        if broker is not None and not broker.consumable:
-            elsewhere.add(name)
-    for declared in all_stages():
-        _place(status.stages, declared.name)
-        if declared.destination in status.destinations:
-            consumed = status.destinations[declared.destination]
-            consumed.consumers.append(declared.name)
-    status.unconsumed = unconsumed(
-        {
-            name: place.last
-            for name, place in status.destinations.items()
-            if not place.consumers and name not in elsewhere
-        },
-        [declared.destination for declared in all_stages()],
-        status.now,
-    )
-    for name, waiting in in_inbox(using).items():
-        _place(status.stages, name).waiting = waiting
-    for name, newer in for_newer_code(using).items():
-        _place(status.stages, name).newer = newer
-    for name, line in turns.lines(using).items():
-        _place(status.stages, name).line = line
-    if any(place.line.held for place in status.stages.values()):
-        status.held_keys = turns.held(using)
-    for state in states:
-        if state.full_since is not None:
-            _place(status.stages, state.stage).full_since = state.full_since
-    for name, last, processing, critical in recent.last_processed(using):
-        place = _place(status.stages, name)
-        place.last, place.processing, place.critical = last, processing, critical
-    for stage, destination, dead, oldest, muted in recent.open_dead_letters(using):
-        places, name = (
-            (status.stages, stage) if stage else (status.destinations, destination)
+def read(*aliases: str) -> Status:
+    """Return the whole picture of these databases, or of all in use, in a dozen queries
+    each. Workers and pauses are kept in the outbox's own."""
+    home = router.db_for_write(OutboxMessage)
+    status = Status(clock(home), list(aliases) or databases.with_tables())
+    paused = list(
+        StageState.objects.db_manager(router.db_for_write(StageState)).exclude(
+            paused_at=None
         )
-        place = _place(places, name)
-        place.dead += dead
-        place.muted += muted
-        place.oldest_dead = min(filter(None, (place.oldest_dead, oldest)), default=None)
-    for state in held.values():
-        place = _place(status.stages, state.stage)
-        place.paused_at, place.paused_by = state.paused_at, state.paused_by
-        place.paused_why = state.paused_why
-    status.attendance = attendance.read(using, status.now)
+    )
+    status.attendance = attendance.read(router.db_for_write(Worker), status.now)
+    for declared in all_stages():
+        using = databases.of_stage(declared)
+        _place(status.stages, declared.name, using or home)
+    for using in status.databases:
+        try:
+            _read_database(status, using, {state.stage for state in paused})
+        except AnyDatabaseError as error:
+            if using == home:
+                raise
+            status.unreadable[using] = str(error).strip()
+    _find_consumers(status)
+    for state in paused:
+        places = [one for one in status.stages.values() if one.name == state.stage]
+        for place in places or [_place(status.stages, state.stage, home)]:
+            place.paused_at, place.paused_by = state.paused_at, state.paused_by
+            place.paused_why = state.paused_why
     known = {declared.name for declared in all_stages()}
     serving = status.attendance.serving
-    for name, place in status.stages.items():
-        place.known = name in known
-        place.workers = serving[name]
-    status.queues = in_queues(using, held_queues(held))
-    status.subscriptions = subscriptions.read(using, status.attendance.living)
+    for place in status.stages.values():
+        place.known = place.name in known
+        place.workers = serving[place.name]
     return status
+
+
+def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
+    """Add what one database holds."""
+    for waiting in in_outbox(using):
+        place = _place(status.destinations, waiting.name, using)
+        place.waiting = total([place.waiting, waiting])
+        service = status.services.get(waiting.service, Waiting())
+        status.services[waiting.service] = total([service, waiting])
+    for name, (last, broker) in recent.last_dispatched(using).items():
+        place = _place(status.destinations, name, using)
+        place.last, place.broker = last, broker
+    for (series, name), last in periods.last_active(using, status.now).items():
+        places = {"dispatched": status.destinations, "processed": status.stages}
+        if series in places and name:
+            place = _place(places[series], name, using)
+            place.last = place.last or last
+    for waiting in in_inbox(using, paused):
+        _place(status.stages, waiting.name, using).waiting = waiting
+    for name, newer in for_newer_code(using).items():
+        place = _place(status.stages, name, using)
+        place.newer = newer
+        place.waiting = total(
+            [place.waiting, Waiting(newer.count, retried=newer.count)]
+        )
+    for name, line in turns.lines(using).items():
+        _place(status.stages, name, using).line = line
+        if line.held:
+            status.held_keys += turns.held(using, [name])
+    for state in StageState.objects.using(using).exclude(full_since=None):
+        _place(status.stages, state.stage, using).full_since = state.full_since
+    for name, last, processing, critical in recent.last_processed(using):
+        place = _place(status.stages, name, using)
+        place.last, place.processing, place.critical = last, processing, critical
+    for one in dead.by_error(using):
+        if one.stage:
+            place = _place(status.stages, one.stage, using)
+        else:
+            place = _place(status.destinations, one.destination, using)
+        if one.muted:
+            place.muted += one.count
+            continue
+        place.dead += one.count
+        place.oldest_dead = min(filter(None, (place.oldest_dead, one.first)))
+    for waiting in in_queues(using, held_queues(paused)):
+        status.queues[labelled(waiting.name, using)] = waiting
+    status.subscriptions += subscriptions.read(using, status.attendance.living)
+
+
+def _find_consumers(status: Status) -> None:
+    """Add who consumes each destination here, and the destinations nobody consumes."""
+    consumers: dict[str, list[str]] = {}
+    for declared in all_stages():
+        consumers.setdefault(declared.destination, []).append(declared.name)
+    sent: dict[str, dt.datetime | None] = {}
+    for place in status.destinations.values():
+        place.consumers = consumers.get(place.name, [])
+        broker = find_broker(place.broker) if place.broker else None
+        if not place.consumers and (broker is None or broker.consumable):
+            known = (sent.get(place.name), place.last)
+            sent[place.name] = max(filter(None, known), default=None)
+    status.unconsumed = unconsumed(sent, list(consumers), status.now)
 
 
 def consumers_of_queues() -> dict[str, list[str]]:
@@ -299,5 +351,11 @@ def held_queues(paused: Collection[str]) -> set[str]:
     }
 
 
-def _place(places: dict[str, Place], name: str) -> Place:
-    return places.setdefault(name, Place(name))
+def labelled(name: str, database: str) -> str:
+    """Return a place's name, and which database it is in but for the outbox's own."""
+    home = router.db_for_write(OutboxMessage)
+    return name if database == home else f"{name} in {database}"
+
+
+def _place(places: dict[str, Place], name: str, database: str) -> Place:
+    return places.setdefault(labelled(name, database), Place(name, database))

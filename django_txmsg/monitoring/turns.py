@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +19,12 @@ from ..models.inbox_turn import size_sql
 from ..rules import inbox
 from ..stages import all_stages
 from .lengths import amount
-from .waiting import CAP, capped
+from .waiting import CAP, array_sql, capped, instant_sql, places_sql
 
 #: The most keys that are named.
 NAMED = 20
 
-_WAITING = (
-    "FROM (SELECT stage, key, waits_since{0} FROM django_txmsg_inboxmessage"  # noqa: S608 - constants only
-    f" WHERE {(inbox.IN_LINE & inbox.OPEN).sql()} LIMIT %s) AS bounded"
-)
+_IN_LINE = inbox.IN_LINE & inbox.OPEN
 
 
 @dataclass(frozen=True)
@@ -57,22 +56,33 @@ class HeldKey:
 
 
 def lines(using: str) -> dict[str, Line]:
-    """Return what waits for its turn, by stage, counted up to CAP."""
+    """Return what waits for its turn, by stage, each counted up to CAP."""
     connection: Any = connections[using]
-    size = size_sql(connection)
-    late = f"COUNT(*) FILTER (WHERE since <= {later_sql(connection)})"
+    table = InboxMessage._meta.db_table
+    counts = array_sql(
+        connection,
+        "SUM(count)",
+        "SUM(size)",
+        instant_sql(connection, "MIN(since)"),
+        f"COUNT(*) FILTER (WHERE since <= {later_sql(connection)})",
+    )
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT stage, SUM(count), SUM(size), MIN(since), {late} FROM (SELECT"  # noqa: S608 - constants only
-            " stage, key, COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS"
-            f" since {_WAITING.format(f', {size} AS size')} GROUP BY stage, key)"
-            " AS keys GROUP BY stage ORDER BY stage",
+            f"{places_sql(table, ('stage',), _IN_LINE)} SELECT o.stage,"  # noqa: S608 - constants only
+            f" (SELECT {counts} FROM"
+            " (SELECT COUNT(*) AS count, SUM(size) AS size, MIN(waits_since) AS since"
+            f" FROM (SELECT key, waits_since, {size_sql(connection)} AS size"
+            f" FROM {table} r WHERE r.stage = o.stage AND {_IN_LINE.sql('r')}"
+            " LIMIT %s) AS bounded GROUP BY key) AS keys)"
+            f" FROM places JOIN {table} o ON o.id = places.id ORDER BY o.stage",
             [later_value(connection, -conf.get().ORDER_PATIENCE), CAP + 1],
         )
-        return {
-            stage: Line(int(count), int(size or 0), read_instant(since), held)
-            for stage, count, size, since, held in cursor.fetchall()
-        }
+        found = {}
+        for stage, counted in cursor.fetchall():
+            numbers = json.loads(counted) if isinstance(counted, str) else counted
+            count, size, since, late = numbers
+            found[stage] = Line(int(count), int(size or 0), read_instant(since), late)
+        return found
 
 
 def at_least(line: Line) -> str:
@@ -81,20 +91,28 @@ def at_least(line: Line) -> str:
     return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
 
-def held(using: str, *, after: float | None = None) -> list[HeldKey]:
+def held(
+    using: str, stages: Collection[str] | None = None, *, after: float | None = None
+) -> list[HeldKey]:
     """Return the keys whose messages have been waiting for `after` seconds (as long as
-    TXMSG["ORDER_PATIENCE"] says), the longest first."""
+    TXMSG["ORDER_PATIENCE"] says), the longest first: NAMED of them, of these stages
+    or all."""
     connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
+    found: list[tuple[str, str, int, Any]] = []
     with connection.cursor() as cursor:
-        cursor.execute(
-            f"SELECT stage, key, COUNT(*), MIN(waits_since) {_WAITING.format('')}"
-            f" GROUP BY stage, key HAVING MIN(waits_since) <= {later_sql(connection)}"
-            " ORDER BY MIN(waits_since), stage, key LIMIT %s",
-            [CAP + 1, later_value(connection, -patience), NAMED],
-        )
-        found = cursor.fetchall()
-    return [_held(using, *row) for row in found]
+        for stage in lines(using) if stages is None else stages:
+            cursor.execute(
+                "SELECT stage, key, COUNT(*), MIN(waits_since) FROM (SELECT stage, key,"  # noqa: S608 - constants only
+                " waits_since FROM django_txmsg_inboxmessage WHERE stage = %s AND"
+                f" {_IN_LINE.sql()} LIMIT %s) AS bounded GROUP BY stage, key"
+                f" HAVING MIN(waits_since) <= {later_sql(connection)}"
+                " ORDER BY MIN(waits_since), key LIMIT %s",
+                [stage, CAP + 1, later_value(connection, -patience), NAMED],
+            )
+            found += cursor.fetchall()
+    found.sort(key=lambda row: (read_instant(row[3]), row[0], row[1]))
+    return [_held(using, *row) for row in found[:NAMED]]
 
 
 def behind(letter: DeadLetter) -> int:

@@ -1,20 +1,24 @@
 """Messages waiting for their next step: in the outbox, the inbox and the queues.
 
-Counts stop at CAP, so that asking stays cheap when there is much to count.
+Each place is counted by itself, up to CAP rows: asking stays cheap when there is much
+to count, and much at one place hides nothing of another.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from django.db import connections
 
 from ..models.fields import later_sql, later_value, now_sql, read_instant
 from ..rules import inbox, lease, outbox
+from ..rules.rule import Rule
 
-#: The most rows that are counted; more are "50,000+".
+#: The most rows that are counted of one place; more are "50,000+".
 CAP = 50_000
 
 #: A message that was due so long ago already is overdue.
@@ -34,6 +38,11 @@ class Waiting:
     in_flight: int = 0
     retried: int = 0
     oldest_due: dt.datetime | None = None
+    name: str = ""
+    """The destination, stage or queue."""
+    database: str = ""
+    service: str = ""
+    """Of the outbox: the service that stored them; "" are of an earlier release."""
 
     @property
     def delayed(self) -> int:
@@ -78,27 +87,58 @@ def total(parts: Iterable[Waiting]) -> Waiting:
     return summed
 
 
-def in_outbox(using: str, by: str = "destination") -> dict[str, Waiting]:
-    """Return what is pending, by destination, or by another column."""
-    return _waiting(
+def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
+    """Return what is pending, by destination and by the service that stored it.
+
+    `most` rows of each place are counted, the longest due first (CAP).
+    """
+    return _by_place(
         using,
-        f"SELECT {by} AS name, due_at, attempts > 0 AS retried,"  # noqa: S608 - constants only
-        f" {lease.HELD.sql(now='{now}')} AS leased FROM django_txmsg_outboxmessage"
-        f" WHERE {outbox.PENDING.sql()} ORDER BY due_at, id LIMIT {{limit}}",
+        "django_txmsg_outboxmessage",
+        ("service", "destination"),
+        outbox.PENDING,
+        due="due_at",
+        retried="attempts > 0",
+        leased=lease.HELD.sql(now="{now}"),
+        most=most,
     )
 
 
-def in_inbox(using: str) -> dict[str, Waiting]:
-    """Return the messages waiting for another attempt, by stage. What is held back is
-    not due: it needs newer code, say, or an operator has paused its stage."""
-    return _waiting(
+def in_inbox(
+    using: str, held: Collection[str] = (), *, most: int | None = None
+) -> list[Waiting]:
+    """Return the messages that wait for another attempt, by stage: neither those that
+    need newer code, nor those behind others of their key. At a stage in `held`, paused
+    by an operator, nothing is due."""
+    found = _by_place(
         using,
-        "SELECT stage AS name, TRUE AS retried,"  # noqa: S608 - constants only
-        f" {lease.HELD.sql(now='{now}')} AS leased,"
-        f" CASE WHEN {(~inbox.HELD_BACK).sql()} THEN due_at END AS due_at"
-        " FROM django_txmsg_inboxmessage"
-        f" WHERE {(inbox.PARKED & ~inbox.IN_LINE).sql()} LIMIT {{limit}}",
+        "django_txmsg_inboxmessage",
+        ("stage",),
+        inbox.RETRYING,
+        due="due_at",
+        retried="TRUE",
+        leased=lease.HELD.sql(now="{now}"),
+        most=most,
     )
+    return [_held(one) if one.name in held else one for one in found]
+
+
+def in_queues(
+    using: str, held: Collection[str] = (), *, most: int | None = None
+) -> list[Waiting]:
+    """Return what lies in the embedded broker, by queue; in the `held` ones, whose
+    stages are all paused, nothing is due."""
+    found = _by_place(
+        using,
+        "django_txmsg_queuemessage",
+        ("queue",),
+        Rule("TRUE"),
+        due="available_at",
+        retried="deliveries > 1",
+        leased="lease_token IS NOT NULL AND available_at > {now}",
+        most=most,
+    )
+    return [_held(one) if one.name in held else one for one in found]
 
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
@@ -106,11 +146,9 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
-            " MAX(needs_version) FROM (SELECT stage, first_received_at, needs_type,"
-            " needs_version FROM django_txmsg_inboxmessage"
-            f" WHERE {inbox.NEEDS_NEWER_CODE.sql()} LIMIT %s) AS bounded"
-            " GROUP BY stage ORDER BY stage",
-            [CAP + 1],
+            " MAX(needs_version) FROM django_txmsg_inboxmessage"
+            f" WHERE {inbox.NEEDS_NEWER_CODE.sql()} GROUP BY stage ORDER BY stage",
+            [],
         )
         return {
             stage: NeedsNewerCode(count, read_instant(since), name, version)
@@ -118,42 +156,84 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
         }
 
 
-def in_queues(using: str, held: Collection[str] = ()) -> dict[str, Waiting]:
-    """Return what lies in the embedded broker, by queue; in the `held` ones, whose
-    stages are all paused, nothing is due."""
-    found = _waiting(
-        using,
-        "SELECT queue AS name, available_at AS due_at, deliveries > 1 AS retried,"
-        " lease_token IS NOT NULL AND available_at > {now} AS leased"
-        " FROM django_txmsg_queuemessage LIMIT {limit}",
+def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
+    """Return a CTE `places (id)`: of each place, as `columns` name it, one row under
+    the rule. An index that begins with the columns is walked from place to place, so
+    a place with many rows costs no more than one with a single row."""
+    place = ", ".join(columns)
+    after = ", ".join(f"n.{name}" for name in columns)
+    last = ", ".join(f"o.{name}" for name in columns)
+    return (
+        f"WITH RECURSIVE places (id) AS (SELECT (SELECT id FROM {table} WHERE"  # noqa: S608 - constants only
+        f" {rule.sql()} ORDER BY {place} LIMIT 1) UNION ALL SELECT (SELECT n.id FROM"
+        f" {table} n WHERE {rule.sql('n')} AND ({after}) > ({last}) ORDER BY {after}"
+        f" LIMIT 1) FROM places JOIN {table} o ON o.id = places.id)"
     )
-    for name, waiting in found.items():
-        if name in held:
-            waiting.due = waiting.overdue = 0
-            waiting.oldest_due = None
-    return found
 
 
-def _waiting(using: str, rows: str) -> dict[str, Waiting]:
-    connection = connections[using]
+def array_sql(connection: Any, *values: str) -> str:
+    """Return SQL for values as a JSON array, as a subquery can bring several."""
+    build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
+    return f"{build}({', '.join(values)})"
+
+
+def instant_sql(connection: Any, value: str) -> str:
+    """Return SQL for an instant as JSON has it for `read_instant()`."""
+    if connection.vendor == "postgresql":
+        return f"EXTRACT(EPOCH FROM {value})::float8"
+    return value
+
+
+def _by_place(
+    using: str,
+    table: str,
+    columns: tuple[str, ...],
+    rule: Rule,
+    *,
+    due: str,
+    retried: str,
+    leased: str,
+    most: int | None,
+) -> list[Waiting]:
+    """Count each place by itself, the longest due rows first: however much waits at one
+    place, the numbers of the others stay what they are."""
+    connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
-    rows = rows.format(now=now, limit=CAP + 1)
+    limit = (CAP if most is None else most) + 1
+    counts = array_sql(
+        connection,
+        "COUNT(*)",
+        f"COUNT(*) FILTER (WHERE due <= {now})",
+        f"COUNT(*) FILTER (WHERE due <= {ago})",
+        "COUNT(*) FILTER (WHERE leased)",
+        "COUNT(*) FILTER (WHERE retried)",
+        instant_sql(connection, f"MIN(due) FILTER (WHERE due <= {now})"),
+    )
+    same = " AND ".join(f"r.{name} = o.{name}" for name in columns)
+    place = ", ".join(f"o.{name}" for name in columns)
     sql = f"""
-        SELECT name, COUNT(*), COUNT(*) FILTER (WHERE due_at <= {now}),
-               COUNT(*) FILTER (WHERE due_at <= {ago}), COUNT(*) FILTER (WHERE leased),
-               COUNT(*) FILTER (WHERE retried), MIN(due_at)
-        FROM ({rows}) AS bounded GROUP BY name ORDER BY name
+        {places_sql(table, columns, rule)}
+        SELECT {place}, (SELECT {counts} FROM (
+            SELECT {due} AS due, {leased.format(now=now)} AS leased,
+                {retried} AS retried
+            FROM {table} r WHERE {same} AND {rule.sql("r")}
+            ORDER BY {due} LIMIT {limit}) AS bounded)
+        FROM places JOIN {table} o ON o.id = places.id ORDER BY {place}
     """  # noqa: S608 - constants only
-    found = {}
+    found = []
     with connection.cursor() as cursor:
         cursor.execute(sql, [later_value(connection, -OVERDUE.total_seconds())])
-        for name, count, due, overdue, leased, retried, oldest in cursor.fetchall():
-            found[name] = Waiting(
-                count,
-                due,
-                overdue,
-                leased,
-                retried,
-                read_instant(oldest) if due else None,
-            )
+        for *named, counted in cursor.fetchall():
+            numbers = json.loads(counted) if isinstance(counted, str) else counted
+            count, due_now, overdue, in_flight, again, oldest = numbers
+            found.append(
+                Waiting(
+                    count, due_now, overdue, in_flight, again, read_instant(oldest),
+                    name=named[-1], database=using, service=named[0],
+                )
+            )  # fmt: skip
     return found
+
+
+def _held(waiting: Waiting) -> Waiting:
+    return replace(waiting, due=0, overdue=0, oldest_due=None)

@@ -22,6 +22,9 @@ IN_LINE = Rule("{waits_for} IS NOT NULL")
 #: It waits for newer code that can read its body: for a deployment.
 NEEDS_NEWER_CODE = PARKED & Rule("{needs_version} IS NOT NULL")
 
+#: It waits for its next attempt, and for nothing else but perhaps its paused stage.
+RETRYING = PARKED & Rule("{needs_version} IS NULL") & ~IN_LINE
+
 #: Its stage is paused.
 PAUSED = Rule("{stage} IN " + PAUSED_NAMES)
 

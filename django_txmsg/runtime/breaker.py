@@ -23,6 +23,9 @@ log = logging.getLogger("django_txmsg.breaker")
 AFTER_REFUSAL = 1.0
 
 
+#: The kind of a stage's subscription. The name is the stage's.
+SUBSCRIPTION = "the subscription of stage"
+
 #: Most characters stored of an error.
 LONGEST = 500
 

@@ -29,7 +29,7 @@ def offered() -> dict[str, set[str]]:
     """The series that a scrape can have, each with its labels."""
     registry = prometheus_client.CollectorRegistry()
     metrics.install(registry)
-    found = {f"txmsg_{name}": {_label(name)} for name in gauges.TEXTS}
+    found = {f"txmsg_{name}": _labels(name) for name in gauges.TEXTS}
     for family in registry.collect():
         collector = registry._names_to_collectors[family.name]
         labels = set(collector._labelnames) | {"le"}
@@ -39,10 +39,17 @@ def offered() -> dict[str, set[str]]:
     return found
 
 
-def _label(name: str) -> str:
-    kinds = {"outbox": "destination", "queue": "destination"}
-    kinds |= {"worker": "worker", "workers": "kind", "pipeline": "alert"}
-    return kinds.get(name.partition("_")[0], "stage")
+def _labels(name: str) -> set[str]:
+    kinds = {
+        "outbox": {"destination", "database"},
+        "queue": {"destination", "database"},
+        "worker": {"worker"},
+        "workers": {"kind"},
+        "outage": {"kind", "name"},
+        "database": {"database"},
+        "pipeline": {"alert", "service"},
+    }
+    return kinds.get(name.partition("_")[0], {"stage", "database"})
 
 
 def test_there_are_alerts_and_panels() -> None:

@@ -12,10 +12,12 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as AnyDatabaseError
+from django.db import router
 
 from ... import conf
 from ...consuming.consumer import Consumer
 from ...errors import ConfigurationError, TxmsgError
+from ...models import Worker
 from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
 from ...monitoring.pruning import Pruner
@@ -107,7 +109,8 @@ class Command(BaseCommand):
                 stack.enter_context(lines.printing())
             stack.enter_context(stop_on_signals(service.stop, self.stderr))
             stack.enter_context(probed(options, self.stderr))
-            stack.enter_context(heartbeat(Presence("relay", databases[0]), service))
+            presence = Presence("relay", router.db_for_write(Worker))
+            stack.enter_context(heartbeat(presence, service))
             try:
                 service.run()
             except (TxmsgError, AnyDatabaseError) as error:

@@ -1,4 +1,4 @@
-"""`manage.py message_status`: counts and ages; exit 1 when something is overdue."""
+"""`manage.py message_status`: counts and ages; exit 1 when something is wrong."""
 
 from __future__ import annotations
 
@@ -24,25 +24,38 @@ from ._tables import require_tables
 class Command(BaseCommand):
     """Say how messaging is doing."""
 
-    help = "Counts and oldest ages of every state. Exits 1 when something is overdue."
+    help = "Counts and oldest ages of every state. Exits 1 when something is wrong."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true")
-        parser.add_argument("--database", metavar="ALIAS")
+        parser.add_argument(
+            "--fail-on", metavar="KINDS", type=_kinds,
+            help="exit 1 only for these, with commas between them: "
+            + ", ".join(alarms.KINDS),
+        )  # fmt: skip
+        parser.add_argument(
+            "--database", metavar="ALIAS", help="this one alone, of all that are in use"
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        using = options["database"] or router.db_for_read(OutboxMessage)
-        require_tables(using)
-        picture = status.read(using)
-        sessions = SessionRecord.objects.db_manager(using)
-        given_up = sessions.given_up(dt.timedelta(days=1))
+        aliases = [options["database"]] if options["database"] else []
+        require_tables(*aliases or [router.db_for_write(OutboxMessage)])
+        picture = status.read(*aliases)
+        given_up = sum(
+            SessionRecord.objects.db_manager(using).given_up(dt.timedelta(days=1))
+            for using in picture.databases
+            if using not in picture.unreadable
+        )
         if options["json"]:
             found = facts(picture) | {"sessions_given_up": given_up}
             self.stdout.write(json.dumps(found, indent=2))
         else:
             self._print(picture, given_up)
-        late = picture.overdue or picture.left_behind or picture.late_outages
-        if late or picture.held_keys or picture.full:
+        chosen = options["fail_on"]
+        if any(
+            alarm.tone == "bad" if chosen is None else alarm.kind in chosen
+            for alarm in alarms.of(picture)
+        ):
             sys.exit(1)
 
     def _print(self, picture: Status, given_up: int) -> None:
@@ -54,11 +67,11 @@ class Command(BaseCommand):
             ("waiting for redelivery", picture.parked),
         ):
             line(f"{title + ':':<31}{_waiting(waiting, now)}")
-        dead = f"{picture.dead}{'+' if picture.dead_capped else ''}"
+        dead = f"{picture.dead:,}"
         if picture.oldest_dead:
             dead += f", oldest {_age(picture.oldest_dead, now)}"
         if picture.muted:
-            dead += f", and {picture.muted} muted"
+            dead += f", and {picture.muted:,} muted"
         line(f"{'dead letters:':<31}{dead}")
         for name, waiting in sorted(picture.services.items()):
             if name not in ("", conf.get().SERVICE):
@@ -88,6 +101,13 @@ class Command(BaseCommand):
             line(self.style.SUCCESS("All is well."))
 
 
+def _kinds(text: str) -> set[str]:
+    kinds = {kind.strip() for kind in text.split(",")}
+    if unknown := kinds - set(alarms.KINDS):
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is no kind of alarm")
+    return kinds
+
+
 def facts(picture: Status) -> dict[str, Any]:
     """Return the picture as plain values, ages in seconds."""
     now = picture.now
@@ -105,6 +125,8 @@ def facts(picture: Status) -> dict[str, Any]:
 
     def place(one: Place) -> dict[str, Any]:
         return waiting(one.waiting) | {
+            "name": one.name,
+            "database": one.database,
             "dead": one.dead,
             "muted": one.muted,
             "oldest_dead_age": _seconds(one.oldest_dead, now),
@@ -113,6 +135,8 @@ def facts(picture: Status) -> dict[str, Any]:
 
     return {
         "at": now.isoformat(),
+        "databases": picture.databases,
+        "unreadable": picture.unreadable,
         "well": picture.well,
         "overdue": picture.overdue,
         "alarms": [str(one) for one in alarms.of(picture)],
@@ -121,7 +145,6 @@ def facts(picture: Status) -> dict[str, Any]:
         "redelivering": waiting(picture.parked),
         "dead": {
             "count": picture.dead,
-            "more": picture.dead_capped,
             "oldest_age": _seconds(picture.oldest_dead, now),
             "muted": picture.muted,
         },
@@ -153,7 +176,10 @@ def facts(picture: Status) -> dict[str, Any]:
             }
             for one in picture.held_keys
         ],
-        "queues": {n: waiting(w) for n, w in picture.queues.items()},
+        "queues": {
+            label: waiting(one) | {"name": one.name, "database": one.database}
+            for label, one in picture.queues.items()
+        },
         "outages": [
             {
                 "kind": one.kind,

@@ -8,9 +8,11 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.db import Error as AnyDatabaseError
+from django.db import router
 
 from ... import conf
 from ...errors import TxmsgError
+from ...models import Worker
 from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
@@ -54,7 +56,7 @@ class Command(BaseCommand):
         require_tables(*databases)
         supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=batch_size)
-        presence = Presence("relay", databases[0])
+        presence = Presence("relay", router.db_for_write(Worker))
         if not options["once"]:
             stay_light()
         timekeeper = Timekeeper(databases)

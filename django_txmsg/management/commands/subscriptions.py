@@ -56,7 +56,7 @@ class Command(BaseCommand):
                 f"subscriptions: see docs/how-to/several-services.md."
             )
         known = self._known(using)
-        waiting = {name: one.count for name, one in in_queues(using).items()}
+        waiting = {one.name: one.count for one in in_queues(using)}
         if as_json:
             told = [
                 {

@@ -1,0 +1,359 @@
+"""Counts that cannot hide: whatever waits or is dead anywhere, all doors say the same.
+
+What they say is held against plain SQL, whatever the rows and however many there are.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import random
+from collections.abc import Callable, Iterator
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import OperationalError, connection, connections
+from django.test import Client
+
+from django_txmsg import health, stages
+from django_txmsg.admin.groups import grouped
+from django_txmsg.metrics import Collector
+from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
+from django_txmsg.monitoring import alarms, status, waiting
+from tests import factories
+from tests.factories import ago
+
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
+
+OVERVIEW = "/admin/django_txmsg/"
+BOTH = ("default", "other")
+MUTED = "a" * 16
+
+Counts = dict[tuple[str, str], int]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere() -> Iterator[None]:
+    """A stage of another database, which is in use thereby."""
+    one = stages.Stage(
+        "elsewhere", "elsewhere", handler=lambda message: None, using="other"
+    )
+    stages.register(one)
+    patient = {"silent_after": dt.timedelta(hours=1)}
+    factories.WorkerFactory(kind="relay", stages=[], **patient)
+    names = [one.name for one in stages.all_stages()]
+    factories.WorkerFactory(stages=names, **patient)
+    yield
+    stages.unregister("elsewhere")
+
+
+def told() -> tuple[dict[str, Any], int]:
+    """Return what `message_status --json` says, and its exit code."""
+    out = StringIO()
+    try:
+        call_command("message_status", "--json", stdout=out)
+    except SystemExit as ended:
+        return json.loads(out.getvalue()), int(str(ended.code))
+    return json.loads(out.getvalue()), 0
+
+
+def gauges(name: str) -> Counts:
+    """Return a gauge by database and place, without zeros."""
+    found = {
+        (sample.labels["database"], sample.labels.get("stage", "")
+         or sample.labels.get("destination", "")): int(sample.value)
+        for family in Collector().collect()
+        for sample in family.samples
+        if family.name == f"txmsg_{name}"
+    }  # fmt: skip
+    return {place: number for place, number in found.items() if number}
+
+
+def counted(sql: str) -> Counts:
+    """Return what plain SQL counts, by database and place."""
+    found: Counts = {}
+    for alias in BOTH:
+        with connections[alias].cursor() as cursor:
+            cursor.execute(sql)
+            found |= {(alias, place): number for place, number in cursor.fetchall()}
+    return found
+
+
+def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
+    """Return a number of each place of a picture, by database, without zeros."""
+    found = {(one.database, one.name): read(one) for one in places.values()}
+    return {place: number for place, number in found.items() if number}
+
+
+def in_facts(section: str, number: str) -> Counts:
+    """Return a number of each place, as the command says it."""
+    facts, _ = told()
+    return {
+        (one["database"], one["name"]): one[number]
+        for one in facts[section].values()
+        if one[number]
+    }
+
+
+NOTED = "SELECT fingerprint FROM django_txmsg_failurenote WHERE muted"
+OPEN = "FROM django_txmsg_deadletter WHERE resolution = 'open'"
+
+
+def agree() -> None:
+    """Hold everything that says a number against plain SQL."""
+    picture = status.read()
+    for loud, read, gauge, fact in (
+        ("NOT", lambda one: one.dead, "dead", "dead"),
+        ("", lambda one: one.muted, "muted", "muted"),
+    ):
+        for column, places, kind, section, where in (
+            ("stage", picture.stages, "stage", "stages", "stage <> ''"),
+            ("destination", picture.destinations, "outbox", "destinations",
+             "stage = ''"),
+        ):  # fmt: skip
+            expected = counted(
+                f"SELECT {column}, COUNT(*) {OPEN} AND {where} AND fingerprint"
+                f" {loud} IN ({NOTED}) GROUP BY {column}"
+            )
+            assert among(places, read) == expected
+            assert gauges(f"{kind}_{gauge}") == expected
+            assert in_facts(section, fact) == expected
+    bound = ago(minutes=2)
+    pending = {"dispatched_at": None, "dead_at": None}
+    retrying = {"due_at__isnull": False, "needs_version": None, "waits_for": None}
+    overdue = {}
+    for kind, places, model, place, condition in (
+        ("outbox", picture.destinations, OutboxMessage, "destination", pending),
+        ("redelivery", picture.stages, InboxMessage, "stage", retrying),
+        ("queue", picture.queues, QueueMessage, "queue", {}),
+    ):
+        column = "available_at" if kind == "queue" else "due_at"
+        late: Counts = {}
+        for alias in BOTH:
+            rows = model._default_manager.using(alias).filter(
+                **condition, **{f"{column}__lte": bound}
+            )
+            for name in rows.values_list(place, flat=True):
+                late[alias, name] = late.get((alias, name), 0) + 1
+        late = {at: min(number, waiting.CAP + 1) for at, number in late.items()}
+        read = (lambda one: one.overdue) if kind == "queue" else (
+            lambda one: one.waiting.overdue
+        )  # fmt: skip
+        assert among(places, read) == late, kind
+        assert gauges(f"{kind}_overdue") == late
+        section = {"outbox": "destinations", "redelivery": "stages", "queue": "queues"}
+        assert in_facts(section[kind], "overdue") == late
+        overdue[kind] = sum(late.values())
+    total = sum(overdue.values())
+    facts, code = told()
+    loud_ones = sum(one["dead"] for one in facts["stages"].values()) + sum(
+        one["dead"] for one in facts["destinations"].values()
+    )
+    assert facts["overdue"] == picture.overdue == total
+    assert facts["dead"]["count"] == picture.dead == loud_ones
+    assert (health.look().state == "ok") == (not total)
+    raised = {alarm.kind for alarm in alarms.of(picture)}
+    assert ("overdue" in raised, "dead" in raised) == (bool(total), bool(loud_ones))
+    assert code == int(bool(total or loud_ones))
+    assert picture.well == (not total and not loud_ones)
+    for alias in BOTH:
+        groups = {one["fingerprint"]: one["count"] for one in grouped(alias)}
+        by_error = f"SELECT fingerprint, COUNT(*) {OPEN} GROUP BY fingerprint"
+        found = counted(by_error)
+        assert groups == {at[1]: n for at, n in found.items() if at[0] == alias}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_all_doors_say_what_plain_sql_says(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    monkeypatch.setattr(waiting, "CAP", chance.choice([2, 5, 50]))
+    factories.FailureNoteFactory(fingerprint=MUTED, muted=True)
+    with_note = factories.FailureNoteFactory.build(fingerprint="b" * 16, muted=True)
+    with_note.save(using="other")
+    for _ in range(chance.randint(0, 60)):
+        alias, place = chance.choice(BOTH), f"place-{chance.randint(0, 9)}"
+        due = ago(seconds=chance.choice([-3600, 30, 600, 90_000]))
+        one: Any
+        kind = chance.randint(0, 3)
+        if kind == 0:
+            one = factories.OutboxMessageFactory.build(
+                destination=place, due_at=due, service=chance.choice(["shop", "bank"])
+            )
+        elif kind == 1:
+            newer = chance.choice([{}, {}, {"needs_type": "x", "needs_version": 2}])
+            one = factories.InboxMessageFactory.build(
+                stage=place, parked=True, due_at=due, **newer
+            )
+            if newer:
+                one.first_received_at = ago(minutes=1)
+        elif kind == 2:
+            one = factories.QueueMessageFactory.build(queue=place, available_at=due)
+        else:
+            one = factories.DeadLetterFactory.build(
+                stage=chance.choice([place, ""]),
+                destination=place,
+                fingerprint=chance.choice([MUTED, "b" * 16, "c" * 16]),
+            )
+        one.save(using=alias)
+    agree()
+
+
+def flood(number: int, **columns: Any) -> None:
+    """Park so many messages at one place."""
+    InboxMessage.objects.bulk_create(
+        factories.InboxMessageFactory.build_batch(number, parked=True, **columns)
+    )
+
+
+def test_a_muted_flood_hides_no_other_dead_letter() -> None:
+    factories.FailureNoteFactory(fingerprint=MUTED, muted=True)
+    factories.DeadLetterFactory(stage="b", fingerprint="b" * 16)
+    one = factories.DeadLetterFactory(stage="a", fingerprint=MUTED)
+    names = [f'"{f.column}"' for f in one._meta.concrete_fields if f.column != "id"]
+    columns = ", ".join(names)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO django_txmsg_deadletter"
+            f" ({columns}) WITH RECURSIVE n (i) AS"
+            " (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 59999)"
+            f" SELECT {columns} FROM django_txmsg_deadletter, n WHERE id = %s",
+            [one.pk],
+        )
+
+    agree()
+    picture = status.read()
+    assert (picture.dead, picture.muted) == (1, 60_000)
+
+
+def test_a_flood_at_one_stage_hides_no_overdue_message_of_another(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "CAP", 500)
+    factories.InboxMessageFactory(stage="b", parked=True, due_at=ago(hours=9))
+    flood(600, stage="a", due_at=ago(hours=-1))
+    flood(2_000, stage="b", needs_type="x", needs_version=2, due_at=ago(hours=10),
+          first_received_at=ago(minutes=1))  # fmt: skip
+
+    picture = status.read()
+
+    assert picture.stages["a"].waiting.capped
+    assert picture.stages["b"].waiting.overdue == 1
+    assert gauges("redelivery_overdue") == {("default", "b"): 1}
+    assert told()[1] == 1
+    assert client.get("/txmsg/health/").json()["status"] == "stuck"
+
+
+def test_another_database_is_in_every_answer_by_its_name(
+    client: Client, admin_client: Client
+) -> None:
+    late = factories.OutboxMessageFactory.build(created_at=ago(hours=9))
+    late.save(using="other")
+    factories.DeadLetterFactory.build(stage="elsewhere").save(using="other")
+
+    page = admin_client.get(OVERVIEW).content.decode()
+    facts, code = told()
+    answer = client.get("/txmsg/health/").json()
+
+    assert "1 message in the outbox is overdue" in page
+    assert "orders.place in other (1)" in page
+    assert "1 in database other" in page
+    assert code == 1
+    assert facts["databases"] == ["default", "other"]
+    assert facts["destinations"]["orders.place in other"]["overdue"] == 1
+    assert answer["status"] == "stuck"
+    assert answer["databases"] == {
+        "default": 0.0,
+        "other": pytest.approx(32400, abs=90),
+    }
+    assert gauges("outbox_overdue") == {("other", "orders.place"): 1}
+    assert gauges("stage_dead") == {("other", "elsewhere"): 1}
+
+
+def test_a_database_that_does_not_answer_is_named_and_the_others_are_counted(
+    client: Client, admin_client: Client
+) -> None:
+    factories.OutboxMessageFactory(created_at=ago(minutes=5))
+
+    def refuse(*_: Any) -> Any:
+        raise OperationalError("it is away")
+
+    with connections["other"].execute_wrapper(refuse):
+        page = admin_client.get(OVERVIEW).content.decode()
+        facts, code = told()
+        answer = client.get("/txmsg/health/")
+        never = client.get("/txmsg/health/?fail=never")
+        away = gauges("database_unreadable")
+
+    assert "Database other does not answer" in page
+    assert "1 message in the outbox is overdue" in page
+    assert (facts["unreadable"], code) == ({"other": "it is away"}, 1)
+    assert answer.json()["databases"]["other"] == "no answer"
+    assert (answer.status_code, answer.json()["status"]) == (503, "stuck")
+    assert never.status_code == 200
+    assert away == {("other", ""): 1}
+
+
+def test_a_stage_whose_subscription_is_refused_is_attended_by_nobody(
+    client: Client,
+) -> None:
+    refused = [
+        {
+            "kind": "the subscription of stage",
+            "name": "elsewhere",
+            "seconds": 300.0,
+            "error": "access refused",
+        }
+    ]
+    worker = factories.WorkerFactory._meta.model.objects.get(kind="consumer")
+    worker.outages = refused
+    worker.save()
+
+    picture = status.read()
+
+    assert picture.unattended == ["elsewhere"]
+    assert picture.stages["elsewhere in other"].workers == 0
+    assert client.get("/txmsg/health/").json()["status"] == "degraded"
+
+
+@pytest.mark.parametrize(
+    ("began", "missing"), [(-30.0, False), (200.0, False), (3600.0, True)]
+)
+def test_a_killed_process_that_was_replaced_is_not_missed(
+    began: float, missing: bool
+) -> None:
+    """By one that began after its end, or shortly before, as a rolling update does."""
+    ended = ago(minutes=20)
+    factories.WorkerFactory(
+        name="killed", stages=["x"], heartbeat_at=ended, started_at=ago(days=2)
+    )
+    factories.WorkerFactory(
+        stages=["x"], started_at=ended - dt.timedelta(seconds=began)
+    )
+
+    lost = status.read().attendance.lost
+
+    assert [one.name for one in lost] == (["killed"] if missing else [])
+    emitted = {
+        sample.labels["worker"]
+        for family in Collector().collect()
+        for sample in family.samples
+        if family.name == "txmsg_worker_heartbeat_age_seconds"
+    }
+    assert ("killed" in emitted) == missing
+
+
+def test_one_replacement_stands_for_one_process() -> None:
+    for number in range(2):
+        factories.WorkerFactory(
+            name=f"killed-{number}",
+            stages=["x"],
+            heartbeat_at=ago(minutes=20),
+            started_at=ago(days=2),
+        )
+    factories.WorkerFactory(stages=["x"], started_at=ago(minutes=19))
+
+    assert len(status.read().attendance.lost) == 1
