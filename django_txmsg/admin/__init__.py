@@ -1,4 +1,5 @@
-"""The operator's pages in the project's own admin; Django's autodiscover imports us."""
+"""The operator's pages in the project's own admin; Django's autodiscover imports this
+package."""
 
 from __future__ import annotations
 

@@ -17,5 +17,5 @@ def address(request: HttpRequest, page: str, *args: object) -> str:
 
 
 def led(request: HttpRequest, page: str, *args: object) -> HttpResponseRedirect:
-    """Answer by leading to a page of the same admin site."""
+    """Redirect to a page of the same admin site."""
     return HttpResponseRedirect(address(request, page, *args))

@@ -11,7 +11,7 @@ from django.http import HttpRequest
 
 
 def audit(request: HttpRequest, subject: Model, text: str) -> None:
-    """Write into the admin's log who did what."""
+    """Write an entry into the admin's log: user, action, object."""
     user: Any = request.user
     LogEntry.objects.create(
         user_id=user.pk,

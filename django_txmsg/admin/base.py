@@ -1,4 +1,4 @@
-"""What all lists share: read-only rows, and a search that finds one exact id."""
+"""Shared by all lists: read-only rows, and a search that finds one exact id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import display
 from .addresses import MESSAGE, led
 from .counting import CappedList, CappedPaginator
 
-#: The rows that a search by something without an index may find.
+#: Most rows that a search by a column without an index may find.
 FOUND = 500
 
 
@@ -33,7 +33,7 @@ class MessageList(CappedList):
 
 
 class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic at run time
-    """Rows own their transitions; the admin adds, edits and deletes none."""
+    """The admin adds, edits and deletes no rows: only models change states."""
 
     list_per_page = 50
     list_max_show_all = 0
@@ -62,8 +62,8 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
     def lookup_allowed(
         self, lookup: str, value: Any, request: HttpRequest | None = None
     ) -> bool:
-        """Narrow a list by its filters only: with any other lookup one could feel for
-        what is masked, or for a body, a character at a time."""
+        """Allow only the list's filters: by any other lookup one could guess a masked
+        value, or a body, character by character."""
         filters: Any = self.list_filter
         return lookup in {
             name
@@ -76,13 +76,13 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         }
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        """Bring the list that knows where counting stops."""
+        """Use the list that shows where counting stopped."""
         return CappedList
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Name the list by what is in it: nothing is to be selected for a change."""
+        """Set the list's title to its content: nothing is selected for a change."""
         title = str(self.opts.verbose_name_plural).capitalize()
         answer: HttpResponse = super().changelist_view(
             request, {"title": title, **(extra_context or {})}
@@ -90,7 +90,7 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         return answer
 
     def page_context(self, request: HttpRequest, title: str) -> dict[str, Any]:
-        """Return what every page of ours has in common."""
+        """Return the context shared by every page of ours."""
         return {
             **self.admin_site.each_context(request),
             "opts": self.opts,
@@ -100,17 +100,17 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
 
 
 class MessageAdmin(ReadOnlyAdmin):
-    """A list of rows that are seen on their message's page, and nowhere else: bodies
-    and headers are shown there by right and masked."""
+    """A list of rows whose details are shown only on their message's page, where bodies
+    and headers are masked and need permissions."""
 
     list_display_links: Any = ("message",)
     search_fields = ("message_id",)
     ordering = ("-id",)
-    #: The columns by which a search finds what has not such a message id.
+    #: The columns by which a search finds rows without that message id.
     found_by: ClassVar[tuple[str, ...]] = ("correlation_id",)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Leave the long columns where they are, but for the name of a task."""
+        """Do not load the long columns, except for the name of a task."""
         rows: QuerySet[Any] = super().get_queryset(request)
         name = KeyTextTransform(wire.TASK, "headers")
         task = When(destination__contains=wire.OF_TASKS, then=name)
@@ -127,13 +127,13 @@ class MessageAdmin(ReadOnlyAdmin):
 
     @admin.display(description="flow")
     def flow(self, row: Any) -> SafeString | str:
-        """What the message belongs to."""
+        """The correlation that the message belongs to."""
         if not row.correlation_id:
             return "-"
         return display.mono(display.cut(row.correlation_id, 13), row.correlation_id)
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[ChangeList]:
-        """Let rows lead to their message's page."""
+        """Link rows to their message's page."""
         return MessageList
 
     def change_view(
@@ -143,7 +143,7 @@ class MessageAdmin(ReadOnlyAdmin):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """Lead to the message's page."""
+        """Redirect to the message's page."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         row = self.get_object(request, object_id)
@@ -158,7 +158,7 @@ class MessageAdmin(ReadOnlyAdmin):
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
     """Return the rows with exactly this message id or one of these columns.
 
-    The ids are found first and once: the list's own queries then cost nothing.
+    The ids are found first and once, so that the list's own queries cost nothing.
     """
     text = text.strip()
     pks: set[int] = set()

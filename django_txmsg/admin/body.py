@@ -1,4 +1,4 @@
-"""A message's headers and body as an operator may see them: pretty, masked, cut."""
+"""A message's headers and body for an operator: pretty-printed, masked, cut."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..dead_letters import masking
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from . import display
 
-#: The most of a body that its message's page shows.
+#: Most of a body that its message's page shows.
 SHOWN = 64 * 1024
 
-#: The tables that keep whole messages, by the name they have in an address.
+#: The tables that keep whole messages, by their name in an address.
 TABLES: dict[str, type[Model]] = {
     "outbox": OutboxMessage,
     "dead": DeadLetter,
@@ -28,7 +28,7 @@ TABLES: dict[str, type[Model]] = {
 
 @dataclass
 class Content:
-    """What is shown of one stored copy."""
+    """The shown parts of one stored copy."""
 
     table: str
     pk: int
@@ -38,7 +38,7 @@ class Content:
     text: str = ""
     cut: bool = False
     call: str = ""
-    """A task as it is called, masked."""
+    """A task as a call, masked."""
 
     @property
     def size_text(self) -> str:
@@ -47,10 +47,10 @@ class Content:
 
 
 def read(table: str, pk: int, *, using: str, bodies: bool, whole: bool = False) -> Any:
-    """Return the Content of a row, or None when the row is gone or keeps no body.
+    """Return the Content of a row, or None if the row does not exist or has no body.
 
-    Without `bodies`, headers only. Unless `whole`, the body is cut, in the database
-    already when nothing has to be masked.
+    Without `bodies`, headers only. Unless `whole`, the body is cut, by the database
+    already if nothing must be masked.
     """
     rows: Any = TABLES[table]._default_manager.using(using).filter(pk=pk)
     rows = rows.filter(body__isnull=False).annotate(
@@ -84,7 +84,7 @@ def read(table: str, pk: int, *, using: str, bodies: bool, whole: bool = False) 
 
 
 def pretty(body: Any) -> str:
-    """Return a decoded body as text to be read."""
+    """Return a decoded body as readable text."""
     if isinstance(body, bytes):
         return _text(body)
     if isinstance(body, str):

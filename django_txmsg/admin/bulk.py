@@ -1,4 +1,4 @@
-"""Bulk operations: what was asked for, how far it is, and its pause and cancel."""
+"""Bulk operations: what was requested, its progress, pause and cancel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PERMISSIONS = {
 
 @admin.register(BulkOperation)
 class BulkAdmin(ReadOnlyAdmin):
-    """Who did what to how many dead letters: at work now, and in the past."""
+    """The list of bulk operations, running and past."""
 
     list_display = (
         "status", "kind", "progress", "skipped", "filters", "by", "age",
@@ -60,7 +60,7 @@ class BulkAdmin(ReadOnlyAdmin):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """Show how far an operation is; the page keeps itself up to date."""
+        """Show the progress of an operation; the page reloads itself."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         operation = self.get_object(request, object_id)
@@ -122,12 +122,12 @@ class BulkAdmin(ReadOnlyAdmin):
 
     @admin.display(description="filter")
     def filters(self, operation: BulkOperation) -> str:
-        """What it was asked for."""
+        """The filter that was requested."""
         return filter_text(operation.filter)
 
     @admin.display(description="asked for")
     def age(self, operation: BulkOperation) -> SafeString:
-        """When."""
+        """When it was requested."""
         return display.ago(operation.created_at)
 
 

@@ -1,7 +1,8 @@
-"""Before anything is done to dead letters: how many, how old, where, and what happens.
+"""The confirmation before an action on dead letters: how many, how old, where, and the
+consequences.
 
-One page for one, a selection, a group or all that match. What is small is done before
-the answer; what is large goes on in the background, and its progress has a page.
+One page for one, a selection, a group or all that match. Small operations run before
+the response; large ones run in the background, and their progress has a page.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from .audit import audit
 from .base import ReadOnlyAdmin
 from .bulk import PERMISSIONS, filter_text
 
-#: The most messages that are done before the page answers, and the most seconds that
-#: it waits for them.
+#: Most messages that are processed before the page answers, and most seconds that it
+#: waits for them.
 AT_ONCE, PATIENCE = 200, 5.0
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
 
 class ConfirmPages:
-    """The question (GET), and the start of the operation (POST)."""
+    """The confirmation page (GET), and the start of the operation (POST)."""
 
     def __init__(self, admin: ReadOnlyAdmin) -> None:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Ask (GET), or start (POST)."""
+        """Ask for confirmation (GET), or start (POST)."""
         given = request.POST if request.method == "POST" else request.GET
         if given.get("kind") not in BulkKind.values:
             return self._back(request)
@@ -138,9 +139,9 @@ class ConfirmPages:
 
 
 def read_filter(given: QueryDict) -> dict[str, Any]:
-    """Return the filter that a page's query or form asks for.
+    """Return the filter in a page's query or form.
 
-    Raises ValueError when an id is not a number.
+    Raises ValueError if an id is not a number.
     """
     filters: dict[str, Any] = {
         name: given[name]
@@ -163,7 +164,7 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
 
 
 def hidden_fields(filters: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a filter as a form's fields."""
+    """Return a filter as hidden form fields."""
     return [
         (name, ",".join(map(str, value)) if name == "ids" else str(value))
         for name, value in filters.items()

@@ -1,4 +1,4 @@
-"""The contract as a page: what this service sends and takes, and what a change breaks.
+"""The contract as a page: what this service sends and receives, and breaking changes.
 
 By the code of the web process, which may be newer or older than that of the workers.
 """
@@ -19,7 +19,8 @@ from ..errors import ConfigurationError
 
 @dataclass
 class Channel:
-    """One destination: which stages take from it, whether we send to it, and what."""
+    """One destination: the stages that consume it, whether this service sends to it,
+    and its messages."""
 
     address: str
     sent: bool = False
@@ -38,7 +39,7 @@ class Message:
 
 
 def show(request: HttpRequest, context: dict[str, Any]) -> HttpResponse:
-    """Answer with the page, or with the document itself (`?format=json`)."""
+    """Return the page, or with `?format=json` the document itself."""
     file = committed.path()
     try:
         before = committed.read(file) if file.exists() else {}

@@ -1,7 +1,8 @@
-"""Redeliver a copy: headers and body edited, the difference seen, then sent.
+"""Redeliver a copy: headers and body are edited, the difference is shown, then it is
+sent.
 
-Off unless TXMSG["EDIT_DEAD_LETTERS"]. The copy gets an id of its own; what identifies
-the original is shown and cannot be changed.
+Off unless TXMSG["EDIT_DEAD_LETTERS"]. The copy gets an id of its own; the values that
+identify the original are shown and cannot be changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .addresses import MESSAGE, led
 from .audit import audit
 from .base import ReadOnlyAdmin
 
-#: Bytes of body up to which a text field is offered.
+#: Largest body, in bytes, for which a text field is offered.
 LONGEST = 256 * 1024
 
 
@@ -38,7 +39,7 @@ class CopyPages:
         self._admin = admin
 
     def page(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """Edit (GET), look at the difference (POST), send (POST with `send`)."""
+        """Edit (GET), show the difference (POST), send (POST with `send`)."""
         user: Any = request.user
         if not conf.get().EDIT_DEAD_LETTERS or not user.has_perms(
             [
@@ -65,7 +66,7 @@ class CopyPages:
             "diff": [],
         }
         if request.method == "POST":
-            # Browsers send line ends as CR LF; the original's are what they were.
+            # Browsers send line ends as CR LF, whatever the original had.
             for name in ("headers", "body"):
                 form[name] = request.POST.get(name, "").replace("\r\n", "\n")
             try:
@@ -110,7 +111,7 @@ class CopyPages:
 
 
 def unfit(letter: DeadLetter) -> str:
-    """Return why a dead letter cannot be edited here, if it cannot."""
+    """Return why a dead letter cannot be edited here, or ""."""
     if letter.resolution != Resolution.OPEN:
         return f"Dead letter {letter.pk} is not open any more: {letter.resolution}."
     if len(letter.body) > LONGEST:
@@ -123,7 +124,7 @@ def unfit(letter: DeadLetter) -> str:
 
 
 def body_text(letter: DeadLetter) -> str:
-    """Return the body as text to edit: JSON indented, if nothing is lost by it."""
+    """Return the body as text to edit: JSON indented, if that loses nothing."""
     raw = bytes(letter.body)
     try:
         decoded = serializers.decode(raw, letter.content_type)
@@ -133,7 +134,8 @@ def body_text(letter: DeadLetter) -> str:
 
 
 def encode(text: str, letter: DeadLetter) -> bytes:
-    """Return the edited text as the body that is sent; untouched text as it was."""
+    """Return the edited text as the body to send; unchanged text as the original
+    bytes."""
     if text == body_text(letter).replace("\r\n", "\n"):
         return bytes(letter.body)
     return text.encode()
@@ -145,8 +147,8 @@ def headers_text(headers: Any) -> str:
 
 
 def parse_headers(text: str) -> dict[str, str]:
-    """Return the headers that lines say. Raises ValueError for a line that is
-    not a header."""
+    """Return the headers in these lines. Raises ValueError for a line that is not a
+    header."""
     headers: dict[str, str] = {}
     for line in text.splitlines():
         if not line.strip():
@@ -159,7 +161,7 @@ def parse_headers(text: str) -> dict[str, str]:
 
 
 def difference(title: str, before: str, after: str) -> list[tuple[str, str]]:
-    """Return changed lines with their surroundings, each with its kind."""
+    """Return changed lines with their context, each with its kind."""
     kinds = {"+": "added", "-": "removed", "@": "place"}
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
     found = [

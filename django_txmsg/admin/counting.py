@@ -1,4 +1,4 @@
-"""Counts that stop: no list counts a large table to its end."""
+"""Counts with a cap: no list counts a large table to its end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from django.utils.functional import cached_property
 
 from . import display
 
-#: The most rows that a list counts; more are "1,000+". Finding a row by a filter that
-#: has no index may take reading a hundred others.
+#: Most rows that a list counts; more are "1,000+". Finding a row by a filter without an
+#: index may need reading a hundred others.
 CAP = 1_000
 
 
 class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at run time
-    """Pages whose rows are counted up to a cap only."""
+    """Pages whose rows are counted only up to a cap."""
 
     @cached_property
     def count(self) -> int:
@@ -30,10 +30,10 @@ class CappedPaginator(Paginator):  # type: ignore[type-arg]  # not generic at ru
 
 
 class CappedList(ChangeList):
-    """A list that does not pretend to have counted all of its rows."""
+    """A list that shows when it has not counted all of its rows."""
 
     def get_results(self, request: HttpRequest) -> None:
-        """Say how many were found beside the search only where that is known."""
+        """Show the number of results beside the search only if it is known."""
         super().get_results(request)
         if self.result_count > CAP:
             self.full_result_count = self.result_count

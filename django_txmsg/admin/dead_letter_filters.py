@@ -1,4 +1,4 @@
-"""The filters of the dead letters' list, and the one query that counts for them."""
+"""The filters of the dead letters' list, and the single query that counts for them."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class DeadFilter(CountingFilter):
 
 
 class StageFilter(DeadFilter):
-    """Who gave up."""
+    """The stage that gave up."""
 
     title = parameter_name = column = "stage"
 
 
 class DestinationFilter(DeadFilter):
-    """Where it was sent."""
+    """The message's destination."""
 
     title = parameter_name = column = "destination"
 
 
 class FingerprintFilter(DeadFilter):
-    """The error, in the words of the newest of its kind."""
+    """The error, with the text of the newest dead letter."""
 
     title = "error"
     parameter_name = column = "fingerprint"
@@ -75,7 +75,7 @@ class FingerprintFilter(DeadFilter):
 
 
 class ResolutionFilter(CountingFilter):
-    """Open (unless another is chosen), or what became of it."""
+    """Open (the default), or how it was resolved."""
 
     title = "resolution"
     parameter_name = "resolution"
@@ -98,7 +98,7 @@ class ResolutionFilter(CountingFilter):
 
 
 class AgainFilter(admin.SimpleListFilter):
-    """Those that came back after a redelivery."""
+    """Dead letters that died again after a redelivery."""
 
     title = "failed again"
     parameter_name = "again"

@@ -1,4 +1,4 @@
-"""Dead letters: grouped by error, as a list, and the way to what is done to them."""
+"""Dead letters: grouped by error, as a list, and the links to their actions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .groups import GroupPages
 
 
 class LetterList(MessageList):
-    """The list, with its filter in the words of a bulk operation."""
+    """The list, and its filter in the form of a bulk operation."""
 
     @cached_property
     def bulk_query(self) -> str:
@@ -41,7 +41,7 @@ class LetterList(MessageList):
 
 @admin.register(DeadLetter)
 class DeadLetterAdmin(MessageAdmin):
-    """What was given up on. Without a query: grouped by error."""
+    """Messages that were given up on. Without a query: grouped by error."""
 
     list_display = (
         "state",
@@ -58,23 +58,23 @@ class DeadLetterAdmin(MessageAdmin):
     change_list_template = "admin/django_txmsg/dead_letters.html"
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[DeadLetter]:
-        """Leave one more long column where it is."""
+        """Do not load one more long column."""
         return super().get_queryset(request).defer("traceback")
 
     def get_changelist(self, request: HttpRequest, **options: Any) -> type[MessageList]:
-        """Bring the list that knows its bulk operation."""
+        """Use the list that knows its bulk operation."""
         return LetterList
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Find by one exact id, as the command and bulk operations do."""
+        """Find by one exact id, like the command and bulk operations."""
         if not search_term:
             return queryset, False
         return queryset.filter(selection.searched(search_term)), False
 
     def get_urls(self) -> list[Any]:
-        """Add the pages of what can be done."""
+        """Add the pages of the actions."""
         wrap = self.admin_site.admin_view
         confirm, copy, groups = ConfirmPages(self), CopyPages(self), GroupPages(self)
         return [
@@ -87,7 +87,7 @@ class DeadLetterAdmin(MessageAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show groups, or the list when anything is asked for."""
+        """Show groups, or the list if there is a query."""
         if request.method == "GET" and request.GET.keys() <= {"sort"}:
             return GroupPages(self).page(request)
         more = {"title": "Dead letters", "deeds": deeds(request)}
@@ -126,7 +126,7 @@ class DeadLetterAdmin(MessageAdmin):
         self, request: HttpRequest, kind: str, queryset: QuerySet[DeadLetter]
     ) -> HttpResponse:
         if request.POST.get("select_across") == "1":
-            # All that match: the filter itself, since their number has no bound.
+            # All that match: the filter itself, since their number has no limit.
             query = bulk_filter(request.GET)
         else:
             query = {"ids": ",".join(request.POST.getlist("_selected_action"))}
@@ -135,7 +135,7 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="state")
     def state(self, letter: DeadLetter) -> SafeString:
-        """Open or resolved, and whether it came back."""
+        """Open or resolved, and whether it died again."""
         again = display.badge("failed again") if letter.deaths > 1 else ""
         return format_html("{} {}", display.badge(letter.resolution), again)
 
@@ -146,7 +146,8 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, letter: Any) -> SafeString:
-        """Who gave up, and on what, where that is not the stage's own destination."""
+        """The stage that gave up, and the destination, if that is not the stage's
+        own."""
         place = letter.stage
         if letter.stage != letter.destination:
             place = f"{letter.stage or '(relay)'} of {letter.destination}"
@@ -159,7 +160,7 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="age")
     def age(self, letter: DeadLetter) -> SafeString:
-        """Since when it is dead."""
+        """How long it has been dead."""
         return display.age(letter.created_at)
 
     @admin.display(description="error")
@@ -169,7 +170,8 @@ class DeadLetterAdmin(MessageAdmin):
 
 
 def deeds(request: HttpRequest) -> list[tuple[str, str]]:
-    """Return what the user may do to all that a list shows, each with its words."""
+    """Return the actions that the user may run on all listed dead letters, each with
+    its label."""
     state = request.GET.get("resolution")
     every = "all open" if state is None else "all"
     found = {
@@ -184,8 +186,8 @@ def deeds(request: HttpRequest) -> list[tuple[str, str]]:
 
 
 def bulk_filter(query: Mapping[str, Any]) -> dict[str, str]:
-    """Return a list's query as the filter of a bulk operation: all of it, since what
-    is left out would make it mean more rows than the list shows."""
+    """Return a list's query as the filter of a bulk operation: all of it, because a
+    part left out would select more rows than the list shows."""
     names = [one.parameter_name for one in FILTERS]
     found = {name: query[name] for name in names if query.get(name) is not None}
     if query.get(SEARCH_VAR):

@@ -1,6 +1,6 @@
-"""How counts, ages, states and errors are written, the same on every page.
+"""Formats counts, ages, states and errors, the same on every page.
 
-Whatever comes from a message goes through `format_html`, never through `mark_safe`.
+Values from messages go through `format_html`, never through `mark_safe`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..monitoring.lengths import duration as duration
 from ..monitoring.turns import at_least as at_least
 from ..monitoring.waiting import capped as capped
 
-#: The colour of each state's badge; the word is always there too.
+#: The colour of each state's badge; the word is always shown too.
 TONES = {
     "pending": "wait",
     "received": "wait",
@@ -50,7 +50,7 @@ TONES = {
 
 
 def badge(word: object) -> SafeString:
-    """Return a state as a coloured word."""
+    """Return a state as a coloured badge."""
     text = str(word)
     return format_html(
         '<span class="txmsg-badge txmsg-{}">{}</span>', TONES.get(text, "quiet"), text
@@ -63,7 +63,7 @@ def exact(count: int) -> str:
 
 
 def moment(instant: dt.datetime) -> str:
-    """Return an instant to the millisecond, as clocks here show it."""
+    """Return an instant to the millisecond, in the local time zone."""
     here = timezone.localtime(instant)
     shown = date_format(here, "Y-m-d H:i:s")
     return f"{shown}.{here.microsecond // 1000:03d} {here.tzname()}"
@@ -83,7 +83,7 @@ def age(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeStri
 
 
 def ago(instant: dt.datetime | None, now: dt.datetime | None = None) -> SafeString:
-    """Return an age in a sentence's words: "5 min ago"."""
+    """Return an age in words: "5 min ago"."""
     if instant is None:
         return format_html("{}", "never")
     future = instant > (now or timezone.now())
@@ -96,20 +96,20 @@ def mono(text: object, title: object = "") -> SafeString:
 
 
 def short_id(message_id: Any) -> SafeString:
-    """Return enough of a message id to tell it from its neighbours, whose ids begin as
-    it does."""
+    """Return enough of a message id to tell it from its neighbours, whose first
+    characters are the same."""
     text = str(message_id)
     return mono(f"…{text[-12:]}", text)
 
 
 def first_line(text: str) -> str:
-    """Return the first line that says something, cut to a list's width."""
+    """Return the first nonempty line, cut to a list's width."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[0]) if lines else ""
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something: a traceback's error."""
+    """Return the last nonempty line: a traceback's error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return cut(lines[-1]) if lines else ""
 
@@ -124,13 +124,13 @@ def tried(attempts: str, error: str) -> SafeString:
 
 
 def task(row: Any) -> str:
-    """Return the path of the task that a row holds, "" for what is no task."""
+    """Return the path of the task in a row, "" if it is not a task."""
     headers = row.headers or {}
     return str(headers.get(wire.TASK, "")) if wire.is_task(row.destination) else ""
 
 
 def named(place: str, task: str | None) -> SafeString:
-    """Return a place, with the task below it where it is one."""
+    """Return a place, with the task below it if there is one."""
     if not task:
         return format_html("{}", place)
     return format_html("{}<br><small>{}</small>", place, cut(task))

@@ -1,4 +1,4 @@
-"""The filters that several lists share, with the number of rows behind each choice."""
+"""Filters that several lists share, with the number of rows for each choice."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .counting import count, listed
 
 
 class CountingFilter(admin.SimpleListFilter):
-    """A filter with the number behind each choice."""
+    """A filter with the number of rows for each choice."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[Any]:
-        """Return the choices, each with how many rows it would show."""
+        """Return the choices, each with the number of rows that it would show."""
         for value, label, number in self.counted(request, model_admin):
             yield value, label if number is None else f"{label} ({listed(number)})"
 
@@ -30,8 +30,8 @@ class CountingFilter(admin.SimpleListFilter):
         raise NotImplementedError
 
     def has_output(self) -> bool:
-        """Show the filter even where there is one choice: its count is worth it. One
-        that is set narrows the list, whether or not its value is among the choices."""
+        """Show the filter even if there is only one choice, for its count. A filter
+        that is set narrows the list even if its value is not among the choices."""
         return bool(self.lookup_choices) or self.value() is not None
 
 
@@ -43,7 +43,7 @@ class StateFilter(CountingFilter):
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return what each choice means."""
+        """Return the condition of each choice."""
         raise NotImplementedError
 
     def counted(
@@ -61,11 +61,11 @@ class StateFilter(CountingFilter):
 
 
 class PlaceFilter(CountingFilter):
-    """By the column of the parameter's name, as far as the newest rows tell."""
+    """By the column of the parameter's name, with the values of the newest rows."""
 
     @staticmethod
     def newest(using: str) -> dict[str, int]:
-        """Return the choices, each with its number among the newest rows."""
+        """Return the choices, each with its count among the newest rows."""
         raise NotImplementedError
 
     def counted(
@@ -82,7 +82,7 @@ class PlaceFilter(CountingFilter):
 
 
 def among_newest(counts: dict[str, int]) -> Iterator[tuple[str, str, None]]:
-    """Return choices counted among the newest rows: "12+" where there are more."""
+    """Return choices counted among the newest rows: "12+" if there are more."""
     more = "+" if sum(counts.values()) >= recent.RECENT else ""
     for name, number in sorted(counts.items()):
         yield name, f"{name} ({number:,}{more})", None

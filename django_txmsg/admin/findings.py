@@ -1,4 +1,4 @@
-"""What `reconcile` has found: how old it is, and who says why it may be so."""
+"""What `reconcile` has found: its age, and who has acknowledged it and why."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .base import ReadOnlyAdmin, find
 @admin.register(Finding)
 class FindingAdmin(ReadOnlyAdmin):
     """Findings, to be acknowledged with a note. The next run of `reconcile` removes
-    those that are well by then, and nobody has acknowledged."""
+    resolved findings that were not acknowledged."""
 
     list_display = (
         "verdict", "message", "destination", "sender", "consumer", "sent", "age",
@@ -43,13 +43,13 @@ class FindingAdmin(ReadOnlyAdmin):
     readonly_fields = fields
 
     def has_acknowledge_permission(self, request: HttpRequest) -> bool:
-        """Whether the user may acknowledge findings, and take that back."""
+        """Whether the user may acknowledge findings, and reopen them."""
         return request.user.has_perm("txmsg_spark.acknowledge_finding")
 
     def lookup_allowed(
         self, lookup: str, value: Any, request: HttpRequest | None = None
     ) -> bool:
-        """Narrow by its filters only."""
+        """Allow only the list's filters."""
         return lookup in ("verdict", "verdict__exact", "acknowledged_at__isempty")
 
     def get_search_results(
@@ -64,7 +64,7 @@ class FindingAdmin(ReadOnlyAdmin):
     def acknowledge(
         self, request: HttpRequest, chosen: QuerySet[Finding]
     ) -> HttpResponse | None:
-        """Ask for a note, then write it to what is chosen."""
+        """Ask for a note, then store it with the selected findings."""
         findings = chosen.filter(acknowledged_at=None)
         note = request.POST.get("note", "").strip()
         if "note" not in request.POST or not note:
@@ -81,7 +81,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.action(description="Open again", permissions=["acknowledge"])
     def reopen(self, request: HttpRequest, chosen: QuerySet[Finding]) -> None:
-        """Take acknowledgements back."""
+        """Remove acknowledgements."""
         findings = chosen.exclude(acknowledged_at=None)
         count = self._say(
             request, findings, "Opened again.",
@@ -110,7 +110,7 @@ class FindingAdmin(ReadOnlyAdmin):
         text: str,
         **changes: Any,
     ) -> int:
-        """Change findings, and write into the admin's log who did."""
+        """Change findings, and write an entry into the admin's log."""
         using = router.db_for_write(Finding)  # the list may be read from a replica
         with transaction.atomic(using=using):
             rows = findings.using(using).select_for_update().order_by("pk")
@@ -125,7 +125,7 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.display(description="message")
     def message(self, finding: Finding) -> SafeString:
-        """The message, and the way to its page."""
+        """The message, with a link to its page."""
         site = self.admin_site.name
         page = reverse(MESSAGE, args=[finding.message_id], current_app=site)
         return format_html(
@@ -139,17 +139,17 @@ class FindingAdmin(ReadOnlyAdmin):
 
     @admin.display(description="found")
     def age(self, finding: Finding) -> SafeString:
-        """Since when it is known."""
+        """How long it has been known."""
         return display.ago(finding.found_at)
 
     @admin.display(description="last seen")
     def seen(self, finding: Finding) -> SafeString:
-        """When a run came to it last."""
+        """When a run last found it."""
         return display.ago(finding.seen_at)
 
     @admin.display(description="acknowledged")
     def said(self, finding: Finding) -> SafeString:
-        """Who knows of it, since when, and why it may be."""
+        """Who acknowledged it, when, and the note."""
         if finding.acknowledged_at is None:
             return display.badge("new")
         return format_html(

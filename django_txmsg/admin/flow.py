@@ -1,7 +1,7 @@
 """The messages before and after one: all of the same correlation, as a tree.
 
-What a stage sends carries the mark of the message it was processing (`session_id`),
-so each message's cause can be found without being stored.
+Messages from a stage carry the mark of the message that it processed (`session_id`), so
+each message's cause can be found without being stored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from django.db.models import Q
 from .. import conf, wire
 from ..models import InboxMessage, OutboxMessage
 
-#: The most messages of one flow that are shown.
+#: Most messages of one flow that are shown.
 MOST = 200
 
 
@@ -35,9 +35,9 @@ class Node:
 
 
 def flow(message_id: uuid.UUID, correlation_id: str, *, using: str) -> list[Node]:
-    """Return the flow that a message is part of, causes before their effects.
+    """Return the flow of a message, causes before their effects.
 
-    A message that started a flow has no correlation id: the flow then bears its id.
+    A message that started a flow has no correlation id: the flow then has its id.
     """
     name = correlation_id or str(message_id)
     same = Q(correlation_id=name)

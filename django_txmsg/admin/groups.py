@@ -1,4 +1,4 @@
-"""Open dead letters by error, with what colleagues found out."""
+"""Open dead letters by error, with the notes of operators."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .audit import audit
 from .base import ReadOnlyAdmin
 from .bulk import PERMISSIONS
 
-#: The most groups on a page.
+#: Most groups on a page.
 MOST_GROUPS = 200
 
-#: An error whose first dead letter is no older is marked as new.
+#: An error is marked as new if its first dead letter is not older.
 NEW = dt.timedelta(hours=1)
 
 
@@ -37,7 +37,7 @@ class GroupPages:
         self._admin = admin
 
     def page(self, request: HttpRequest) -> HttpResponse:
-        """Show open dead letters by their error, most first."""
+        """Show open dead letters by their error, the largest groups first."""
         if not self._admin.has_view_permission(request):
             raise PermissionDenied
         using = router.db_for_read(DeadLetter)
@@ -58,7 +58,7 @@ class GroupPages:
         return render(request, "admin/django_txmsg/groups.html", context)
 
     def note(self, request: HttpRequest) -> HttpResponse:
-        """Keep what an operator found out about an error, and whether it is muted."""
+        """Store an operator's note about an error, and whether it is muted."""
         if not request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER]):
             raise PermissionDenied
         notes = FailureNote.objects.db_manager(router.db_for_write(FailureNote))

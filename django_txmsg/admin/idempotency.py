@@ -1,4 +1,4 @@
-"""What was answered under an `Idempotency-Key`, and how to have it forgotten."""
+"""Responses stored under an `Idempotency-Key`, and how to delete them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .filters import AgeFilter
 
 @admin.register(IdempotencyKey)
 class IdempotencyAdmin(ReadOnlyAdmin):
-    """Who sent which key. Responses are not shown: they are their caller's. A key that
-    is deleted is free: the same request is done again."""
+    """Who sent which key. Responses are not shown: they belong to their caller. A
+    deleted key is free: the same request is executed again."""
 
     list_display = ("shown", "who", "status_code", "size", "age")
     list_filter = (AgeFilter,)
@@ -31,11 +31,11 @@ class IdempotencyAdmin(ReadOnlyAdmin):
     change_list_template = "admin/django_txmsg/change_list.html"
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Whether the user may have keys forgotten."""
+        """Whether the user may delete keys."""
         return request.user.has_perm("django_txmsg.delete_idempotencykey")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[IdempotencyKey]:
-        """Leave the responses where they are."""
+        """Do not load the responses."""
         rows: QuerySet[IdempotencyKey] = super().get_queryset(request)
         return rows.defer("body", "headers").annotate(length=Length("body"))
 
@@ -47,7 +47,7 @@ class IdempotencyAdmin(ReadOnlyAdmin):
         return found, False
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """The list alone: a row's own page would show the response."""
+        """Only the list: a row's own page would show the response."""
         return obj is None and super().has_view_permission(request)
 
     @admin.display(description="key")
@@ -57,15 +57,15 @@ class IdempotencyAdmin(ReadOnlyAdmin):
 
     @admin.display(description="caller")
     def who(self, row: IdempotencyKey) -> SafeString:
-        """Whose key it is; what tells a caller is kept as a digest."""
+        """The caller of the key, of whom only a digest is stored."""
         return display.mono(display.cut(row.caller, 24), row.caller)
 
     @admin.display(description="response")
     def size(self, row: Any) -> str:
-        """How long the stored response is."""
+        """The length of the stored response."""
         return "-" if row.length is None else display.size(row.length)
 
     @admin.display(description="age")
     def age(self, row: IdempotencyKey) -> SafeString:
-        """Since when it is kept."""
+        """How long it has been stored."""
         return display.age(row.created_at)

@@ -1,4 +1,4 @@
-"""The inbox's list: what stages here have received, and how it went."""
+"""The inbox's list: what the stages here have received, and the outcome."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from .received import is_held, is_overdue, shown_state, with_state
 
 
 class InboxStateFilter(StateFilter):
-    """Redelivering, in line, overdue, in need of newer code, processed or dead."""
+    """Redelivering, blocked by order, overdue, in need of newer code, processed or
+    dead."""
 
     @staticmethod
     def conditions() -> dict[str, Q]:
-        """Return what each choice means."""
+        """Return the condition of each choice."""
         return {
             "redelivering": Q(Holds(inbox.PARKED & ~inbox.IN_LINE)),
             "in-line": Q(Holds(inbox.IN_LINE)),
@@ -38,7 +39,7 @@ class InboxStateFilter(StateFilter):
 
 
 class StageFilter(PlaceFilter):
-    """The stages declared here, and others that have received something."""
+    """The stages declared here, and others that have received messages."""
 
     title = parameter_name = "stage"
 
@@ -73,7 +74,7 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="stage")
     def place(self, row: Any) -> SafeString:
-        """The stage, and which task it is, as long as the inbox has it."""
+        """The stage, and the name of the task, while the inbox has it."""
         return display.named(row.stage, row.task)
 
     @admin.display(description="next attempt")
@@ -89,7 +90,7 @@ class InboxAdmin(MessageAdmin):
         return "when resumed" if is_held(row) else display.ago(row.due_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[InboxMessage]:
-        """Add what of other tables belongs to a row's state."""
+        """Add what other tables contribute to a row's state."""
         return with_state(super().get_queryset(request))
 
     @admin.display(description="message")
@@ -115,10 +116,10 @@ class InboxAdmin(MessageAdmin):
 
     @admin.display(description="received")
     def age(self, row: InboxMessage) -> SafeString:
-        """When it came first."""
+        """When it first arrived."""
         return display.age(row.first_received_at)
 
 
 def attempts_allowed() -> dict[str, int]:
-    """Return how many attempts each stage makes at most."""
+    """Return each stage's highest number of attempts."""
     return {one.name: one.policy.max_attempts for one in all_stages()}

@@ -1,7 +1,7 @@
 """A message's own page: facts, timeline, attempts, headers, body, and its flow.
 
 One page for all tables: whether a message is stored here, received here, dead here, or
-all of it, its address is its id.
+all of it, its address contains its id.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .flow import flow
 from .received import shown_state, with_state
 from .timeline import timeline
 
-#: The most attempts that are shown, newest first.
+#: Most attempts that are shown, newest first.
 MOST_ATTEMPTS = 50
 
 
@@ -40,7 +40,7 @@ class MessagePages:
         self._admin = admin
 
     def page(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Show all that is known here of one message."""
+        """Show everything known here about one message."""
         may = allowed(request)
         using = router.db_for_read(OutboxMessage)
         outbox = inbox = letters = attempts = []
@@ -94,7 +94,7 @@ class MessagePages:
     def body(
         self, request: HttpRequest, message_id: uuid.UUID, table: str, pk: int
     ) -> HttpResponse:
-        """Answer with the whole body, masked, as text that no browser will run."""
+        """Return the whole body, masked, as text that no browser executes."""
         may = allowed(request)
         if table not in bodies.TABLES:
             raise Http404
@@ -115,7 +115,7 @@ class MessagePages:
         )
 
     def cancel(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Keep a pending message from leaving."""
+        """Cancel a pending message."""
         user: Any = request.user
         if not user.has_perm("django_txmsg.cancel_outboxmessage"):
             raise PermissionDenied
@@ -125,7 +125,7 @@ class MessagePages:
         return self._done(request, message_id, "Cancelled", done, why)
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
-        """Let a pending message leave in so many minutes from now."""
+        """Let a pending message leave in that many minutes from now."""
         user: Any = request.user
         if not user.has_perm("django_txmsg.reschedule_outboxmessage"):
             raise PermissionDenied
@@ -197,7 +197,7 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
-    """Return the word that says where the message is now: its worst, then its last."""
+    """Return the state of the message: the worst, else the latest."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox:
@@ -212,7 +212,7 @@ def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
 
 
 def raw(rows: list[Any]) -> str:
-    """Return rows as text, without what is long or shown elsewhere."""
+    """Return rows as text, without values that are long or shown elsewhere."""
     shown = []
     for row in rows:
         deferred = row.get_deferred_fields() | {"traceback"}

@@ -1,4 +1,4 @@
-"""The way between the pages, the same at the top of each."""
+"""Navigation between the pages, the same at the top of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LISTS = (
 
 @dataclass(frozen=True)
 class Page:
-    """One of the pages, and whether the user is there."""
+    """One of the pages, and whether it is the present one."""
 
     title: str
     address: str

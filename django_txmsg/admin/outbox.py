@@ -1,4 +1,4 @@
-"""The outbox's list, and every message's own page, which lives under it."""
+"""The outbox's list, and every message's own page, which is below it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class OutboxStateFilter(StateFilter):
 
 
 class DestinationFilter(PlaceFilter):
-    """Where messages go."""
+    """By destination."""
 
     title = parameter_name = "destination"
     newest = staticmethod(recent.destinations)
@@ -102,12 +102,12 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="destination")
     def place(self, row: Any) -> SafeString:
-        """Where it goes, and which task it is."""
+        """Its destination, and the name of the task."""
         return display.named(row.destination, row.task)
 
     @admin.display(description="next attempt")
     def due(self, row: OutboxMessage) -> SafeString | str:
-        """When a pending message is to leave."""
+        """When a pending message will leave."""
         if row.dispatched_at is not None or row.dead_at is not None:
             return "-"
         return display.ago(row.due_at)
@@ -129,5 +129,5 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="age")
     def age(self, row: OutboxMessage) -> SafeString:
-        """Since when it is stored."""
+        """How long it has been stored."""
         return display.age(row.created_at)

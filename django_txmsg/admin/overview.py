@@ -1,4 +1,4 @@
-"""The first page: alarms, waiting and dead messages, and the processes at work."""
+"""The first page: alarms, waiting and dead messages, and live processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .addresses import address
 
 BAR, GAP, HEIGHT = 8, 2, 44
 
-#: Up to this number, idle places are listed; more are folded away.
+#: Up to this number, idle places are listed; more are folded.
 FEW = 8
 
-#: Whose permission a chart needs.
+#: The permission that each chart needs.
 _TABLES = {
     "stored": "outboxmessage",
     "dispatched": "outboxmessage",
@@ -62,14 +62,14 @@ class Chart:
 
 @dataclass
 class Line:
-    """An alarm as the banner says it."""
+    """An alarm as the banner shows it."""
 
     alarm: Alarm
     address: str
 
 
 def overview(request: HttpRequest) -> dict[str, Any]:
-    """Return what the overview shows to this user: of each table what may be seen."""
+    """Return the overview for this user: only tables that the user may see."""
     using = router.db_for_write(OutboxMessage)
     picture = status.read()
     hours = periods.last_day(using, picture.now)
@@ -131,7 +131,7 @@ def chart(series: str, hours: list[Hour]) -> Chart:
     peak = max(counts, default=0)
     bars = []
     for index, (hour, count) in enumerate(zip(hours, counts, strict=True)):
-        # Anything at all is to be seen, however small beside the peak.
+        # Any nonzero value is visible, however small beside the peak.
         height = max(2.0, HEIGHT * count / peak) if count else 0.0
         title = f"{hour.start:%H:%M} UTC: {count:,} {_TITLES[series].lower()}"
         bars.append(

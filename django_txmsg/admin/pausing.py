@@ -1,4 +1,4 @@
-"""The buttons that pause and resume what a list shows: a stage, a recurring message."""
+"""Buttons that pause and resume the rows of a list: a stage, a recurring message."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from .base import ReadOnlyAdmin
 
 
 class PausableAdmin(ReadOnlyAdmin):
-    """A list with a form for each of its rows, which names one and says why."""
+    """A list with a form for each row, with its name and a field for the reason."""
 
-    #: What is paused, in the names of addresses and of the permission.
+    #: The paused kind of object, in names of addresses and of the permission.
     kind: ClassVar[str]
-    #: The same for people; and before a name, where that alone would not do.
+    #: The same for people; and before a name, if the name alone would not do.
     noun: ClassVar[str]
     called: ClassVar[str] = ""
-    #: The form's field that names one.
+    #: The form's field with the name.
     field: ClassVar[str] = "name"
-    #: What follows from a pause, and from its end.
+    #: The consequences of a pause, and of its end.
     follows: ClassVar[str] = ""
 
     def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Pause or resume one. Returns its row, or None where it is so already. Raises
-        LookupError for a name that nothing has."""
+        """Pause or resume one. Returns its row, or None if nothing changed. Raises
+        LookupError for an unknown name."""
         raise NotImplementedError
 
     def may_pause(self, request: HttpRequest) -> bool:
-        """Return whether the buttons are for this user."""
+        """Return whether this user sees the buttons."""
         return request.user.has_perm(f"django_txmsg.pause_{self.kind}")
 
     def get_urls(self) -> list[Any]:
@@ -51,11 +51,11 @@ class PausableAdmin(ReadOnlyAdmin):
         ] + super().get_urls()
 
     def pause(self, request: HttpRequest) -> HttpResponse:
-        """Hold one: what is in hand is finished, and nothing new begun."""
+        """Pause: finish messages in progress, start no new ones."""
         return self._set(request, paused=True)
 
     def resume(self, request: HttpRequest) -> HttpResponse:
-        """Let one go on."""
+        """Resume."""
         return self._set(request, paused=False)
 
     def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:

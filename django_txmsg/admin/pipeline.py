@@ -1,4 +1,4 @@
-"""Runs of the data pipeline, and how far the archive has come."""
+"""Runs of the data pipeline, and the archive's progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .base import ReadOnlyAdmin
 
 
 class RecordAdmin(ReadOnlyAdmin):
-    """Nobody deletes a record."""
+    """A record that cannot be deleted here."""
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
         """Not from here."""
@@ -26,7 +26,7 @@ class RecordAdmin(ReadOnlyAdmin):
 
 @admin.register(PipelineRun)
 class PipelineRunAdmin(RecordAdmin):
-    """Who ran which job, when, over what, and what came of it."""
+    """Who ran which job, when, with which options, and the result."""
 
     list_display = ("job", "outcome", "service", "row_count", "took", "begun", "run_by")
     list_filter = ("job", "state")
@@ -39,7 +39,7 @@ class PipelineRunAdmin(RecordAdmin):
 
     @admin.display(description="outcome")
     def outcome(self, run: PipelineRun) -> str:
-        """How it ended. A killed run could not write it down."""
+        """How it ended. A killed run could not record it."""
         return "interrupted" if run.interrupted else run.get_state_display()
 
     @admin.display(description="rows")
@@ -73,7 +73,7 @@ class PipelineRunAdmin(RecordAdmin):
 
 @admin.register(ArchiveMark)
 class ArchiveMarkAdmin(RecordAdmin):
-    """How far which table is in which lake."""
+    """The archive's position, by table and lake."""
 
     list_display = ("source", "lake", "purged_through", "row_count", "changed")
     list_filter = ("source",)
@@ -86,18 +86,18 @@ class ArchiveMarkAdmin(RecordAdmin):
 
     @admin.display(description="rows")
     def row_count(self, mark: ArchiveMark) -> str:
-        """Rows that have left the database for this lake."""
+        """Rows that were moved from the database to this lake."""
         return f"{mark.rows:,}"
 
     @admin.display(description="moved")
     def changed(self, mark: ArchiveMark) -> SafeString:
-        """When it was moved last."""
+        """When it last advanced."""
         return format_html("{} ago", display.age(mark.changed_at))
 
 
 @admin.register(PipelineAlert)
 class PipelineAlertAdmin(RecordAdmin):
-    """What `pipeline follow` has measured last."""
+    """The last measurements of `pipeline follow`."""
 
     list_display = ("name", "service", "firing", "summary", "began", "measured")
     list_filter = ("firing",)
@@ -110,12 +110,12 @@ class PipelineAlertAdmin(RecordAdmin):
 
     @admin.display(description="began to fire")
     def began(self, alert: PipelineAlert) -> SafeString | str:
-        """When it began to fire, the last time."""
+        """When it last began to fire."""
         if alert.since is None:
             return "-"
         return format_html("{} ago", display.age(alert.since))
 
     @admin.display(description="measured")
     def measured(self, alert: PipelineAlert) -> SafeString:
-        """When it was measured last."""
+        """When it was last measured."""
         return format_html("{} ago", display.age(alert.checked_at))

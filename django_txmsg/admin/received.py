@@ -1,4 +1,5 @@
-"""The word for a received message, with what stage and dead letter say of it."""
+"""The shown state of a received message, from the inbox, its stage and its dead
+letter."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def is_held(row: InboxMessage) -> bool:
 
 
 def shown_state(row: InboxMessage) -> str:
-    """Return the word for a row of with_state()."""
+    """Return the shown state for a row of with_state()."""
     if row.due_at is not None:
         if row.waits_for is not None:
             return "in line"

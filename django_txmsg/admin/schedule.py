@@ -1,4 +1,4 @@
-"""What recurs: each with its ticks, and the buttons that pause and resume it."""
+"""Recurring messages: each with its ticks, and the buttons that pause and resume it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .pausing import PausableAdmin
 
 @admin.register(Schedule)
 class ScheduleAdmin(PausableAdmin):
-    """One page for all that recurs, declared here or known from its row."""
+    """One page for all recurring messages, declared here or known from their rows."""
 
     kind, noun = "schedule", "recurring message"
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """Show when each is due, and whether it may be."""
+        """Show when each is due, and whether it is paused."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         context = {

@@ -1,4 +1,4 @@
-"""The stages: how each does, and the buttons that pause and resume it."""
+"""The stages: their state, and the buttons that pause and resume them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .pausing import PausableAdmin
 
 @admin.register(StageState)
 class StageAdmin(PausableAdmin):
-    """One page for all stages, declared here or known from what they left behind."""
+    """One page for all stages, declared here or known from their rows."""
 
     kind, noun, called, field = "stage", "stage", "stage", "stage"
     follows = " Its consumers obey within two seconds."
@@ -61,14 +61,14 @@ class StageAdmin(PausableAdmin):
         return render(request, "admin/django_txmsg/stages.html", context)
 
     def contract(self, request: HttpRequest) -> HttpResponse:
-        """Show what this service sends and takes."""
+        """Show what this service sends and receives."""
         if not self.has_view_permission(request):
             raise PermissionDenied
         return contract.show(request, self.page_context(request, "Contract"))
 
     def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Hold a stage, or let it go on: its consumers finish what they have and take
-        nothing new."""
+        """Pause a stage, or resume it: its consumers finish messages in progress and
+        take no new ones."""
         using = router.db_for_write(StageState)
         states = StageState.objects.db_manager(using)
         if paused and not is_known(name, using):
@@ -78,8 +78,8 @@ class StageAdmin(PausableAdmin):
 
 
 def is_known(name: str, using: str) -> bool:
-    """Return whether a stage is declared here, is consumed by a process elsewhere, or
-    has left something behind."""
+    """Return whether a stage is declared here, is consumed by another process, or has
+    rows."""
     consumed = Worker.objects.using(using).values_list("stages", flat=True)
     return bool(name) and (
         any(one.name == name for one in all_stages())

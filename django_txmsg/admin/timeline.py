@@ -1,6 +1,6 @@
-"""A message's life as the tables tell it: stored, dispatched, received, processed.
+"""A message's history from the tables: stored, dispatched, received, processed.
 
-Each event with the gap since the one before, so that the slow step shows.
+Each event shows the gap since the one before, so that the slow step stands out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..models import Attempt, DeadLetter, InboxMessage, OutboxMessage
 
 @dataclass
 class Event:
-    """One thing that happened, where, and how long after the last."""
+    """One event, where it happened, and how long after the last."""
 
     at: dt.datetime
     what: str
@@ -31,7 +31,7 @@ def timeline(
     attempts: Iterable[Attempt],
     letters: Iterable[DeadLetter],
 ) -> list[Event]:
-    """Return all that is known to have happened to one message, in order."""
+    """Return all recorded events of one message, in order."""
     events: list[Event] = []
     stored = False
     for row in outbox:

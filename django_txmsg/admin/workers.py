@@ -1,4 +1,4 @@
-"""The list of processes that relay and consume, with their signs of life."""
+"""The list of processes that relay and consume, with their heartbeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import ReadOnlyAdmin
 
 @admin.register(Worker)
 class WorkerAdmin(ReadOnlyAdmin):
-    """Running processes; one that stopped in good order is not here any more."""
+    """Running processes; one that stopped in an orderly way is no longer listed."""
 
     list_display = (
         "state", "kind", "service", "host", "pid", "consumes", "in_flight", "heartbeat",
@@ -26,7 +26,7 @@ class WorkerAdmin(ReadOnlyAdmin):
     ordering = ("kind", "host", "pid")
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:
-        """Rows of the dead are swept by the living."""
+        """Live processes delete the rows of dead ones."""
         return False
 
     @admin.display(description="state")
@@ -36,7 +36,7 @@ class WorkerAdmin(ReadOnlyAdmin):
 
     @admin.display(description="stages")
     def consumes(self, worker: Worker) -> SafeString | str:
-        """What it consumes."""
+        """The stages it consumes."""
         if not worker.stages:
             return "-"
         names = ((name,) for name in worker.stages)

@@ -1,1 +1,1 @@
-"""After the last attempt: burying messages, and what an operator does with them."""
+"""After the last attempt: burying messages, and the operators' actions on them."""

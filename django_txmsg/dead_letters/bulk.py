@@ -1,9 +1,9 @@
-"""The side track's way back in quantity: dead letters by the thousand, in batches.
+"""Bulk operations on dead letters: many thousands, in batches.
 
-What was asked for is a row (`BulkOperation`); `manage.py consume` works it off in
-growing batches. The cursor moves in the batch's own transaction, so that closing the
-browser stops nothing and a crash neither loses nor doubles a message. Small operations
-go the same way, done at once by the process that asked.
+The request is a row (`BulkOperation`); `manage.py consume` executes it in growing
+batches. The cursor advances in the batch's own transaction, so that closing the browser
+stops nothing and a crash neither loses nor doubles a message. Small operations work the
+same way, executed at once by the process that started them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ log = logging.getLogger("django_txmsg.bulk")
 LARGEST_BATCH = 1000
 
 
-#: Seconds that a batch waits for what a worker holds, before it is tried again later.
+#: Seconds that a batch waits for a message that a worker holds, before it is tried
+#: again later.
 PATIENCE = 3.0
 
-#: How many skipped messages an operation remembers the reason of.
+#: How many skipped messages an operation records the reason for.
 REMEMBERED = 50
 
 
 class _Moved(OperationalError):
-    """Another worker has done this batch."""
+    """Another worker has executed this batch."""
 
 
 def start(
@@ -58,9 +59,9 @@ def start(
     force: bool = False,
     rate: float | None = None,
 ) -> BulkOperation:
-    """Ask for `kind` to be done to what matches now. Nothing is done yet.
+    """Request `kind` for what matches now. Nothing is executed yet.
 
-    `rate` limits the messages a second. What dies later is not taken in.
+    `rate` limits the messages a second. Messages that die later are not included.
     """
     if wrong := bulk_operation.wrong_rate(rate):
         raise TxmsgError(wrong)
@@ -92,10 +93,10 @@ def start(
 
 
 def work_off(using: str, stop: threading.Event) -> int:
-    """Work on all running operations until none is due. Returns how many messages.
+    """Execute all running operations until none is due. Returns how many messages.
 
     Several processes may do so at once: a batch belongs to one of them. Returns soon
-    after `stop` is set, with the batch at work completed.
+    after `stop` is set, with the current batch completed.
     """
     worked = 0
     while not stop.is_set():
@@ -108,7 +109,7 @@ def work_off(using: str, stop: threading.Event) -> int:
 
 
 def running(using: str) -> bool:
-    """Return whether an operation has work left, be it that its rate says not yet."""
+    """Return whether an operation has work left, even if its rate postpones it."""
     return BulkOperation.objects.using(using).filter(state=BulkState.RUNNING).exists()
 
 
@@ -118,9 +119,9 @@ def finish(
     patience: float | None = None,
     on_batch: Callable[[BulkOperation], None] | None = None,
 ) -> BulkOperation:
-    """Work on one operation, for `patience` seconds at most, until it has ended.
+    """Execute one operation, for at most `patience` seconds, until it has ended.
 
-    Returns it as it is then: ended, paused, or still running in other hands.
+    Returns it in its state then: ended, paused, or still running in another process.
     """
     using = operation._state.db or "default"
     deadline = None if patience is None else time.monotonic() + patience
@@ -143,10 +144,10 @@ def finish(
 def work_batch(
     using: str, *, only: int | None = None, stop: threading.Event | None = None
 ) -> int | None:
-    """Do one batch of one running operation, in one transaction.
+    """Execute one batch of one running operation, in one transaction.
 
-    Returns how many messages it handled, or None when nothing is due, or somebody holds
-    one of them for longer than PATIENCE.
+    Returns how many messages it handled, or None if nothing is due, or if another
+    process holds one of them for longer than PATIENCE.
     """
     for patience in (0.1, 0.4, None):
         taken: list[BulkOperation] = []
@@ -156,7 +157,7 @@ def work_batch(
         except OperationalError as error:
             if database_health.gave_up_waiting(error):
                 return None
-            # A deadlock's victim: nothing was done.
+            # The victim of a deadlock: nothing was changed.
             if patience is None or in_block(connections[using]):
                 raise
             (stop or threading.Event()).wait(patience)
@@ -168,7 +169,7 @@ def work_batch(
 
 
 def _work_batch(using: str, only: int | None, taken: list[BulkOperation]) -> int | None:
-    # Whoever pauses or cancels the operation waits for the batch.
+    # A pause or cancellation of the operation waits for the batch.
     limit_waits(connections[using], PATIENCE)
     due = BulkOperation.objects.using(using).filter(
         state=BulkState.RUNNING, due_at__lte=Now()
@@ -221,9 +222,10 @@ def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
         created_at__lte=operation.created_at,
     )
     if connections[using].vendor == "postgresql":
-        # No skipping here: the cursor would pass by what somebody holds for a moment.
+        # No SKIP LOCKED here: the cursor would pass a message that is locked for a
+        # moment.
         letters = letters.select_for_update()
-    # The longest columns stay where they are.
+    # The longest columns are not loaded.
     if operation.kind == BulkKind.REDELIVER:
         letters = letters.only(*_NEEDED)
     else:
@@ -231,7 +233,8 @@ def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
     return list(letters.order_by("pk")[:size])
 
 
-#: What redelivery reads of a dead letter; the rest is copied within the database.
+#: The columns that redelivery reads of a dead letter; the rest is copied within the
+#: database.
 _NEEDED = ("message_id", "stage", "broker", "destination", "headers", "deaths")
 
 
@@ -248,11 +251,12 @@ def _do(
 
 
 def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
-    """A batch failed and was rolled back: close in on the message that spoils it."""
+    """A batch failed and was rolled back: use smaller ones to find the message that
+    caused it."""
     log.warning("bulk operation %d: a batch failed: %s", operation.pk, error)
     with transaction.atomic(using=using), suppress(_Moved):
         if operation.batch_size > 1:
-            # What failed must fail alone before it is passed by.
+            # A failing message must fail alone before it is skipped.
             smaller = max(1, operation.batch_size // 10)
             _advance(operation, using, batch_size=smaller, last_error=str(error)[:2000])
             return 0
@@ -274,7 +278,7 @@ def _smaller(operation: BulkOperation, using: str, error: Exception) -> int:
 
 
 def _advance(operation: BulkOperation, using: str, **values: Any) -> None:
-    # The cursor is the fence: whoever read an older one changes nothing.
+    # The cursor is the fence: a process that read an older one changes nothing.
     changed = (
         BulkOperation.objects.using(using)
         .filter(pk=operation.pk, cursor=operation.cursor)

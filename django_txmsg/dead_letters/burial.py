@@ -1,7 +1,7 @@
 """The side track's end: burying messages.
 
-A buried message keeps its original headers and bytes until an operator has resolved
-it (`resolution.py`).
+A buried message keeps its original headers and bytes until an operator resolves it
+(`resolution.py`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def bury(
     failure: Failure,
     attempts: int,
 ) -> DeadLetter:
-    """Keep a message that is given up on, inside the caller's transaction.
+    """Store a message that is given up on, inside the caller's transaction.
 
-    A message that was redelivered and comes back is the same dead letter, open again
-    and one death older.
+    If a redelivered message dies again, it is the same dead letter, reopened, with one
+    more death.
     """
     text_headers = {
         _storable(name): _storable(value) for name, value in headers.items()
@@ -57,7 +57,7 @@ def bury(
     }
     letters = DeadLetter.objects.using(using)
     letter: DeadLetter
-    # Locked: another one is made where pruning deletes it just then.
+    # Locked: if pruning has just deleted it, another one is created.
     same = letters.filter(message_id=message_id, stage=stage).select_for_update()
     known = same.order_by("-id").first()
     if known is not None and bytes(known.body) == body:
@@ -80,7 +80,7 @@ def bury(
 def bury_outgoing(
     row: Claimed, using: str, broker: str, reason: str, error: str
 ) -> DeadLetter:
-    """Keep a message that could not leave: expired, or refused by the broker."""
+    """Store a message that could not leave: expired, or refused by the broker."""
     service = row.service or conf.get().SERVICE
     return bury(
         using=using,
@@ -112,6 +112,6 @@ def _announcement(letter: DeadLetter, error: str) -> Callable[[], None]:
 
 
 def _storable(text: str) -> str:
-    """JSON columns of PostgreSQL hold neither NUL nor lone surrogates."""
+    """JSON columns of PostgreSQL can store neither NUL nor lone surrogates."""
     cleaned = text.replace("\x00", "\\x00")
     return cleaned.encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""What of a message an operator gets to see: TXMSG["MASK"] may hide personal data.
+"""What an operator sees of a message: TXMSG["MASK"] may hide personal data.
 
-The setting names a function `mask(destination, headers, body)` that returns headers and
-body as they are to be shown. It changes nothing that is stored or sent.
+The setting names a function `mask(destination, headers, body)` that returns the headers
+and body to show. It changes nothing that is stored or sent.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def shown(
 ) -> tuple[dict[str, str], Any]:
     """Return headers and the decoded body (bytes, if it cannot be decoded), masked.
 
-    `body` is None where only the headers are to be shown.
+    `body` is None if only the headers are to be shown.
 
-    A mask that fails hides everything: better nothing than too much.
+    If the mask raises, everything is hidden: too little is safer than too much.
     """
     try:
         decoded = None if body is None else serializers.decode(body, content_type)
@@ -50,8 +50,8 @@ def shown(
 
 
 def call_shown(headers: Mapping[str, str], body: Any) -> str:
-    """Return a task as the call that it is, of what `shown()` lets be seen; "" for what
-    is no task."""
+    """Return a task as the call that it is, from the parts that `shown()` returns; ""
+    if it is not a task."""
     path = headers.get(wire.TASK, "")
     if not path or not isinstance(body, dict) or not body.keys() >= {"args", "kwargs"}:
         return path

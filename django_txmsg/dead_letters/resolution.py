@@ -1,6 +1,6 @@
-"""What an operator does with dead letters, a locked batch at a time.
+"""The operators' actions on dead letters, a locked batch at a time.
 
-`bulk.py` has the batches, for the admin and for `manage.py dead_letters` alike.
+`bulk.py` makes the batches, both for the admin and for `manage.py dead_letters`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..stages import all_stages
 
 @dataclass
 class Tally:
-    """What an operation did. `skipped` maps a dead letter's id to the reason."""
+    """The result of an operation. `skipped` maps a dead letter's id to the reason."""
 
     done: int = 0
     skipped: dict[int, str] = field(default_factory=dict)
@@ -43,10 +43,10 @@ def redeliver(
 ) -> None:
     """Redeliver open dead letters that the caller's transaction has locked.
 
-    One of a stage waits in the stage's inbox again, due now: no other one gets it, and
-    no broker has to be there. One of the relay leaves through the outbox, and so does
-    one of a stage that is neither declared here, under that name and for this database,
-    nor run by anybody.
+    A stage's dead letter is parked in the stage's inbox again, due now: only that stage
+    gets it, and no broker is needed. A relay's dead letter leaves through the outbox.
+    So does one of a stage that is neither declared here, under that name and for this
+    database, nor run by any process.
     """
     inbox = InboxMessage.objects.using(using)
     known = _known(batch, using)
@@ -85,7 +85,7 @@ def redeliver(
 def _known(
     batch: list[DeadLetter], using: str
 ) -> dict[tuple[uuid.UUID, str], InboxMessage]:
-    """Return what the stages' inbox knows of dead letters, by message and stage."""
+    """Return the inbox rows of dead letters, by message and stage."""
     inbox = InboxMessage.objects.using(using)
     inbox = inbox.only("message_id", "stage", "processed_at", "dead_at")
     pairs = {(one.message_id, one.stage) for one in batch if one.stage}
@@ -94,7 +94,7 @@ def _known(
         for row in inbox.filter(message_id__in={mid for mid, _ in pairs})
         if (row.message_id, row.stage) in pairs
     }
-    # A copy of what was buried unread may be in a worker's hands: its end is awaited.
+    # A worker may be processing a copy of what was buried unread: wait for its end.
     in_hand = [
         row.pk for row in known.values() if not (row.dead_at or row.processed_at)
     ]
@@ -106,8 +106,8 @@ def _known(
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
     """Return the stages of the dead letters whose parked messages are in this database:
-    those declared so, and those that a process at work runs which is of another service
-    or of other code. They have buried here what this one works off."""
+    those declared so, and those that a live process of another service or with other
+    code runs. They buried here what this operation handles."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
@@ -144,10 +144,11 @@ def redeliver_copy(
     body: bytes,
     by: str = "",
 ) -> uuid.UUID:
-    """Send an edited copy under a new id, linked to the original, and close that.
+    """Send an edited copy under a new id, linked to the original, and close the
+    original.
 
     Raises InvalidMessage for headers that cannot travel or a JSON body that does not
-    parse, TxmsgError when the dead letter is not open any more.
+    parse, TxmsgError if the dead letter is no longer open.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -184,8 +185,8 @@ def redeliver_copy(
 
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
-    """Park dead letters with the headers that they came with. That one has expired
-    meanwhile is known to who redelivers it, and its turn has come before it died."""
+    """Park dead letters with the headers that they arrived with. The operator knows
+    that a message has expired meanwhile, and its turn had come before it died."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [
@@ -201,7 +202,7 @@ def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
 
 
 def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
-    """Let the stage alone have the copy: its destination may be a topic."""
+    """Let only the stage have the copy: its destination may be a topic."""
     kept = (wire.SERVICE, wire.CREATED, wire.KEY, wire.CORRELATION_ID, wire.TYPE)
     headers = {name: letter.headers[name] for name in kept if name in letter.headers}
     headers |= {**copy.headers, wire.CONTENT_TYPE: copy.content_type}
@@ -219,8 +220,8 @@ def _park_copy(letter: DeadLetter, copy: NewMessage, using: str) -> None:
 
 
 def _store_again(letters: list[DeadLetter], using: str) -> None:
-    """Put dead letters into the outbox with their own ids, set-wise: a redelivery of
-    many must not carry every body through Python."""
+    """Put dead letters into the outbox with their own ids, in one statement: bodies
+    must not go through Python when many are redelivered."""
     stored = DeadLetter.objects.db_manager(using).store_again(
         [
             {
@@ -243,14 +244,15 @@ def _store_again(letters: list[DeadLetter], using: str) -> None:
 
 def _sender(letter: DeadLetter) -> str:
     """Return the service whose relay sends the message again: the one that stored it,
-    whose broker that is, or, of a stage's message that came from anywhere, this one."""
+    which has that broker; for a stage's message, which may come from anywhere, this
+    one."""
     stored = "" if letter.stage else letter.headers.get(wire.SERVICE, "")
     return stored[:100] or conf.get().SERVICE
 
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return what an edited copy travels with: what it was given, and the type of the
-    body, which is not edited."""
+    """Return the headers of an edited copy: the edited ones, and the type of the body,
+    which cannot be edited."""
     kept = wire.of_a_copy(letter.headers)
     given = check_headers(wire.senders(headers))
     given.pop(wire.CORRELATION_ID, None)  # a column of its own

@@ -1,6 +1,6 @@
-"""Which dead letters are meant: a filter in words, the same for pages and commands.
+"""Selects dead letters by a filter, the same for pages and commands.
 
-What it says is stored with a bulk operation, and read again with every batch.
+The filter is stored with a bulk operation, and applied again with every batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..models.fields import OneOf
 from ..models.holds import Holds
 from ..rules import dead_letters as rules
 
-#: What a filter may say. All given must hold.
+#: The keys of a filter. All given conditions must hold.
 FILTERS = {
     "ids": "ids of dead letters",
     "stage": "the stage that gave up; empty for the relay",
@@ -38,16 +38,16 @@ FILTERS = {
 }
 
 
-#: The most dead letters that somebody can name one by one.
+#: Most dead letters that can be selected by their ids.
 MOST_IDS = 5_000
 
 
 def matching(
     kind: BulkKind | str, filters: Mapping[str, Any], *, using: str
 ) -> QuerySet[DeadLetter]:
-    """Return the dead letters that `kind` would be done to under `filters`.
+    """Return the dead letters to which `kind` would apply under `filters`.
 
-    Raises TxmsgError for an unknown filter: it must not silently mean all.
+    Raises TxmsgError for an unknown filter: it must not silently select all.
     """
     if kind == BulkKind.RESTORE:
         state = Q(resolution=Resolution.DISCARDED)
@@ -57,7 +57,7 @@ def matching(
 
 
 def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
-    """Return the dead letters, in any state, under `filters`."""
+    """Return the dead letters, in any state, that match `filters`."""
     unknown = filters.keys() - FILTERS.keys()
     if unknown:
         raise TxmsgError(
@@ -82,7 +82,7 @@ def filtered(filters: Mapping[str, Any], *, using: str) -> QuerySet[DeadLetter]:
 
 
 def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
-    """Raise TxmsgError where somebody names too many dead letters."""
+    """Raise TxmsgError if too many dead letters are selected by id."""
     number = len(filters.get("ids", ()))
     if number > MOST_IDS:
         raise TxmsgError(
@@ -104,10 +104,10 @@ def searched(text: str) -> Q:
 
 @dataclass
 class Summary:
-    """What would be done to how many, how old, and where.
+    """What an action would affect: how many, how old, and where.
 
-    `forgotten` ones died before the inbox's memory begins: if a stage processed one
-    since, it would process it again, and nothing can tell.
+    `forgotten` ones died before the inbox's retention begins: if a stage has processed
+    one since, it would process it again, and nothing can tell.
     """
 
     count: int = 0
@@ -119,7 +119,7 @@ class Summary:
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:
-    """Return all that a question before the deed says, in one query."""
+    """Return the facts for the confirmation, in one query."""
     days = conf.get().RETENTION.INBOX
     bound = Now() - dt.timedelta(days=36_500 if days is None else days)
     found = Summary()

@@ -1,4 +1,4 @@
-"""After a roll-back: burying messages that wait for code which nobody will deploy."""
+"""After a roll-back: buries messages that wait for code that will not be deployed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _BATCH = 100
 
 
 def bury_unread(using: str, stage: str = "") -> int:
-    """Make dead letters of the parked messages that need newer code, of one stage or of
-    all, in bounded transactions; return how many. Redelivered, they wait as before."""
+    """Bury the parked messages that need newer code, of one stage or of all, in bounded
+    transactions; return how many. If redelivered, they wait as before."""
     rows = InboxMessage.objects.using(using)
     waiting = (
         rows.filter(Holds(inbox.NEEDS_NEWER_CODE))
@@ -37,7 +37,7 @@ def bury_unread(using: str, stage: str = "") -> int:
         last = found[-1].pk
         with transaction.atomic(using=using):
             for row in found:
-                # Whoever reads it may have come and claimed it, or be at it still.
+                # Newer code may have claimed it meanwhile, or be processing it now.
                 token = uuid.uuid4()
                 held = {"lease_token": token, "lease_until": Now() + _LEASE}
                 free = waiting.filter(pk=row.pk).select_for_update(skip_locked=True)
@@ -65,5 +65,5 @@ def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
         failure=Failure.because(REASON, row.last_error),
         attempts=row.attempts,
     )
-    # Those that wait for it in an ordered stage look whether it is passed.
+    # Messages that wait for it in an ordered stage recheck whether it is passed.
     rows.wake(row.stage, [row.message_id])
