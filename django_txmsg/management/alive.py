@@ -13,7 +13,8 @@ from ..monitoring.process_states import WITHIN
 
 
 class Command(BaseCommand):
-    """Ask this service's worker processes on this host whether their loops turn."""
+    """Ask this service's worker processes on this host whether their loops are
+    running."""
 
     help = (
         "Exits with 0 if each worker of this service on this host is alive: all its "

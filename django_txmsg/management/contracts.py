@@ -1,4 +1,5 @@
-"""`manage.py txmsg contracts export|check|bury`: written, compared, and rolled back."""
+"""`manage.py txmsg contracts export|check|bury`: writes the contract, compares it, and
+buries messages after a roll-back."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ..errors import ConfigurationError
 
 
 class Command(BaseCommand):
-    """Write the contract of this service, or say what a change of it breaks."""
+    """Write the contract of this service, or report its breaking changes."""
 
     help = "AsyncAPI 3.0 of what is sent and received; what a change of it breaks."
 

@@ -1,7 +1,8 @@
-"""`manage.py txmsg doctor`: can this installation do all that it has to?
+"""`manage.py txmsg doctor`: tests whether this installation works.
 
-`check` reads the settings; this connects. It sends one message through each broker,
-writes and rolls back one row in each database, and says what to do about what fails.
+`check` only reads the settings; this command connects. It sends one message through
+each broker, writes and rolls back one row in each database, and prints what to do about
+each failure.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ GOOD, WARNING, BAD = "good", "warning", "bad"
 
 #: Seconds that a message may take through a broker and back.
 ROUND_TRIP = 10.0
-#: Seconds by which the clocks of this machine and of a database may differ.
+#: Most seconds by which the clocks of this machine and of a database may differ.
 SKEW = 2.0
-#: Distributions whose versions are worth a line.
+#: Distributions whose versions are printed.
 DRIVERS = ("psycopg", "psycopg2", "stomp.py", "amqp", "celery", "pyspark")
 
 
 @dataclass(frozen=True)
 class Examined:
-    """One thing that was tried, how it is, and the cure if it is not good."""
+    """One test, its result, and the cure if it failed."""
 
     subject: str
     state: str
@@ -59,7 +60,7 @@ class Examined:
 
 
 class Command(BaseCommand):
-    """Try what this installation needs, and say what to do about what fails."""
+    """Test what this installation needs, and print what to do about each failure."""
 
     help = (
         "Tries databases, brokers, notifications and workers, and says what to do "
@@ -96,7 +97,7 @@ class Command(BaseCommand):
 
 
 def examine() -> Iterator[Examined]:
-    """Try everything, the settings first: nothing else can be tried without them."""
+    """Test everything, the settings first: without them nothing else can be tested."""
     yield _versions()
     yield from _settings()
     if conf.problems():
@@ -283,7 +284,7 @@ def _goes_round(session: Session) -> str:
         delivery = session.receive(0.5)
         if delivery is None:
             continue
-        # Another doctor's, or one that an earlier one left: each of us takes one.
+        # The message of another doctor, or of an earlier run: each takes one.
         session.ack([delivery])
         if delivery.headers.get(wire.MESSAGE_ID) == message_id:
             took = (time.monotonic() - began) * 1000

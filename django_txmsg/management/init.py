@@ -40,7 +40,7 @@ urlpatterns += [path("txmsg/", include("django_txmsg.urls"))]"""
 
 
 class Command(BaseCommand):
-    """Print what to add to this project, with the reason for each."""
+    """Print what to add to this project, and why."""
 
     help = "Prints what to add to this project, by its settings. Changes nothing."
 
@@ -56,7 +56,7 @@ class Command(BaseCommand):
 
 
 def _steps() -> Iterator[tuple[str, str, str]]:
-    """Yield a title, a reason and the lines of each step that is left to do."""
+    """Yield a title, a reason and the lines of each remaining step."""
     where = _path(getattr(settings, "SETTINGS_MODULE", ""))
     urls = getattr(settings, "ROOT_URLCONF", None)  # a project of workers has none
     project = (urls or "project").partition(".")[0]
@@ -137,7 +137,7 @@ def _stages() -> Iterator[tuple[str, str, str]]:
 
 
 def _is_yours(config: Any) -> bool:
-    """Return whether an app is the project's own, as far as its path tells."""
+    """Return whether an app belongs to the project, judging by its path."""
     ours = config.name.partition(".")[0] in ("django", "django_txmsg")
     return not ours and "site-packages" not in config.path
 

@@ -19,7 +19,7 @@ log = logging.getLogger("django_txmsg.pending")
 
 
 class _PerMessage(BaseCommand):
-    """What is done to messages, one by one, each in a statement of its own."""
+    """An action on messages, one by one, each in a statement of its own."""
 
     done = ""
 

@@ -1,4 +1,4 @@
-"""`manage.py txmsg schedule list|pause|resume`: what recurs, and whether it may."""
+"""`manage.py txmsg schedule list|pause|resume`: recurring messages."""
 
 from __future__ import annotations
 

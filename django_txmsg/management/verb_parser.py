@@ -1,4 +1,4 @@
-"""The parser of a verb: what stands behind it may be an option of Django's own."""
+"""The parser of a verb: options after the verb may be Django's own."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from django.core.management.base import BaseCommand, CommandParser
 
 
 class VerbParser(CommandParser):
-    """Takes --settings, --verbosity and the others too, as `manage.py COMMAND` does.
+    """Accepts --settings, --verbosity and so on after the verb too, like `manage.py
+    COMMAND`.
 
-    Those that are not given leave what stands before the verb as it is. The parsers of
+    Options that are not given there keep the value from before the verb. The parsers of
     a verb's own verbs are of this class, too.
     """
 
@@ -21,7 +22,7 @@ class VerbParser(CommandParser):
 
 
 class _Own(BaseCommand):
-    """Django's own options alone, each without a default."""
+    """Only Django's own options, each without a default."""
 
     requires_system_checks = ()
 

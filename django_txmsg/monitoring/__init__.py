@@ -1,1 +1,1 @@
-"""How messaging is doing. Reads, and keeps what is read small."""
+"""The state of messaging: read-only, with small results."""

@@ -1,4 +1,4 @@
-"""What an operator should look at, worst first, in words for pages and terminals."""
+"""Problems that need an operator, worst first, as text for pages and terminals."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .status import Place, Status, consumers_of_queues
 from .turns import at_least
 from .waiting import Waiting, capped
 
-#: The most places or processes that are named, and those that have a line of their own.
+#: Most places or processes that are named, and most that get a line of their own.
 NAMED, LINES = 4, 8
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that is wrong: `what`, and what more there is to say.
+    """One problem: `what`, and details.
 
-    `table` is where it shows (a model's name), and `query` the rows that are meant.
+    `table` is where it is shown (a model's name), and `query` selects the rows.
     """
 
     tone: Literal["bad", "warn"]
@@ -38,7 +38,7 @@ class Alarm:
 
 
 def of(status: Status) -> list[Alarm]:
-    """Return what is wrong, worst first; nothing where all is well."""
+    """Return the problems, worst first; empty if there are none."""
     return [
         replace(alarm, kind=kind) for kind, find in _FINDERS for alarm in find(status)
     ]
@@ -231,7 +231,8 @@ def _dead(status: Status) -> Iterator[Alarm]:
 
 
 def _in(status: Status) -> str:
-    """Return how many are where, if any of them are in another database."""
+    """Return how many are in which database, if any of them are not in the outbox's
+    own."""
     found: dict[str, int] = {}
     for place in [*status.stages.values(), *status.destinations.values()]:
         if place.dead:
@@ -317,7 +318,7 @@ def _since(waiting: Waiting, now: dt.datetime) -> str:
 
 
 def _late(places: Mapping[str, Waiting]) -> str:
-    """Return the names of places where something is overdue, most first."""
+    """Return the names of places with overdue messages, the most first."""
     late = sorted(
         ((one.overdue, name) for name, one in places.items() if one.overdue),
         key=lambda pair: (-pair[0], pair[1]),
@@ -351,5 +352,5 @@ _FINDERS: tuple[tuple[str, Callable[[Status], Iterator[Alarm]]], ...] = (
     ("subscription", _abandoned),
 )
 
-#: What `--fail-on` knows.
+#: The values of `--fail-on`.
 KINDS = tuple(dict.fromkeys(kind for kind, _ in _FINDERS))

@@ -13,10 +13,10 @@ from ..models import Worker
 from ..models.worker import living
 from . import outages
 
-#: The most processes that are looked at, those with the latest signs of life.
+#: Most processes that are read: those with the latest heartbeats.
 MOST = 1_000
 
-#: A process that takes another's place starts at most so long before that one ends.
+#: Most seconds by which a replacement may start before the process it replaces ends.
 REPLACED = dt.timedelta(minutes=10)
 
 
@@ -29,14 +29,14 @@ class Attendance:
 
     @property
     def living(self) -> list[Worker]:
-        """Those whose heart beats."""
+        """Workers with a recent heartbeat."""
         return [one for one in self.workers if one.lives(self.now)]
 
     @property
     def lost(self) -> list[Worker]:
-        """Those that fell silent, and that no process has replaced. A replacement is
-        of the same kind, runs its stages, and started after the last heartbeat or up
-        to REPLACED before it, as a rolling update does; it replaces one process."""
+        """Workers that became silent and that no process has replaced. A replacement is
+        of the same kind, runs its stages, and started after the last heartbeat or up to
+        REPLACED before it, as in a rolling update; it replaces one process."""
         missing = []
         younger = sorted(self.living, key=lambda one: one.started_at)
         for one in sorted(self.workers, key=lambda worker: worker.heartbeat_at):
@@ -61,7 +61,7 @@ class Attendance:
     @property
     def relayed_services(self) -> set[str]:
         """The services whose stored messages a running relay sends, as far as this
-        process knows: another service's former names are known to that one alone."""
+        process knows: only another service itself knows its former names."""
         found = {one.service for one in self.living if one.kind == "relay"}
         return found | set(conf.get().FORMER_SERVICES if self.relayed else ())
 
@@ -72,8 +72,8 @@ class Attendance:
 
     @property
     def serving(self) -> Counter[str]:
-        """How many living processes run each stage: one whose subscription its broker
-        has been refusing for long runs it in name only."""
+        """How many live processes run each stage: a stage whose subscription its broker
+        has long refused does not count as run."""
         return Counter(
             name
             for one in self.living
@@ -81,7 +81,7 @@ class Attendance:
         )
 
     def unattended(self, stages: Collection[str]) -> list[str]:
-        """Return which of these stages no living process runs."""
+        """Return which of these stages no live process runs."""
         served = self.serving
         return sorted(name for name in stages if name not in served)
 
@@ -93,6 +93,6 @@ def read(using: str, now: dt.datetime) -> Attendance:
 
 
 def read_living(using: str, now: dt.datetime) -> Attendance:
-    """Return the living processes, without the silent ones."""
+    """Return the live processes, without the silent ones."""
     rows = Worker.objects.using(using).filter(living())
     return Attendance(now, list(rows[:MOST]))

@@ -1,6 +1,7 @@
-"""Which databases hold messages, as far as the settings and the stages say.
+"""Which databases hold messages, according to the settings and the stages.
 
-The one answer for who works on all of them: relay, pruning, bulk operations, checks.
+The single source for everything that works on all of them: relay, pruning, bulk
+operations, checks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from ..models import OutboxMessage
 from ..scheduling.timetable import recurring
 from ..stages import Stage
 
-#: What messages can be kept in.
+#: Vendors of databases that can hold messages.
 VENDORS = ("postgresql", "sqlite")
 
 
 def in_use() -> dict[str, str]:
-    """Return the aliases that messages are stored in, and who asks for each."""
+    """Return the aliases in which messages are stored, and what uses each."""
     asking = {router.db_for_write(OutboxMessage): "the outbox"}
     asking.setdefault(conf.get().HTTP.USING, 'TXMSG["HTTP"]["USING"]')
     for one in recurring():
@@ -39,8 +40,8 @@ def with_tables() -> list[str]:
 
 
 def left_out() -> list[str]:
-    """Return other aliases that may have our tables: with `using=` anybody can store a
-    message there, and nothing tells so beforehand."""
+    """Return other aliases that may have our tables: any code can store a message there
+    with `using=`, which cannot be known beforehand."""
     asked = {*in_use(), conf.get().LISTEN_DATABASE}  # the latter another way to one
     return [
         alias
@@ -52,7 +53,7 @@ def left_out() -> list[str]:
 
 
 def of_stage(stage: Stage) -> str | None:
-    """Return the database of a stage, or None when its definition fails."""
+    """Return the database of a stage, or None if its definition fails."""
     try:
         return stage.definition.using
     except Exception:

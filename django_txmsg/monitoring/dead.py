@@ -1,7 +1,7 @@
-"""The open dead letters by place and error, each counted to its end.
+"""The open dead letters by place and error, all of them counted.
 
-The one answer for the overview, `message_status`, the metrics, the alarms, and the
-groups and filters of the console.
+The single source for the overview, `message_status`, the metrics, the alarms, and the
+groups and filters of the admin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..rules import dead_letters
 
 @dataclass(frozen=True)
 class Dead:
-    """Open dead letters of one place that died of one error, for one reason."""
+    """Open dead letters of one place with the same error and reason."""
 
     stage: str
     destination: str
@@ -27,20 +27,20 @@ class Dead:
     first: dt.datetime
     last: dt.datetime
     example: int
-    """The newest one's key."""
+    """The primary key of the newest one."""
     deaths: int
-    """How often the one of them died that died most often."""
+    """The highest number of deaths of one of them."""
     muted: bool
 
     @property
     def place(self) -> str:
-        """Who gave up: the stage, or the relay that could not send them."""
+        """The stage that gave up, or the relay that could not send them."""
         return self.stage or f"relay to {self.destination}"
 
 
 def by_error(using: str) -> list[Dead]:
-    """Return all open dead letters. No row is read, but an index that has it all: in
-    PostgreSQL, a second for each million of them."""
+    """Return all open dead letters. Reads only an index, no rows: on PostgreSQL, a
+    second for each million of them."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT found.*, note.id IS NOT NULL FROM (SELECT stage, destination,"  # noqa: S608 - constants only

@@ -1,4 +1,4 @@
-"""The gauges that the metrics show of the tables, and what each of them says."""
+"""The gauges that the metrics show of the tables, with their descriptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .status import Place
 from .waiting import Waiting
 
-#: By the name of a gauge.
+#: Descriptions by the name of a gauge.
 TEXTS = {
     "outbox_waiting": "Messages pending in the outbox, counted up to a cap.",
     "outbox_overdue": "Pending messages due for more than two minutes.",
@@ -43,14 +43,14 @@ TEXTS = {
 
 
 class Gauges:
-    """Gauges by name, each always with the same labels, as `family` makes them."""
+    """Gauges by name, each always with the same labels; `family` creates them."""
 
     def __init__(self, family: Any) -> None:
         self._family = family
         self.families: dict[str, Any] = {}
 
     def set(self, name: str, number: float, /, **labels: str) -> None:
-        """Note a number under its labels."""
+        """Set a number under its labels."""
         family = self.families.get(name)
         if family is None:
             family = self._family(f"txmsg_{name}", TEXTS[name], labels=list(labels))
@@ -60,14 +60,14 @@ class Gauges:
     def waiting(
         self, kind: str, what: Waiting, now: dt.datetime, /, **labels: str
     ) -> None:
-        """Note how many wait, how many are overdue, and the oldest's age."""
+        """Set how many wait, how many are overdue, and the oldest's age."""
         age = (now - what.oldest_due).total_seconds() if what.oldest_due else 0.0
         self.set(f"{kind}_waiting", what.count, **labels)
         self.set(f"{kind}_overdue", what.overdue, **labels)
         self.set(f"{kind}_oldest_due_age_seconds", max(age, 0.0), **labels)
 
     def line(self, place: Place, now: dt.datetime, /, **labels: str) -> None:
-        """Of an ordered stage: what waits there for the messages before it."""
+        """For an ordered stage: set the messages that wait for their predecessors."""
         line = place.line
         age = (now - line.since).total_seconds() if line.since else 0.0
         self.set("stage_in_line", line.count, **labels)

@@ -1,4 +1,4 @@
-"""A length of time, or bytes, in words: the same on every page and on the terminal.
+"""Durations and sizes in words, the same on every page and on the terminal.
 
 Pure: no Django, no I/O.
 """
@@ -11,7 +11,7 @@ _UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
 def duration(seconds: float | dt.timedelta | None) -> str:
-    """Return a length of time in its two largest units: "4 ms", "2 min 5 s"."""
+    """Return a duration in its two largest units: "4 ms", "2 min 5 s"."""
     if seconds is None:
         return "-"
     if isinstance(seconds, dt.timedelta):

@@ -1,7 +1,7 @@
-"""What living processes cannot use: brokers, destinations, subscriptions, databases.
+"""What live processes cannot use: brokers, destinations, subscriptions, databases.
 
-Each process writes it into its row with its heartbeat. The overview, `message_status`
-and the health view read it here.
+Each process writes its outages into its row with its heartbeat. The overview,
+`message_status` and the health view read them here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from ..models import Worker
 from ..runtime.breaker import SUBSCRIPTION, Outage
 
-#: An outage that lasts for longer needs somebody's attention.
+#: A longer outage needs an operator's attention.
 LATE = dt.timedelta(minutes=2)
-#: The most outages that a process writes into its row.
+#: Most outages that a process writes into its row.
 MOST = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An outage that at least one living process has met."""
+    """An outage that at least one live process has met."""
 
     kind: str
     name: str
@@ -35,14 +35,14 @@ class Known:
 
 
 def told(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return the outages as a process writes them: how long each lasts at the
-    heartbeat, by which the database's clock tells since when."""
+    """Return the outages as a process writes them: how long each had lasted at the
+    heartbeat, from which the database's clock gives its beginning."""
     return [
         {
             "kind": one.kind,
             "name": one.name,
             "seconds": round(one.seconds, 1),
-            # PostgreSQL stores no NUL.
+            # PostgreSQL cannot store NUL.
             "error": one.error.replace("\0", ""),
         }
         for one in outages[:MOST]
@@ -50,8 +50,8 @@ def told(outages: Sequence[Outage]) -> list[dict[str, Any]]:
 
 
 def read(workers: Iterable[Worker]) -> list[Known]:
-    """Return the outages that these processes have met, each once, the longest first.
-    What is not legible, since other code wrote it, is left out."""
+    """Return the outages of these processes, each once, the longest first. Unreadable
+    entries, written by other code, are left out."""
     found: dict[tuple[str, str], Known] = {}
     for worker in workers:
         for given in worker.outages or ():
@@ -74,5 +74,5 @@ def refused(worker: Worker, now: dt.datetime) -> set[str]:
 
 
 def late(outages: Iterable[Known], now: dt.datetime) -> list[Known]:
-    """Return those that last for too long."""
+    """Return those that have lasted for too long."""
     return [one for one in outages if now - one.since >= LATE]

@@ -1,8 +1,8 @@
-"""What was stored, dispatched, processed and buried in the last 24 hours.
+"""How many messages were stored, dispatched, processed and buried in the last 24 hours.
 
-Closed periods are counted once, by `relay` and `consume`, and remembered
-(`PeriodCount`); only what came since is counted live, so that a day of millions of
-messages costs a glance. Whoever looks writes nothing.
+`relay` and `consume` aggregate finished periods once and store them (`PeriodCount`).
+Only later rows are counted live, so that a day of millions of messages costs little.
+Readers write nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..models.period_count import PERIOD
 
 SERIES = ("stored", "dispatched", "processed", "dead")
 
-#: A period is closed when a transaction that began in it has had so long to commit.
+#: A period is final when a transaction that began in it has had this long to commit.
 GRACE = dt.timedelta(minutes=5)
 
 HOURS = 24
@@ -35,7 +35,7 @@ class Hour:
 
 
 def last_day(using: str, now: dt.datetime) -> list[Hour]:
-    """Return the last 24 hours, oldest first; the last one is not over yet."""
+    """Return the last 24 hours, oldest first; the last one has not ended yet."""
     first = _first_hour(now)
     hours = [Hour(first + dt.timedelta(hours=n)) for n in range(HOURS)]
     counted, open_since = _remembered(using, first)
@@ -50,8 +50,8 @@ def last_day(using: str, now: dt.datetime) -> list[Hour]:
 
 
 def remember(using: str, now: dt.datetime) -> None:
-    """Count the periods of the last 24 hours that are closed and not remembered yet,
-    once, for all who look later."""
+    """Aggregate finished periods of the last 24 hours that have no `PeriodCount` row
+    yet."""
     _, start = _remembered(using, _first_hour(now))
     if start + PERIOD + GRACE > now:
         return
@@ -80,7 +80,8 @@ def _first_hour(now: dt.datetime) -> dt.datetime:
 def _remembered(
     using: str, first: dt.datetime
 ) -> tuple[dict[tuple[dt.datetime, str], int], dt.datetime]:
-    """Return what is remembered without a gap, and from when on it must be counted."""
+    """Return the stored periods without a gap, and from when on rows must be
+    counted."""
     counts: dict[tuple[dt.datetime, str], int] = {}
     starts = set()
     for start, series, count in (
@@ -100,7 +101,7 @@ def _remembered(
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
     """Return the end of the last period of 24 hours in which each place was active, by
-    series and place, as far as periods are counted."""
+    series and place, as far as periods are stored."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
@@ -113,7 +114,7 @@ def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.dateti
 
 def _count(using: str, since: dt.datetime) -> Counter[tuple[dt.datetime, str, str]]:
     found: Counter[tuple[dt.datetime, str, str]] = Counter()
-    # By the last receipt: it has an index. An hour is more than redelivery waits.
+    # By the last receipt, which has an index. An hour is longer than redelivery waits.
     received = Q(last_received_at__gte=since - dt.timedelta(hours=1))
     for series, model, column, place, narrow in (
         ("stored", OutboxMessage, "created_at", "destination", Q()),

@@ -19,8 +19,8 @@ from . import attendance, outages
 
 
 class Presence:
-    """Says in the database that this process lives. Never fails: a worker works on
-    when it cannot be reported."""
+    """Keeps this process's row and heartbeat. Never fails: a worker goes on if it
+    cannot be reported."""
 
     def __init__(
         self, kind: str, using: str, stages: Sequence[str] = (), *, name: str = ""
@@ -31,7 +31,7 @@ class Presence:
         self._service = conf.get().SERVICE
 
     def beat(self, in_flight: int) -> None:
-        """Report that the process lives, and how many messages it is working on."""
+        """Write a heartbeat, and how many messages are in progress."""
         workers = Worker.objects.using(self._using)
 
         def beat() -> None:
@@ -55,10 +55,10 @@ class Presence:
         self._quietly(beat)
 
     def refuse_rivals(self) -> None:
-        """Look whether another service runs a stage of the same name in this database,
-        where the inbox knows stages by their names alone.
+        """Check whether another service runs a stage of the same name in this database,
+        where the inbox distinguishes stages only by name.
 
-        Raises ConfigurationError, for the one of the two that came later.
+        Raises ConfigurationError in the one of the two that started later.
         """
         workers = Worker.objects.using(self._using)
         found: list[tuple[Worker, set[str]]] = []
@@ -84,7 +84,7 @@ class Presence:
             )
 
     def leave(self) -> None:
-        """Take the row away: the process stops in good order."""
+        """Delete the row: the process stops in an orderly way."""
         workers = Worker.objects.using(self._using)
         self._quietly(lambda: workers.filter(name=self.name).delete())
 

@@ -1,6 +1,6 @@
-"""A view that machines ask, again and again: GET only, never from a cache.
+"""A view for machines that poll: GET only, never cached.
 
-No transaction is around it, since it has to answer where the database does not.
+It runs in no transaction, because it must answer when the database does not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from django.views.decorators.http import require_safe
 
 
 def probe(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
-    """Make a view such a one. Neither the middleware nor ATOMIC_REQUESTS begins a
-    transaction for it, in no database."""
+    """Decorate a view as a probe. Neither the middleware nor ATOMIC_REQUESTS begins a
+    transaction for it, in any database."""
     asked: Any = require_safe(never_cache(view))
     for alias in connections:
         asked = transaction.non_atomic_requests(using=alias)(asked)

@@ -1,7 +1,7 @@
 """The states of this host's worker processes, in a file for each.
 
-A worker writes its own once a second. `manage.py txmsg alive` reads them all, and the
-parent of `--processes` those of its children. No database is asked: that it is away
+A worker writes its own once a second. `manage.py txmsg alive` reads all of them, and
+the parent of `--processes` those of its children. No database is used: an outage of it
 must not kill the processes that wait for it.
 """
 
@@ -25,9 +25,9 @@ from ..runtime.liveness import State
 
 #: Seconds between two writes of a process's state.
 INTERVAL = 1.0
-#: Seconds without a turn after which a process does not count as alive.
+#: Seconds without a run of its loops after which a process does not count as alive.
 WITHIN = 300.0
-#: Characters that a state is filled up to.
+#: Characters to which a state is padded.
 LENGTH = 1024
 
 
@@ -38,8 +38,8 @@ def directory() -> Path:
 
 
 def read(pid: int) -> State | None:
-    """Return what a process has written, grown older by the time since; None if it
-    does not run. What a process has left that was killed is removed."""
+    """Return what a process has written, aged by the time since; None if the process
+    does not run. The file of a killed process is removed."""
     path = directory() / str(pid)
     try:
         with path.open() as file:
@@ -49,7 +49,7 @@ def read(pid: int) -> State | None:
                 return None
             written = json.loads(file.read())
         known = State(**written["state"])
-        # The clock of the system: it is the same for all its processes.
+        # The system's clock is the same for all its processes.
         since = max(0.0, time.monotonic() - written["at"] - INTERVAL)
     except (OSError, ValueError):
         return None
@@ -68,7 +68,7 @@ def running() -> dict[int, State]:
 
 @contextmanager
 def written() -> Iterator[None]:
-    """Write this process's state once a second while the block runs.
+    """Write this process's state once a second for the duration of the block.
 
     Raises OSError if there is no place to write to.
     """
@@ -79,7 +79,8 @@ def written() -> Iterator[None]:
     path, done = folder / str(os.getpid()), threading.Event()
     draft = path.with_name(f"{path.name}.new")
     with draft.open("w") as file:
-        # Whoever gets this lock knows that we have gone: a process id comes again.
+        # A process that gets this lock knows that the owner has ended: process ids are
+        # reused.
         fcntl.flock(file, fcntl.LOCK_EX)
 
         def keep_writing() -> None:
@@ -101,5 +102,5 @@ def written() -> Iterator[None]:
 
 def _write(file: int) -> None:
     known = {"at": time.monotonic(), "state": asdict(liveness.state())}
-    # In one piece, and as long as the last one: nobody reads a half.
+    # Written at once, and with the same length: no reader sees half of it.
     os.pwrite(file, json.dumps(known).ljust(LENGTH).encode(), 0)

@@ -1,6 +1,6 @@
-"""Prunes by itself, in a process that runs for long: `manage.py txmsg run`.
+"""Automatic pruning, in a long-running process: `manage.py txmsg run`.
 
-Any number of processes may do so: each batch looks again whether its rows are settled.
+Any number of processes may do so: each batch checks again whether its rows are settled.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from . import retention
 
 log = logging.getLogger("django_txmsg.pruning")
 
-#: Seconds from the start to the first time, and between one and the next. Each wait is
-#: up to a quarter longer or shorter: processes that start together prune apart.
+#: Seconds until the first pruning, and between two. Each wait varies by up to a
+#: quarter, so that processes that start together prune at different times.
 FIRST, EVERY = 300.0, 3600.0
 
 
 class Pruner:
-    """Deletes what TXMSG["RETENTION"] keeps no longer: the work of one thread, `run()`,
-    until `stop` is set."""
+    """Deletes rows past TXMSG["RETENTION"]: the work of one thread, `run()`, until
+    `stop` is set."""
 
     def __init__(self, databases: Sequence[str], stop: threading.Event) -> None:
         self._databases, self._stop = databases, stop
 
     def run(self) -> None:
-        """Prune every hour. What fails is tried again the next time."""
+        """Prune every hour. Failures are retried the next time."""
         pause = FIRST
         while not self._stop.wait(self._announced(pause)):
             pause = EVERY

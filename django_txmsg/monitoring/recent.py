@@ -1,4 +1,4 @@
-"""What the newest rows say of each destination and stage. No table is read whole."""
+"""The latest activity of each destination and stage, from the newest rows only."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from django.db import connections
 
 from ..models.fields import read_instant
 
-#: The rows looked at to say what happened last at each destination and stage.
+#: Number of rows that are read to find the last activity of each destination and stage.
 RECENT = 2_000
 
 
 def destinations(using: str) -> dict[str, int]:
-    """Return the destinations of the newest RECENT messages stored, with how many."""
+    """Return the destinations of the newest RECENT stored messages, with counts."""
     return _recent(using, "destination", "django_txmsg_outboxmessage")
 
 
 def stages(using: str) -> dict[str, int]:
-    """Return the stages of the newest RECENT messages received, with how many."""
+    """Return the stages of the newest RECENT received messages, with counts."""
     return _recent(using, "stage", "django_txmsg_inboxmessage")
 
 
@@ -35,8 +35,8 @@ def _recent(using: str, column: str, table: str) -> dict[str, int]:
 
 
 def last_dispatched(using: str) -> dict[str, tuple[dt.datetime | None, str]]:
-    """Return the last dispatch to each destination that is among the newest rows, and
-    through which broker."""
+    """Return the last dispatch to each destination among the newest rows, and its
+    broker."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT destination, MAX(dispatched_at), MAX(broker) FROM ("
@@ -52,7 +52,7 @@ def last_processed(
     using: str,
 ) -> list[tuple[str, dt.datetime | None, float | None, float | None]]:
     """Return stage, last processing, and the 95th percentiles of processing and
-    critical time in seconds, of the newest rows."""
+    critical time in seconds, from the newest rows."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, processed_at, started_at, created_at"

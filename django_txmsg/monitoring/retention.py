@@ -1,9 +1,9 @@
-"""After the last hop: settled rows are deleted once TXMSG["RETENTION"] is over.
+"""After the last hop: deletes settled rows past TXMSG["RETENTION"].
 
-In bounded batches, each a short transaction, by the database's clock. What is not
-settled stays whatever its age: pending messages, parked ones, and everything about a
-dead letter that is still open. With TXMSG["LAKE"] set, the message log belongs to
-`manage.py pipeline archive`, which deletes what it has proved to be in the lake.
+In bounded batches, each a short transaction, by the database's clock. Unsettled rows
+stay whatever their age: pending messages, parked ones, and everything about an open
+dead letter. If TXMSG["LAKE"] is set, `manage.py pipeline archive` deletes rows of the
+message log instead, when it has proved that they are in the lake.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from ..models.holds import Holds
 from ..rules import dead_letters, inbox, outbox
 from ..rules.rule import Rule
 
-#: Days after which a worker that was killed, and could not say so, is forgotten.
+#: Days after which the row of a killed worker is deleted.
 SILENT_WORKERS = 1.0
 
-#: Rows looked at, and deleted at most, in one transaction.
+#: Rows read, and at most deleted, in one transaction.
 BATCH_SIZE = 1000
 
 OnBatch = Callable[["Kind", int], None]
@@ -48,11 +48,11 @@ OnBatch = Callable[["Kind", int], None]
 
 @dataclass(frozen=True)
 class Kind:
-    """One table of which settled rows are deleted.
+    """One table from which settled rows are deleted.
 
-    `clock` is a column that grows with the primary key, where there is one: no row
-    behind the first that is younger than the cutoff need be looked at. `by` is the
-    order in which the table is walked.
+    `clock` is a column that grows with the primary key, if there is one: no row after
+    the first that is younger than the cutoff need be read. `by` is the order in which
+    the table is read.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Kind:
     clock: str | None = None
     by: str = "pk"
     logged: bool = True
-    """Whether the table is part of the message log, which an archive takes over."""
+    """Whether the table belongs to the message log, which an archive takes over."""
 
 
 def kinds() -> list[Kind]:
@@ -83,7 +83,7 @@ def kinds() -> list[Kind]:
             _by(inbox.SETTLED),
             clock="first_received_at",
         ),
-        # As the inbox, they know what was done.
+        # Like the inbox, they record what was done.
         Kind(
             "task runs",
             TaskRun,
@@ -101,7 +101,7 @@ def kinds() -> list[Kind]:
             by="created_at",
             logged=False,
         ),
-        # They say what became of the transactions that filled the outbox.
+        # They record the outcome of the transactions that filled the outbox.
         Kind(
             "session records",
             SessionRecord,
@@ -118,14 +118,14 @@ def kinds() -> list[Kind]:
             clock="enqueued_at",
             logged=False,
         ),
-        # What has left is forgotten by inboxes as long as ours.
+        # Inboxes here forget messages that have left after the same time.
         Kind("key tails", KeyTail, keep.INBOX, _old_tail, logged=False),
         Kind("silent workers", Worker, SILENT_WORKERS, _silent, logged=False),
     ]
 
 
 def prunable(kind: Kind) -> bool:
-    """Return whether these rows may be deleted here, and ever."""
+    """Return whether these rows may be deleted, and by pruning."""
     archived = kind.logged and conf.get().LAKE is not None
     return kind.days is not None and not archived
 
@@ -151,7 +151,7 @@ def prune(
     """Delete a kind's settled rows past retention. Returns how many.
 
     `on_batch` is called after each transaction with the number so far. `stop`, once
-    set, ends it after the transaction at work.
+    set, ends it after the current transaction.
     """
     if not prunable(kind):
         return 0
@@ -168,7 +168,7 @@ def prune(
 
 
 def _pages(kind: Kind, using: str, cutoff: dt.datetime, size: int) -> Iterator[Q]:
-    """Cut the table into pages of `size` rows, settled or not, each read by index."""
+    """Split the table into pages of `size` rows, settled or not, each read by index."""
     rows: QuerySet[Any] = kind.model._default_manager.using(using)
     if kind.by != "pk":
         rows = rows.filter(**{f"{kind.by}__lt": cutoff})
@@ -194,18 +194,18 @@ def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
 
 
 def _delete(doomed: QuerySet[Any], using: str) -> int:
-    """Delete in one transaction, which looks again whether each row is settled."""
+    """Delete in one transaction, which checks again whether each row is settled."""
     if doomed.model is not InboxMessage:
         return delete_where(doomed)
     attempts = Attempt.objects.using(using)
-    # Asked before the transaction: on SQLite one that began by reading may not write.
+    # Checked before the transaction: on SQLite one that began by reading may not write.
     failed = list(
         attempts.filter(Exists(doomed.filter(_same_message()))).values_list("pk")
     )
     remembered = InboxMessage.objects.using(using).filter(_same_message())
     with transaction.atomic(using=using):
         deleted = delete_where(doomed)
-        # What was sent round again in between keeps its row, and these with it.
+        # A message that was redelivered in between keeps its row, and these with it.
         attempts.filter(pk__in=[pk for (pk,) in failed]).exclude(
             Exists(remembered)
         ).delete()
@@ -218,7 +218,7 @@ def _cutoff(kind: Kind, using: str) -> dt.datetime:
 
 
 def _by(rule: Rule) -> Callable[[dt.datetime], Q]:
-    """Return the condition of rows that the pipeline's archive goes by, too."""
+    """Return the condition for rows that the pipeline's archive uses, too."""
 
     def settled(cutoff: dt.datetime) -> Q:
         instant = Value(cutoff, output_field=models.DateTimeField())
@@ -232,7 +232,7 @@ def _old(cutoff: dt.datetime) -> Q:
 
 
 def _of_no_use(cutoff: dt.datetime) -> Q:
-    # Other brokers delete expired messages on their own.
+    # Other brokers delete expired messages themselves.
     destination = wire.control_destination(conf.get().SERVICE)
     return Q(queue=destination, enqueued_at__lt=cutoff)
 

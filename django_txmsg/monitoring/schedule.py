@@ -1,4 +1,4 @@
-"""What recurs here, and how far it has come: for the console and the command."""
+"""Recurring messages and their last ticks, for the admin and the command."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .waiting import OVERDUE
 
 @dataclass(frozen=True)
 class Timing:
-    """One recurring message. `recurring` is None where this code does not declare it,
-    `row` where no relay has looked at it yet."""
+    """One recurring message. `recurring` is None if this code does not declare it,
+    `row` if no relay has recorded it yet."""
 
     name: str
     recurring: Recurring | None
     row: Schedule | None
     #: Its next tick after now.
     next: dt.datetime | None
-    #: Whether a tick has passed for two minutes and nobody stored its message.
+    #: Whether a tick passed two minutes ago and its message was not stored.
     overdue: bool
 
     @property
@@ -34,7 +34,7 @@ class Timing:
 
 
 def read() -> list[Timing]:
-    """Return what is declared here, and what this service's table remembers."""
+    """Return the messages declared here, and those in this service's table."""
     declared = {one.name: one for one in recurring()}
     home = router.db_for_write(Schedule)
     aliases = sorted({home} | {one.alias for one in declared.values()})
@@ -53,7 +53,7 @@ def read() -> list[Timing]:
 
 
 def database_of(name: str) -> str | None:
-    """Return the database of a recurring message; None for a name that is unknown."""
+    """Return the database of a recurring message; None for an unknown name."""
     for one in read():
         if one.name == name:
             return one.recurring.alias if one.recurring else one.row._state.db  # type: ignore[union-attr]  # one of them is there

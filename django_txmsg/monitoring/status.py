@@ -1,7 +1,7 @@
-"""How messaging is doing: counts and oldest ages of every state, in few queries.
+"""The state of messaging: counts and oldest ages of every state, in few queries.
 
-What the overview, `manage.py message_status`, the alarms and the metrics all say, of
-every database in use. The health view asks the same functions, and counts less.
+The overview, `manage.py message_status`, the alarms and the metrics all use it, for
+every database in use. The health view uses the same functions, and counts less.
 """
 
 from __future__ import annotations
@@ -64,30 +64,31 @@ class Place:
     paused_by: str = ""
     paused_why: str = ""
     newer: NeedsNewerCode | None = None
-    """What waits for code of a newer version."""
+    """Messages that wait for newer code."""
     line: Line = field(default_factory=Line)
-    """The messages that wait for the ones before them, at an ordered stage."""
+    """Messages that wait for their predecessors, at an ordered stage."""
     full_since: dt.datetime | None = None
-    """Since when the stage has been receiving nothing, as too many of them wait."""
+    """Since when the stage has been receiving nothing, because too many messages
+    wait."""
     known: bool = True
     """Whether the stage is declared here."""
     workers: int = 0
-    """The living processes that run the stage."""
+    """The live processes that run the stage."""
     consumers: list[str] = field(default_factory=list)
     """The stages declared here that consume the destination."""
 
     @property
     def label(self) -> str:
-        """The name, with the database where that is not the outbox's own."""
+        """The name, with the database if that is not the outbox's own."""
         return labelled(self.name, self.database)
 
 
 @dataclass
 class Status:
-    """The whole picture at one instant of the database's clock.
+    """The complete state at one instant of the database's clock.
 
-    Places and queues are known by their names; those of another database than the
-    outbox's own by `labelled()`: two databases may have places of one name.
+    Places and queues are identified by their names; those of another database than the
+    outbox's own by `labelled()`, since two databases may have places of one name.
     """
 
     now: dt.datetime
@@ -96,16 +97,16 @@ class Status:
     """The databases in use that do not answer, each with the error."""
     destinations: dict[str, Place] = field(default_factory=dict)
     services: dict[str, Waiting] = field(default_factory=dict)
-    """The pending messages by the service that stored them; "" are of an earlier
+    """The pending messages by the service that stored them; "" for an earlier
     release."""
     stages: dict[str, Place] = field(default_factory=dict)
     queues: dict[str, Waiting] = field(default_factory=dict)
     unconsumed: dict[str, str] = field(default_factory=dict)
-    """The destinations that nobody is known to consume, each with the name that was
-    perhaps meant."""
+    """The destinations without a known consumer, each with the name that was perhaps
+    meant."""
     subscriptions: list[Subscription] = field(default_factory=list)
     held_keys: list[HeldKey] = field(default_factory=list)
-    """The keys of ordered stages whose messages have been waiting for too long."""
+    """The keys of ordered stages whose messages have waited for too long."""
     attendance: Attendance = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,7 +129,7 @@ class Status:
 
     @property
     def dead(self) -> int:
-        """All open dead letters whose error is not muted."""
+        """All open dead letters with errors that are not muted."""
         return sum(place.dead for place in self._places)
 
     @property
@@ -144,28 +145,28 @@ class Status:
 
     @property
     def overdue(self) -> int:
-        """All messages that should have gone on by now."""
+        """All messages that are overdue."""
         return self.outbox.overdue + self.parked.overdue + self.queued.overdue
 
     @property
     def outages(self) -> list[Known]:
-        """What living processes cannot use."""
+        """What live processes cannot use."""
         return outages.read(self.attendance.living)
 
     @property
     def late_outages(self) -> list[Known]:
-        """The outages that last for too long."""
+        """The outages that have lasted for too long."""
         return outages.late(self.outages, self.now)
 
     @property
     def unattended(self) -> list[str]:
-        """The stages declared here that no living process runs."""
+        """The stages declared here that no live process runs."""
         declared = [place.name for place in self.stages.values() if place.known]
         return self.attendance.unattended(declared)
 
     @property
     def unrelayed(self) -> dict[str, Waiting]:
-        """Services with overdue messages in the outbox of which no relay is running."""
+        """Services with overdue messages in the outbox and no running relay."""
         relayed = self.attendance.relayed_services
         return {
             name: waiting
@@ -175,18 +176,19 @@ class Status:
 
     @property
     def paused(self) -> list[Place]:
-        """The stages that an operator holds."""
+        """The stages that an operator has paused."""
         return [place for place in self.stages.values() if place.paused_at]
 
     @property
     def full(self) -> list[Place]:
-        """The ordered stages that receive nothing, as too many messages wait there."""
+        """The ordered stages that receive nothing, because too many messages wait
+        there."""
         return [place for place in self.stages.values() if place.full_since]
 
     @property
     def left_behind(self) -> list[Place]:
-        """The stages with messages that have been waiting for newer code for longer
-        than a deployment takes."""
+        """The stages with messages that have waited for newer code for longer than a
+        deployment takes."""
         return [
             place
             for place in self.stages.values()
@@ -196,12 +198,12 @@ class Status:
 
     @property
     def abandoned(self) -> list[Subscription]:
-        """The subscriptions of this service's stages that are here no longer."""
+        """The subscriptions of this service's stages that no longer exist."""
         return [one for one in self.subscriptions if one.abandoned]
 
     @property
     def oldest_due(self) -> dt.datetime | None:
-        """Since when the oldest message that should go on has been due."""
+        """Since when the oldest due message has been due."""
         ages = (self.outbox, self.parked, self.queued)
         return min((one.oldest_due for one in ages if one.oldest_due), default=None)
 
@@ -213,8 +215,8 @@ class Status:
 
     @property
     def well(self) -> bool:
-        """Whether nobody needs to do anything: nothing is late or dead, and everybody
-        is at work who has to be."""
+        """Whether no operator needs to act: nothing is late or dead, and all necessary
+        processes run."""
         return self.attendance.relayed and not (
             self.overdue
             or self.dead
@@ -236,8 +238,8 @@ class Status:
 
 
 def read(*aliases: str) -> Status:
-    """Return the whole picture of these databases, or of all in use, in a dozen queries
-    each. Workers and pauses are kept in the outbox's own."""
+    """Return the complete state of these databases, or of all in use, in a dozen
+    queries each. Workers and pauses are stored in the outbox's own."""
     home = router.db_for_write(OutboxMessage)
     status = Status(clock(home), list(aliases) or databases.with_tables())
     paused = list(
@@ -271,7 +273,7 @@ def read(*aliases: str) -> Status:
 
 
 def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
-    """Add what one database holds."""
+    """Add the state of one database."""
     for waiting in in_outbox(using):
         place = _place(status.destinations, waiting.name, using)
         place.waiting = total([place.waiting, waiting])
@@ -318,7 +320,7 @@ def _read_database(status: Status, using: str, paused: Collection[str]) -> None:
 
 
 def _find_consumers(status: Status) -> None:
-    """Add who consumes each destination here, and the destinations nobody consumes."""
+    """Add the consumers of each destination here, and the destinations without any."""
     consumers: dict[str, list[str]] = {}
     for declared in all_stages():
         consumers.setdefault(declared.destination, []).append(declared.name)
@@ -343,7 +345,7 @@ def consumers_of_queues() -> dict[str, list[str]]:
 
 
 def held_queues(paused: Collection[str]) -> set[str]:
-    """Return the queues that wait for a resumed stage: all of theirs are paused."""
+    """Return the queues all of whose stages are paused."""
     return {
         queue
         for queue, stages in consumers_of_queues().items()
@@ -352,7 +354,7 @@ def held_queues(paused: Collection[str]) -> set[str]:
 
 
 def labelled(name: str, database: str) -> str:
-    """Return a place's name, and which database it is in but for the outbox's own."""
+    """Return a place's name, with its database if that is not the outbox's own."""
     home = router.db_for_write(OutboxMessage)
     return name if database == home else f"{name} in {database}"
 

@@ -1,7 +1,8 @@
-"""Who subscribed to the embedded broker's topics, and whether anybody still reads it.
+"""The subscribers of the embedded broker's topics, and whether their stages still
+exist.
 
-A subscription is fed from the moment it exists, for ever. That of a stage which was
-renamed or removed grows until somebody ends it.
+A subscription receives copies from its beginning until it is ended. The subscription of
+a renamed or removed stage grows until an operator ends it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ..stages import all_stages
 
 @dataclass(frozen=True)
 class Subscription:
-    """One subscriber of a topic. `abandoned` says that it was a stage of this service
-    that is here no longer; of another service's nobody here can tell."""
+    """One subscriber of a topic. `abandoned` means that it was a stage of this service
+    that no longer exists; about another service's stages nothing is known here."""
 
     topic: str
     subscriber: str
@@ -27,13 +28,13 @@ class Subscription:
 
     @property
     def queue(self) -> str:
-        """The queue that its copies lie in."""
+        """The queue of its copies."""
         return queue_name(self.topic, self.subscriber)
 
 
 def read(using: str, living: Collection[Worker]) -> list[Subscription]:
-    """Return all subscriptions, in one query. `living` are the processes at work: they
-    may run stages that are not declared here, as during a deployment."""
+    """Return all subscriptions, in one query. `living` are the live processes: they may
+    run stages that are not declared here, as during a deployment."""
     declared = {
         one.subscriber: one.destination for one in all_stages() if one.subscriber
     }
@@ -45,7 +46,7 @@ def read(using: str, living: Collection[Worker]) -> list[Subscription]:
         .order_by("topic", "subscriber")
         .values_list("topic", "subscriber")
     ):
-        # A stage that was given another topic has left its old subscription behind.
+        # A stage with a new topic has left its old subscription behind.
         used = declared.get(subscriber) == topic or (
             subscriber not in declared and subscriber in served
         )

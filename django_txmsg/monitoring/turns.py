@@ -1,4 +1,4 @@
-"""Messages of ordered stages that wait for the one before them: how many, and why."""
+"""Messages of ordered stages that wait for their predecessors: how many, and why."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..stages import all_stages
 from .lengths import amount
 from .waiting import CAP, array_sql, capped, instant_sql, places_sql
 
-#: The most keys that are named.
+#: Most keys that are listed.
 NAMED = 20
 
 _IN_LINE = inbox.IN_LINE & inbox.OPEN
@@ -29,7 +29,7 @@ _IN_LINE = inbox.IN_LINE & inbox.OPEN
 
 @dataclass(frozen=True)
 class Line:
-    """The messages that wait at one ordered stage for the ones before them."""
+    """The messages that wait at one ordered stage for their predecessors."""
 
     count: int = 0
     size: int = 0
@@ -37,12 +37,12 @@ class Line:
     since: dt.datetime | None = None
     """Since when the first of them has been waiting."""
     held: int = 0
-    """The keys whose messages have been waiting for too long."""
+    """The keys whose messages have waited for too long."""
 
 
 @dataclass(frozen=True)
 class HeldKey:
-    """A key of an ordered stage whose messages have been waiting for long."""
+    """A key of an ordered stage whose messages have waited for long."""
 
     stage: str
     key: str
@@ -52,11 +52,11 @@ class HeldKey:
     """The first of them."""
     waits_for: uuid.UUID | None
     why: str
-    """What is the matter with the message that it waits for."""
+    """The state of the message that it waits for."""
 
 
 def lines(using: str) -> dict[str, Line]:
-    """Return what waits for its turn, by stage, each counted up to CAP."""
+    """Return the waiting messages by stage, each counted up to CAP."""
     connection: Any = connections[using]
     table = InboxMessage._meta.db_table
     counts = array_sql(
@@ -86,17 +86,17 @@ def lines(using: str) -> dict[str, Line]:
 
 
 def at_least(line: Line) -> str:
-    """Return the bytes of what waits in words; where not all was counted, so many and
-    more."""
+    """Return the bytes of waiting messages in words, with a plus if not all were
+    counted."""
     return f"{amount(line.size)}{' and more' * (line.count > CAP)}"
 
 
 def held(
     using: str, stages: Collection[str] | None = None, *, after: float | None = None
 ) -> list[HeldKey]:
-    """Return the keys whose messages have been waiting for `after` seconds (as long as
-    TXMSG["ORDER_PATIENCE"] says), the longest first: NAMED of them, of these stages
-    or all."""
+    """Return the keys whose messages have waited for `after` seconds (by default
+    TXMSG["ORDER_PATIENCE"]), the longest first: at most NAMED, of these stages or of
+    all."""
     connection: Any = connections[using]
     patience = conf.get().ORDER_PATIENCE if after is None else after
     found: list[tuple[str, str, int, Any]] = []
@@ -125,8 +125,8 @@ def behind(letter: DeadLetter) -> int:
 
 
 def note(letter: DeadLetter) -> str:
-    """Return what an operator should know of a dead letter of an ordered stage before
-    resolving it; nothing for any other."""
+    """Return what an operator should know before resolving a dead letter of an ordered
+    stage; empty for any other."""
     waiting = behind(letter)
     if waiting:
         verb = "waits" if waiting == 1 else "wait"

@@ -1,8 +1,7 @@
-"""Destinations to which messages go and that nobody is known to consume.
+"""Destinations that receive messages but have no known consumer.
 
-What becomes of a message at a broker is not seen from here: it is dispatched, and that
-is good news. So a misspelt name would go unnoticed for as long as nobody misses what it
-should have caused.
+What happens to a message at a broker is not visible here: it counts as dispatched. So a
+misspelt name would go unnoticed until someone misses its effect.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from .. import conf, wire
 
-#: Those that got a message in the time just past.
+#: Destinations that received a message in the last period of this length.
 RECENT = dt.timedelta(days=1)
 
 
@@ -22,12 +21,12 @@ def unconsumed(
     consumed: Iterable[str],
     now: dt.datetime,
 ) -> dict[str, str]:
-    """Return the destinations that got messages lately and that are neither consumed
+    """Return the destinations that recently received messages and are neither consumed
     here nor known to be consumed elsewhere, each with the name that was perhaps meant.
 
-    `dispatched` says when the last message left for each, `consumed` what stages here
-    consume. Unless TXMSG["KNOWN_DESTINATIONS"] says what others consume, only a name
-    that looks misspelt is one.
+    `dispatched` has the last dispatch to each, `consumed` the destinations of stages
+    here. Without TXMSG["KNOWN_DESTINATIONS"], only names that look misspelt are
+    returned.
     """
     known = conf.get().KNOWN_DESTINATIONS
     here = {_letters(name): name for name in consumed}
@@ -44,7 +43,7 @@ def unconsumed(
 
 
 def _letters(name: str) -> str:
-    """Return what two names have in common of which one is the other misspelt: letters
-    in another order, another separator. One letter more makes another word: what was
-    placed is not what is to be placed."""
+    """Return a key that a name shares with its misspellings: the same letters in
+    another order, or with another separator. An additional letter makes another word:
+    "placed" is not "place"."""
     return "".join(sorted(filter(str.isalnum, name.lower())))

@@ -1,7 +1,7 @@
 """Messages waiting for their next step: in the outbox, the inbox and the queues.
 
-Each place is counted by itself, up to CAP rows: asking stays cheap when there is much
-to count, and much at one place hides nothing of another.
+Each place is counted separately, up to CAP rows: counting stays cheap, and a place with
+many messages hides nothing of another.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..models.fields import later_sql, later_value, now_sql, read_instant
 from ..rules import inbox, lease, outbox
 from ..rules.rule import Rule
 
-#: The most rows that are counted of one place; more are "50,000+".
+#: Most rows that are counted for one place; more are "50,000+".
 CAP = 50_000
 
-#: A message that was due so long ago already is overdue.
+#: A message that has been due for this long is overdue.
 OVERDUE = dt.timedelta(minutes=2)
 
-#: A deployment that is still going on has not lasted longer.
+#: No deployment takes longer.
 DEPLOYED = dt.timedelta(minutes=15)
 
 
@@ -42,11 +42,11 @@ class Waiting:
     """The destination, stage or queue."""
     database: str = ""
     service: str = ""
-    """Of the outbox: the service that stored them; "" are of an earlier release."""
+    """For the outbox: the service that stored them; "" for an earlier release."""
 
     @property
     def delayed(self) -> int:
-        """Those whose time has not come."""
+        """Those that are not due yet."""
         return self.count - self.due
 
     @property
@@ -57,8 +57,8 @@ class Waiting:
 
 @dataclass(frozen=True)
 class NeedsNewerCode:
-    """Messages of one stage that wait for code which reads them: how many, since when,
-    and a type and version that is needed."""
+    """Messages of one stage that wait for newer code: how many, since when, and a type
+    and version that is needed."""
 
     count: int
     since: dt.datetime | None
@@ -67,7 +67,7 @@ class NeedsNewerCode:
 
 
 def capped(count: int | None, cap: int = CAP) -> str:
-    """Return a count, or the cap and a plus where it was not counted further."""
+    """Return a count, with a plus if it was capped."""
     if count is None:
         return "-"
     return f"{cap:,}+" if count > cap else f"{count:,}"
@@ -88,9 +88,9 @@ def total(parts: Iterable[Waiting]) -> Waiting:
 
 
 def in_outbox(using: str, *, most: int | None = None) -> list[Waiting]:
-    """Return what is pending, by destination and by the service that stored it.
+    """Return the pending messages, by destination and by the service that stored them.
 
-    `most` rows of each place are counted, the longest due first (CAP).
+    At most `most` rows of each place are counted, those due the longest first (CAP).
     """
     return _by_place(
         using,
@@ -109,7 +109,7 @@ def in_inbox(
 ) -> list[Waiting]:
     """Return the messages that wait for another attempt, by stage: neither those that
     need newer code, nor those behind others of their key. At a stage in `held`, paused
-    by an operator, nothing is due."""
+    by an operator, none is due."""
     found = _by_place(
         using,
         "django_txmsg_inboxmessage",
@@ -126,8 +126,8 @@ def in_inbox(
 def in_queues(
     using: str, held: Collection[str] = (), *, most: int | None = None
 ) -> list[Waiting]:
-    """Return what lies in the embedded broker, by queue; in the `held` ones, whose
-    stages are all paused, nothing is due."""
+    """Return the messages in the embedded broker, by queue; in the `held` queues, whose
+    stages are all paused, none is due."""
     found = _by_place(
         using,
         "django_txmsg_queuemessage",
@@ -142,7 +142,7 @@ def in_queues(
 
 
 def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
-    """Return what no code that has seen it could read, by stage."""
+    """Return messages that no code so far could read, by stage."""
     with connections[using].cursor() as cursor:
         cursor.execute(
             "SELECT stage, COUNT(*), MIN(first_received_at), MIN(needs_type),"  # noqa: S608 - constants only
@@ -157,9 +157,9 @@ def for_newer_code(using: str) -> dict[str, NeedsNewerCode]:
 
 
 def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
-    """Return a CTE `places (id)`: of each place, as `columns` name it, one row under
-    the rule. An index that begins with the columns is walked from place to place, so
-    a place with many rows costs no more than one with a single row."""
+    """Return a CTE `places (id)`: one row that satisfies the rule for each place, as
+    `columns` identify it. An index that begins with the columns is scanned from place
+    to place, so a place with many rows costs no more than one with a single row."""
     place = ", ".join(columns)
     after = ", ".join(f"n.{name}" for name in columns)
     last = ", ".join(f"o.{name}" for name in columns)
@@ -172,13 +172,13 @@ def places_sql(table: str, columns: tuple[str, ...], rule: Rule) -> str:
 
 
 def array_sql(connection: Any, *values: str) -> str:
-    """Return SQL for values as a JSON array, as a subquery can bring several."""
+    """Return SQL for values as a JSON array, so that a subquery can return several."""
     build = "json_build_array" if connection.vendor == "postgresql" else "json_array"
     return f"{build}({', '.join(values)})"
 
 
 def instant_sql(connection: Any, value: str) -> str:
-    """Return SQL for an instant as JSON has it for `read_instant()`."""
+    """Return SQL for an instant in JSON, as `read_instant()` takes it."""
     if connection.vendor == "postgresql":
         return f"EXTRACT(EPOCH FROM {value})::float8"
     return value
@@ -195,8 +195,8 @@ def _by_place(
     leased: str,
     most: int | None,
 ) -> list[Waiting]:
-    """Count each place by itself, the longest due rows first: however much waits at one
-    place, the numbers of the others stay what they are."""
+    """Count each place separately, the longest due rows first, so that many messages at
+    one place do not change the numbers of the others."""
     connection: Any = connections[using]
     now, ago = now_sql(connection), later_sql(connection)
     limit = (CAP if most is None else most) + 1

@@ -1,7 +1,7 @@
-"""What the templates of the operator's pages say about counts, ages and states.
+"""Template tags for counts, ages and states on the operator's pages.
 
-Django imports every app's tags, also where the admin is not installed: so the admin's
-modules are imported when a tag is used, not before.
+Django imports every app's tags, even if the admin is not installed: so the admin's
+modules are imported only when a tag is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ for _name in (
 
 @register.filter
 def listed(count: int) -> str:
-    """Write how many rows a list has."""
+    """Render how many rows a list has."""
     from ..admin import counting
 
     return counting.listed(count)
@@ -46,19 +46,19 @@ def listed(count: int) -> str:
 
 @register.filter
 def age(instant: Any, now: Any = None) -> Any:
-    """Write how long ago, or in how long, an instant is."""
+    """Render how long ago, or in how long, an instant is."""
     return _display().age(instant, now)
 
 
 @register.filter
 def ago(instant: Any, now: Any = None) -> Any:
-    """Write an age in a sentence's words."""
+    """Render an age in words."""
     return _display().ago(instant, now)
 
 
 @register.inclusion_tag("admin/django_txmsg/nav.html", takes_context=True)
 def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
-    """Show the way to the other pages, the same at the top of each."""
+    """Render the navigation, the same at the top of each page."""
     from ..admin import nav
 
     return {"pages": nav.pages(context["request"])}
@@ -66,7 +66,7 @@ def txmsg_nav(context: dict[str, Any]) -> dict[str, Any]:
 
 @register.inclusion_tag("admin/django_txmsg/overview.html", takes_context=True)
 def txmsg_overview(context: dict[str, Any]) -> dict[str, Any]:
-    """Show how messaging is doing, on the app's index page."""
+    """Render the state of messaging, on the app's index page."""
     from ..admin import overview
 
     request = context["request"]

@@ -1,4 +1,5 @@
-"""What the scripted broker's connections share: script, store, loop and settings."""
+"""State shared by the scripted broker's connections: script, store, loop and
+settings."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from .store import Store, StoredMessage
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How written bytes are cut into pieces, with a pause after each piece."""
+    """How written bytes are split, with a pause after each piece."""
 
     every: int | None = None
     at: tuple[int, ...] = ()
     pause: float = 0.0
 
     def pieces(self, data: bytes) -> list[bytes]:
-        """Cut what is written at once."""
+        """Split bytes written together."""
         if self.every:
             return [data[i : i + self.every] for i in range(0, len(data), self.every)]
         borders = [0, *(b for b in sorted(self.at) if 0 < b < len(data)), len(data)]
@@ -31,7 +32,7 @@ class Split:
 
 
 class BrokerState(Record):
-    """The broker without its sockets; all of it is used with the lock held."""
+    """The broker without its sockets; used only with the lock held."""
 
     def __init__(
         self,
@@ -53,14 +54,14 @@ class BrokerState(Record):
         self.silent = False
 
     def is_topic(self, headers: Mapping[str, str]) -> bool:
-        """Whether a frame's destination is a topic, as the profile tells."""
+        """Whether a frame's destination is a topic, according to the profile."""
         if not self.profile.routes_by_header:
             return headers.get("destination", "").startswith("/topic/")
         routing = headers.get("destination-type", headers.get("subscription-type"))
         return routing != "ANYCAST"
 
     def store_message(self, message: StoredMessage) -> None:
-        """Put a message where its destination says."""
+        """Put a message into its destination."""
         if self.is_topic({**message.headers, "destination": message.destination}):
             self.store.publish(message)
         else:

@@ -1,4 +1,4 @@
-"""What each STOMP command does on the scripted broker, as the profile has it."""
+"""The effect of each STOMP command on the scripted broker, according to the profile."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .session import Session
 from .store import StoredMessage, Subscription
 from .transaction import Transaction
 
-#: Headers of SEND that are the protocol's own and do not reach the receiver.
+#: Headers of SEND that belong to the protocol and do not reach the receiver.
 _NOT_PASSED_ON = frozenset(
     {"receipt", "transaction", "message-id", "redelivered", "subscription", "ack"}
 )
 
 
 class RefusedError(Exception):
-    """The broker does not take a frame; the text goes into the ERROR frame."""
+    """The broker refuses a frame; the text goes into the ERROR frame."""
 
 
 def _connect(talk: Session, frame: Frame) -> None:
@@ -72,7 +72,8 @@ def _store(talk: Session, message: StoredMessage) -> None:
     headers = message.headers
     delay = headers.get(talk.profile.delay_header or "")
     if talk.profile.expires_relative and "x-dead-letter-routing-key" in headers:
-        # What expires in its queue, whose arguments these are, goes on to another.
+        # An expired message in this queue goes to another one, by the queue's
+        # arguments.
         kind = "topic" if headers["x-dead-letter-exchange"] == "amq.topic" else "queue"
         name = headers["x-dead-letter-routing-key"]
         delay = headers["expiration"]
@@ -145,7 +146,7 @@ def _unsubscribe(talk: Session, frame: Frame) -> None:
     if subscription is None:
         if durable is None or not talk.profile.durable_needs_client_id:
             raise RefusedError(f"No subscription matched: {name}")
-        # A durable subscription that nobody reads is deleted by its name.
+        # An inactive durable subscription is deleted by its name.
         talk.broker.store.forget(frame.destination, f"{talk.client_id}:{durable}")
         return
     subscription.stop()
@@ -183,7 +184,8 @@ def _reject(talk: Session, frame: Frame) -> None:
 
 
 def _find_delivered(talk: Session, frame: Frame) -> list[tuple[Subscription, str]]:
-    """Find what an ACK or NACK is about; each version names it otherwise."""
+    """Find the delivery of an ACK or NACK; each STOMP version identifies it
+    differently."""
     wanted = frame.headers.get("id" if talk.version == "1.2" else "message-id", "")
     in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
     for subscription in talk.subscriptions.values():

@@ -1,8 +1,9 @@
-"""One client's talk with the scripted broker: the way of each frame, and its answer.
+"""One client's conversation with the scripted broker: how each frame is handled and
+answered.
 
-A frame is recorded, then the script may decide over it, else the profile does: it is
-obeyed and receipted, or refused as the imitated broker would. What each command does
-is in ``commands.py``.
+A frame is recorded; then the script may decide about it, otherwise the profile does: it
+is executed and receipted, or refused as the imitated broker would. The commands are in
+``commands.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class Conversation(Session):
     """Takes each frame of a client, and answers."""
 
     def arrive(self, frame: Frame) -> None:
-        """Record a frame and do what script or profile say."""
+        """Record a frame and do what the script or profile says."""
         rule = self.broker.script.rule_for(frame)
         if rule is not None and rule.verb is Verb.STALL:
             self.peer.put_back(frame)
@@ -32,7 +33,7 @@ class Conversation(Session):
             self.handle(frame, rule)
 
     def handle(self, frame: Frame, rule: Rule | None = None) -> None:
-        """Do what the profile does with a frame, its answer shaped by the rule."""
+        """Handle a frame by the profile, with its answer modified by the rule."""
         transaction = self.transactions.get(frame.transaction or "")
         replays = self.profile.replays_transactions
         refused = rule is not None and rule.verb is Verb.REJECT and not rule.at_commit
@@ -113,7 +114,7 @@ class Conversation(Session):
         names_receipt: bool | None = None,
         closes: bool | None = None,
     ) -> None:
-        """Answer a frame with ERROR, as the profile does where not told."""
+        """Answer a frame with ERROR, by default as the profile does."""
         if names_receipt is None:
             names_receipt = self.profile.error_names_receipt
         if closes is None:
@@ -131,7 +132,8 @@ class Conversation(Session):
             self.peer.hang_up()
 
     def protest(self, what: str) -> None:
-        """Tell a client that broke the protocol, and the test; then hang up."""
+        """Report a violation of the protocol to the client and the test; then hang
+        up."""
         self.broker.violations.append(f"connection {self.peer.number}: {what}")
         self.peer.send(Frame("ERROR", {"message": what}))
         self.peer.hang_up()

@@ -1,9 +1,9 @@
-"""For tests of projects: let every message make its whole way, here and now.
+"""For tests of projects: processes every message to its end, in the test itself.
 
-`drain()` does in the test's own thread and connection what `manage.py relay` and
-`manage.py consume` do: it dispatches the outbox and runs the stages until nothing is
-left to do. So it works inside a `TestCase`, where no other process sees the rows. Only
-the broker is another: the embedded one stands in, whatever TXMSG["BROKERS"] says.
+In the test's own thread and connection, `drain()` does the work of `manage.py relay`
+and `manage.py consume`: it dispatches the outbox and runs the stages until nothing is
+left. So it works inside a `TestCase`, whose rows no other process sees. Only the broker
+differs: the embedded one is used, whatever TXMSG["BROKERS"] says.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from ..runtime.notifier import stop_notifiers
 from ..sending.unique import message_of
 from ..stages import Stage, find
 
-#: Seconds for which a test keeps what it claims: longer than it is ever debugged.
+#: Seconds of a test's lease: longer than any debugging session.
 _LEASE = 86_400
 _UNSENT = "django_txmsg.testing.unsent.Unsent"
 
 
 @dataclasses.dataclass
 class Drained:
-    """What `drain()` did: counts, and the exceptions that handlers raised.
+    """The result of `drain()`: counts, and the exceptions that handlers raised.
 
-    `tasks` are rows for Celery's workers: they are there, and nobody has run them.
+    `tasks` are rows for Celery's workers: they are stored, but not executed.
     """
 
     dispatched: int = 0
@@ -64,7 +64,7 @@ class Drained:
 
     @contextmanager
     def remembering(self) -> Iterator[None]:
-        """Keep what is raised inside, but for a handler's own verdicts."""
+        """Record exceptions raised inside, except Refuse and Redeliver."""
         try:
             yield
         except (Refuse, Redeliver):
@@ -92,20 +92,20 @@ def drain(
     raises: bool = True,
     limit: int = 1000,
 ) -> Drained:
-    """Dispatch what is stored and run the stages until nothing is left to do.
+    """Dispatch stored messages and run the stages until nothing is left.
 
-    `stages` names the ones to run (all). `ahead`: delays and redeliveries due within
-    that time happen now, as if it had passed. `raises`: raise the first exception of a
-    handler once all is done; Refuse and Redeliver are a handler's verdicts and not
-    raised. After `limit` outcomes it is taken for a loop, and an AssertionError.
+    `stages` names the ones to run (default: all). `ahead`: delays and redeliveries due
+    within that time happen now, as if it had passed. `raises`: raise the first
+    exception of a handler at the end, except Refuse and Redeliver, which are verdicts.
+    More than `limit` outcomes count as an endless loop, and raise AssertionError.
 
     A `TestCase` never commits, so on_commit hooks of handlers do not run; wrap the call
-    in `captureOnCommitCallbacks(execute=True)` where they matter.
+    in `captureOnCommitCallbacks(execute=True)` if they matter.
     """
     drained = Drained()
     with ExitStack() as stack:
-        # What a dispatcher's thread has in its hands would be missed here, and a
-        # connection that is kept would keep the test database from being dropped.
+        # Messages that a dispatcher's thread holds would be missed here, and an open
+        # connection would keep the test database from being dropped.
         stop_dispatchers(timeout=60)
         stop_notifiers(timeout=60)
         stack.enter_context(embedded())
@@ -120,7 +120,8 @@ def drain(
             for broker in filter(_is_consumable, brokers)
         ]
         for worker in workers:
-            # Before anything is dispatched: a topic copies to those who listen.
+            # Before anything is dispatched: a topic copies only to existing
+            # subscriptions.
             stack.enter_context(worker.open())
         moved = True
         while moved:
@@ -154,12 +155,12 @@ class _Hurry(threading.Event):
     """The pause of blocking redelivery, which a test does not wait for."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Be over at once."""
+        """Return at once."""
         return self.is_set()
 
 
 class _Outside:
-    """The middlewares around a stage's transaction, whose errors are kept too."""
+    """The middlewares around a stage's transaction, whose errors are recorded too."""
 
     def __init__(self, chain: Chain, drained: Drained) -> None:
         self._chain, self._drained = chain, drained
@@ -172,7 +173,7 @@ class _Outside:
 
 
 class _Worker:
-    """One stage, run in this thread, whose handler's exceptions are remembered."""
+    """One stage, run in this thread; exceptions of its handler are recorded."""
 
     def __init__(self, stage: Stage, drained: Drained) -> None:
         def handler(message: Message) -> None:
@@ -205,7 +206,7 @@ class _Worker:
             yield
 
     def work(self, limit: int) -> int:
-        """Take everything that has arrived through the stage."""
+        """Process everything that has arrived with the stage."""
         before = self._outcomes
         rows = InboxMessage.objects.db_manager(self.using)
         while deliveries := self._receive():
@@ -260,10 +261,12 @@ class _Worker:
 
 @contextmanager
 def embedded(*, dispatch_on_commit: str = "off") -> Iterator[None]:
-    """Let the embedded broker stand in for those of TXMSG["BROKERS"], and let nobody
-    dispatch after a commit, or as `dispatch_on_commit` says. Nobody else is told.
+    """Use the embedded broker in place of those of TXMSG["BROKERS"], and dispatch
+    nothing after a commit, or as `dispatch_on_commit` says. Other processes are not
+    notified.
 
-    A Celery app stays the one that it is: what is called is a row, and is not sent."""
+    A Celery app keeps its broker: a called task is stored as a row, and not sent.
+    """
     brokers = {}
     for alias, options in conf.get().BROKERS.items():
         broker = find_broker(alias)
@@ -299,7 +302,7 @@ def _lane(using: str, broker: str) -> Iterator[Lane]:
 
 
 def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
-    """Make due now what is due until then, in the order in which it would have been."""
+    """Make everything due that becomes due within that time, in the same order."""
     for alias in aliases:
         later = Q(due_at__gt=Now(), due_at__lte=until)
         earlier = F("due_at") - ahead

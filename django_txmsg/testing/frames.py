@@ -1,8 +1,9 @@
-"""STOMP 1.0, 1.1 and 1.2 frames as a broker reads and writes them, without any I/O.
+"""Encodes and decodes STOMP 1.0, 1.1 and 1.2 frames for the scripted broker, without
+any I/O.
 
-For tests only, and on purpose not the client's own codec: a mistake made on both
-sides would cancel out. Strict where the specification says a server must be: an
-unknown escape or a missing NUL is an error, not a guess.
+For tests only, and deliberately not the client's own codec: a mistake made on both
+sides would cancel out. As strict as the specification requires of a server: an unknown
+escape or a missing NUL is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _ESCAPES: dict[str, dict[str, str]] = {
     "1.1": {"\\": "\\\\", "\n": "\\n", ":": "\\c"},
     "1.2": {"\\": "\\\\", "\r": "\\r", "\n": "\\n", ":": "\\c"},
 }
-#: These are read before, or while, the version is agreed: never escaped.
+#: These frames are exchanged before the version is agreed: never escaped.
 _UNESCAPED = frozenset({"CONNECT", "STOMP", "CONNECTED"})
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 

@@ -1,7 +1,7 @@
-"""The scripted broker's one thread: readiness of sockets, timers, nothing else.
+"""The scripted broker's only thread: readiness of sockets, and timers.
 
-Everything it calls runs with the broker's lock held, so a test that takes the lock
-(every public method does) never sees a half-handled frame.
+Everything it calls runs with the broker's lock held, so a test that takes the lock (as
+every public method does) never sees a half-handled frame.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Channel(Protocol):
-    """A socket the loop looks after."""
+    """A socket that the loop watches."""
 
     sock: socket.socket
 
     def wanted(self) -> int:
-        """Say what to wait for: READ, WRITE, both or 0."""
+        """Return what to wait for: READ, WRITE, both or 0."""
 
     def ready(self, events: int) -> None:
         """Read or write without blocking."""
 
 
 class Loop:
-    """Waits on channels and timers on a thread of its own."""
+    """Waits on channels and timers in a thread of its own."""
 
     def __init__(
         self, lock: threading.Condition, on_error: Callable[[Exception], None]
     ) -> None:
-        """Share the broker's lock; ``start`` begins. What a test's function raises is
-        handed to ``on_error``, and the loop goes on."""
+        """Share the broker's lock; ``start`` begins. Exceptions of a test's function
+        are passed to ``on_error``, and the loop goes on."""
         self._lock = lock
         self._on_error = on_error
         self._channels: set[Channel] = set()
@@ -56,16 +56,16 @@ class Loop:
         )
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         self._thread.start()
 
     def add(self, channel: Channel) -> None:
-        """Look after a channel, with the lock held."""
+        """Watch a channel, with the lock held."""
         self._channels.add(channel)
         self.wake()
 
     def remove(self, channel: Channel) -> None:
-        """Forget a channel before its socket is closed, with the lock held."""
+        """Stop watching a channel before its socket is closed, with the lock held."""
         self._channels.discard(channel)
         if channel.sock.fileno() in self._selector.get_map():
             self._selector.unregister(channel.sock)
@@ -77,9 +77,9 @@ class Loop:
         self.wake()
 
     def wake(self) -> None:
-        """Let the loop look at what its channels want now."""
+        """Make the loop check now what its channels want."""
         if threading.current_thread() is not self._thread:
-            # When the alarm's buffer is full it has been woken often enough.
+            # If the pipe's buffer is full, it has been woken often enough.
             with contextlib.suppress(BlockingIOError):
                 self._alarm.send(b"!")
 

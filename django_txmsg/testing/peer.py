@@ -1,7 +1,7 @@
 """One client's socket on the scripted broker: bytes in and out, and every way to end.
 
-Reads and writes without blocking on the broker's loop, over TCP or TLS; splits what
-it writes where the script says so; sends heart-beats, or none.
+Reads and writes without blocking in the broker's loop, over TCP or TLS; splits writes
+as the script says; sends heartbeats, or none.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ logger = logging.getLogger("django_txmsg.testing.peer")
 
 
 class FrameHandler(Protocol):
-    """Who answers the client's frames."""
+    """Answers the client's frames."""
 
     def arrive(self, frame: Frame) -> None:
         """Handle the next frame."""
 
     def protest(self, what: str) -> None:
-        """Answer what breaks the protocol, and hang up."""
+        """Report a violation of the protocol, and hang up."""
 
     def ended(self) -> None:
         """Clean up: the connection has ended."""
@@ -49,7 +49,7 @@ class Peer:
     ) -> None:
         """Take an accepted socket; ``number`` counts connections from 1.
 
-        ``handler`` makes what answers the frames, ``on_end`` is called at the end.
+        ``handler`` creates the handler of frames, ``on_end`` is called at the end.
         """
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
@@ -80,18 +80,18 @@ class Peer:
 
     @property
     def heartbeats(self) -> int:
-        """Heart-beats the client has sent."""
+        """Heartbeats that the client has sent."""
         return self.decoder.heartbeats
 
     @property
     def ending(self) -> bool:
-        """Whether nothing the client sends is looked at any more."""
+        """Whether frames of the client are no longer handled."""
         return self.closed or self._leaving
 
-    # -- what the loop calls, with the lock held ----------------------------------
+    # -- calls of the loop, with the lock held -------------------------------------
 
     def wanted(self) -> int:
-        """Say what the loop is to wait for."""
+        """Return what the loop must wait for."""
         if self._handshaking:
             return self._tls_wants
         reads = READ if not (self.stalled or self.frozen) or self._draining else 0
@@ -141,7 +141,7 @@ class Peer:
                 self.conversation.protest(str(error))
                 return
             self.work()
-            # Bytes that TLS has decrypted already wake no selector.
+            # No selector reports bytes that TLS has already decrypted.
             pending = isinstance(self.sock, ssl.SSLSocket) and self.sock.pending() > 0
         self.broker.changed.notify_all()
 
@@ -151,7 +151,7 @@ class Peer:
             self.conversation.arrive(self._backlog.popleft())
 
     def put_back(self, frame: Frame) -> None:
-        """Let the frame be the next to be handled."""
+        """Make the frame the next to be handled."""
         self._backlog.appendleft(frame)
 
     def _write_some(self) -> None:
@@ -173,10 +173,10 @@ class Peer:
     def _go_on(self) -> None:
         self._pausing = False
 
-    # -- what the conversation and the script call, with the lock held ------------
+    # -- calls of the conversation and the script, with the lock held --------------
 
     def send(self, frame: Frame) -> None:
-        """Queue a frame, cut into pieces where the script says so."""
+        """Queue a frame, split as the script says."""
         self.write(encode(frame, self.decoder.version))
 
     def write(self, data: bytes) -> None:
@@ -186,7 +186,7 @@ class Peer:
             self.broker.loop.wake()
 
     def agree_heartbeats(self, wish: str) -> tuple[int, int]:
-        """Answer the client's wish (milliseconds); beat and listen as was agreed."""
+        """Agree on heartbeats with the client (milliseconds), and use them."""
         client_sends, client_wants = (int(part) for part in wish.split(","))
         sends, wants = self.broker.heart_beat or (client_wants, client_sends)
         if sends and client_wants:
@@ -207,7 +207,7 @@ class Peer:
     def _check_beats(self) -> None:
         if self.ending:
             return
-        # Generous: only a client that has forgotten its promise is told off.
+        # Generous: only a client that sends none at all fails the test.
         limit = 3 * self._beats_due + 1.0
         if not self.stalled and time.monotonic() - self.last_read > limit:
             self.conversation.protest(f"no heart-beat for {limit:g} s")
@@ -241,8 +241,9 @@ class Peer:
             self.broker.loop.wake()
 
     def _say_goodbye(self) -> None:
-        # Closing with unread bytes resets the connection, and the client may never
-        # see what was written last: so read on, to nowhere, until it closes too.
+        # Closing with unread bytes resets the connection, and the client may never see
+        # what was written last. So read on, discarding everything, until the client
+        # closes too.
         if not (self._out or self._draining or self.closed):
             self._draining = True
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""How the STOMP brokers differ, as the scripted broker imitates them.
+"""The differences between STOMP brokers, as the scripted broker imitates them.
 
-ActiveMQ Classic and RabbitMQ as measured on 5.17 and 3.10, Artemis as its sources and
-test suites describe it; it was not run. Derive a profile of your own with
+ActiveMQ Classic and RabbitMQ as measured on 5.17 and 3.10; Artemis as its sources and
+test suites describe it: it was not run. Derive a profile of your own with
 ``dataclasses.replace``.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One broker's manners; the values here are ActiveMQ Classic's."""
+    """The behaviour of one broker; the values here are ActiveMQ Classic's."""
 
     name: str = "classic"
     #: The ``server`` header of CONNECTED.
     server: str = "ActiveMQ/5.17.2"
-    #: Whether a refused frame's ERROR names its receipt.
+    #: Whether the ERROR for a refused frame has its receipt id.
     error_names_receipt: bool = True
     #: STOMP versions in which a refused SEND ends the connection.
     error_closes: frozenset[str] = frozenset()
@@ -33,16 +33,16 @@ class Profile:
     refuses_nack_in_transaction: bool = True
     #: Where "bury" puts a message; ``{name}`` is the queue it came from.
     dead_letter_queue: str = "/queue/DLQ.{name}"
-    #: Topics are told by this header (``destination-type`` on SEND) and not by their
-    #: name, and are what holds without it: a message nobody waits for is receipted
-    #: and dropped.
+    #: Topics are marked by this header (``destination-type`` on SEND), not by their
+    #: name; a destination without it is a topic: a message without subscribers is
+    #: receipted and dropped.
     routes_by_header: bool = False
-    #: Header of SUBSCRIBE that bounds the deliveries not acknowledged ...
+    #: Header of SUBSCRIBE that limits the unacknowledged deliveries ...
     prefetch_header: str = "activemq.prefetchSize"
-    #: ... whether it counts bytes, and what holds when it is missing.
+    #: ... whether it counts bytes, and the value if it is missing.
     prefetch_in_bytes: bool = False
     default_prefetch: int | None = 1000
-    #: The value that bounds nothing.
+    #: The value that means no limit.
     unlimited_prefetch: int | None = None
     #: Header of SUBSCRIBE that makes a topic's subscription durable.
     durable_header: str = "activemq.subscriptionName"
@@ -52,16 +52,16 @@ class Profile:
     delay_header: str | None = "AMQ_SCHEDULED_DELAY"
     #: Messages expire by ``expiration`` (ms left), not by ``expires`` (epoch ms).
     expires_relative: bool = False
-    #: MESSAGE says ``redelivered`` also when it is false.
+    #: MESSAGE has ``redelivered`` even if it is false.
     always_says_redelivered: bool = False
     #: MESSAGE has the ``receipt`` header its sender wrote.
     passes_receipt_on: bool = False
-    #: What was not acknowledged is free again at UNSUBSCRIBE, not only when the
+    #: Unacknowledged messages are available again at UNSUBSCRIBE, not only when the
     #: connection ends.
     unsubscribe_gives_back: bool = True
     #: DISCONNECT is receipted twice.
     repeats_disconnect_receipt: bool = False
-    #: The virtual hosts that exist; ``None``: the ``host`` header is not looked at.
+    #: The virtual hosts that exist; ``None``: the ``host`` header is ignored.
     virtual_hosts: frozenset[str] | None = None
 
 

@@ -1,4 +1,4 @@
-"""What the scripted broker was sent, and how a test waits for it."""
+"""The frames that the scripted broker received, and how a test waits for them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .frames import Frame
 
 @dataclass(frozen=True, slots=True)
 class ReceivedFrame(Frame):
-    """A frame as a client sent it: on which connection, and when (monotonic)."""
+    """A frame as received: on which connection, and when (monotonic)."""
 
     connection: int = 0
     at: float = field(default_factory=time.monotonic)
 
 
 class Record:
-    """Every frame received, and every wait with a deadline."""
+    """Every received frame, and waits with a deadline."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -28,13 +28,14 @@ class Record:
         self.changed = threading.Condition(threading.RLock())
         #: Every frame received, in order, over all connections.
         self.frames: list[ReceivedFrame] = []
-        #: What clients did that STOMP forbids; an honest client leaves it empty.
+        #: Violations of STOMP by clients; empty for a correct client.
         self.violations: list[str] = []
-        #: What the broker's thread has raised: the test's own functions, in rules.
+        #: Exceptions in the broker's thread: those of the test's own functions, in
+        #: rules.
         self.errors: list[Exception] = []
 
     def failed(self, error: Exception) -> None:
-        """Keep an error for whoever waits; with the lock held."""
+        """Store an error for a waiting test; with the lock held."""
         self.errors.append(error)
         self.changed.notify_all()
 
@@ -69,9 +70,9 @@ class Record:
         destination: str | None = None,
         where: Callable[[ReceivedFrame], bool] | None = None,
     ) -> list[ReceivedFrame]:
-        """Wait for that many such frames, and return all there are then.
+        """Wait for that many such frames, and return all received by then.
 
-        Raises ``AssertionError`` that says what did arrive.
+        Raises ``AssertionError`` that lists what did arrive.
         """
 
         def found() -> list[ReceivedFrame]:
@@ -85,10 +86,10 @@ class Record:
     def wait_until(
         self, condition: Callable[[], bool], timeout: float = 30.0, what: str = ""
     ) -> None:
-        """Wait for a condition on the broker; it is asked again after every event.
+        """Wait for a condition on the broker; it is checked after every event.
 
-        Raises ``AssertionError`` that says what did happen, or what a function of the
-        test's own has raised on the broker's thread.
+        Raises ``AssertionError`` that describes what did happen, or the exception of a
+        function of the test in the broker's thread.
         """
         deadline = time.monotonic() + timeout
         with self.changed:
@@ -102,11 +103,11 @@ class Record:
                         f"After {timeout:g} s still no {what or condition}. "
                         f"{self.describe()}"
                     )
-                # Heart-beats and timers notify nobody, so look again now and then.
+                # Heartbeats and timers notify no waiter, so check again periodically.
                 self.changed.wait(min(left, 0.05))
 
     def describe(self) -> str:
-        """Say what has happened so far, for the text of a failure."""
+        """Describe what has happened so far, for the text of a failure."""
         counts = Counter(frame.command for frame in self.frames)
         frames = ", ".join(f"{n} {command}" for command, n in counts.items())
         return (
@@ -114,7 +115,7 @@ class Record:
         )
 
     def record(self, connection: int, frame: Frame) -> None:
-        """Note a frame that arrived; with the lock held."""
+        """Record a received frame; with the lock held."""
         self.frames.append(
             ReceivedFrame(frame.command, frame.headers, frame.body, connection)
         )

@@ -1,9 +1,9 @@
-"""What a test tells the scripted broker to do with the frames it gets.
+"""A test's instructions for the frames that the scripted broker receives.
 
-A rule picks frames (``broker.on("SEND", nth=3)``) and one verb says what happens to
-them (``.reject("quota")``). Every rule counts every frame that matches it; the first
-that picks a frame and has not run out decides over it. Without one the broker does
-what its profile does.
+A rule selects frames (``broker.on("SEND", nth=3)``) and one verb says what happens to
+them (``.reject("quota")``). Every rule counts every matching frame; the first rule that
+selects a frame and has not run out decides about it. Without a rule the profile
+decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .frames import Frame
 
 
 class Verb(Enum):
-    """What can happen to a picked frame."""
+    """What can happen to a selected frame."""
 
     HANDLE = auto()
     HOLD = auto()
@@ -33,7 +33,7 @@ class Verb(Enum):
 
 
 class Client(Protocol):
-    """The connection, as a test's own function sees it."""
+    """The connection, for a test's own function."""
 
     def send(self, frame: Frame) -> None:
         """Send a frame to the client."""
@@ -46,14 +46,14 @@ class Client(Protocol):
 
 
 class Talk(Protocol):
-    """The conversation, as a test's own function sees it."""
+    """The conversation, for a test's own function."""
 
     @property
     def peer(self) -> Client:
         """The client's connection."""
 
     def handle(self, frame: Frame) -> None:
-        """Do what the profile does with a frame."""
+        """Handle a frame by the profile."""
 
     def refuse(self, frame: Frame, message: str, detail: str = "") -> None:
         """Answer a frame with ERROR."""
@@ -68,7 +68,7 @@ class Held:
 
 
 class Rule:
-    """Picks frames; one of its verbs says what happens to them."""
+    """Selects frames; one of its verbs says what happens to them."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Rule:
         self.answers = False
         self.call: Callable[[Talk, Frame], object] | None = None
         self.copies = 1
-        #: Receipts that wait to be permuted, and how many make a full window.
+        #: Receipts that wait to be permuted, and the number in a full window.
         self.group: list[Held] = []
         self.window = 0
         self.order = random.Random(0)  # noqa: S311  # to shuffle receipts
@@ -102,7 +102,7 @@ class Rule:
         self._seen = 0
 
     def matches(self, frame: Frame) -> bool:
-        """Whether the frame is one of the rule's; counts it, if it is."""
+        """Return whether the frame matches the rule; counts it if so."""
         if self._command not in (frame.command, "*"):
             return False
         if self._destination is not None and frame.destination != self._destination:
@@ -113,7 +113,7 @@ class Rule:
         return self._nth is None or self._seen == self._nth
 
     def decides(self) -> bool:
-        """Whether it may decide once more, which it then has done."""
+        """Return whether the rule applies to this frame; if so, uses it up once."""
         if self.verb is Verb.HANDLE or self._left == 0:
             return False
         if self._left is not None:
@@ -127,9 +127,9 @@ class Rule:
         return self._do(Verb.HOLD)
 
     def park(self) -> Rule:
-        """Handle the frame only at ``broker.release()``; what follows overtakes it.
+        """Handle the frame only at ``broker.release()``; later frames overtake it.
 
-        As ActiveMQ does to a producer of a full queue.
+        ActiveMQ does this to a producer of a full queue.
         """
         return self._do(Verb.PARK)
 
@@ -160,12 +160,12 @@ class Rule:
         closes: bool | None = None,
         at_commit: bool = False,
     ) -> Rule:
-        """Do not handle the frame; answer ERROR, as the profile does if not told.
+        """Do not handle the frame; answer ERROR, by default as the profile does.
 
         ``names_receipt``: with or without receipt-id. ``closes``: hang up afterwards.
-        ``at_commit``: find fault with a transaction's frame only in its replay, after
-        COMMIT was receipted and a part is stored, as RabbitMQ does with a header it
-        does not read before.
+        ``at_commit``: reject a transaction's frame only in the replay, after COMMIT was
+        receipted and a part is stored, as RabbitMQ does for a header that it does not
+        read earlier.
         """
         self.message, self.detail, self.at_commit = message, detail, at_commit
         self.names_receipt, self.closes = names_receipt, closes
@@ -188,7 +188,7 @@ class Rule:
     def call_with(self, function: Callable[[Talk, Frame], object]) -> Rule:
         """Let the test's function decide; it may call ``conversation.handle(frame)``.
 
-        It runs on the broker's thread and must not wait.
+        It runs in the broker's thread and must not wait.
         """
         self.call = function
         return self._do(Verb.CALL)
@@ -212,7 +212,7 @@ class Script:
         return next((rule for rule in picking if rule.decides()), None)
 
     def hold(self, rule: Rule, held: Held) -> None:
-        """Keep what the rule holds back, or let a full window go, shuffled."""
+        """Keep what the rule holds back, or release a full window, shuffled."""
         self.held.append(held)
         if rule.window:
             rule.group.append(held)
@@ -224,7 +224,7 @@ class Script:
                     one.let_go()
 
     def release(self, count: int | None, order: Sequence[int] | random.Random) -> int:
-        """Let go the first ``count`` of what is held, in the order given."""
+        """Release the first ``count`` held frames, in the order given."""
         taken = self.held[:count]
         if isinstance(order, random.Random):
             order.shuffle(taken)

@@ -47,11 +47,10 @@ class ScriptedBroker(BrokerState):
     ) -> None:
         """Listen at once; ``port`` 0 takes a free one.
 
-        ``users``: who may log in, by password; None lets everybody in. ``heart_beat``:
-        what the broker offers and asks for, in milliseconds; None: whatever the client
-        does. ``receive_buffer``: bytes a stalled broker's socket still takes.
-        ``strict``: leaving the ``with`` block fails when a client has broken the rules
-        of STOMP.
+        ``users``: passwords by user name; None accepts all. ``heart_beat``: what the
+        broker offers and requests, in milliseconds; None: the same as the client.
+        ``receive_buffer``: bytes that a stalled broker's socket still accepts.
+        ``strict``: leaving the ``with`` block fails if a client has violated STOMP.
         """
         super().__init__(
             PROFILES[profile] if isinstance(profile, str) else profile,
@@ -93,11 +92,11 @@ class ScriptedBroker(BrokerState):
         destination: str | None = None,
         where: Callable[[Frame], bool] | None = None,
     ) -> Rule:
-        """Pick frames for one of the rule's verbs; "*" is every command.
+        """Select frames for one of the rule's verbs; "*" is every command.
 
         ``nth``: only the n-th (from 1) of those that match from now on, whatever other
-        rules do to them. ``times``: the most frames that it decides over. Rules
-        are asked in the order they were made.
+        rules do to them. ``times``: most frames that it decides about. Rules apply in
+        the order in which they were created.
         """
         rule = Rule(command, nth=nth, times=times, destination=destination, where=where)
         with self.changed:
@@ -105,16 +104,17 @@ class ScriptedBroker(BrokerState):
         return rule
 
     def forget_rules(self) -> None:
-        """Be an honest broker from now on; what is held stays held."""
+        """Behave normally from now on; held frames stay held."""
         with self.changed:
             self.script.rules.clear()
 
     def release(
         self, count: int | None = None, *, order: Sequence[int] | random.Random = ()
     ) -> int:
-        """Let go the first ``count`` (all) of what is held; return how many it was.
+        """Release the first ``count`` (default: all) held frames; return how many there
+        were.
 
-        ``order``: their indices in the order to let go, or a ``random.Random``.
+        ``order``: their indices in the order of release, or a ``random.Random``.
         """
         with self.changed:
             released = self.script.release(count, order)
@@ -122,19 +122,19 @@ class ScriptedBroker(BrokerState):
             return released
 
     def stall(self) -> None:
-        """Stop to read from the connections there are, as RabbitMQ does on an alarm."""
+        """Stop reading from the open connections, as RabbitMQ does on an alarm."""
         with self.changed:
             for peer in self.peers:
                 peer.stall()
 
     def freeze(self) -> None:
-        """Neither read nor write, as a host that hangs: its sockets stay open."""
+        """Neither read nor write, like a host that hangs: its sockets stay open."""
         with self.changed:
             for peer in self.peers:
                 peer.stall(write=False)
 
     def resume(self) -> None:
-        """Read and write again after a stall or freeze, also one of a rule."""
+        """Read and write again after a stall or freeze, also after one of a rule."""
         with self.changed:
             for peer in list(self.peers):
                 peer.resume()
@@ -143,12 +143,13 @@ class ScriptedBroker(BrokerState):
     def split_writes(
         self, *, every: int | None = None, at: Sequence[int] = (), pause: float = 0.002
     ) -> None:
-        """Cut what is written into pieces of ``every`` bytes, or ``at`` offsets."""
+        """Split what is written into pieces of ``every`` bytes, or at ``at``
+        offsets."""
         with self.changed:
             self.split = Split(every, tuple(at), pause if every or at else 0.0)
 
     def silence_heartbeats(self, *, silent: bool = True) -> None:
-        """Send no heart-beats (or send them again); frames still go out."""
+        """Send no heartbeats (or send them again); frames are still sent."""
         with self.changed:
             self.silent = silent
 
@@ -171,7 +172,7 @@ class ScriptedBroker(BrokerState):
             self.cut()
 
     def restart(self) -> None:
-        """Come up again on the same port, with the persistent messages alone."""
+        """Start again on the same port, with only the persistent messages."""
         self.stop()
         with self.changed:
             self.store.lose_volatile()
@@ -180,7 +181,7 @@ class ScriptedBroker(BrokerState):
             )
             self.loop.add(self._listener)
 
-    # -- what there is to see -----------------------------------------------------
+    # -- inspection ---------------------------------------------------------------
 
     def wait_for_held(self, count: int = 1, *, timeout: float = 30.0) -> list[Frame]:
         """Wait until that many frames are held, and return them."""
@@ -198,7 +199,7 @@ class ScriptedBroker(BrokerState):
         return list(self.peers)
 
     def stored(self, destination: str) -> list[StoredMessage]:
-        """The messages waiting in a queue, those delivered but not settled excluded."""
+        """The messages waiting in a queue, without those delivered but not settled."""
         with self.changed:
             return list(self.store.queue(destination).messages)
 
@@ -208,7 +209,7 @@ class ScriptedBroker(BrokerState):
         body: bytes | str,
         headers: Mapping[str, str] | None = None,
     ) -> StoredMessage:
-        """Store a message as another client's SEND would, and deliver it."""
+        """Store a message like another client's SEND, and deliver it."""
         data = body.encode() if isinstance(body, str) else body
         message = StoredMessage(
             destination, {"persistent": "true", **(headers or {})}, data
@@ -233,9 +234,9 @@ class ScriptedBroker(BrokerState):
         self.changed.notify_all()
 
     def close(self) -> None:
-        """Go down for good and free the port.
+        """Stop for good and free the port.
 
-        Raises what one of the test's own functions, in a rule, has raised.
+        Raises the exception of one of the test's own functions, in a rule, if any.
         """
         self.stop()
         self.loop.stop()
@@ -251,7 +252,7 @@ class ScriptedBroker(BrokerState):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Go down; raise ``AssertionError`` for a client that was not honest."""
+        """Stop; raise ``AssertionError`` if a client has violated STOMP."""
         try:
             self.close()
         except Exception:

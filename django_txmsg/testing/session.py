@@ -8,7 +8,7 @@ from .transaction import Kept, Transaction
 
 
 class Session:
-    """What a client has agreed, subscribed to and begun."""
+    """The agreed version, subscriptions and open transactions of a client."""
 
     def __init__(self, peer: Peer) -> None:
         """Wait for CONNECT."""
@@ -29,7 +29,7 @@ class Session:
         self.replay: list[Kept] = []
 
     def ended(self) -> None:
-        """Abort what is open and let others have what was not acknowledged."""
+        """Abort open transactions and release unacknowledged messages to others."""
         self.transactions.clear()
         subscriptions, self.subscriptions = self.subscriptions, {}
         for subscription in [*subscriptions.values(), *self.ended_subscriptions]:

@@ -18,13 +18,13 @@ _numbers = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class StoredMessage:
-    """A message as the broker has it; ``number`` is its place among all of them."""
+    """A message at the broker; ``number`` is its place among all of them."""
 
     destination: str
     headers: dict[str, str]
     body: bytes
     redelivered: bool = False
-    #: How often it was handed out.
+    #: How often it was delivered.
     deliveries: int = 0
     #: Epoch seconds after which it is not delivered any more.
     expires_at: float | None = None
@@ -42,7 +42,7 @@ class StoredMessage:
 
 
 class Subscription:
-    """One client's subscription: what it was given and has not acknowledged."""
+    """One client's subscription: its deliveries, and those it has not acknowledged."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Subscription:
         *,
         prefetch_in_bytes: bool = False,
     ) -> None:
-        """``prefetch`` None bounds nothing; ``deliver`` writes the MESSAGE frame."""
+        """``prefetch`` None means no limit; ``deliver`` writes the MESSAGE frame."""
         self.name = name
         self.queue = queue
         self.ack = ack
@@ -90,19 +90,19 @@ class Subscription:
             self.queue.subscriptions.remove(self)
 
     def give_back(self) -> None:
-        """Let what is not acknowledged be delivered again."""
+        """Make unacknowledged messages available again."""
         unacknowledged = list(self.pending.values())
         self.pending.clear()
         self.queue.put_back(unacknowledged)
 
     def settle(self, ack_id: str) -> StoredMessage:
-        """Take a message as acknowledged; room for the next."""
+        """Record a message as acknowledged, which makes room for the next."""
         message = self.pending.pop(ack_id)
         self.queue.dispatch()
         return message
 
     def covered(self, ack_id: str) -> list[str]:
-        """The ids an acknowledgement covers: in ``client`` mode all before, too."""
+        """The ids covered by an acknowledgement: in ``client`` mode all before, too."""
         if ack_id not in self.pending:
             return []
         if self.ack != "client":
@@ -112,10 +112,10 @@ class Subscription:
 
 
 class Queue:
-    """Messages in order, and who takes them."""
+    """Messages in order, and their subscriptions."""
 
     def __init__(self, name: str, *, temporary: bool = False) -> None:
-        """A temporary queue is a topic subscription's that is not durable."""
+        """A temporary queue belongs to a topic subscription that is not durable."""
         self.name = name
         self.temporary = temporary
         self.messages: deque[StoredMessage] = deque()
@@ -127,7 +127,7 @@ class Queue:
         self.dispatch()
 
     def put_back(self, messages: list[StoredMessage]) -> None:
-        """Take undelivered or unacknowledged messages back, at their old places."""
+        """Put undelivered or unacknowledged messages back at their old places."""
         for message in messages:
             message.redelivered = True
         ordered = sorted([*messages, *self.messages], key=lambda m: m.number)
@@ -135,7 +135,7 @@ class Queue:
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Hand messages out, in turn, to subscriptions that have room."""
+        """Deliver messages, in turn, to subscriptions that have room."""
         while self.messages:
             taker = next((s for s in self.subscriptions if s.has_room()), None)
             if taker is None:
@@ -156,11 +156,11 @@ class Store:
         self._topics: dict[str, dict[str, Queue]] = {}
 
     def queue(self, destination: str) -> Queue:
-        """The queue of that name, made on first use."""
+        """The queue of that name, created on first use."""
         return self.queues.setdefault(destination, Queue(destination))
 
     def topic_queue(self, topic: str, subscription: str, *, durable: bool) -> Queue:
-        """The queue in which a subscription's copies of a topic's messages wait."""
+        """The queue of a subscription's copies of a topic's messages."""
         queues = self._topics.setdefault(topic, {})
         if subscription not in queues:
             queues[subscription] = Queue(subscription, temporary=not durable)
@@ -180,7 +180,7 @@ class Store:
             queue.put(copy)
 
     def lose_volatile(self) -> None:
-        """Do to the messages what a restart does: what is not persistent is gone."""
+        """Drop the messages that a restart loses: those that are not persistent."""
         for topic in self._topics.values():
             for name in [n for n, queue in topic.items() if queue.temporary]:
                 del topic[name]

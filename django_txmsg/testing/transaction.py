@@ -11,7 +11,7 @@ from .store import StoredMessage, Subscription
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A frame that is obeyed at COMMIT, and the rule that shapes its answer."""
+    """A frame that is executed at COMMIT, and the rule that modifies its answer."""
 
     frame: Frame
     rule: Rule | None
@@ -19,7 +19,7 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class Transaction:
-    """What happens at COMMIT: messages stored, others settled, frames replayed."""
+    """The effects of COMMIT: messages stored, others settled, frames replayed."""
 
     sends: list[StoredMessage] = field(default_factory=list)
     settles: list[tuple[Subscription, str]] = field(default_factory=list)
@@ -28,6 +28,7 @@ class Transaction:
     spoilt: bool = False
 
     def keep(self, frame: Frame, rule: Rule | None) -> None:
-        """Keep a frame unread until COMMIT, from then on outside any transaction."""
+        """Keep a frame unread until COMMIT, which then handles it outside any
+        transaction."""
         headers = {k: v for k, v in frame.headers.items() if k != "transaction"}
         self.kept.append(Kept(Frame(frame.command, headers, frame.body), rule))

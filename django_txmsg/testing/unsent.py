@@ -1,4 +1,4 @@
-"""What stands in for Celery's broker in tests: a task that is called is a row."""
+"""Replaces Celery's broker in tests: a called task is stored as a row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..errors import BrokerUnavailable
 
 
 class Unsent(CeleryBroker):
-    """Sends nothing, so that what is stored for Celery's workers stays pending."""
+    """Sends nothing, so that tasks stored for Celery's workers stay pending."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None

@@ -1,7 +1,7 @@
-"""A child: the same command again, in a process of its own.
+"""A child process: the same command again.
 
-It is ended by SIGTERM. It ends too when its parent is killed: a pipe between them
-closes.
+SIGTERM ends it. It also ends when its parent is killed, which closes a pipe between
+them.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-#: Says to a child, by the number of a pipe's end, that it is one.
+#: Tells a child that it is one; the value is the number of a pipe's end.
 PIPE = "TXMSG_PARENT_PIPE"
-# Taken out of the environment: what a handler starts is no child of our parent.
+# Removed from the environment: processes that a handler starts are not children of our
+# parent.
 _pipe = os.environ.pop(PIPE, "")
 
 
 def is_child() -> bool:
-    """Return whether a parent watches over this process."""
+    """Return whether a parent supervises this process."""
     return bool(_pipe)
 
 
 def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
-    """Start this process's command once more. `pipe` is the end to read from of a pipe
-    that this process never writes to, `environment` is added to its own.
+    """Start this process's command once more. `pipe` is the read end of a pipe to which
+    this process never writes; `environment` is added to its own.
 
     Call it in the main thread.
     """
-    # A terminal's Ctrl-C reaches both, and the child is to hear of it once, from its
-    # parent. A group of its own would keep a debugger from the keyboard. What is
-    # ignored here stays ignored in the child.
+    # A terminal's Ctrl-C reaches both, and the child must get it only once, from its
+    # parent. A process group of its own would keep a debugger from the keyboard. A
+    # signal ignored here stays ignored in the child.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return subprocess.Popen(  # noqa: S603 - what we were started with
@@ -46,7 +47,7 @@ def start(pipe: int, environment: Mapping[str, str] = {}) -> subprocess.Popen[by
 
 
 def end_with_parent(stop: Callable[[], None]) -> None:
-    """In the child: call `stop` when the parent has gone."""
+    """In the child: call `stop` when the parent has ended."""
 
     def wait() -> None:
         with contextlib.suppress(OSError):

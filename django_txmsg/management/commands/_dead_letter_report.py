@@ -1,4 +1,4 @@
-"""What `manage.py dead_letters` prints, for people or as JSON."""
+"""The output of `manage.py dead_letters`, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restore
 
 
 class Report:
-    """Writes dead letters and what was done to them."""
+    """Prints dead letters and the results of actions on them."""
 
     def __init__(self, out: OutputWrapper, *, as_json: bool) -> None:
         self._out, self._as_json = out, as_json
@@ -41,7 +41,7 @@ class Report:
         self._out.write(f"{count} open dead letter{'s' * (count != 1)}{shown}.")
 
     def groups(self, letters: Any) -> None:
-        """Print open dead letters by error, most first."""
+        """Print open dead letters by error, the largest groups first."""
         groups = list(
             letters.values("fingerprint")
             .annotate(
@@ -73,7 +73,7 @@ class Report:
             )
 
     def letter(self, letter: DeadLetter) -> None:
-        """Print all of one dead letter, masked."""
+        """Print everything about one dead letter, masked."""
         headers, body = masking.shown(
             letter.destination, letter.headers, bytes(letter.body), letter.content_type
         )
@@ -102,7 +102,7 @@ class Report:
         self._out.write(f"Would {action} {count} dead letter{'s' * (count != 1)}.")
 
     def operation(self, operation: BulkOperation) -> None:
-        """Print what an operation has done."""
+        """Print the result of an operation."""
         if self._as_json:
             names = ("id", "kind", "filter", "total", "done", "skipped", "state")
             self._print(

@@ -20,15 +20,15 @@ from ...errors import ConfigurationError
 from ...metrics import of_database, of_processes
 from ...monitoring.process_states import WITHIN
 
-#: Seconds that a client may take for its request.
+#: Seconds that a client may take to send its request.
 TIMEOUT = 10.0
 
 
 class HttpServer(ThreadingHTTPServer):
     """Answers for the process, or for the parent of several.
 
-    `alive` gets seconds, and returns what has not turned within them, or nothing.
-    `folder` is where several processes count for Prometheus.
+    `alive` takes seconds, and returns the loop that has not run within them, or
+    nothing. `folder` is the directory in which several processes count for Prometheus.
     """
 
     daemon_threads = True
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a probe comes every few seconds."""
+        """Log nothing: a probe comes every few seconds."""
 
     def _alive(self, query: str) -> None:
         try:
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(501, str(error))
             return
         try:
-            # A worker's own counts are worth having while the database is away.
+            # A worker's own counts are useful while the database is away.
             with contextlib.suppress(DatabaseError, InterfaceError):
                 text += of_database()
         finally:
@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Return host and port. Raises CommandError if it is no HOST:PORT."""
+    """Return host and port. Raises CommandError if it is not HOST:PORT."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
         raise CommandError(

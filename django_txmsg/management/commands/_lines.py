@@ -1,4 +1,4 @@
-"""One readable line for each message that a process has had in its hands."""
+"""Prints one readable line for each message that a process has handled."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ... import signals
 
 
 class Lines:
-    """Says what became of messages, as it happens: `printing()`.
+    """Reports the outcome of each message as it happens: `printing()`.
 
-    `write` takes a line. Of what is dispatched to a destination in `consumed` nothing
-    is said before a stage of this process has had it.
+    `write` takes a line. A message dispatched to a destination in `consumed` is
+    reported only when a stage of this process has processed it.
     """
 
     def __init__(self, write: Any, style: Style, consumed: Collection[str]) -> None:
@@ -26,7 +26,7 @@ class Lines:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Print for as long as the block runs."""
+        """Print for the duration of the block."""
         heard = (
             (signals.message_dispatched, self._dispatched),
             (signals.message_processed, self._processed),
@@ -34,7 +34,8 @@ class Lines:
             (signals.message_redelivered, self._redelivered),
             (signals.message_buried, self._buried),
         )
-        # Without handlers of the user's own, Python would print warnings a second time.
+        # If the user configured no log handlers, Python would print warnings a second
+        # time.
         quiet = logging.NullHandler()
         if not signals.log.hasHandlers():
             signals.log.addHandler(quiet)
@@ -80,5 +81,5 @@ class Lines:
         try:
             self._write(f"{now} {where}: {what}  {id}")
         except (OSError, ValueError):
-            # Whoever read our lines is gone; the messages are not.
+            # The reader of our output is gone, but the messages are not.
             self._broken = True

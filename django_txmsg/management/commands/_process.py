@@ -1,9 +1,9 @@
-"""What a long-running command is to the operating system: signals and a heartbeat.
+"""A long-running command as a process: signals and a heartbeat.
 
-A stop finishes the messages in progress, and ends. A handler has all the time it takes.
-A thread that waits for a server has `PATIENCE`: a database that does not answer, a lock
-that is not released or a broker that sends no receipts would keep the process for ever.
-Other processes take over what this one leaves unfinished.
+A stop finishes the messages in progress, and ends. A handler may take as long as it
+needs. A thread that waits for a server has `PATIENCE` seconds: otherwise a database
+that does not answer, a lock that is not released or a broker that sends no receipts
+would keep the process for ever. Other processes take over its unfinished messages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Busy(Protocol):
-    """Anything that knows how many messages are in progress, and can be stopped."""
+    """An object that knows how many messages are in progress, and can be stopped."""
 
     @property
     def in_flight(self) -> int: ...
@@ -47,7 +47,7 @@ class Busy(Protocol):
 @contextmanager
 def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
     """Call `stop` on the first SIGTERM or SIGINT; end the process on the second. A
-    child gets SIGTERM alone, or loses its parent."""
+    child gets only SIGTERM, or loses its parent."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,8 +76,8 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
         )
 
     before = {number: signal.signal(number, handle) for number in signals}
-    # A main thread that waits for a lock of the database runs no handler until it has
-    # it; the number of each signal is written here at once.
+    # While the main thread waits for a lock of the database, it runs no signal handler;
+    # the number of each signal is written here at once.
     fd_before = signal.set_wakeup_fd(hears.fileno(), warn_on_full_buffer=False)
     try:
         yield
@@ -91,8 +91,8 @@ def stop_on_signals(stop: Callable[[], None], stderr: Any) -> Iterator[None]:
 
 
 def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
-    """End the process on the second signal, and when nothing but an answer that does
-    not come keeps it."""
+    """End the process on the second signal, or if only missing answers of servers keep
+    it running."""
     since, signals = time.monotonic(), 0
     while not ended.wait(0.2):
         with contextlib.suppress(OSError):  # nothing to read
@@ -113,13 +113,13 @@ def _insist(ended: threading.Event, heard: socket.socket, stderr: Any) -> None:
 
 
 def say(stream: Any, text: str) -> None:
-    """Write a line, if somebody still reads it: the terminal may be gone, and the
+    """Write a line, if the output is still open: the terminal may be gone, but the
     messages are not."""
     try:
         stream.write(text)
         stream.flush()
     except BrokenPipeError:
-        # Python would try once more at its end, and end with 120.
+        # Python would try once more at its end, and exit with 120.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
@@ -128,10 +128,10 @@ def say(stream: Any, text: str) -> None:
 
 
 def stay_light() -> None:
-    """Spare the garbage collector what is loaded by now and stays for good: a third of
-    the time that a busy relay spends on a message goes into walking over it. What a
-    batch makes, it does without a circle: to look for one at every 700th object is a
-    tenth of the rest."""
+    """Exclude everything loaded by now from garbage collection: traversing it takes a
+    third of the time that a busy relay spends on a message. A batch creates no
+    reference cycles: looking for them at every 700th object takes a tenth of the
+    rest."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
@@ -141,8 +141,9 @@ def stay_light() -> None:
 def heartbeat(
     presence: Presence, busy: Busy, databases: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Tell that the process lives for as long as the block runs. Stops it, and raises,
-    when that cannot go on. Counts, meanwhile, what the charts show of `databases`."""
+    """Send heartbeats for the duration of the block. If that fails, stops the process,
+    and raises. Meanwhile, also aggregates the counts for the admin's charts of
+    `databases`."""
     done = threading.Event()
 
     def beat() -> None:
@@ -170,7 +171,7 @@ def heartbeat(
 
 
 def _count(using: str) -> None:
-    """Remember what nobody then has to count to see it; another time, if not now."""
+    """Aggregate the counts; if it fails now, a later run does it."""
     counting = database_health.retry(
         using, f"the charts of database {using!r} are not counted"
     )

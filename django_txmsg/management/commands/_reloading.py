@@ -1,6 +1,6 @@
-"""`--reload`: a parent watches the code, and starts its child again when that changes.
+"""`--reload`: a parent watches the code, and restarts its child when it changes.
 
-The child is ended by SIGTERM, and killed where it does not end.
+SIGTERM ends the child; if it does not end in time, it is killed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from django.apps import apps
 from . import _child as child
 from ._process import say
 
-#: Seconds between two looks at the files.
+#: Seconds between two checks of the files.
 INTERVAL = 0.5
-#: Seconds that a child gets to finish what it has in hand.
+#: Seconds that a child has to finish its messages.
 GRACE = 10.0
 _FOREIGN = ("site-packages", "dist-packages", "node_modules", "__pycache__")
 
 
 class Reloader:
-    """The parent: `run()` until a signal comes."""
+    """The parent: `run()` until a signal arrives."""
 
     def __init__(self, stderr: Any) -> None:
         self._stderr = stderr
@@ -39,7 +39,7 @@ class Reloader:
         self._read, self._write = os.pipe()
 
     def run(self) -> int:
-        """Return the exit code: of the child, once a signal has ended it."""
+        """Return the exit code: the child's, once a signal has ended it."""
         before = {
             number: signal.signal(number, self._heard)
             for number in (signal.SIGTERM, signal.SIGINT)
@@ -62,7 +62,7 @@ class Reloader:
 
     def _heard(self, number: int, frame: object) -> None:
         self._signals.append(number)
-        # A second one would cut off what the child has in hand, which ends already.
+        # A second signal would abort the messages of a child that is already draining.
         if self._child is not None and (not self._ending or len(self._signals) > 1):
             self._child.send_signal(signal.SIGTERM)
         self._awake.set()
@@ -113,8 +113,8 @@ class Reloader:
 
 
 def files() -> Iterator[tuple[str, float]]:
-    """Return the project's own Python files, each with the time of its last change: of
-    its applications, of its settings, and what else was imported from elsewhere."""
+    """Return the project's own Python files, each with its modification time: those of
+    its applications, of its settings, and other imported modules of the project."""
     found: set[str] = set()
     for root in _roots():
         for folder, folders, names in os.walk(root):

@@ -1,4 +1,4 @@
-"""`manage.py txmsg run`: everything that a service runs beside its web server, in one
+"""`manage.py txmsg run`: everything that a service runs besides its web server, in one
 process, with one readable line for each message."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ._workers import add_arguments, probed, supervise
 
 
 class Service:
-    """A relay with its timekeeper, a consumer of all stages, and pruning, which end
+    """A relay with its schedule, a consumer of all stages, and pruning, which end
     together."""
 
     def __init__(
@@ -61,20 +61,21 @@ class Service:
         return self.relay.in_flight
 
     def stop(self) -> None:
-        """Finish what is in hand and take nothing new. From any thread or signal."""
+        """Finish messages in progress, start no new ones. Callable from any thread or
+        signal."""
         self._stop.set()
         self._timekeeper.stop()
         self.relay.stop()
         self.consumer.stop()
 
     def run(self) -> None:
-        """Work until stopped. Raises what ended a part of it, if something did."""
+        """Run until stopped. Raises the error that ended a part of it, if any."""
         self._crew.start()
         self._crew.join()
 
 
 class Command(BaseCommand):
-    """Relay, run stages, work off bulk operations and prune."""
+    """Relay, run stages, execute bulk operations and prune."""
 
     help = (
         "Relay, stages, control messages, bulk operations and pruning in one process, "

@@ -1,9 +1,9 @@
-"""`--processes N`: a parent that starts children, restarts those that end, and passes
-signals on. It opens no connection, and loads nothing that a child needs anew.
+"""`--processes N`: a parent that starts children, restarts those that end, and forwards
+signals. It opens no connection, and loads nothing that a child must load anew.
 
-SIGTERM and SIGINT end all children in good order, a second one ends them at once.
-SIGHUP replaces them one after the other: the next one ends when the one before has been
-replaced by a process that works.
+SIGTERM and SIGINT drain and end all children, a second one ends them at once. SIGHUP
+replaces them one after the other: the next one ends when a working process has replaced
+the one before.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from . import _child as child
 
 log = logging.getLogger("django_txmsg.supervisor")
 
-#: Seconds between two looks at the children, when no signal comes.
+#: Seconds between two checks of the children, if no signal arrives.
 INTERVAL = 0.5
-#: Seconds of the first and of the longest pause before a child that failed is started
-#: again.
+#: Shortest and longest pause, in seconds, before a failed child is restarted.
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-#: Seconds after which a child that fails has not failed at its start.
+#: A child that runs for this many seconds has not failed at its start.
 STEADY = 60.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 @dataclass
 class Slot:
-    """The place of one child, and of those that follow it."""
+    """The place of one child, and of its replacements."""
 
     number: int
     process: subprocess.Popen[bytes] | None = None
@@ -51,7 +50,7 @@ class Slot:
 
     @property
     def works(self) -> bool:
-        """Whether its child has begun to work."""
+        """Whether its child has started to work."""
         state = None if self.process is None else process_states.read(self.process.pid)
         return state is not None and state.ready
 
@@ -92,7 +91,7 @@ class Supervisor:
         return self._code
 
     def alive(self, within: float) -> str:
-        """Return which child has not turned within so many seconds, or nothing."""
+        """Return which child has not run within that many seconds, or nothing."""
         now = time.monotonic()
         for slot in self.slots:
             process = slot.process
@@ -146,7 +145,7 @@ class Supervisor:
         log.error("%s ended with %d after %.0f s%s", slot, code, lived, then)
 
     def _replace(self) -> None:
-        """Have the next child end that is to be replaced, if the others work."""
+        """Let the next child end that must be replaced, if the others work."""
         if not self._replacing:
             return
         if any(slot.failures for slot in self.slots):
@@ -181,8 +180,8 @@ class Supervisor:
 
     @contextmanager
     def _signals(self) -> Iterator[socket.socket]:
-        """Yield where the numbers of the signals come in. No handler runs while the
-        loop holds something."""
+        """Yield a socket on which the numbers of the signals arrive. No signal handler
+        interrupts the loop's work."""
         heard, tells = socket.socketpair()
         heard.setblocking(False)
         tells.setblocking(False)

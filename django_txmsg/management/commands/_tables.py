@@ -1,4 +1,4 @@
-"""What a command needs before it begins: the package's tables."""
+"""A precondition of commands: the package's tables exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...models import OutboxMessage
 
 
 def require_tables(*aliases: str) -> None:
-    """Raise CommandError where the migrations have not been applied; without a database
-    to ask, the command itself says so or waits."""
+    """Raise CommandError if the migrations have not been applied; if the database does
+    not answer, the command itself reports it or waits."""
     for alias in aliases:
         try:
             names = connections[alias].introspection.table_names()

@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def supervise(options: Mapping[str, Any], stderr: Any) -> None:
-    """With `--processes`: be the parent, and end the process when its children have
-    ended. In a child, and without the option, return.
+    """With `--processes`: run as the parent, and exit when its children have ended. In
+    a child, and without the option, return.
 
     Call it when the command's other options have been checked. Raises CommandError.
     """
@@ -79,8 +79,8 @@ def supervise(options: Mapping[str, Any], stderr: Any) -> None:
 
 @contextmanager
 def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
-    """Let the process be asked whether it lives while the block runs: by its state's
-    file, and with `--http` by HTTP. A child is asked by its parent."""
+    """Answer liveness probes for the duration of the block: by the process's state
+    file, and with `--http` by HTTP. The parent answers for a child."""
     with ExitStack() as stack:
         stack.enter_context(_state_written(needed=child.is_child()))
         if options["http"]:
@@ -95,7 +95,7 @@ def probed(options: Mapping[str, Any], stderr: Any) -> Iterator[None]:
 
 
 def alive(within: float) -> str:
-    """Return which loop of this process has not turned within so many seconds, or
+    """Return which loop of this process has not run within that many seconds, or
     nothing."""
     state = liveness.state()
     if state.silent <= within:

@@ -1,6 +1,6 @@
-"""`manage.py dead_letters`: lists, shows, redelivers, discards and notes on them.
+"""`manage.py dead_letters`: lists, shows, redelivers, discards and annotates them.
 
-What the admin does, through the same functions, for the terminal and for scripts.
+It calls the same functions as the admin, for the terminal and for scripts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOTING = ("note", "mute", "unmute")
 
 
 class Command(BaseCommand):
-    """Work dead letters."""
+    """Work with dead letters."""
 
     help = "Lists, shows, redelivers, discards and restores dead letters."
 

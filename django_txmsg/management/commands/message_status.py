@@ -1,4 +1,4 @@
-"""`manage.py message_status`: counts and ages; exit 1 when something is wrong."""
+"""`manage.py message_status`: counts and ages; exit code 1 if something is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._tables import require_tables
 
 
 class Command(BaseCommand):
-    """Say how messaging is doing."""
+    """Print the state of messaging."""
 
     help = "Counts and oldest ages of every state. Exits 1 when something is wrong."
 
@@ -109,7 +109,7 @@ def _kinds(text: str) -> set[str]:
 
 
 def facts(picture: Status) -> dict[str, Any]:
-    """Return the picture as plain values, ages in seconds."""
+    """Return the status as plain values, ages in seconds."""
     now = picture.now
 
     def waiting(one: Waiting) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`manage.py order`: which keys wait at ordered stages, and letting one go."""
+"""`manage.py order`: lists keys that wait at ordered stages, and releases one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._tables import require_tables
 
 
 class Command(BaseCommand):
-    """Show what waits in order, and let it go."""
+    """Show messages that wait for their predecessors, and release one."""
 
     help = "Lists the keys whose messages wait at ordered stages; lets one go."
 

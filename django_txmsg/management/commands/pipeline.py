@@ -1,6 +1,6 @@
 """`manage.py pipeline JOB`: the data pipeline, configured by this project's settings.
 
-The settings become a job specification; the job itself knows nothing of Django.
+The settings are converted to a job specification; the job itself does not use Django.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Take the options of all jobs, and whose database it is."""
+        """Add the options of all jobs, and of the database."""
         cli = _cli()
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS)
         parser.add_argument(
@@ -113,10 +113,10 @@ def _cli() -> Any:
 
 
 def job_spec(alias: str) -> Any:
-    """Return the specification that Django's settings and TXMSG make.
+    """Return the specification from Django's settings and TXMSG.
 
-    The password goes into this process's environment, and its name into the
-    specification.
+    The password goes into this process's environment, and only the variable's name into
+    the specification.
     """
     from ...spark.spec import JobSpec, LakeSpec, Subscription
 
@@ -144,7 +144,7 @@ def job_spec(alias: str) -> Any:
 
 
 def _read_by(source: Any, reader: str) -> Any:
-    """Return a service's database with the replica that is read in its place."""
+    """Return a service's database with the replica that is read instead."""
     if "://" in reader:
         return replace(source, reader_url=reader)
     there = source_spec(reader, f"{source.service}_reader")
@@ -152,7 +152,7 @@ def _read_by(source: Any, reader: str) -> Any:
 
 
 def source_spec(alias: str, service: str) -> Any:
-    """Return a database of Django's settings as the pipeline takes it."""
+    """Return a database of Django's settings in the pipeline's form."""
     from ...spark.spec import SourceSpec, password_variable
 
     if alias not in connections:
@@ -181,8 +181,8 @@ def source_spec(alias: str, service: str) -> Any:
 
 
 def _libpq(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what an alias's OPTIONS say to libpq and to the server: TLS, the schema,
-    the role. No secrets: a specification is written down."""
+    """Return the OPTIONS of an alias for libpq and the server: TLS, the schema, the
+    role. No secrets, because a specification is written to files."""
     from psycopg.pq import Conninfo
 
     known = {one.keyword.decode() for one in Conninfo.get_defaults()}

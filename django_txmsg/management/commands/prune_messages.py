@@ -15,7 +15,7 @@ from ._tables import require_tables
 
 
 class Command(BaseCommand):
-    """Delete what is settled and old enough."""
+    """Delete settled rows past their retention."""
 
     help = 'Deletes settled rows that TXMSG["RETENTION"] keeps no longer.'
 

@@ -1,4 +1,4 @@
-"""`manage.py relay`: ships the outbox until stopped."""
+"""`manage.py relay`: dispatches the outbox until stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._workers import add_arguments, probed, supervise
 
 
 class Command(BaseCommand):
-    """Hand stored messages to the broker."""
+    """Dispatch stored messages to the broker."""
 
     help = "Hands stored messages to the broker until stopped (SIGTERM or SIGINT)."
 

@@ -1,4 +1,4 @@
-"""`manage.py subscriptions`: lists topics' subscriptions, and ends them."""
+"""`manage.py subscriptions`: lists and ends topics' subscriptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._tables import require_tables
 
 
 class Command(BaseCommand):
-    """Look after the subscriptions that stages leave behind."""
+    """List and end subscriptions that removed stages have left behind."""
 
     help = "Lists the embedded broker's subscriptions; ends one, at any broker."
 
@@ -85,7 +85,7 @@ class Command(BaseCommand):
             used = [one.subscriber for one in stages]
             known = [one for one in self._known(using) if one.topic == topic]
             used += [one.subscriber for one in known if one.used]
-            # What a relay has put into its queue as it was removed may lie there yet.
+            # A relay may have put messages into its queue while it was being removed.
             lying = QueueMessage.objects.using(using).filter(
                 queue=queue_name(topic, subscriber)
             )
@@ -93,7 +93,7 @@ class Command(BaseCommand):
             if subscriber not in named and not lying.exists():
                 raise CommandError(f"Nobody subscribes to {topic} as {subscriber!r}.")
         else:
-            # A server may have one subscription of a name, whatever the topic.
+            # A server may allow only one subscription of a name, whatever the topic.
             used = [one.subscriber for one in all_stages()]
         if subscriber in used:
             raise CommandError(
@@ -114,5 +114,5 @@ class Command(BaseCommand):
 
 
 def _tables_of(broker: Broker) -> str | None:
-    """Return the database whose tables list the broker's subscriptions, if one does."""
+    """Return the database whose tables list the broker's subscriptions, if any."""
     return broker.stored_in if broker.kind == "database" else None

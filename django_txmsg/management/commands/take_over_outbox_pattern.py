@@ -1,7 +1,7 @@
-"""`manage.py take_over_outbox_pattern`: moves in from django-outbox-pattern.
+"""`manage.py take_over_outbox_pattern`: migrates from django-outbox-pattern.
 
-Its tables are read as they are: the package need not be installed, and cannot be beside
-our STOMP client, since it needs an older stomp.py.
+It reads that package's tables directly. The package need not be installed, and cannot
+be beside our STOMP client, because it needs an older stomp.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _APPS = Apps()  # no tables of ours: no migration is made for them
 
 
 class Published(models.Model):
-    """What it has stored to be sent."""
+    """Messages that it has stored to be sent."""
 
     id = models.UUIDField(primary_key=True)
     destination = models.CharField(max_length=255)
@@ -52,7 +52,7 @@ class Published(models.Model):
 
 
 class Received(models.Model):
-    """What it has processed, so that it does not process a copy."""
+    """Messages that it has processed, of which copies must not be processed."""
 
     id = models.UUIDField(primary_key=True)
     msg_id = models.CharField(max_length=100, null=True)  # noqa: DJ001 - as it is
@@ -71,8 +71,7 @@ class Received(models.Model):
 
 
 class Command(BaseCommand):
-    """Take over what django-outbox-pattern has stored and not sent, and what it has
-    received."""
+    """Take over the unsent and the received messages of django-outbox-pattern."""
 
     help = (
         "Takes over the tables of django-outbox-pattern: unsent messages go into the "
@@ -80,7 +79,7 @@ class Command(BaseCommand):
     )
 
     renamed: dict[str, str]
-    #: By destination, and by what is wrong.
+    #: By destination, and by the fault.
     strange: Counter[str]
     refused: Counter[str]
 
@@ -147,7 +146,8 @@ class Command(BaseCommand):
             raise CommandError("Not all of it can be taken over.")
 
     def _send(self, using: str, options: dict[str, Any]) -> tuple[int, int]:
-        """Store what is not sent, and mark it as sent, in one transaction a batch."""
+        """Store the unsent messages, and mark them as sent, in one transaction for each
+        batch."""
         rows: Any = Published._base_manager.using(using)
         given_up = rows.exclude(status=SUCCEEDED).filter(
             models.Q(status=FAILED) | models.Q(expires_at__lt=Now())
@@ -161,7 +161,7 @@ class Command(BaseCommand):
         taken = 0
         for batch in _batches(list(ids), options["batch_size"]):
             with transaction.atomic(using=using):
-                # Its own publisher holds what it is sending: wait for that.
+                # Its own publisher locks the messages that it is sending: wait for it.
                 mine = wanted.filter(pk__in=batch).order_by("added", "pk")
                 if connections[using].vendor == "postgresql":
                     mine = mine.select_for_update()
@@ -198,7 +198,7 @@ class Command(BaseCommand):
         return True
 
     def _remember(self, using: str, options: dict[str, Any]) -> int:
-        """Note processed ids for each stage that consumes their destination."""
+        """Record processed ids for each stage that consumes their destination."""
         stages: dict[str, list[str]] = {}
         for stage in all_stages():
             stages.setdefault(stage.destination, []).append(stage.name)
@@ -225,7 +225,7 @@ class Command(BaseCommand):
                     )
                     for name in names
                 ]  # fmt: skip
-            # Not by counting rows: consumers receive meanwhile.
+            # Not by counting rows: consumers receive messages meanwhile.
             ids = {one.message_id for one in noted}
             there = set(
                 inbox.filter(message_id__in=ids).values_list("message_id", "stage")
@@ -236,7 +236,7 @@ class Command(BaseCommand):
         return known
 
     def _destination(self, name: str) -> str:
-        """Return how a destination of STOMP is called here."""
+        """Return the name of a STOMP destination here."""
         if name in self.renamed:
             return self.renamed[name]
         for prefix, ours in (("/queue/", ""), ("/topic/", wire.TOPIC_PREFIX)):
@@ -246,13 +246,13 @@ class Command(BaseCommand):
 
 
 def _headers(row: Any) -> dict[str, str]:
-    """Return a row's headers as text: JSON holds numbers too, and nothing."""
+    """Return a row's headers as text: the JSON may contain numbers and nulls."""
     given = row.headers if isinstance(row.headers, dict) else {}
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _identity(row: Any, broker: str) -> uuid.UUID:
-    """Return the id by which a stage would know a copy of the message."""
+    """Return the id by which a stage would recognise a copy of the message."""
     return wire.others_id(broker, _headers(row)) or wire.foreign_id(broker, row.msg_id)
 
 

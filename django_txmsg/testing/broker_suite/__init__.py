@@ -34,7 +34,7 @@ pytest.register_assert_rewrite(
     )
 )
 
-# After the line above, which makes a failed assertion show its values.
+# After the line above, which makes failed assertions show their values.
 from .capabilities import Capabilities  # noqa: E402
 from .receiving import Receiving  # noqa: E402
 from .sending import Sending  # noqa: E402
@@ -48,11 +48,11 @@ __all__ = ["SOON", "BrokerSuite", "bodies", "take"]
 
 class BrokerSuite(Capabilities, Sending, Receiving, Together, Transactions, Topics):
     """The contract of `django_txmsg.brokers.Broker` and `.Session`, for a broker that
-    `broker()` returns anew each time it is called, also from several threads."""
+    `broker()` creates anew at each call, also from several threads."""
 
     @pytest.fixture
     def destination(self) -> str:
-        """A destination nobody has used before."""
+        """A destination that no test has used before."""
         return f"tests.{uuid.uuid4().hex}"
 
     @pytest.fixture(autouse=True)

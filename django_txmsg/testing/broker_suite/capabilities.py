@@ -1,4 +1,4 @@
-"""What a broker says of itself, and whether it is so."""
+"""Whether a broker's declared capabilities are true."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Capabilities(Talk):
     def test_what_is_stored_in_a_database_belongs_to_its_transaction(
         self, destination: str
     ) -> None:
-        """A session that is about to commit has its control message stored with what
-        it commits, and nobody looks after it any more."""
+        """A session that is about to commit stores its control message with the data,
+        so nothing else would dispatch its messages."""
         alias = self.broker().stored_in
         if alias is None:
             return

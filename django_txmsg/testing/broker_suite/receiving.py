@@ -1,4 +1,5 @@
-"""What the consumer relies on: nothing is lost, and what is acknowledged is over."""
+"""What the consumer relies on: nothing is lost, and acknowledged messages do not
+return."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .talk import Talk, bodies, numbered, numbers, take
 
 
 class Receiving(Talk):
-    """Messages that arrive, and what they carry."""
+    """Messages that arrive, and their contents."""
 
     def test_what_is_acknowledged_never_comes_again(self, destination: str) -> None:
         self.send(*numbered(destination, 10))
@@ -142,7 +143,7 @@ class Receiving(Talk):
             "long": "x" * 8000,
             "txmsg-id": str(uuid.uuid4()),
         }
-        # In a batch as by itself: the two go different ways on some brokers.
+        # In a batch and alone: some brokers handle the two differently.
         self.send(*(Outgoing(destination, headers, b"x") for _ in range(10)))
         self.send(Outgoing(destination, headers, b"x"))
         with self.consumer(destination, prefetch=20) as session:

@@ -18,7 +18,7 @@ from .talk import Talk, numbered, numbers, take
 
 
 class Sending(Talk):
-    """Messages that are handed over."""
+    """Messages that are sent."""
 
     @pytest.mark.parametrize("count", [0, 1, 3, 600])
     def test_a_batch_is_stored_in_order_and_every_outcome_is_a_receipt(
@@ -32,7 +32,8 @@ class Sending(Talk):
     def test_what_is_proven_is_there_while_its_sender_goes_on(
         self, destination: str
     ) -> None:
-        """A proof is of what is stored, and not of what will be when all ends well."""
+        """A proof is about a stored message, not about one that will be stored if all
+        goes well."""
         with self.open() as session:
             assert session.send(numbered(destination, 3)) == [None] * 3
             assert self.rest(destination) == numbers(3)
@@ -99,8 +100,9 @@ class Sending(Talk):
         assert self.rest(destination) == [b"0", b"1", b"3", b"5"]
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
-        """Return a context in which the destination takes no message, since it is full
-        or forbidden, and others do; None if yours has no such state."""
+        """Return a context manager in which the destination takes no messages, because
+        it is full or forbidden, while others do; None if your broker has no such
+        state."""
         return None
 
     def test_a_destination_that_takes_nothing_says_so_and_others_go_on(
@@ -135,8 +137,8 @@ class Sending(Talk):
         assert self.rest(destination) == [b"again"]
 
     def refused(self, destination: str) -> Outgoing | None:
-        """Return a message to `destination` that the broker refuses, or hangs up on,
-        if yours does so; it is asked for in the next test."""
+        """Return a message to `destination` that the broker refuses, or hangs up on, if
+        yours does so; the next test uses it."""
         return None
 
     def test_isolated_messages_show_on_which_one_a_broker_hangs_up(

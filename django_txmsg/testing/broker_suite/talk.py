@@ -1,5 +1,5 @@
-"""How the suite talks with a broker: sessions that end with their test, and what is
-taken or left."""
+"""How the suite uses a broker: sessions that end with their test, and helpers for
+messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from ...brokers.base import Broker, Delivery, Outgoing, Session
 
-#: More than any broker needs to answer, in seconds, on a machine that is busy.
+#: More seconds than any broker needs to answer, on a busy machine.
 SOON = 30.0
 
 _HOLDER = """
@@ -28,13 +28,13 @@ sys.stdin.read()
 
 
 class Talk:
-    """One broker, and what a test may ask about it."""
+    """One broker, with helpers for tests."""
 
     #: The sessions that end with the test.
     stack: ExitStack
 
     def broker(self) -> Broker:
-        """Return the broker under contract."""
+        """Return the broker under test."""
         raise NotImplementedError
 
     def open(
@@ -58,12 +58,13 @@ class Talk:
         return session
 
     def send(self, *messages: Outgoing) -> None:
-        """Send with a session of its own, and insist on every receipt."""
+        """Send with a new session, and insist on every receipt."""
         with self.broker().open() as session:
             assert session.send(messages) == [None] * len(messages)
 
     def rest(self, destination: str) -> list[bytes]:
-        """Take and acknowledge all that waits; a last message of ours shows the end."""
+        """Receive and acknowledge all waiting messages; a last message of ours marks
+        the end."""
         end = uuid.uuid4().bytes
         self.send(Outgoing(destination, {}, end))
         found: list[bytes] = []
@@ -80,7 +81,8 @@ class Talk:
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """Let another process take two messages and keep them; kill it at the end."""
+        """Let another process receive two messages and hold them; kill it at the
+        end."""
         broker = self.broker()
         kind = type(broker)
         code = _HOLDER.format(soon=SOON)
@@ -101,7 +103,7 @@ class Talk:
 
 
 def take(session: Session, count: int) -> list[Delivery]:
-    """Receive so many, or fail."""
+    """Receive that many, or fail."""
     found: list[Delivery] = []
     for _ in range(count):
         delivery = session.receive(SOON)
@@ -111,15 +113,15 @@ def take(session: Session, count: int) -> list[Delivery]:
 
 
 def bodies(deliveries: Sequence[Delivery]) -> list[bytes]:
-    """What is in them."""
+    """The bodies of these messages."""
     return [delivery.body for delivery in deliveries]
 
 
 def numbered(destination: str, count: int) -> list[Outgoing]:
-    """Messages with their numbers for bodies."""
+    """Messages with their numbers as bodies."""
     return [Outgoing(destination, {}, str(number).encode()) for number in range(count)]
 
 
 def numbers(count: int) -> list[bytes]:
-    """The bodies of so many."""
+    """The bodies of that many numbered messages."""
     return [str(number).encode() for number in range(count)]

@@ -1,4 +1,4 @@
-"""What sessions at work at once rely on: four lanes of a relay, a stage's threads."""
+"""What concurrent sessions rely on: four lanes of a relay, a stage's threads."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 class Together(Talk):
-    """Sessions in threads of their own, and one that takes its time."""
+    """Sessions in threads of their own, and a slow one."""
 
     #: How many sessions send, or receive, at once.
     sessions = 4
-    #: Seconds for which a session keeps a delivery without calling anything, as it
-    #: does while a handler works. Make it more than any lease of your broker's.
+    #: Seconds for which a session holds a delivery without any call, as while a handler
+    #: runs. Make it longer than any lease of your broker.
     held_for = 40.0
 
     def at_once(self, work: Callable[[int, threading.Barrier], T]) -> list[T]:
-        """Call `work(number, start)` in so many threads; each waits for `start`."""
+        """Call `work(number, start)` in that many threads; each waits for `start`."""
         start = threading.Barrier(self.sessions)
 
         def run(number: int) -> T:
@@ -47,7 +47,7 @@ class Together(Talk):
         self, destination: str
     ) -> None:
         batches, size = 15, 10
-        # A server may say "not now" to who sends while the queue is being made.
+        # A server may refuse a sender while the queue is being created.
         self.send(Outgoing(destination, {}, b"first"))
 
         def send(number: int, start: threading.Barrier) -> None:
@@ -91,7 +91,7 @@ class Together(Talk):
     def test_what_a_slow_session_holds_comes_to_nobody_else(
         self, destination: str
     ) -> None:
-        """Nobody calls the session while its handler works: a lease needs a thread."""
+        """The session is not called while its handler runs: a lease needs a thread."""
         self.send(*numbered(destination, 1))
         with self.consumer(destination, prefetch=1) as slow:
             [delivery] = take(slow, 1)

@@ -1,4 +1,4 @@
-"""What stages of a topic rely on, and messages that a broker holds back."""
+"""What stages of a topic rely on, and messages that a broker delays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .talk import Talk, bodies, numbered, numbers, take
 class Topics(Talk):
     """A copy for each subscriber, and delays."""
 
-    #: Whether the broker holds messages back for their `delay`, which none has to.
+    #: Whether the broker delays messages by their `delay`, which is optional.
     holds_back = True
 
     def test_every_subscriber_of_a_topic_gets_a_copy_also_while_it_is_away(
@@ -85,8 +85,8 @@ class Topics(Talk):
     def test_a_delayed_message_comes_when_its_time_has_come(
         self, destination: str
     ) -> None:
-        """A long delay before a short one holds nothing up; also in a transaction's
-        session, outside of the transaction."""
+        """A long delay before a short one blocks nothing; also in a transacted session,
+        outside of its transaction."""
         with self.open(transacted=True) as session:
             sent = time.monotonic()
             delayed = [

@@ -1,4 +1,4 @@
-"""What the modes with a broker's transaction rely on, as far as a broker keeps it."""
+"""What the modes with a broker's transaction rely on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Transactions(Talk):
     def test_a_message_can_be_acknowledged_alone_after_a_rollback(
         self, destination: str
     ) -> None:
-        """What the consumer does with a failed message that the database took over."""
+        """The consumer does this with a failed message that the database has taken
+        over."""
         self.send(*numbered(destination, 2))
         with self.consumer(destination, transacted=True, prefetch=1) as session:
             for _ in range(2):
