@@ -196,7 +196,7 @@ def test_init_knows_of_projects_without_urls() -> None:
 def test_init_leaves_out_what_is_there() -> None:
     with override_settings(
         MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
-        LOGGING={"loggers": {"django_txmsg": {}}},
+        LOGGING={"version": 1, "incremental": True, "loggers": {"django_txmsg": {}}},
     ):
         said = printed("init")
 

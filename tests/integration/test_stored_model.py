@@ -64,6 +64,7 @@ class Row:
     delayed: bool = False
     cancelled: bool = False
     unique: str = ""
+    key: str = ""
 
 
 @dataclass
@@ -72,6 +73,14 @@ class World:
 
     effects: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+
+    def leaves(self, row: Row) -> bool:
+        """Tell whether a row is due, and no delayed one of its key stands before it."""
+        before = self.rows[: self.rows.index(row) + 1]
+        held = [one for one in before if one.delayed and not one.cancelled]
+        return not row.cancelled and not any(
+            one is row or one.key == row.key != "" for one in held
+        )
 
     def pending(self, message_id: uuid.UUID) -> Row | None:
         for row in self.rows:
@@ -196,7 +205,8 @@ class Program:
     def _send(self, **more: Any) -> None:
         message = send_message(OUT, self.number, **more)
         self.sent.append(message.id)
-        self.world.rows.append(Row(message.id, delayed="delay" in more))
+        row = Row(message.id, delayed="delay" in more, key=more.get("key", ""))
+        self.world.rows.append(row)
 
     def _send_with_a_key(self) -> None:
         self._send(key="k")
@@ -393,6 +403,7 @@ def announced() -> Iterator[list[uuid.UUID]]:
 @example([("send",), ("atomic", "atomic", "raise", [("cancel", 0)])], False)
 @example([("send",), ("atomic", "session", "raise", [("reschedule", 3, True)])], False)
 @example([("atomic", "atomic", "leave", [("send",), ("undo the block",)])], False)
+@example([("send_with_a_key",), ("send_with_a_key",), ("reschedule", 0, True)], False)
 def test_what_is_left_is_what_was_not_rolled_back(
     place: str, steps: list[Step], fails: bool
 ) -> None:
@@ -412,15 +423,14 @@ def test_what_is_left_is_what_was_not_rolled_back(
     assert list(Effect.objects.values_list("name", flat=True)) == world.effects
     rows = list(OutboxMessage.objects.filter(destination=OUT).order_by("pk"))
     assert [row.message_id for row in rows] == [row.id for row in world.rows]
-    left = [row for row in world.rows if not row.cancelled]
     assert {row.message_id: row.state.value for row in rows} == {
         row.id: "cancelled"
         if row.cancelled
-        else ("pending" if row.delayed else "dispatched")
+        else ("dispatched" if world.leaves(row) else "pending")
         for row in world.rows
     }
     queued = QueueMessage.objects.filter(queue=OUT).values_list("headers", flat=True)
-    leaves = [str(row.id) for row in left if not row.delayed]
+    leaves = [str(row.id) for row in world.rows if world.leaves(row)]
     assert sorted(one["txmsg-id"] for one in queued) == sorted(leaves)
     assert program.ran == program.hooks
     assert sorted(heard) == sorted(row.id for row in world.rows)
