@@ -1,7 +1,7 @@
 """The data pipeline on Spark: the message log archived, reconciled, analysed, replayed.
 
-It reads the tables that hops 2 and 7 write and needs no Django: a job is described by
-a `JobSpec`, and executors import this package alone. Importing it imports nothing.
+It reads the tables that hops 2 and 7 write, without Django: a `JobSpec` describes a
+job, and executors import only this package. Importing it imports nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("txmsg")` known to a session, for reads, streams and writes."""
+    """Register `format("txmsg")` with a session, for reads, streams and writes."""
     from .source.datasource import TxmsgDataSource
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")

@@ -1,4 +1,4 @@
-"""`python -m django_txmsg.spark JOB …`, and the script that `spark-submit` is given."""
+"""`python -m django_txmsg.spark JOB …`, and the script for `spark-submit`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Alerts of the pipeline: what was measured against what may be, kept in the database.
+"""Alerts of the pipeline: measures compared with their bounds, stored in the database.
 
-A row for each, so that a killed process goes on where it was, the metrics of any web
-process show them, and a webhook is told of each beginning and each end. It is told
-after the row is written and noted after it was told: at least once, with the same id.
+Each alert is a row, so that a killed process resumes, the metrics of any web process
+show it, and a webhook is called at each beginning and each end. It is called after the
+row is written, and the call is recorded afterwards: at least once, with the same id.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ UTC = dt.timezone.utc
 
 @dataclass(frozen=True)
 class Alert:
-    """One measure, and whether it is above its bound. `told` is what the webhook took
-    last: nothing, "firing" or "resolved"."""
+    """One measure, and whether it is above its bound. `told` is the state that the
+    webhook last accepted: none, "firing" or "resolved"."""
 
     service: str
     name: str
@@ -37,16 +37,16 @@ class Alert:
 
     @property
     def status(self) -> str:
-        """The word for it."""
+        """The present state."""
         return "firing" if self.firing else "resolved"
 
     @property
     def news(self) -> bool:
-        """Whether the webhook knows otherwise."""
+        """Whether the webhook has not accepted the present state yet."""
         return self.firing != (self.told == "firing")
 
     def message(self) -> dict[str, Any]:
-        """Return what the webhook is told."""
+        """Return the message for the webhook."""
         since = self.since.isoformat() if self.since else ""
         place = f"{self.service}/{self.name}"
         return {
@@ -72,7 +72,7 @@ class Alerts:
         self.connection, self.service = connection, service
 
     def read(self) -> list[Alert]:
-        """Return all alerts that there are."""
+        """Return all alerts."""
         found = self.connection.rows(
             f"SELECT {_COLUMNS} FROM {_ALERTS} WHERE service = %s ORDER BY name",
             self.service,
@@ -93,10 +93,11 @@ class Alerts:
     def weigh(
         self, name: str, value: float, bound: float, summary: str, *, hold: bool = False
     ) -> None:
-        """Note a measure. It fires above its bound.
+        """Record a measure. It fires above its bound.
 
-        It goes on as the same alert where the webhook was not told of its end. With
-        `hold` it does not end before the webhook was told of its beginning."""
+        If it fires again before its end was delivered to the webhook, it is the same
+        alert. With `hold` it does not end before its beginning was delivered.
+        """
         firing, now = value > bound, self._parameter(dt.datetime.now(UTC))
         self.connection.execute(
             f"INSERT INTO {_ALERTS} AS old (service, name, value, bound, firing, since,"
@@ -114,7 +115,7 @@ class Alerts:
         )  # fmt: skip
 
     def told(self, alert: Alert) -> None:
-        """Note that the webhook has taken an alert as it is."""
+        """Record that the webhook has accepted an alert's present state."""
         self.connection.execute(
             f"UPDATE {_ALERTS} SET told = %s WHERE service = %s AND name = %s",
             alert.status, self.service, alert.name,

@@ -1,4 +1,5 @@
-"""The pipeline as a Django app: its tables, and what it reads PostgreSQL's rows by.
+"""The pipeline as a Django app: its tables, and the columns by which it reads
+PostgreSQL.
 
 Django imports this, `models` and `migrations`; no job does.
 """

@@ -1,4 +1,4 @@
-"""What the command line's words mean: a duration, an instant, a name with its value."""
+"""Parses values of the command line: a duration, an instant, a name with its value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 
 def duration(text: str) -> dt.timedelta:
-    """Return the duration that a text such as 30d, 12h, 15m or 45s says."""
+    """Return the duration of a text such as 30d, 12h, 15m or 45s."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms])", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(
@@ -19,21 +19,21 @@ def duration(text: str) -> dt.timedelta:
 
 
 def positive(text: str) -> int:
-    """Return the number that a text says, if it is 1 or more."""
+    """Return a number that is 1 or more."""
     if not text.strip().isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return int(text)
 
 
 def pause(text: str) -> dt.timedelta:
-    """Return a duration that is not zero."""
+    """Return a duration above zero."""
     if not (found := duration(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is no time at all")
     return found
 
 
 def instant(text: str) -> dt.datetime:
-    """Return an instant: ISO 8601, in UTC unless it says otherwise, or how long ago."""
+    """Return an instant: ISO 8601, in UTC by default, or a duration ago."""
     if re.fullmatch(r"\d+(?:\.\d+)?[dhms]", text.strip()):
         return dt.datetime.now(dt.timezone.utc) - duration(text)
     try:

@@ -1,8 +1,8 @@
 """The archive's ledger: its numbered entries in the log of a table of the lake.
 
-Batch n is the entry that carries n as the Delta transaction version of this service's
-archive. Whoever makes an entry must have seen the one before it, and this is the fence:
-an archiver that has lost its lock can make none after another has made one.
+Batch n is the entry with n as the Delta transaction version of this service's archive.
+An entry can be made only on top of the previous one, which is the fence: an archiver
+that has lost its lock can make none after another has made one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .schemas import Table
 
 
 class BatchLog:
-    """The entries of one service's archive of one table. `last` is the newest that
-    this run knows of."""
+    """The entries of one service's archive of one table. `last` is the newest that this
+    run has seen."""
 
     def __init__(self, place: LakeTable, service: str, table: Table) -> None:
         self.place, self.service, self.table = place, service, table
@@ -27,7 +27,7 @@ class BatchLog:
         self.last = 0
 
     def identity(self) -> str:
-        """Return the id that the table got when it was made, or nothing of none."""
+        """Return the table's id from its creation, or nothing if there is no table."""
         delta = self.place.load()
         return "" if delta is None else str(delta.metadata().id)
 
@@ -45,8 +45,8 @@ class BatchLog:
         replaced: Iterable[Named] = (),
         **metadata: Any,
     ) -> None:
-        """Make the entry `number` on top of the last one. Raises EnvironmentFault when
-        somebody else has made one since."""
+        """Make the entry `number` on top of the last one. Raises EnvironmentFault if
+        another archiver has made one since."""
         delta = self.place.ensure()
         found = self.place.last(delta, self.app)
         if found != self.last:
@@ -67,7 +67,7 @@ class BatchLog:
         self.last = number
 
     def taken_over(self, why: object) -> EnvironmentFault:
-        """Return the error of an archiver that another one has overtaken."""
+        """Return the error for an archiver that another one has overtaken."""
         return EnvironmentFault(
             f"Another archiver has taken {self.table.name} of {self.service!r} over "
             f"({why}): this one has lost its lock, and has changed nothing more. Run "

@@ -226,7 +226,7 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
 
 
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
-    """Return the specification with what the command line adds to it."""
+    """Return the specification with the options of the command line."""
     services = {one.service: one for one in spec.services}
     for name, url in given.service:
         services[name] = SourceSpec(name, url, _password_variable(name))
@@ -256,7 +256,7 @@ def execute(spec: JobSpec, given: argparse.Namespace) -> int:
     except Exception as error:
         fault = error
         if not isinstance(fault, PipelineError):
-            # Not ours. Python would end with 1, which means findings.
+            # A bug. Python would exit with 1, which means findings.
             traceback.print_exc()
             fault = EnvironmentFault(f"{type(error).__name__}: {error}")
         facts = {
@@ -284,7 +284,7 @@ def _fail(job: str, error: PipelineError) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a job as `python -m django_txmsg.spark` does."""
+    """Run a job for `python -m django_txmsg.spark`."""
     parser = argparse.ArgumentParser(
         prog="python -m django_txmsg.spark",
         description="The data pipeline of django_txmsg on Spark.",

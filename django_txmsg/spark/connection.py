@@ -38,7 +38,7 @@ class Connection:
         return changed
 
     def forget(self, sql: str, *values: Any) -> None:
-        """Run a statement whose failure is of no consequence."""
+        """Run a statement whose failure does not matter."""
         try:
             self._run(sql, values)
         except EnvironmentFault:
@@ -46,7 +46,7 @@ class Connection:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit what is done inside, or nothing of it."""
+        """Commit everything done inside, or nothing."""
         if self.vendor == "postgresql":
             with self.raw.transaction():
                 yield
@@ -60,7 +60,7 @@ class Connection:
         self._run("COMMIT", ())
 
     def many(self, sql: str, lines: Iterable[Sequence[Any]]) -> None:
-        """Run a statement for each line of values, inside a transaction."""
+        """Run a statement for each row of values, inside a transaction."""
         if self.vendor == "sqlite":
             self.raw.executemany(sql.replace("%s", "?"), lines)
             return
@@ -68,7 +68,8 @@ class Connection:
             cursor.executemany(sql, lines)
 
     def given(self, value: Any) -> Any:
-        """Return a value as Django keeps it: in SQLite ids and instants are texts."""
+        """Return a value in Django's storage format: in SQLite ids and instants are
+        texts."""
         if self.vendor == "sqlite":
             if isinstance(value, uuid.UUID):
                 return value.hex
@@ -91,7 +92,7 @@ class Connection:
     def _run(self, sql: str, values: Any) -> Any:
         try:
             if self.vendor == "postgresql":
-                # Without values psycopg leaves % alone, and so the text is the same.
+                # Without values psycopg leaves % alone, so the text stays the same.
                 return (
                     self.raw.execute(sql, values or None)
                     if values
@@ -106,7 +107,7 @@ class Connection:
 
 
 def connect_plain(spec: SourceSpec) -> Connection:
-    """Connect to a service's database. Raises EnvironmentFault when it cannot."""
+    """Connect to a service's database. Raises EnvironmentFault if that fails."""
     return Connection(connect(spec), spec.vendor, spec.shown)
 
 

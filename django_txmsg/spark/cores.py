@@ -1,4 +1,4 @@
-"""Where a session's tasks run, and how many at once: the same of Spark Connect."""
+"""Where a session's tasks run, and how many at once, also for Spark Connect."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pyspark.sql.functions import spark_partition_id
 
 
 def is_remote(spark: SparkSession) -> bool:
-    """Whether a session is one of a Spark Connect server."""
+    """Return whether a session belongs to a Spark Connect server."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def parallelism(spark: SparkSession) -> int:
-    """Return how many tasks can work at once."""
+    """Return how many tasks can run at once."""
     if is_remote(spark):
         places = spark.range(10_000).select(spark_partition_id().alias("place"))
         return int(places.distinct().count())
@@ -20,7 +20,7 @@ def parallelism(spark: SparkSession) -> int:
 
 
 def on_one_machine(spark: SparkSession) -> bool:
-    """Whether the tasks run in this process's machine. Nobody knows of a server."""
+    """Return whether the tasks run on this process's machine. Unknown for a server."""
     if is_remote(spark):
         return False
     return (spark.sparkContext.master or "").startswith("local")

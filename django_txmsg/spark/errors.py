@@ -13,13 +13,13 @@ from typing import ClassVar
 
 
 class PipelineError(Exception):
-    """A job could not do its work; the message says what to do next."""
+    """A job failed; the message says what to do next."""
 
     exit_code: ClassVar[int] = 3
 
 
 class UsageError(PipelineError):
-    """The options do not fit together, or name what is not there."""
+    """The options contradict each other, or name something that does not exist."""
 
     exit_code = 2
 
@@ -31,20 +31,21 @@ class EnvironmentFault(PipelineError):
 
 
 class VerificationRefused(PipelineError):
-    """Rows in the database are not what the lake has of them. None were deleted."""
+    """Rows in the database differ from the lake's. None were deleted."""
 
     exit_code = 4
 
 
 def told_by_spark(error: Exception) -> PipelineError:
-    """Return what an error out of a Spark job means: an error of ours that a task has
-    raised, wherever it ran, or a fault of Spark's surroundings."""
+    """Return the meaning of an error from a Spark job: an error of ours that a task has
+    raised, wherever it ran, or a fault of Spark's environment."""
     text = str(error)
     for kind in (VerificationRefused, EnvironmentFault, UsageError):
         found = re.search(rf"\b{__name__}\.{kind.__name__}: (.+)", text)
         if found:
             return kind(found[1].strip())
-    # The last line of the first traceback says what happened; without one the first.
+    # The last line of the first traceback has the error; without a traceback the first
+    # line.
     within = text.partition("Traceback (most recent call last)")[2]
     lines = [line.strip(": ") for line in (within or text).splitlines()]
     raised = [one for one in lines if re.match(r"[\w.]+(Error|Exception): ", one)]

@@ -16,11 +16,11 @@ from .storage import MARKER, place_of, sync
 
 
 class NoLake(EnvironmentFault):
-    """There is nothing at the lake's address."""
+    """There is no lake at this address."""
 
 
 class Lake:
-    """A lake at a URI. `create` makes an empty place into one."""
+    """A lake at a URI. `create` turns an empty place into one."""
 
     def __init__(self, spec: LakeSpec, *, create: bool = False) -> None:
         self.spec = spec
@@ -57,7 +57,7 @@ class Lake:
             raise NoLake(
                 f"There is no lake at {self.spec.uri} yet. `archive` makes it."
             )
-        # Others may be making it as well: nobody is to see half a marker.
+        # Others may be creating it as well: no reader may see half a marker.
         self.files.create_dir(self.root, recursive=True)
         whole = f"{path}.{uuid.uuid4().hex}"
         with self.files.open_output_stream(whole) as stream:
@@ -66,7 +66,7 @@ class Lake:
         sync(self.files, self.root, [path])
 
     def names(self) -> list[str]:
-        """Return the names of all tables that there are."""
+        """Return the names of all tables."""
         entries = self.files.get_file_info(fs.FileSelector(self.root))
         return sorted(
             one.base_name for one in entries if one.type == fs.FileType.Directory

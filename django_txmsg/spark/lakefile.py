@@ -1,7 +1,7 @@
-"""Writing lake files from a Spark task with pyarrow, and reading them back as proof.
+"""Writes lake files from a Spark task with pyarrow, and reads them back as proof.
 
-The rows never enter the JVM. A file is named by the attempt that wrote it; what a
-failed or a second attempt leaves is named by no log entry and swept later.
+The rows never enter the JVM. A file's name contains the attempt that wrote it; no log
+entry names the files of a failed or second attempt, and `sweep` removes them later.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from .rowhash import row_hashes
 from .schemas import Column
 from .tally import Tallying
 
-#: Open files of one task. Rows in the order of their ids need one or two at a time.
+#: Most open files of one task. Rows in the order of their ids need one or two at a
+#: time.
 MAX_OPEN = 64
-#: Rows, and bytes, that are written together as a row group, and read back together.
+#: Rows, and bytes, of a row group, which is written and read back as a unit.
 GROUP_ROWS = 32_768
 GROUP_BYTES = 64 << 20
 _DAY = 86_400_000_000
 _FIRST_DAY = dt.date(1970, 1, 1)
-#: Of which day the rows of a file are, and whether they are those apart.
+#: The day of a file's rows, and whether they are those with files of their own.
 _Part = tuple[dt.date, bool]
 
 
 @dataclass(frozen=True)
 class LakeFile:
-    """A closed data file: where it is below its table, and what is in it."""
+    """A closed data file: its path below its table, and its contents."""
 
     path: str
     service: str
@@ -45,13 +46,14 @@ class LakeFile:
     rows: int
     modified_ms: int
     batches: tuple[int, int] | None = None
-    """The archive's batches that its rows are of: none is lower, and none higher."""
+    """The lowest and highest archive batch of its rows."""
 
 
 def directory_of(service: str, day: dt.date | None = None) -> str:
-    """Return the directory of a service, or of its day. The log holds the exact name.
+    """Return the directory of a service, or of one of its days. The log has the exact
+    name.
 
-    No two services share one: what `sweep` removes is its own service's.
+    No two services share one: `sweep` removes only files of its own service.
     """
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", service)
     if plain != service:
@@ -60,10 +62,10 @@ def directory_of(service: str, day: dt.date | None = None) -> str:
 
 
 class DayFiles:
-    """Writes batches of one service to one file a day; `clock` says which day.
-    `complete` adds to the rows of many batches at once, and `ready` is called before a
-    file is made. Rows in which the column `apart` is true have files of their own,
-    which say what they come to."""
+    """Writes batches of one service to one file a day; `clock` is the column with the
+    day. `complete` adds columns to the rows of many batches at once, and `ready` is
+    called before a file is created. Rows in which the column `apart` is true go to
+    files of their own, which contain their counts."""
 
     def __init__(
         self,
@@ -86,9 +88,9 @@ class DayFiles:
         self._waiting_rows = self._waiting_bytes = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Append a batch, now or with those that follow."""
+        """Write a batch, now or with those that follow."""
         self.rows += batch.num_rows
-        # A batch may itself be larger than a row group ought to be.
+        # A batch may itself be larger than a row group should be.
         step = max(1, batch.num_rows * GROUP_BYTES // max(batch.nbytes, GROUP_BYTES))
         for start in range(0, batch.num_rows, step):
             part = batch.slice(start, step)
@@ -106,7 +108,7 @@ class DayFiles:
         return self._closed
 
     def _flush(self) -> None:
-        """Write what has come in, split by day."""
+        """Write the buffered rows, split by day."""
         if not self._waiting_rows:
             return
         rows = self.complete(pa.Table.from_batches(self._waiting))
@@ -180,7 +182,8 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
 
 
 def _repetitive(schema: pa.Schema) -> list[str]:
-    """Columns worth a dictionary. Ids, headers, bodies are mostly all different."""
+    """Return the columns that profit from a dictionary. Ids, headers and bodies are
+    mostly all different."""
     return [name for name in schema.names if name not in _UNIQUE]
 
 
@@ -191,7 +194,7 @@ _UNIQUE = frozenset(
 
 @dataclass(frozen=True)
 class Proof:
-    """What a file holds, by reading it again: rows and the sum of their checksums."""
+    """A file's contents, by reading it again: rows and the sum of their checksums."""
 
     rows: int
     checksum: int
@@ -204,7 +207,7 @@ def prove(
     columns: Sequence[Column],
 ) -> Proof:
     """Read files back and sum up their rows' checksums. Raises VerificationRefused for
-    a file that does not hold as many rows as it says."""
+    a file with fewer rows than it declares."""
     total = checksum = 0
     schema = pa.schema([one.arrow for one in columns])
     for one in written:
@@ -227,8 +230,9 @@ def rows_of(
     *,
     lenient: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a file's rows, of bounded size whoever has written it, with the columns in
-    the order of `names`, or all. `lenient` leaves out those that the file has not."""
+    """Yield a file's rows, in bounded batches whatever wrote it, with the columns in
+    the order of `names`, or all. `lenient` leaves out columns that the file does not
+    have."""
     with files.open_input_file(path) as stream:
         parquet = pq.ParquetFile(stream)
         if lenient and names is not None:
@@ -236,7 +240,7 @@ def rows_of(
         for group in range(parquet.num_row_groups):
             described = parquet.metadata.row_group(group)
             rows, size = described.num_rows, max(1, described.total_byte_size)
-            # A task has one core, and the others are not its own.
+            # A task has one core, and must not use the others.
             for batch in parquet.iter_batches(
                 batch_size=max(1, min(GROUP_ROWS, rows * GROUP_BYTES // size)),
                 row_groups=[group],
@@ -248,8 +252,8 @@ def rows_of(
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch without views: the Delta library writes them, where it has changed
-    rows, and Arrow cannot filter them."""
+    """Return a batch without view types: the Delta library writes them if it has
+    changed rows, and Arrow cannot filter them."""
     fields = [one.with_type(_VIEWS.get(one.type, one.type)) for one in batch.schema]
     return batch.cast(pa.schema(fields)) if fields != list(batch.schema) else batch
 

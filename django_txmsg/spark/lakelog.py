@@ -1,4 +1,4 @@
-"""What the Delta log of a table says of its data files."""
+"""A table's data files according to its Delta log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTITIONS = ["service", "day"]
 
 @dataclass(frozen=True)
 class Named:
-    """A data file as the log names it."""
+    """A data file as named in the log."""
 
     path: str
     service: str
@@ -28,11 +28,11 @@ class Named:
     size: int
     rows: int
     batches: tuple[int, int] | None = None
-    """The lowest and the highest batch of its rows, where the log says so."""
+    """The lowest and the highest batch of its rows, if the log has them."""
 
 
 def added(file: LakeFile) -> AddAction:
-    """Return the log's word for a new file."""
+    """Return the log's action for a new file."""
     return AddAction(
         path=file.path,
         size=file.size,
@@ -44,7 +44,7 @@ def added(file: LakeFile) -> AddAction:
 
 
 def removed(file: Named, now_ms: int) -> RemoveAction:
-    """Return the log's word for a file that is not part of the table any more."""
+    """Return the log's action for a file that is removed from the table."""
     return RemoveAction(
         path=file.path,
         data_change=True,
@@ -61,7 +61,7 @@ def named_by(delta: DeltaTable) -> list[Named]:
         return []
     return [
         Named(
-            # The log has it as a URI has it, whoever wrote it.
+            # The log always has it URI-encoded.
             path=unquote(row["path"]),
             service=row["partition.service"],
             day=row["partition.day"],
@@ -74,7 +74,7 @@ def named_by(delta: DeltaTable) -> list[Named]:
 
 
 def touched(files: Iterable[Named]) -> list[list[int]]:
-    """Return the ranges of batches that files hold rows of, for the log to say."""
+    """Return the ranges of batches whose rows the files contain, for the log."""
     return [list(one) for one in sorted({f.batches for f in files if f.batches})]
 
 
@@ -83,7 +83,8 @@ def _partition(file: LakeFile | Named) -> dict[str, str | None]:
 
 
 def _stats(file: LakeFile) -> dict[str, Any]:
-    """Return what the log says of a file's rows. Readers skip by it."""
+    """Return the statistics of a file's rows for the log. Readers skip files by
+    them."""
     stats: dict[str, Any] = {"numRecords": file.rows}
     if file.batches is not None:
         low, high = file.batches

@@ -1,7 +1,8 @@
-"""Reading a table of the lake in tasks, where Spark has no client for its store.
+"""Reads a table of the lake in tasks, if Spark has no client for its store.
 
-PySpark from PyPI brings no file system for `s3://` and the like. What wrote the files
-reads them: pyarrow, file by file, into batches of the table's present schema.
+PySpark from PyPI has no file system for `s3://` and the like. The same library that
+wrote the files reads them: pyarrow, file by file, into batches of the table's present
+schema.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from .lakefile import rows_of
 from .lakelog import PARTITIONS, Named
 from .schemas import arrow_schema
 
-#: Of a file without a column that is wanted, the rows are counted all the same.
+#: Even for a file without any of the requested columns, the rows are counted.
 _ANY = ["id", "run_id"]
 
 
 @dataclass(frozen=True)
 class LakeRows:
-    """Files of a table, and the columns that are wanted of them."""
+    """Files of a table, and the requested columns."""
 
     files: fs.FileSystem
     root: str
@@ -31,14 +32,14 @@ class LakeRows:
     work: Sequence[Named]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the files whose numbers come in: what a Spark task does."""
+        """Read the files with the incoming numbers: the work of a Spark task."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 yield from self.of(self.work[number])
 
     def of(self, named: Named) -> Iterator[pa.RecordBatch]:
-        """Yield a file's rows. A column that the file is older than is null; service
-        and day are the log's word."""
+        """Yield a file's rows. Columns newer than the file are null; service and day
+        come from the log."""
         schema = arrow_schema(self.struct)
         said = {"service": named.service, "day": named.day}
         wanted = [name for name in schema.names if name not in PARTITIONS]
@@ -58,6 +59,7 @@ class LakeRows:
 
 
 def in_parts(named: Sequence[Named], parts: int) -> list[Named]:
-    """Return files in an order whose `parts` equal stretches are about as large."""
+    """Return files in an order in which `parts` equal slices have about the same
+    size."""
     by_size = sorted(named, key=lambda one: -one.size)
     return [one for first in range(parts) for one in by_size[first::parts]]

@@ -1,8 +1,7 @@
-"""A table of the lake: Parquet files that count only if its Delta log names them.
+"""A table of the lake: Parquet files, of which only those named in its Delta log count.
 
-Tasks write files under names that no other
-attempt uses (`lakefile`); the driver then names them in one atomic log entry. Readers
-go through the log, never through a directory listing.
+Tasks write files under unique names (`lakefile`); the driver then names them in one
+atomic log entry. Readers use the log, never a directory listing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class LakeTable:
         self.options = dict(place.options) or None
 
     def load(self) -> DeltaTable | None:
-        """Return the table's present version, or None where there is none.
+        """Return the table's present version, or None if there is none.
 
         Raises EnvironmentFault for a newer schema, and for features of Delta that
         reading by a list of files cannot honour.
@@ -71,7 +70,7 @@ class LakeTable:
         return delta
 
     def ensure(self) -> DeltaTable:
-        """Return the table, made if need be, with all columns of its schema."""
+        """Return the table, created if necessary, with all columns of its schema."""
         delta = self.load()
         wanted = arrow_schema(self.struct)
         if delta is None:
@@ -84,9 +83,10 @@ class LakeTable:
                 name=self.name,
                 configuration={
                     "txmsg.version": str(LAKE_VERSION),
-                    # The log outlives what is erased: it is to hold no row's content.
+                    # The log outlives erased rows, so it must not contain their
+                    # contents.
                     "delta.dataSkippingStatsColumns": "batch_id",
-                    # Which batches there are is read from it: none is forgotten.
+                    # It lists the existing batches, so none may be removed.
                     "delta.setTransactionRetentionDuration": "interval 36500 days",
                 },
                 storage_options=self.options,
@@ -114,8 +114,8 @@ class LakeTable:
     ) -> int:
         """Name `files` in one log entry on top of `delta`, and return its version.
 
-        `app` is what the entry is known by: if anybody has committed under the same
-        name since `delta` was loaded, this raises CommitFailedError.
+        `app` identifies the entry: if another commit with the same name was made since
+        `delta` was loaded, this raises CommitFailedError.
         """
         files = list(files)
         before: int = delta.version()
@@ -138,9 +138,10 @@ class LakeTable:
         after = self.load()
         assert after is not None
         version: int = after.version()
-        # Among these is ours; others may have committed beside us.
+        # One of these is ours; others may have committed at the same time.
         self._sync_log(range(before + 1, version + 1))
-        # Through the log, as every reader will: these very files, and still there.
+        # Checked through the log, as every reader reads it: these very files, still
+        # existing.
         named = {f"{self.root}/{one.path}" for one in self.named(after)}
         if missing := sorted(there.keys() - named):
             raise EnvironmentFault(
@@ -156,7 +157,7 @@ class LakeTable:
         sync(self.files, self.place.root, paths)
 
     def last(self, delta: DeltaTable, app: str) -> int:
-        """Return the version that `app` has last committed under, or 0."""
+        """Return the version of `app`'s last commit, or 0."""
         return delta.transaction_version(app) or 0
 
     def named(self, delta: DeltaTable | None = None) -> list[Named]:
@@ -167,8 +168,8 @@ class LakeTable:
         return named_by(delta)
 
     def of_batches(self, service: str, after: int, until: int) -> list[Named]:
-        """Return a service's files that hold, or may hold, rows of the batches above
-        `after` up to `until`."""
+        """Return a service's files that contain, or may contain, rows of the batches
+        above `after` up to `until`."""
         return [
             one
             for one in self.named()
@@ -188,10 +189,10 @@ class LakeTable:
         named: Sequence[Named] | None = None,
         columns: Sequence[str] = (),
     ) -> DataFrame:
-        """Return the committed rows, of some services and since a day. Columns that a
-        file is older than are null; service and day are the log's word, not a
-        directory's. `named` are the files of a version that was looked at before, and
-        `columns` all that is wanted of them."""
+        """Return the committed rows, of some services and since a day. Columns newer
+        than a file are null; service and day come from the log, not from a directory's
+        name. `named` are the files of a version read before, and `columns` the
+        requested columns."""
         struct = self.struct
         if columns:
             struct = t.StructType([struct[name] for name in columns])
@@ -223,13 +224,13 @@ class LakeTable:
                 day: paths for (name, day), paths in parts.items() if name == service
             }
             paths = sorted(path for listed in days.values() for path in listed)
-            # A path is a path, whatever characters the lake's own has.
+            # The path is used literally, whatever characters the lake's own path has.
             reader = spark.read.schema(inner).option("__globPaths__", "false")
             frame = reader.parquet(*paths)
             known = {"service": sf.lit(service)}
             if "day" in struct.fieldNames():
                 path = sf.col("_metadata.file_path")
-                # The lake's own address may have a day, too.
+                # The lake's own address may contain a day, too.
                 day = sf.regexp_extract(path, r"/day=([\d-]+)/[^/]*$", 1)
                 known["day"] = sf.to_date(day)
             frame = frame.withColumns(known)
@@ -240,7 +241,8 @@ class LakeTable:
     def compact(self, service: str) -> int:
         """Join a service's small files, day by day. Returns how many were joined."""
         delta = self.load()
-        # What the Delta library (1.6) has joined below such a path, it finds no more.
+        # The Delta library (1.6) cannot find files that it has joined below such a
+        # path.
         if delta is None or "~" in service:
             return 0
         done = delta.optimize.compact(partition_filters=[("service", "=", service)])
@@ -257,8 +259,8 @@ class LakeTable:
 
     def orphans(self, service: str, before: dt.datetime) -> list[str]:
         """Return a service's files older than `before` that the log has never named:
-        those that the Delta library itself would vacuum. Another service's may belong
-        to a job of its own that is under way."""
+        those that the Delta library itself would vacuum. Those of another service may
+        belong to a job that is still running."""
         delta = self.load()
         if delta is None:
             return []
@@ -287,7 +289,7 @@ class LakeTable:
 
 
 def app_name(job: str, service: str, table: str) -> str:
-    """Return the name under which a job's commits are counted in a log."""
+    """Return the name that identifies a job's commits in a log."""
     return f"txmsg-{job}/{service}/{table}"
 
 

@@ -1,7 +1,7 @@
 """The database's side of the archive: which rows are due, and the purge with proof.
 
-Plain SQL for PostgreSQL and SQLite. How far a lake's batches are settled is a mark
-(`marks`), which moves in the transaction that deletes.
+Plain SQL for PostgreSQL and SQLite. A mark (`marks`) records up to which batch a lake
+is settled; it advances in the transaction that deletes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .schemas import Column, Table
 from .spec import SourceSpec
 from .standstill import Held, held
 
-#: A batch has no more bytes of bodies than this, and one row more.
+#: Most bytes of bodies in a batch, exceeded by at most one row.
 BATCH_BYTES = 1 << 30
 
 
-#: What a row is: a database that was restored gives its ids anew.
+#: The columns that identify a row: a restored database assigns its ids anew.
 Row = tuple[int, str]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A frozen range of one table's settled rows, on its way to be commit `number`."""
+    """A fixed range of one table's settled rows, to become commit `number`."""
 
     number: int
     first_id: int
@@ -42,14 +42,14 @@ class Batch:
     cutoff: dt.datetime
     horizon: Horizon | None
     token: str
-    """What its files are called by. No other attempt has it."""
+    """The unique part of its files' names. No other attempt has it."""
 
 
 @dataclass(frozen=True)
 class Horizon:
-    """Transaction ids of PostgreSQL: below `oldest` every transaction has ended, and
-    `next` is not given yet. A row that carries a later one comes from another cluster,
-    by a dump: nobody has changed it in this one."""
+    """Transaction ids of PostgreSQL: every transaction below `oldest` has ended, and
+    `next` is not assigned yet. A row with a later id comes from another cluster, by a
+    dump: no transaction of this one has changed it."""
 
     oldest: int
     next: int
@@ -69,7 +69,7 @@ class Ledger:
         self.connection.close()
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold the archive of this table alone. Raises EnvironmentFault at once when
+        """Hold the archive lock of this table. Raises EnvironmentFault at once if
         another archiver holds it."""
         return archiving(self.connection, self.spec, self.table.name)
 
@@ -84,7 +84,7 @@ class Ledger:
         return now, Horizon(oldest, following)
 
     def members(self, batch: Batch) -> str:
-        """Return the condition that makes a row a member of a batch."""
+        """Return the condition for the rows of a batch."""
         return (
             f"t.id BETWEEN {batch.first_id} AND {batch.last_id} AND "
             + self._settled(batch.cutoff, batch.horizon)
@@ -99,7 +99,8 @@ class Ledger:
         return int(found)
 
     def held(self, cutoff: dt.datetime, horizon: Horizon | None) -> Held:
-        """Return how many settled rows the horizon holds back, and for whom."""
+        """Return how many settled rows the horizon holds back, and because of which
+        transaction."""
         if horizon is None or not self.table.tracked:
             return Held(0)
         rows = self.connection.value(
@@ -117,8 +118,8 @@ class Ledger:
         cutoff: dt.datetime,
         horizon: Horizon | None,
     ) -> Batch | None:
-        """Choose the next batch: at most `rows` rows with ids above `after`, and at
-        most so many bytes."""
+        """Select the next batch: at most `rows` rows with ids above `after`, up to the
+        limit of bytes."""
         where = self._settled(cutoff, horizon)
         heavy = [one.quoted for one in self.table.columns if one.kind == "bytes"]
         length = "octet_length" if self.spec.vendor == "postgresql" else "length"
@@ -141,8 +142,9 @@ class Ledger:
         columns: Sequence[Column],
         advance: Callable[[Connection], None],
     ) -> bool:
-        """Delete a batch's rows in the transaction that proves them to be the lake's
-        and moves the mark. Returns False, with nothing deleted, when the sums differ.
+        """Delete a batch's rows in the transaction that proves that they equal the
+        lake's and advances the mark. Returns False, with nothing deleted, if the sums
+        differ.
 
         On PostgreSQL, and on a connection of its own: several may run at once.
         """
@@ -166,11 +168,11 @@ class Ledger:
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
-        """Delete those rows that are as the lake has them, each proven by itself.
+        """Delete the rows that equal the lake's, each with its own proof.
 
-        Returns how many, and the rows that are here and are not as there. A row that is
-        here no more is the lake's alone; one with the same id and another message is
-        none of its batch.
+        Returns how many, and the rows here that differ from the lake's. A missing row
+        is only in the lake; one with the same id and another message does not belong to
+        the batch.
         """
         ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
         place = archived.schema.get_field_index("message_id")
@@ -229,7 +231,8 @@ class Ledger:
         return len(equal), different
 
     def vacuum(self) -> None:
-        """Give the room of deleted rows back, on PostgreSQL, where we own the table."""
+        """Reclaim the space of deleted rows, on PostgreSQL, if this role owns the
+        table."""
         if self.spec.vendor == "postgresql":
             self.connection.forget(f"VACUUM (ANALYZE) {self.table.relation}")
 
@@ -246,4 +249,4 @@ class Ledger:
 
 
 class Different(Exception):
-    """The rows deleted are not the batch's. Ends the transaction."""
+    """The deleted rows are not the batch's. Ends the transaction."""

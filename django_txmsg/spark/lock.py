@@ -1,6 +1,6 @@
-"""Locks that end with their process, however it ends.
+"""Locks that are released when their process ends, however it ends.
 
-In PostgreSQL a session's, beside a SQLite file a file's.
+In PostgreSQL advisory locks of a session, beside a SQLite file locks of a file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .spec import SourceSpec
 
 @contextmanager
 def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[None]:
-    """Hold the archive of a table alone. Raises Archiving at once when another archiver
+    """Hold the archive lock of a table. Raises Archiving at once if another archiver
     holds it."""
     refused = Archiving(
         f"Another run is archiving {table} of {spec.service!r}: wait for its end. (A "
@@ -30,16 +30,16 @@ def archiving(connection: Connection, spec: SourceSpec, table: str) -> Iterator[
 
 @contextmanager
 def following(connection: Connection, spec: SourceSpec) -> Iterator[None]:
-    """Be the only one that follows a database. Raises Taken at once when another one
-    does."""
+    """Hold the lock to follow a database. Raises Taken at once if another process holds
+    it."""
     with _alone(connection, spec, "follow", "follow", Taken()):
         yield
 
 
 @contextmanager
 def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
-    """Be the only one that changes a service's journeys. Raises Taken at once when
-    another one does."""
+    """Hold the lock to change a service's journeys. Raises Taken at once if another
+    process holds it."""
     taken = Taken(
         f"Another run keeps the journeys of {spec.service!r}: wait for its end."
     )
@@ -48,11 +48,11 @@ def keeping(connection: Connection, spec: SourceSpec) -> Iterator[None]:
 
 
 class Archiving(EnvironmentFault):
-    """Another archive, or an erasure, is under way."""
+    """Another archive, or an erasure, is running."""
 
 
 class Taken(EnvironmentFault):
-    """Somebody else is at it."""
+    """Another process holds the lock."""
 
 
 @contextmanager
@@ -84,8 +84,8 @@ def _alone(
 
 @contextmanager
 def alive(spec: SourceSpec, run_id: str) -> Iterator[None]:
-    """Hold the lock by which `PipelineRun.interrupted` knows that a run is still under
-    way."""
+    """Hold the lock by which `PipelineRun.interrupted` knows that a run is still
+    running."""
     connection = connect_plain(spec)
     try:
         if spec.vendor == "postgresql":

@@ -1,7 +1,7 @@
-"""How far a lake's batches are settled in a database: one mark a table and lake.
+"""Up to which batch a lake is settled in a database: one mark for each table and lake.
 
 The lake's log is the ledger: batch n is its commit n. Batches up to `purged_through`
-are settled, and it moves in the transaction that deletes. Plain SQL on the table of
+are settled, and it advances in the transaction that deletes. Plain SQL on the table of
 `models/archive_mark.py`, for PostgreSQL and SQLite.
 """
 
@@ -18,7 +18,7 @@ _MARKS = "django_txmsg_archivemark"
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a lake's batches are settled in this database."""
+    """Up to which batch a lake is settled in this database."""
 
     lake_id: str
     lake: str
@@ -34,7 +34,7 @@ class Marks:
         self.connection, self.source = connection, source
 
     def read(self) -> list[Mark]:
-        """Return the marks of all lakes that this table was ever archived into."""
+        """Return the marks of all lakes into which this table was ever archived."""
         rows = self.connection.rows(
             "SELECT lake_id, lake, purged_through, begun_through, rows"
             f" FROM {_MARKS} WHERE source = %s ORDER BY id",
@@ -43,7 +43,7 @@ class Marks:
         return [Mark(str(uuid.UUID(str(row[0]))), *row[1:]) for row in rows]
 
     def place(self, lake_id: str, lake: str, purged_through: int) -> Mark:
-        """Set a lake's mark, whatever it was, and return it."""
+        """Set a lake's mark, whatever its value was, and return it."""
         now = self.connection.given(self.connection.clock())
         self.connection.execute(
             f"INSERT INTO {_MARKS} (source, lake_id, lake, purged_through,"
@@ -57,8 +57,8 @@ class Marks:
         return next(one for one in self.read() if one.lake_id == lake_id)
 
     def begin(self, lake_id: str, number: int) -> None:
-        """Note that batches up to `number` are on their way into a lake: until they are
-        settled, no other lake gets their rows."""
+        """Record that batches up to `number` are being written to a lake: until they
+        are settled, no other lake gets their rows."""
         self.connection.execute(
             f"UPDATE {_MARKS} SET begun_through = %s WHERE source = %s"
             " AND lake_id = %s AND begun_through < %s",
@@ -73,8 +73,8 @@ class Marks:
         rows: int = 0,
         connection: Connection | None = None,
     ) -> None:
-        """Move the mark from one batch to a later one. Raises EnvironmentFault when
-        another archiver has moved it."""
+        """Advance the mark from one batch to a later one. Raises EnvironmentFault if
+        another archiver has advanced it."""
         connection = connection or self.connection
         changed = connection.execute(
             f"UPDATE {_MARKS} SET purged_through = %s, begun_through = CASE WHEN"

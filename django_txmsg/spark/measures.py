@@ -1,4 +1,4 @@
-"""What alerts go by: how late a service's messages are, and how many die."""
+"""Measures for alerts: how late a service's messages are, and how many die."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .spec import SourceSpec
 
 def lag(connection: Connection, source: SourceSpec) -> float:
     """Return for how many seconds the oldest message has been due: to leave the outbox,
-    or for another attempt. What is held back is not due, as in the app's overview."""
+    or for another attempt. Messages that are held back are not due, like in the app's
+    overview."""
     now = connection.clock()
     literal = open_database(source).instant(now, upper=True)
     oldest = [
@@ -43,7 +44,7 @@ def dead_letters(
 def last_run(
     connection: Connection, source: SourceSpec, job: str
 ) -> dt.datetime | None:
-    """Return when a job was last begun here."""
+    """Return when a job was last started here."""
     return read_instant(
         connection.value(
             "SELECT max(started_at) FROM django_txmsg_pipelinerun WHERE job = %s"
@@ -56,10 +57,10 @@ def last_run(
 def lost(
     connection: Connection, source: SourceSpec, verdicts: Sequence[str]
 ) -> dict[str, int] | None:
-    """Return how many messages of each of these verdicts runs of `reconcile` have found
-    since what is lost was weighed last, without those that somebody has acknowledged.
-    None where it never was."""
-    # By the instant, and not by what a run tells: it may end while nobody listens.
+    """Return how many messages with each of these verdicts runs of `reconcile` have
+    found since the last check, without acknowledged ones. None if there was no check
+    yet."""
+    # By the run's instant, not by its report: it may end while `follow` is not running.
     weighed = connection.value(
         "SELECT checked_at FROM django_txmsg_pipelinealert WHERE service = %s"
         " AND name = 'lost'",

@@ -1,5 +1,5 @@
-"""Whether a lake is there that a database has archived into: an empty mount point looks
-like a lake that nobody has made yet."""
+"""Whether the lake into which a database was archived is present: an empty mount point
+looks like a lake that was not created yet."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .spec import JobSpec
 
 
 class NotMounted(EnvironmentFault):
-    """A lake that has rows of ours is not there."""
+    """A lake with rows of ours is missing."""
 
 
 def is_mounted(spec: JobSpec) -> bool:
-    """Whether there is a lake at the specification's address. Raises NotMounted where
-    none is, and rows of its services have gone into it."""
+    """Return whether there is a lake at the specification's address. Raises NotMounted
+    if there is none, and rows of its services were archived into it."""
     lake = spec.lake_spec()
     try:
         Lake(lake)
@@ -35,7 +35,7 @@ def is_mounted(spec: JobSpec) -> bool:
 
 
 def _archived_into(spec: JobSpec, uri: str) -> str:
-    """Return a service of which a lake has rows."""
+    """Return a service whose rows are in the lake."""
     for source in spec.services:
         try:
             with closing(connect_plain(source)) as connection:
@@ -44,6 +44,7 @@ def _archived_into(spec: JobSpec, uri: str) -> str:
                         if mark.lake == uri and mark.purged_through:
                             return source.service
         except EnvironmentFault:
-            # Away, which the job will tell, or a role that may read the log alone.
+            # The database is away, which the job will report, or the role may read only
+            # the log.
             continue
     return ""

@@ -1,7 +1,8 @@
-"""Findings as a service's database keeps them: how old, and what somebody says of them.
+"""Findings in a service's database: their age, and operators' notes.
 
 Plain SQL on the table of `models/finding.py`, for PostgreSQL and SQLite. The lake's
-table `verdicts` has all findings of all runs; here are those that somebody sees to.
+table `verdicts` has all findings of all runs; this table has those that operators work
+on.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from .errors import UsageError
 from .spec import SourceSpec
 
 _TABLE = "django_txmsg_finding"
-#: Findings that nobody has acknowledged, at most: a run that was not told of a service
-#: that consumes finds all of its messages lost.
+#: Most unacknowledged findings: a run without one of the consuming services in its
+#: specification finds all of that one's messages lost.
 MOST = 10_000
-#: What makes a finding the same one in the next run.
+#: The columns by which the next run recognises a finding.
 KEY = ("message_id", "destination", "consumer", "verdict")
 COLUMNS = (
     "verdict", "message_id", "destination", "sender", "consumer", "sent_at", "found_at",
@@ -33,7 +34,7 @@ _INSTANTS = frozenset(name for name in COLUMNS if name.endswith("_at"))
 
 @dataclass(frozen=True)
 class Which:
-    """Which findings: those that all of these name."""
+    """Which findings: those that match all of these."""
 
     verdict: str = ""
     destination: str = ""
@@ -48,7 +49,7 @@ class Noted:
         self.source = source
 
     def read(self, which: Which, limit: int = 0) -> list[dict[str, Any]]:
-        """Return findings, the latest first found first."""
+        """Return findings, those first found most recently first."""
         with closing(connect_plain(self.source)) as connection:
             where, values = self._where(connection, which)
             rows = connection.rows(
@@ -83,8 +84,8 @@ class Noted:
         seen_at: dt.datetime,
         since: dt.datetime | None,
     ) -> None:
-        """Note what a run has found, of messages sent since an instant. What it has not
-        found again, and nobody has acknowledged, is well by now, and goes."""
+        """Store a run's findings, of messages sent since an instant. Unacknowledged
+        findings that it has not found again are deleted."""
         names = ("id", "service", *COLUMNS[:8])
         update = "sender", "sent_at", "seen_at"
         with closing(connect_plain(self.source)) as connection:
@@ -121,18 +122,18 @@ class Noted:
                 connection.execute(gone, *map(connection.given, values))
 
     def acknowledge(self, which: Which, by: str, note: str) -> int:
-        """Say of findings that somebody knows of them, and why they may be; return of
-        how many. Raises UsageError without a note."""
+        """Acknowledge findings with a note; return how many. Raises UsageError without
+        a note."""
         if not note.strip():
             raise UsageError("Say why: an acknowledgement has a note.")
         return self._set(which, False, dt.datetime.now(dt.timezone.utc), by, note)
 
     def reopen(self, which: Which) -> int:
-        """Take acknowledgements back; return how many."""
+        """Remove acknowledgements; return how many."""
         return self._set(which, True, None, "", "")
 
     def last_run(self) -> tuple[dt.datetime, dict[str, int]] | None:
-        """Return when the last `reconcile` that has ended began, and its counts."""
+        """Return when the last finished `reconcile` began, and its counts."""
         with closing(connect_plain(self.source)) as connection:
             rows = connection.rows(
                 "SELECT started_at, counts FROM django_txmsg_pipelinerun WHERE"

@@ -18,7 +18,7 @@ WIDTH = 24
 
 
 class Progress:
-    """What is done and to do, with a rate; redrawn in place."""
+    """The amount done and to do, with a rate; redrawn in place."""
 
     def __init__(self, label: str, stream: TextIO | None, unit: str = "rows") -> None:
         self.label, self.stream, self.unit = label, stream, unit
@@ -35,7 +35,7 @@ class Progress:
     def on_terminal(
         cls, label: str, *, quiet: bool = False, unit: str = "rows"
     ) -> Progress:
-        """Return a bar on the error stream, if a person is looking at it."""
+        """Return a bar on the error stream, if that is a terminal."""
         seen = sys.stderr.isatty() and not quiet
         return cls(label, sys.stderr if seen else None, unit)
 
@@ -50,7 +50,7 @@ class Progress:
         self._draw()
 
     def say(self, note: str) -> None:
-        """Show what is going on."""
+        """Show what is happening."""
         self.note = note
         self._draw()
 
@@ -58,7 +58,7 @@ class Progress:
     def following(self, spark: SparkSession) -> Iterator[None]:
         """Show the tasks of Spark's running stages for the duration of the block."""
         if self.stream is None or is_remote(spark):
-            # Nobody is looking, or Spark Connect shows no stages.
+            # No terminal, or Spark Connect, which shows no stages.
             yield
             return
         over = threading.Event()

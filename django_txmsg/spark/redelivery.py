@@ -1,7 +1,7 @@
-"""Dead letters that are to go again: the app is asked, and does it by its own rule.
+"""Redelivers dead letters by a request to the app.
 
-It knows to which stage a letter goes, and what is done already; it limits the rate, can
-be paused, and says who asked.
+The app knows each dead letter's stage and what was processed already; it limits the
+rate, can be paused, and records who asked.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def ask(
     spec: SourceSpec, name: str, letters: Sequence[Letter], *, rate: float, why: str
 ) -> int | None:
     """Have a service redeliver dead letters, and return the id of its bulk operation;
-    None where there are none, or the name has asked for them before.
+    None if there are none, or if a request with this name exists.
 
-    Raises UsageError where the name has asked for others, and for a rate that no
-    worker can keep.
+    Raises UsageError if that request was for others, and for a rate that no worker can
+    keep.
     """
     if wrong := bulk_operation.wrong_rate(rate or None):
         raise UsageError(wrong)

@@ -1,4 +1,4 @@
-"""Tables of results in the lake: what runs have found, each row with its run."""
+"""Tables of results in the lake: the findings of runs, each row with its run."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Results:
     at: dt.datetime
     makes_lake: bool = True
     clock: str = _CLOCK
-    """The column that days go by. Where it is not the run's instant, rows are written
-    as they are."""
+    """The column with the day. If it is not the run's instant, rows are written
+    unchanged."""
     apart: str = ""
-    """A column that is true in rows which have files of their own."""
+    """A column that is true in rows which go to files of their own."""
 
     def save(self, name: str, struct: t.StructType, frame: DataFrame) -> int:
-        """Write a DataFrame; nothing of it is visible before all of it is."""
+        """Write a DataFrame, which becomes visible all at once."""
         Lake(self.lake, create=self.makes_lake)
         return self._commit(name, struct, self.write(name, struct, frame))
 
     def write(
         self, name: str, struct: t.StructType, frame: DataFrame
     ) -> list[LakeFile]:
-        """Write a DataFrame into files that nobody names yet."""
+        """Write a DataFrame into files that no log names yet."""
         task = ResultTask(self, name, arrow_schema(struct))
         rows = frame.select(*struct.fieldNames()).mapInArrow(task, _FILES).collect()
         return [
@@ -80,7 +80,7 @@ class Results:
     def save_rows(
         self, name: str, struct: t.StructType, rows: Sequence[dict[str, Any]]
     ) -> int:
-        """Write a few rows from here, without Spark."""
+        """Write a few rows from the driver, without Spark."""
         Lake(self.lake, create=self.makes_lake)
         schema = arrow_schema(struct)
         files = self.files(name, "driver")
@@ -88,7 +88,7 @@ class Results:
         return self._commit(name, struct, files.close())
 
     def files(self, name: str, task: str) -> DayFiles:
-        """Return a writer under names of its own."""
+        """Return a writer of files with unique names."""
         place = place_of(self.lake)
         unique = f"{self.run_id}-{task}-{uuid.uuid4().hex[:8]}"
         return DayFiles(
@@ -118,14 +118,14 @@ class Results:
 
 @dataclass
 class ResultTask:
-    """What an executor does with its part of the results."""
+    """The work of an executor on its part of the results."""
 
     results: Results
     name: str
     schema: pa.Schema
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write the batches that come in; send the files' descriptions out."""
+        """Write the incoming batches; return the files' descriptions."""
         context = TaskContext.get()
         files = self.results.files(
             self.name, str(context.taskAttemptId() if context else 0)

@@ -1,9 +1,9 @@
-"""One checksum of a row, computed by the database and from a lake file alike.
+"""A checksum of a row, equal whether the database computes it or a lake file is read.
 
-A row is hashed as PostgreSQL's own binary record of it (`record_send`): for each
-column its type id, its length and its bytes, so that no two rows have one encoding and
-null is not text. SHA-256 of that, cut to 60 bits, is *summed*: a sum needs no order,
-and unlike an exclusive or it does not lose a pair of equal rows.
+The hash covers PostgreSQL's own binary record of the row (`record_send`): type id,
+length and bytes of each column, so that no two rows have the same encoding and null
+differs from text. The SHA-256 is cut to 60 bits, and the hashes are *summed*: a sum
+needs no order, and unlike an exclusive or it does not cancel a pair of equal rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TYPE_ID = {
 }  # fmt: skip
 _WIDTH = {"long": 8, "xid": 8, "int": 4, "double": 8, "uuid": 16, "instant": 8}
 _BIG_ENDIAN = {"long": ">i8", "xid": ">i8", "int": ">i4", "double": ">f8"}
-#: Microseconds from 1970, where Arrow begins, to 2000, where PostgreSQL begins.
+#: Microseconds from 1970, Arrow's epoch, to 2000, PostgreSQL's.
 _EPOCH = 946_684_800_000_000
 
 
@@ -102,7 +102,8 @@ def _repeat(constant: bytes, rows: int) -> Any:
 
 
 def _flat(blocks: list[Any]) -> pa.Array:
-    """Join blocks of bytes, one line a row, into an array of byte strings."""
+    """Join blocks of bytes, one row of the blocks for each record, into an array of
+    byte strings."""
     joined = np.ascontiguousarray(np.hstack(blocks))
     rows, width = joined.shape
     offsets = np.arange(rows + 1, dtype=np.int64) * width

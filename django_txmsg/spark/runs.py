@@ -1,6 +1,6 @@
-"""The record of a run: who, when, over what, and what came of it.
+"""The record of a run: who, when, with which options, and the result.
 
-In the database, where the admin shows it, and in the lake when there is one.
+In the database, where the admin shows it, and in the lake if there is one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RUNS = "django_txmsg_pipelinerun"
 
 
 def run_by() -> str:
-    """Return who runs this, and where."""
+    """Return the user and host of this run."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
@@ -53,7 +53,7 @@ def run_by() -> str:
 
 @dataclass
 class Run:
-    """A run under way. The job fills in what it has done."""
+    """A run in progress. The job fills in its results."""
 
     job: str
     options: dict[str, Any]
@@ -67,7 +67,7 @@ class Run:
     refused: bool = False
     error: str = ""
     makes_lake: bool = True
-    """Whether its results make a lake where there is none."""
+    """Whether its results create a lake if there is none."""
 
     @property
     def seconds(self) -> float:
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """The word for how it has ended."""
+        """The name of its final state."""
         if self.refused:
             return "refused"
         if self.error:
@@ -86,11 +86,11 @@ class Run:
 
     @property
     def exit_code(self) -> int:
-        """What the process ends with."""
+        """The exit code of the process."""
         return {"clean": 0, "findings": 1, "failed": 3, "refused": 4}[self.state]
 
     def results(self, lake: LakeSpec, service: str) -> Results:
-        """Return where this run's results go."""
+        """Return where this run's results are stored."""
         return Results(lake, service, self.id, self.started_at, self.makes_lake)
 
 
@@ -125,7 +125,7 @@ def _finished(spec: JobSpec, run: Run) -> Iterator[None]:
             if spec.lake is not None:
                 _keep(run, spec, spec.lake)
         except Exception:
-            # The news is what went wrong first.
+            # The first error is the one to report.
             if not run.error:
                 raise
 
@@ -150,7 +150,7 @@ def _insert(source: SourceSpec, run: Run, lake: str) -> None:
 
 
 def progressed(source: SourceSpec, run: Run) -> None:
-    """Note how far a run has come that goes on."""
+    """Record the progress of a run that goes on."""
     _note(source, run, "running", None)
 
 
@@ -178,8 +178,9 @@ def _note(
 
 
 def _keep(run: Run, spec: JobSpec, lake: LakeSpec) -> None:
-    """Record the run in the lake as well; one that changes nothing, or has failed,
-    makes no lake of an empty place, and none does while ours is elsewhere."""
+    """Record the run in the lake as well. A run that changes nothing, or has failed,
+    does not create a lake in an empty place, and no run does while our lake is
+    missing."""
     changes = "dry_run" not in run.options and run.state not in ("failed", "refused")
     try:
         run.makes_lake = not is_mounted(spec)

@@ -1,8 +1,8 @@
-"""The schemas: what is read from each table, and what the lake keeps of it.
+"""The schemas: which columns are read from each table, and which the lake stores.
 
-A `Column` knows its Spark type, its Arrow type, how PostgreSQL is asked for it, and
-the type id under which PostgreSQL would put it into a binary record (`rowhash`).
-Columns are only ever added, each with the lake's version that brought it.
+A `Column` has its Spark type, its Arrow type, PostgreSQL's expression for it, and the
+type id of PostgreSQL's binary record (`rowhash`). Columns are only ever added, each
+with the lake version that added it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _ARROW: dict[str, pa.DataType] = {
     "instant": _INSTANT,
     "xid": pa.int64(),
 }
-#: How PostgreSQL is asked for a kind. A uuid and a transaction id come as their bytes.
+#: PostgreSQL's expression for reading a kind. A uuid and a transaction id are read as
+#: bytes.
 _CASTS = {"text": "::text", "json": "::text"}
-#: The same where the value is hashed.
+#: The same for hashing.
 _HASHED = {"text": "::text", "json": "::text", "xid": "::text::bigint"}
 
 
@@ -92,9 +93,9 @@ class Column:
 class Table:
     """A table of the message log: its relation, columns, clock and settled rows.
 
-    `clock` is the instant that ranges and the lake's days go by. `settled` rows will
-    not change any more. `outcome` is how a row ended: a column to copy, or words, each
-    with the column that is set then; the last word is for all others.
+    `clock` is the instant for ranges and the lake's days. `settled` rows will not
+    change any more. `outcome` is how a row ended: a column to copy, or words, each with
+    the column that is set in that case; the last word is for all other rows.
     """
 
     name: str
@@ -116,7 +117,7 @@ class Table:
         return t.StructType(fields + [one.spark for one in self.columns])
 
     def lake_struct(self) -> t.StructType:
-        """Return the lake's schema. Columns come later, and so all may be null."""
+        """Return the lake's schema. Columns are added later, so all may be null."""
         fields = [t.StructField(one.name, one.spark.dataType) for one in self.columns]
         fields += [
             t.StructField("outcome", t.StringType()),
@@ -264,7 +265,7 @@ DEAD_LETTERS = Table(
 
 TABLES = {one.name: one for one in (OUTBOX, INBOX, ATTEMPTS, DEAD_LETTERS)}
 
-#: What the writer takes: one message a row.
+#: The writer's input: one message for each row.
 STAGED = t.StructType(
     [
         t.StructField("message_id", t.StringType(), False),

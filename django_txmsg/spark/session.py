@@ -1,7 +1,7 @@
-"""The one place with Spark's settings: makes a session, or takes the one that is there.
+"""The only place with Spark's settings: creates a session, or uses the active one.
 
-A master is never set when something else has set one: `spark-submit --master` and an
-active session win.
+It never sets a master that was set elsewhere: `spark-submit --master` and an active
+session take precedence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import register
 from .errors import EnvironmentFault
 from .spec import hidden
 
-#: What the jobs rely on, wherever they run.
+#: Settings that the jobs need, wherever they run.
 SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
@@ -28,13 +28,14 @@ SETTINGS = {
     "spark.sql.python.filterPushdown.enabled": "true",
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
-    # A file that the log names is looked at here, not in a task of its own each.
+    # A file named by the log is checked here, not in a task for each file.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "1000000",
 }
 
 
 def local_settings() -> dict[str, str]:
-    """What suits one machine: nothing listens beyond it, few shuffle partitions."""
+    """Settings for one machine: nothing listens on the network, few shuffle
+    partitions."""
     return {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -48,9 +49,9 @@ def local_settings() -> dict[str, str]:
 def session(
     job: str, settings: Mapping[str, str] | None = None
 ) -> Iterator[SparkSession]:
-    """Yield a session with the data source registered; stop it if it was made here.
+    """Yield a session with the data source registered; stop it if it was created here.
 
-    Raises EnvironmentFault when Spark does not start, mostly because Java is missing.
+    Raises EnvironmentFault if Spark does not start, mostly because Java is missing.
     """
     active = SparkSession.getActiveSession()
     spark = active or build(f"txmsg {job}", settings)
@@ -99,7 +100,7 @@ def _connected(
     server = remote.partition(";")[0].rstrip("/")  # what follows may be a token
     parts = urlsplit(server)
     try:
-        # Spark itself would try for minutes.
+        # Spark itself would retry for minutes.
         socket.create_connection((parts.hostname, parts.port or 15002), 10).close()
         spark = builder.getOrCreate()
         for key, value in settings.items():
@@ -116,19 +117,21 @@ def _connected(
 
 
 def running() -> bool:
-    """Whether Spark is there already, or has been started or named for us."""
+    """Return whether Spark is running, or was started or named for this process."""
     known = SparkSession.getActiveSession() is not None
     return known or _submitted() or bool(os.environ.get("SPARK_REMOTE"))
 
 
 def _submitted() -> bool:
-    """Whether spark-submit has started us, or its options are given otherwise."""
+    """Return whether spark-submit started this process, or its options are given
+    otherwise."""
     arguments = os.environ.get("PYSPARK_SUBMIT_ARGS", "")
     return "--master" in arguments or "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def _show_the_package_to_workers() -> None:
-    """Local workers are fresh interpreters: they know the environment, not sys.path."""
+    """Local workers are fresh interpreters: they inherit the environment, not
+    sys.path."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     home = str(Path(__file__).resolve().parents[2])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

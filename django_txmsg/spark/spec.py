@@ -1,7 +1,7 @@
-"""A job's specification: plain dataclasses that travel as JSON, with no secret in them.
+"""A job's specification: plain dataclasses that travel as JSON, without secrets.
 
-`manage.py pipeline` makes them from Django's settings; elsewhere they are a file. A
-password is named by the environment variable that holds it, never written.
+`manage.py pipeline` creates it from Django's settings; elsewhere it is a file. It names
+the environment variable with a password, never the password.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from urllib.parse import unquote, urlsplit
 
 from .errors import EnvironmentFault, UsageError
 
-#: PostgreSQL's settings for our sessions. A row that the application holds locked for
-#: longer ends the run, not the wait. Compiling a statement costs a batch more than it
-#: gains: 0.2 s of the 0.6 s that reading 100,000 rows takes. The time-outs that suit
-#: the application's sessions end none of ours.
+#: PostgreSQL's settings for our sessions. If the application holds a row's lock for
+#: longer, the run fails instead of waiting. JIT compilation costs a batch more than it
+#: gains: 0.2 s of the 0.6 s that reading 100,000 rows takes. Time-outs meant for the
+#: application's sessions do not apply.
 SESSION = (
     "-c lock_timeout=60s -c timezone=UTC -c jit=off -c statement_timeout=0"
     " -c idle_in_transaction_session_timeout=0 -c idle_session_timeout=0"
 )
 
 
-#: What a storage option with a secret is called by somebody or other.
+#: Known names of storage options with secrets.
 _SECRET = re.compile(r"secret|password|token|credential|key(?!_id)|sas", re.IGNORECASE)
 
 
 def hidden(text: str) -> str:
     """Return a text without the passwords of the addresses in it."""
-    # A password may hold an @ or a slash that nobody has quoted; a host has none.
+    # A password may contain an unencoded @ or slash; a host cannot.
     text = re.sub(r"(\w://[^\s:/@'\"]*):[^\s'\"]*@", r"\1@", text)
     return re.sub(r"(\w://[^\s?'\"]*)\?[^\s'\"]*password=[^\s'\"]*", r"\1", text)
 
 
 def digest(value: str) -> str:
-    """Return what stands in a record for a value that is not to be in it."""
+    """Return the digest that replaces a value in a record."""
     return "sha256:" + hashlib.sha256(value.encode()).hexdigest()[:16]
 
 
 def password_variable(service: str) -> str:
-    """Return the environment variable that a service's password is looked for in."""
+    """Return the name of the environment variable with a service's password."""
     return "TXMSG_PASSWORD_" + re.sub(r"\W", "_", service).upper()
 
 
@@ -60,9 +60,9 @@ class SourceSpec:
     url: str = field(repr=False)
     password_env: str = ""
     password: str | None = field(default=None, repr=False)
-    """Filled in on the driver by `resolved()`, for tasks; never written anywhere."""
+    """Set on the driver by `resolved()`, for tasks; never written anywhere."""
     reader_url: str = field(default="", repr=False)
-    """A replica, which jobs that only read work on."""
+    """A replica for jobs that only read."""
     reader_password_env: str = ""
 
     @property
@@ -89,14 +89,14 @@ class SourceSpec:
         return hidden(self.url)
 
     def reading(self) -> SourceSpec:
-        """Return where to read: the replica, or this."""
+        """Return the source to read: the replica, or this."""
         if not self.reader_url:
             return self
         return SourceSpec(self.service, self.reader_url, self.reader_password_env)
 
     def public(self) -> SourceSpec:
-        """Return this without a password: with the name of the variable that should
-        hold it, where the address has one inside."""
+        """Return this without a password: if the address contains one, with the name of
+        the variable that should hold it."""
         shown, named = self.shown, self.password_env
         if shown != self.url and not named:
             named = password_variable(self.service)
@@ -109,9 +109,9 @@ class SourceSpec:
         )  # fmt: skip
 
     def conninfo(self) -> str:
-        """Return the address as libpq takes it, with the password filled in.
+        """Return the address for libpq, with the password.
 
-        Raises EnvironmentFault when the variable that should hold it is not set.
+        Raises EnvironmentFault if the variable for the password is not set.
         """
         from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
@@ -122,7 +122,7 @@ class SourceSpec:
         return make_conninfo(self.url, connect_timeout=10, options=options, **more)
 
     def resolved(self) -> SourceSpec:
-        """Return this with its password, for a task that lacks our environment."""
+        """Return this with its password, for a task without our environment."""
         if not self.password_env or self.password is not None:
             return self
         password = os.environ.get(self.password_env)
@@ -137,15 +137,15 @@ class SourceSpec:
 
 @dataclass(frozen=True)
 class LakeSpec:
-    """Where the lake is, and how rows are kept in it."""
+    """Where the lake is, and how rows are stored in it."""
 
     uri: str = field(repr=False)
     keep_bodies: bool = True
     storage_options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def public(self) -> LakeSpec:
-        """Return this without secrets: object stores take them from the environment,
-        too."""
+        """Return this without secrets: object stores can also take them from the
+        environment."""
         options = {
             name: value
             for name, value in self.storage_options.items()
@@ -156,7 +156,7 @@ class LakeSpec:
 
 @dataclass(frozen=True)
 class Subscription:
-    """A stage that is expected to receive what is sent to a destination."""
+    """A stage that is expected to receive the messages to a destination."""
 
     destination: str
     service: str
@@ -165,10 +165,10 @@ class Subscription:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """All that the jobs need to know about the services and the lake.
+    """Everything that the jobs need to know about the services and the lake.
 
-    The first service is the one that a job works on when none is named. `retention`
-    maps a table to the days its settled rows stay in the database.
+    The first service is the default of a job. `retention` maps a table to the days that
+    its settled rows stay in the database.
     """
 
     services: tuple[SourceSpec, ...] = ()
@@ -210,7 +210,7 @@ class JobSpec:
 
     @classmethod
     def from_json(cls, text: str) -> JobSpec:
-        """Return the specification that a JSON text holds. Raises UsageError."""
+        """Return the specification in a JSON text. Raises UsageError."""
         try:
             given = json.loads(text)
             lake = given.pop("lake", None)
@@ -229,7 +229,7 @@ class JobSpec:
 
     @classmethod
     def load(cls, path: str) -> JobSpec:
-        """Return the specification in a file, or the one that is given itself, as JSON.
+        """Return the specification in a file, or in the argument itself, as JSON.
         Raises UsageError."""
         if path.lstrip().startswith("{"):
             return cls.from_json(path)

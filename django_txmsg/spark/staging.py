@@ -1,8 +1,8 @@
-"""Storing many messages at once, each once: staging, then one merge into the outbox.
+"""Stores many messages at once, each once: staging, then one merge into the outbox.
 
 A task stages its rows under a key of its own attempt. One transaction then merges the
-attempts that succeeded, remembers the run's name and clears the staging table. COPY
-knows no ON CONFLICT; the merge does.
+successful attempts, records the run's name and clears the staging table. COPY has no ON
+CONFLICT; the merge has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _QUOTED = ", ".join(f'"{name}"' for name in _NAMES)
 
 @dataclass(frozen=True)
 class Brought:
-    """What one attempt of a task has staged: how many messages, and their ids' sum."""
+    """The staged rows of one task attempt: how many messages, and their ids' sum."""
 
     task: str
     rows: int
@@ -40,7 +40,7 @@ class Brought:
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did with the messages that its tasks had staged."""
+    """The result of a merge of staged messages."""
 
     staged: int
     stored: int
@@ -58,7 +58,7 @@ class Staging:
         self.spec, self.run = spec, run
 
     def stage(self, task: str, batches: Iterable[pa.RecordBatch]) -> Brought:
-        """Bring one task attempt's rows, in a transaction."""
+        """Stage one task attempt's rows, in a transaction."""
         connection = connect_plain(self.spec)
         ids = 0
 
@@ -81,11 +81,11 @@ class Staging:
             connection.close()
 
     def merge(self, tasks: Sequence[Brought], *, rate: float = 0) -> Merged:
-        """Store what `tasks` have staged, in one transaction. `rate` messages a second
-        become due; 0 makes all due at once.
+        """Store the rows that `tasks` have staged, in one transaction. `rate` messages
+        a second become due; 0 makes all due at once.
 
-        Raises EnvironmentFault when something of it is missing, and UsageError when a
-        run of this name has stored other messages.
+        Raises EnvironmentFault if some of them are missing, and UsageError if a run of
+        this name has stored other messages.
         """
         connection = connect_plain(self.spec)
         announced = sum(one.rows for one in tasks)
@@ -113,7 +113,7 @@ class Staging:
             connection.close()
 
     def clear(self, connection: Connection | None = None) -> None:
-        """Remove what the run has staged."""
+        """Remove the run's staged rows."""
         opened = connection or connect_plain(self.spec)
         try:
             opened.execute(f"DELETE FROM {_STAGED} WHERE run = %s", self.run)
@@ -124,7 +124,8 @@ class Staging:
     def _copy(
         self, connection: Connection, task: str, batches: Iterable[pa.RecordBatch]
     ) -> int:
-        """COPY as CSV, which Arrow writes quickly; bytes travel as PostgreSQL's hex."""
+        """COPY as CSV, which Arrow writes quickly; bytes are written in PostgreSQL's
+        hex format."""
         import pyarrow.csv as csv
 
         rows = 0
@@ -167,7 +168,7 @@ class Staging:
         return rows
 
     def _drop_void_attempts(self, connection: Connection, tasks: list[str]) -> None:
-        """Failed, repeated and speculative attempts were never announced."""
+        """Failed, repeated and speculative attempts were never reported."""
         if self.spec.vendor == "postgresql":
             connection.execute(
                 f"DELETE FROM {_STAGED} WHERE run = %s AND NOT task = ANY(%s)",

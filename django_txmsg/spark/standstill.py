@@ -1,4 +1,4 @@
-"""Rows that wait for a transaction that is still open, and whose it is."""
+"""Rows that wait for an open transaction, and whose transaction it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .connection import Connection
 
 @dataclass(frozen=True)
 class Held:
-    """How many rows wait, since when, and for whom."""
+    """How many rows wait, since when, and for which transaction."""
 
     rows: int
     since: dt.datetime | None = None
@@ -18,14 +18,14 @@ class Held:
 
     @property
     def whom(self) -> str:
-        """Who keeps them waiting, in words."""
+        """The session that blocks them, in words."""
         whose = self.holder or "a transaction that this role may not see"
         since = f", open since {self.since:%Y-%m-%d %H:%M:%S} UTC" if self.since else ""
         return f"{whose}{since}"
 
     @property
     def seconds(self) -> float:
-        """For how long already; infinitely long, where nobody can say."""
+        """How long they have been waiting; infinity if unknown."""
         if not self.rows:
             return 0.0
         if self.since is None:
@@ -34,8 +34,8 @@ class Held:
 
 
 def held(connection: Connection, rows: int) -> Held:
-    """Return so many rows with the oldest transaction of the PostgreSQL cluster that
-    has written anything: the one that they wait for."""
+    """Return that many rows with the oldest transaction of the PostgreSQL cluster that
+    has written anything: they wait for it."""
     if not rows:
         return Held(0)
     found = connection.rows(

@@ -1,7 +1,7 @@
-"""Where a lake lies: file systems by their URIs, and what is brought to the disk.
+"""The location of a lake: file systems by URI, and syncing to disk.
 
-Two clients reach one lake, pyarrow for data files and the Delta library for the log.
-An address that they might read differently is refused before anything is written.
+Two clients use one lake, pyarrow for data files and the Delta library for the log. An
+address that they might interpret differently is refused before anything is written.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pyarrow import fs
 from .errors import EnvironmentFault
 from .spec import LakeSpec
 
-#: The file that makes a place a lake.
+#: The file that marks a place as a lake.
 MARKER = "_txmsg.json"
 
-#: What the Delta library calls an option of S3, and what pyarrow calls it.
+#: The Delta library's name for an option of S3, and pyarrow's.
 _S3 = {
     "access_key_id": "access_key",
     "secret_access_key": "secret_key",
@@ -52,8 +52,8 @@ class Place:
         return f"{self.uri}/{name}"
 
     def insist(self) -> None:
-        """Insist that the lake is there before something is made in it: where it was
-        mounted, it would be found by nobody. Raises EnvironmentFault."""
+        """Check that the lake exists before something is created in it: below an
+        unmounted mount point it would never be found again. Raises EnvironmentFault."""
         if self.files.get_file_info(f"{self.root}/{MARKER}").type != fs.FileType.File:
             raise EnvironmentFault(
                 f"The lake at {self.uri} has gone, and was there a moment ago: mount "
@@ -62,8 +62,8 @@ class Place:
 
 
 def place_of(spec: LakeSpec) -> Place:
-    """Return where a lake lies. Raises EnvironmentFault for an address that is not
-    understood, or not by all in the same way."""
+    """Return the location of a lake. Raises EnvironmentFault for an address that is not
+    understood, or not the same way by both clients."""
     options = dict(spec.storage_options)
     if spec.uri.startswith("/"):
         return _local(spec.uri, spec.uri, options)
@@ -90,7 +90,7 @@ def place_of(spec: LakeSpec) -> Place:
         return _local(unquote(parts.path), spec.uri, options)
     uri = spec.uri.rstrip("/")
     if parts.scheme in ("s3", "s3a"):
-        # One name for pyarrow and the Delta library; Hadoop's own is another.
+        # This name works for pyarrow and the Delta library; Hadoop has another.
         uri = "s3://" + uri.partition("://")[2]
         path = unquote(f"{parts.netloc}{parts.path}").rstrip("/")
         return Place(_s3(options), path, uri, options, local=False)
@@ -124,8 +124,7 @@ def _s3(options: Mapping[str, str]) -> fs.FileSystem:
 
 
 def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:
-    """Insist that files are there, as large as they were written. Raises
-    EnvironmentFault."""
+    """Check that files exist with their written sizes. Raises EnvironmentFault."""
     infos = files.get_file_info(list(sizes))
     for path, info in zip(sizes, infos, strict=True):
         if info.type != fs.FileType.File or info.size != sizes[path]:
@@ -137,8 +136,8 @@ def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:
 
 
 def sync(files: fs.FileSystem, root: str, paths: Iterable[str]) -> None:
-    """Bring files, and the directories on their way from `root`, to the disk, where
-    that is ours to do."""
+    """Sync files, and the directories from `root` to them, to the disk, on a local file
+    system."""
     if not isinstance(files, fs.LocalFileSystem):
         return
     paths = list(paths)

@@ -1,4 +1,4 @@
-"""What the name of a `replay` or `send` stands for: one choice of messages, once."""
+"""The messages that belong to the name of a `replay` or `send`, stored once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _RUNS = "django_txmsg_storedrun"
 
 
 def remember(connection: Connection, name: str, messages: int, ids: str) -> bool:
-    """Write down what a name stands for: how many messages, and the sum of their ids;
-    whether it is new. What has been stored may be archived or pruned by now, and is not
-    stored again.
+    """Record the messages that belong to a name: how many, and the sum of their ids.
+    Returns whether the name is new. Messages stored before may be archived or pruned by
+    now, and are not stored again.
 
-    Raises UsageError where the name stands for other messages.
+    Raises UsageError if the name belongs to other messages.
     """
     if not messages:
         return False

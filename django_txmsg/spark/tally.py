@@ -1,7 +1,7 @@
-"""What a file of journeys that are over comes to, so that nobody reads it to count.
+"""The counts of a file of finished journeys, so that it need not be read to count them.
 
-It stands in the file's own footer: whoever writes the file's rows anew, or joins files,
-writes another file, whose footer says nothing or does not fit its rows any more.
+They are in the file's own footer. If the rows are rewritten, or files are joined, the
+new file's footer has no counts, or counts that do not match its rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 #: The footer's key.
 KEY = b"txmsg.over"
-#: Lines of a footer, at most. A file with more destinations is read.
+#: Most lines of a footer. A file with more destinations is read.
 MOST = 5_000
 _BY = ["sent_on", "destination", "again"]
 _SUMS = {"sent_count": "sum", "sent_min": "min", "sent_max": "max"}
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Tally:
-    """What a file holds: all of its rows, counted."""
+    """The counts of all rows of a file."""
 
     lines: tuple[Line, ...]
     slowest_us: int
@@ -47,19 +47,19 @@ class Tally:
 
     @property
     def messages(self) -> int:
-        """How many there are."""
+        """The number of messages."""
         return sum(one.messages for one in self.lines)
 
 
 @dataclass
 class Tallying:
-    """Counts the rows of a file while it is written, as long as MOST lines do."""
+    """Counts the rows of a file while it is written, up to MOST lines."""
 
     slowest_us: int = 0
     _counted: list[pa.Table] = field(default_factory=list)
 
     def add(self, rows: pa.Table) -> None:
-        """Count rows of journeys that are over."""
+        """Count rows of finished journeys."""
         if self._counted and self._counted[0].num_rows > MOST:
             return
         sent, done = (
@@ -84,7 +84,7 @@ class Tallying:
         self._counted = [summed.select(names).rename_columns([*_BY, *_SUMS])]
 
     def footer(self) -> dict[bytes, bytes]:
-        """Return what the file is to say."""
+        """Return the contents of the footer."""
         [summed] = self._counted
         if summed.num_rows > MOST:
             return {}
@@ -94,7 +94,7 @@ class Tallying:
 
 
 def tally_in(described: Any) -> Tally | None:
-    """Return what a file's footer says, if it fits the rows that the file has."""
+    """Return a file's counts from its footer, if they match its rows."""
     said = json.loads((described.metadata or {}).get(KEY, b"null"))
     if said is None:
         return None

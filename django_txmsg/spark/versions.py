@@ -1,4 +1,5 @@
-"""Which PySpark there is: the pipeline runs on 4.0, but for what insists on more."""
+"""The installed PySpark version: the pipeline runs on 4.0, except features that need
+more."""
 
 from __future__ import annotations
 
@@ -10,12 +11,12 @@ from .errors import EnvironmentFault
 
 
 def installed() -> tuple[int, ...]:
-    """Return PySpark's version, to compare with others."""
+    """Return PySpark's version, for comparisons."""
     return _parsed(pyspark.__version__)
 
 
 def insist_on(since: str, what: str) -> None:
-    """Raise EnvironmentFault where PySpark is older than what something needs."""
+    """Raise EnvironmentFault if PySpark is older than a feature needs."""
     if installed() < _parsed(since):
         raise EnvironmentFault(
             f"{what} needs PySpark {since} or newer, and {pyspark.__version__} is "

@@ -1,7 +1,7 @@
-"""Telling a web service something: one POST of JSON, tried a few times.
+"""Calls a webhook: one POST of JSON, tried a few times.
 
-The address holds the secret, as a rule: it comes from the environment, and no text of
-ours shows more of it than the host. TLS is verified; no redirection is followed.
+The URL usually contains a secret: it comes from the environment, and no text of ours
+shows more of it than the host. TLS is verified; redirections are not followed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from urllib.parse import urlsplit
 
 from .errors import UsageError
 
-#: The environment variable that holds the address, if nothing else is said.
+#: The default environment variable with the URL.
 VARIABLE = "TXMSG_WEBHOOK_URL"
-#: Seconds that an attempt may take, and that lie between two.
+#: Seconds that an attempt may take, and seconds between two attempts.
 TIMEOUT = 10.0
 PAUSES = (1.0, 3.0)
 
 
 class Webhook:
-    """Where alerts go. `error` is why the last message did not get there; `taken` and
-    `failed` count those that did and that did not."""
+    """The receiver of alerts. `error` is why the last message did not arrive; `taken`
+    and `failed` count those that arrived and those that did not."""
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
         try:
@@ -57,9 +57,9 @@ class Webhook:
 
     @classmethod
     def from_environment(cls, name: str) -> Webhook | None:
-        """Return the webhook whose address is in an environment variable; None where
-        that is the usual one, and not set. Raises UsageError for what is no such name
-        or address."""
+        """Return the webhook at the URL in this environment variable, or None if the
+        default variable is unset. Raises UsageError if the name is invalid, the named
+        variable is unset, or its URL is malformed."""
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise UsageError(
                 "--webhook-env takes the name of the environment variable that holds "
@@ -71,8 +71,8 @@ class Webhook:
         return cls(url) if url else None
 
     def post(self, message: Mapping[str, Any], stop: threading.Event) -> bool:
-        """Send a message, and say whether it was taken. Tries again where that may
-        help, until `stop` is set."""
+        """Send a message, and return whether it was accepted. Retries failures that may
+        be temporary, until `stop` is set."""
         body = json.dumps(message).encode()
         for pause in (*PAUSES, None):
             if stop.is_set():
@@ -87,21 +87,21 @@ class Webhook:
         return False
 
     def _post(self, body: bytes) -> bool:
-        """Try once. Returns whether another try may have more luck."""
+        """Try once. Returns whether another try may succeed."""
         request = urllib.request.Request(  # noqa: S310 - http or https, see above
             self._url, data=body, method="POST",
             headers={"Content-Type": "application/json", "User-Agent": "django_txmsg"},
         )  # fmt: skip
         started = time.monotonic()
         try:
-            # It is taken by then; what the answer says is nothing to us.
+            # It has been accepted; the content of the response does not matter.
             self._opener.open(request, timeout=self._timeout).close()
         except urllib.error.HTTPError as error:
             error.close()
             self.error = f"{self.shown} answered {error.code}"
             return error.code >= 500 or error.code in (408, 425, 429)
         except (OSError, HTTPException, ValueError) as error:
-            # Its text may hold the address.
+            # Its text may contain the URL.
             reason = getattr(error, "reason", error)
             why = getattr(reason, "strerror", None) or type(reason).__name__
             late = time.monotonic() - started >= self._timeout
@@ -116,15 +116,15 @@ class Webhook:
 
 
 class _NoRedirection(urllib.request.HTTPRedirectHandler):
-    """A message goes where it was addressed to, or nowhere."""
+    """A message goes to its URL, or nowhere."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Take the redirection as the failure that it is here."""
+        """Treat a redirection as a failure."""
 
 
 def _limit(connection: HTTPConnection, seconds: float) -> None:
-    """Cut a connection when its time is over: the socket's own begins anew with each
-    byte."""
+    """Cut a connection when its time is over: the socket's own time-out restarts with
+    each byte."""
     timer = threading.Timer(seconds, _cut, (connection.sock,))
     timer.daemon = True
     timer.start()

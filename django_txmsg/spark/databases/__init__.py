@@ -1,4 +1,4 @@
-"""The databases that message logs are in, with the SQL of each."""
+"""The databases of message logs, with the SQL of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import Database
 
 
 def open_database(spec: SourceSpec) -> Database:
-    """Return the database of a service. Connects to nothing yet."""
+    """Return the database of a service, without connecting."""
     if spec.vendor == "postgresql":
         from .postgres import Postgres
 

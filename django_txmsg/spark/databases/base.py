@@ -1,4 +1,4 @@
-"""What the pipeline asks of a database, whichever it is: batches, bounds, literals.
+"""The pipeline's interface to any database: batches, bounds, literals.
 
 An implementation is small and picklable: executors get it with its address inside, and
 open a connection of their own for every read.
@@ -17,12 +17,12 @@ from ..schemas import Column, Table
 
 
 class Reader(Protocol):
-    """An open connection to a database, for one read after the other."""
+    """An open connection to a database, for several reads in succession."""
 
     def read(
         self, table: Table, columns: Sequence[Column], where: str
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that `where` chooses, as batches of exactly `columns`."""
+        """Yield the rows that `where` selects, as batches with exactly `columns`."""
         ...
 
 
@@ -38,7 +38,7 @@ class Database(Protocol):
     def read(
         self, table: Table, columns: Sequence[Column], where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Read once, on a connection of its own, within a snapshot when it is named."""
+        """Read once, on a connection of its own, within a snapshot if one is named."""
         ...
 
     def bounds(self, table: Table) -> tuple[int, int]:
@@ -60,7 +60,7 @@ def schema_of(columns: Sequence[Column]) -> pa.Schema:
 
 
 def utc(value: dt.datetime) -> dt.datetime:
-    """Return an instant in UTC. Spark hands naive ones over, and means UTC."""
+    """Return an instant in UTC. Spark passes naive ones that mean UTC."""
     if value.tzinfo is None:
         return value.replace(tzinfo=dt.timezone.utc)
     return value.astimezone(dt.timezone.utc)

@@ -1,8 +1,8 @@
-"""Reading from PostgreSQL over ADBC: binary COPY straight into Arrow.
+"""Reads from PostgreSQL over ADBC: binary COPY straight into Arrow.
 
-What Arrow has no type for (`uuid`, `xid8`) comes as its bytes and is made into the
-lake's type here, many values at once: as text it would cost the database, the wire and
-the driver more than all the rest of the columns.
+Types that Arrow lacks (`uuid`, `xid8`) arrive as bytes and are converted to the lake's
+type here, many values at once: as text they would cost the database, the wire and the
+driver more than all other columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from ..schemas import Column, Table
 from .base import schema_of, utc
 
-#: Bytes of a batch as the driver builds it: small enough to stay in a core's cache.
+#: Bytes of a batch that the driver builds: small enough for a core's cache.
 BATCH_BYTES = 1024 * 1024
 
 
@@ -38,17 +38,17 @@ class Postgres:
 
     @contextmanager
     def connected(self, snapshot: str = "") -> Iterator[PostgresReader]:
-        """Connect for several reads, within an exported snapshot when it is named."""
+        """Connect for several reads, within an exported snapshot if one is named."""
         from adbc_driver_postgresql import dbapi
 
-        # Between two reads no transaction is to stay open.
+        # No transaction may stay open between two reads.
         with (
             dbapi.connect(self.conninfo, autocommit=not snapshot) as connection,
             connection.cursor() as cursor,
         ):
             if snapshot:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-                # A hexadecimal name that PostgreSQL itself made.
+                # A hexadecimal name that PostgreSQL itself generated.
                 if not set(snapshot) <= set("0123456789ABCDEF-"):
                     raise ValueError(f"{snapshot!r} is not a snapshot of PostgreSQL")
                 cursor.execute(f"SET TRANSACTION SNAPSHOT '{snapshot}'")
@@ -79,12 +79,12 @@ class Postgres:
         return f"'{utc(value).isoformat(timespec='microseconds')}'::timestamptz"
 
     def uuid(self, value: str) -> str:
-        """Return a uuid literal. Raises ValueError for anything else."""
+        """Return a uuid literal. Raises ValueError if it is not a UUID."""
         return f"'{uuid.UUID(value)}'::uuid"
 
 
 class PostgresReader:
-    """An open connection to read through."""
+    """An open connection for reads."""
 
     def __init__(self, cursor: Any) -> None:
         self.cursor = cursor
@@ -118,7 +118,8 @@ Change = Callable[[pa.Array], pa.Array]
 
 
 def _change(come: pa.DataType, column: Column) -> Change | None:
-    """Return what makes the driver's arrays into a column's, or None where they are."""
+    """Return the conversion of the driver's arrays to a column's type, or None if none
+    is needed."""
     wanted = column.arrow.type
     if column.kind == "uuid":
         return _uuid_texts
@@ -130,12 +131,12 @@ def _change(come: pa.DataType, column: Column) -> Change | None:
 
 
 def _bare(values: pa.Array) -> pa.Array:
-    """Take an extension type's coat off."""
+    """Return the storage array of an extension type."""
     return getattr(values, "storage", values)
 
 
 def _uuid_texts(values: pa.Array) -> pa.Array:
-    """Write uuids as text: their digits in five groups."""
+    """Format uuids as text: their digits in five groups."""
     rows = len(values)
     if values.null_count == rows:
         return pa.nulls(rows, pa.string())
@@ -148,19 +149,19 @@ def _uuid_texts(values: pa.Array) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), rows, buffers)
 
 
-#: Where a uuid's digits are, and how many dashes stand before them.
+#: The positions of a uuid's digits, and the number of dashes before them.
 _GROUPS = ((0, 8, 0), (8, 12, 1), (12, 16, 2), (16, 20, 3), (20, 32, 4))
 
 
 def _numbers(values: pa.Array) -> pa.Array:
-    """Read transaction ids, which PostgreSQL sends with their highest byte first."""
+    """Read transaction ids, which PostgreSQL sends in big-endian order."""
     numbers = np.frombuffer(_bytes_of(values, 8), ">i8").astype(np.int64)
     buffers = [_validity(values), pa.py_buffer(numbers)]
     return pa.Array.from_buffers(pa.int64(), len(values), buffers)
 
 
 def _bytes_of(values: pa.Array, width: int) -> memoryview:
-    """Return the bytes of values that have so many each; of nulls, any."""
+    """Return the bytes of fixed-size values; for nulls, any bytes."""
     fixed = _bare(values)
     if fixed.type != pa.binary(width):
         fixed = fixed.cast(pa.binary(width))

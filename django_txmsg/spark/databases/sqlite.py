@@ -1,7 +1,7 @@
-"""Reading from SQLite with the standard library, for trying out and for small sites.
+"""Reads from SQLite with the standard library, for trials and small sites.
 
-Django keeps a uuid there as 32 hexadecimal digits and an instant as text in UTC; both
-leave here as everywhere else.
+Django stores a uuid there as 32 hexadecimal digits and an instant as text in UTC; both
+are converted to the usual types here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from ..schemas import Column, Table
 from .base import schema_of, utc
 
-#: Rows, and bytes of bodies, that leave here together.
+#: Most rows, and bytes of bodies, in a batch.
 BATCH_ROWS = 20_000
 BATCH_BYTES = 16 << 20
 
@@ -55,12 +55,13 @@ class Sqlite:
         return (0, -1) if low is None else (low, high)
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
-        """Return a text literal. Stored instants leave trailing zeros out, or not: a
-        lower bound is the shortest writing of its instant, an upper one the longest."""
+        """Return a text literal. Stored instants may or may not have trailing zeros, so
+        a lower bound is the shortest text of its instant, an upper bound the
+        longest."""
         return f"'{instant_text(value, upper=upper)}'"
 
     def uuid(self, value: str) -> str:
-        """Return the text that Django stores. Raises ValueError for anything else."""
+        """Return Django's stored text. Raises ValueError if it is not a UUID."""
         return f"'{uuid.UUID(value).hex}'"
 
     def _connect(self) -> sqlite3.Connection:
@@ -69,7 +70,7 @@ class Sqlite:
 
 
 class SqliteReader:
-    """An open connection to read through."""
+    """An open connection for reads."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
@@ -82,14 +83,14 @@ class SqliteReader:
 
 
 def instant_text(value: dt.datetime, *, upper: bool) -> str:
-    """Return an instant as Django writes it, with all or no trailing zeros."""
+    """Return an instant in Django's format, with all or no trailing zeros."""
     naive = utc(value).replace(tzinfo=None)
     text = naive.isoformat(sep=" ", timespec="microseconds")
     return text if upper else text.rstrip("0").rstrip(".")
 
 
 def read_instant(value: Any) -> dt.datetime | None:
-    """Return an instant out of either database: as text, or as it is."""
+    """Return an instant from either database: parsed from text, or unchanged."""
     if isinstance(value, str):
         return dt.datetime.fromisoformat(value).replace(tzinfo=dt.timezone.utc)
     found: dt.datetime | None = value
@@ -99,10 +100,10 @@ def read_instant(value: Any) -> dt.datetime | None:
 def read_rows(
     connection: sqlite3.Connection, table: Table, columns: Sequence[Column], where: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows that `where` chooses, through an open connection."""
+    """Yield the rows that `where` selects, through an open connection."""
     schema = schema_of(columns)
     selected = ", ".join(
-        # There are no ids of transactions here, and no columns for them.
+        # SQLite has no transaction ids, and no columns for them.
         "NULL" if one.kind == "xid" else f"t.{one.quoted}"
         for one in columns
     )

@@ -1,5 +1,5 @@
-"""`findings`: what runs of `reconcile` have found, and what somebody says of it. No
-Spark is started."""
+"""`findings`: lists what runs of `reconcile` have found, with operators' notes. Does
+not start Spark."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..runs import Run, run_by
 from ..spec import JobSpec
 from .outcome import Outcome
 
-#: Findings that are listed for people. `--json` has them all.
+#: Most findings listed for people. `--json` has them all.
 SHOWN = 50
 
 
 def run_findings(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List findings, acknowledge them, or take that back. Raises UsageError when a
-    change names none."""
+    """List findings, acknowledge them, or reopen them. Raises UsageError if a change
+    selects none."""
     noted = Noted(spec.service())
     which = Which(given.verdict, given.destination, tuple(given.message_id))
     changes = given.reopen or given.acknowledge is not None

@@ -1,4 +1,4 @@
-"""Before an archive: lake and database have to know of the same batches."""
+"""A check before an archive: lake and database must know the same batches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Agreement:
     def reach(self) -> tuple[BatchLog, Mark]:
         """Return the lake's log, read to its end, and the database's mark for it.
 
-        Batches of the log above the mark are to be settled. Raises EnvironmentFault
-        when the lake has lost batches, or another lake is about to get some.
+        Batches of the log above the mark must be settled. Raises EnvironmentFault if
+        the lake has lost batches, or if another lake has batches in progress.
         """
         marks = self.marks.read()
         try:
@@ -44,7 +44,7 @@ class Agreement:
             self._insist_on_no_loss([known], f"it ends with batch {last}", last)
             known, through = None, last
         if known is None and not identity:
-            # Nothing is there, and there may be nothing to bring.
+            # There is no lake, and perhaps nothing to archive.
             known = Mark("", self.lake.uri, 0, 0, 0)
         elif known is None or known.lake != self.lake.uri:
             through = known.purged_through if known else through
@@ -78,7 +78,7 @@ class Agreement:
         )
 
     def _insist_on_one_lake(self, marks: Sequence[Mark], own: Mark) -> None:
-        """A batch that another lake has and this database has too would go to both."""
+        """A batch in progress for another lake would be archived into both."""
         for one in marks:
             if one.lake_id == own.lake_id:
                 continue

@@ -1,4 +1,4 @@
-"""`analyze`: how the messages flowed, as tables in the lake and as one HTML report."""
+"""`analyze`: the flow of messages, as tables in the lake and as one HTML report."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from ..transforms.instants import timestamp
 from ..transforms.latency import LATENCY, percentiles, stage_latencies
 from .reading import WholeLog
 
-#: Rows of the report's lists. The lake's tables have them all.
+#: Most rows of the report's lists. The lake's tables have them all.
 TOP = 25
 
 
 @dataclass(frozen=True)
 class AnalyzeOptions:
-    """What is looked at, and where the report goes."""
+    """The analysed period, and the path of the report."""
 
     since: dt.datetime
     html: str = ""
@@ -55,7 +55,7 @@ def run_analyze(
         until = max(one.taken for one in log.live)
         day = (options.since - dt.timedelta(days=1)).date()
         start = timestamp(options.since)
-        # What waited when the time began has been stored at any time before.
+        # Messages that waited at the beginning may have been stored at any time before.
         outbox = _narrow(log, OUTBOX, _SENT)
         sent = outbox.where(sf.col("created_at") >= start)
         received = _narrow(log, INBOX, _RECEIVED, day).where(
@@ -100,7 +100,7 @@ def run_analyze(
 
 
 def add_findings(found: Findings, noted: Noted) -> None:
-    """Add what the last `reconcile` has found, and what somebody has said of it."""
+    """Add the findings of the last `reconcile`, with operators' notes."""
     if (last := noted.last_run()) is None:
         return
     found.judged_at, found.verdicts = last
@@ -117,12 +117,12 @@ def _fill(
     latencies: DataFrame,
     grouped: DataFrame,
 ) -> None:
-    """Collect what the report shows: as many rows as there are hours and stages."""
+    """Collect the report's data: as many rows as there are hours and stages."""
     flow = _by_hour(throughput(sent, received))
     waiting = _by_hour(backlogs)
     critical = latencies.where("measure = 'critical'")
     times = _by_hour(percentiles(critical, "hour"))
-    # To the end of the time looked at: a system that is down shows nothing there.
+    # To the end of the period: a system that is down has no rows there.
     last = found.until.replace(minute=0, second=0, microsecond=0)
     first = min([*flow, *waiting, *times], default=last)
     last = max([*flow, *times, last])

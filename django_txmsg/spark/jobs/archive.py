@@ -1,9 +1,10 @@
-"""`archive`: settled rows go to the lake, and then, proven, out of the database.
+"""`archive`: copies settled rows to the lake and, with proof, deletes them from the
+database.
 
 A row is deleted only in a transaction that has proved that the bytes of this very row
 are in a committed lake file. One Spark task writes one batch: plan → write and read
-back → one log entry → delete, compare and move the mark in one transaction. Entries
-above the mark are settled row by row by the next run, whatever has left them there.
+back → one log entry → delete, compare and advance the mark in one transaction. The next
+run settles entries above the mark row by row, whatever the reason for them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from .batch_task import MANIFEST, BatchTask, file_of, kept_columns, run_here
 from .settling import Settled, Settling
 from .steps import Step, no_step
 
-#: Batches that are planned before the first of them is in the lake, at most.
+#: Most batches that are planned before the first of them is in the lake.
 MAX_WAVE = 64
 
 
 class Archiver:
-    """One run over one table of one service, with Spark or, where `spark` is None, in
-    this process. `on_step` is called between the steps of the protocol; the tests kill
-    the process there."""
+    """One run over one table of one service, with Spark or, if `spark` is None, in this
+    process. `on_step` is called between the steps of the protocol; the tests kill the
+    process there."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Archiver:
         self.ledger = Ledger(source, table)
 
     def run(self) -> ArchiveResult:
-        """Settle what was left, then archive all that is settled."""
+        """Settle what an earlier run left, then archive all settled rows."""
         try:
             with self.ledger.lock():
                 agreement = Agreement(
@@ -85,9 +86,9 @@ class Archiver:
     def _work(
         self, cutoff: datetime, horizon: Horizon | None, beside: ThreadPoolExecutor
     ) -> None:
-        """Take wave after wave to its end. With `overlap` the files of the next one are
-        written while this one's rows are deleted; nobody sees them before it is their
-        turn, and if it never is, they are what any killed run leaves."""
+        """Complete wave after wave. With `overlap` the files of the next wave are
+        written while this one's rows are deleted. They are not visible before their
+        turn; if the run is killed, they are orphans like those of any killed run."""
         ahead: Future[list[Row]] | None = None
         wave = self._planned(-(2**62), cutoff, horizon)
         while wave:
@@ -100,17 +101,17 @@ class Archiver:
                 ahead = beside.submit(self._write_ahead, wave) if wave else None
             self._purge(written)
             if ahead is not None and self.log.last != last:
-                # Rows that differ have left the lake under the number that it has.
+                # Differing rows have left the lake's batch of that number.
                 wait([ahead])
                 ahead = None
             if ahead is None:
                 wave = self._planned(after, cutoff, horizon)
 
     def _resume(self) -> None:
-        """Settle batches that a killed run has left, or that the database, restored
-        from a backup, has forgotten."""
+        """Settle batches that a killed run has left, or that are missing in a database
+        restored from a backup."""
         before, last = self.mark.purged_through, self.log.last
-        # Whoever left them may yet be alive, and has no lock any more: fence it off.
+        # The run that left them may still be alive, without its lock: fence it off.
         self.log.enter(last + 1, resumed_after=before)
         started = time.monotonic()
         settled = self.settling.settle(before, last)
@@ -161,13 +162,13 @@ class Archiver:
         return wave
 
     def _write(self, batches: Sequence[Batch]) -> list[Row]:
-        """Write batches and prove their files, which nobody sees yet."""
+        """Write batches and prove their files, which are not visible yet."""
         started = time.monotonic()
         work = [(one, self.ledger.members(one)) for one in batches]
         task = BatchTask(
             self.ledger.database, self.lake, self.table, self.source.service, work
         )
-        # Connecting takes as long as many rows: a task does so once.
+        # Connecting takes as long as many rows: each task connects once.
         parts = min(len(work), self.options.tasks or tasks_on(self.spark))
         if self.spark is None:
             manifest = run_here(task, len(work), parts)
@@ -185,7 +186,7 @@ class Archiver:
     def _written(
         self, batches: Sequence[Batch], manifest: Sequence[Row]
     ) -> list[Written]:
-        """Return the files of batches, as their tasks tell of them."""
+        """Return the files of batches, from the tasks' manifests."""
         for one in {row.batch_id: row for row in manifest}.values():
             for step in ("write", "proof"):
                 name = f"task {step}"
@@ -244,7 +245,8 @@ class Archiver:
     def _purge_one(
         self, one: Written, through: int | None, before: Future[bool] | None
     ) -> bool:
-        """Delete a batch at once, if its rows are what they were; whether it did."""
+        """Delete a batch at once, if its rows are unchanged; return whether they
+        were."""
         if self.source.vendor == "sqlite":
             return False  # in slices: every other writer waits for us
         mark = self.mark.purged_through if through is None else through

@@ -1,4 +1,4 @@
-"""The archive as a job: which tables, how old, and what it tells."""
+"""The archive as a job: its tables, ages and summary."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .archive import Archiver
 from .archive_options import ArchiveOptions
 from .outcome import Outcome, started
 
-#: Rows that one process has archived by the time that Spark would have started.
+#: Rows that one process archives in the time that Spark needs to start.
 FEW_ROWS = 200_000
 
 
 def run_archive(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Archive the tables asked for, or count what would move."""
+    """Archive the requested tables, or count what would be archived."""
     source, lake = spec.service(), spec.lake_spec()
     chosen = ages(spec, given)
     outcome = Outcome()
@@ -85,8 +85,8 @@ def _engine(
     given: argparse.Namespace,
     bar: Progress,
 ) -> Iterator[SparkSession | None]:
-    """Yield a Spark session or, for what is little to do on one machine, None: the
-    start of a JVM takes as long as many rows."""
+    """Yield a Spark session or, for few rows on one machine, None: starting a JVM takes
+    as long as archiving many rows."""
     engine = given.engine
     if engine == "auto" and not (given.conf or running()):
         rows = sum(
@@ -101,8 +101,8 @@ def _engine(
 
 
 def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
-    """Whether one wave is deleted while the next is written: if nothing else is said,
-    where writing takes no processor from the database."""
+    """Return whether one wave is deleted while the next is written: by default if
+    writing takes no processor from the database."""
     if given.overlap is not None:
         return bool(given.overlap)
     return spark is not None and not on_one_machine(spark)
@@ -111,8 +111,8 @@ def _overlaps(given: argparse.Namespace, spark: SparkSession | None) -> bool:
 def _tell_held(
     name: str, held: Held, stuck_after: dt.timedelta, run: Run, outcome: Outcome
 ) -> None:
-    """Say which rows wait for a transaction. One that is open for too long is a
-    finding: the archive stands still, and so does vacuum."""
+    """Report rows that wait for an open transaction. A transaction that is open for too
+    long is a finding: it blocks the archive, and vacuum."""
     if not held.rows:
         return
     outcome.lines.append(
@@ -138,8 +138,8 @@ def waiting(
 
 
 def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
-    """Return how old a settled row must be of each table that is to be archived.
-    Raises UsageError when nothing says so of any."""
+    """Return the age from which settled rows are archived, by table. Raises UsageError
+    if there is no age for any."""
     found = {name: _age(name, spec, given) for name in given.table or TABLES}
     chosen = {name: age for name, age in found.items() if age is not None}
     if not chosen:

@@ -1,4 +1,4 @@
-"""What an archive has written, and what came of it."""
+"""The batches that an archive has written, and its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..standstill import Held
 
 @dataclass(frozen=True)
 class Written:
-    """A batch whose files are there and proven."""
+    """A batch with written and proven files."""
 
     batch: Batch
     files: list[LakeFile]
@@ -22,7 +22,7 @@ class Written:
 
 @dataclass
 class ArchiveResult:
-    """What an archive did, and where its time went."""
+    """The result of an archive, and where its time went."""
 
     rows: int = 0
     batches: int = 0

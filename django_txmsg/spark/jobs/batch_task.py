@@ -1,6 +1,6 @@
-"""A Spark task of `archive`: it writes one batch after the other, and reads them back.
+"""A Spark task of `archive`: it writes batch after batch, and reads them back.
 
-The rows never enter the JVM: what goes there is a manifest, one row for each file.
+The rows never enter the JVM; only a manifest does, one row for each file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MANIFEST = t.StructType(
 
 
 def file_of(row: Row, service: str) -> LakeFile:
-    """Return the file that a row of a manifest tells of."""
+    """Return the file described by a row of a manifest."""
     batches = (row.batch_id, row.batch_id)
     return LakeFile(
         row.path, service, row.day, row.size, row.rows, row.modified_ms, batches
@@ -49,7 +49,7 @@ def file_of(row: Row, service: str) -> LakeFile:
 
 @dataclass
 class BatchTask:
-    """What an executor does: read its batch, write it by day, read it back."""
+    """The work of an executor: read its batch, write it by day, read it back."""
 
     database: Database
     lake: LakeSpec
@@ -59,7 +59,7 @@ class BatchTask:
     prove: bool = True
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Work the batches whose numbers come in; send their manifests out."""
+        """Archive the batches with the incoming numbers; return their manifests."""
         with self.database.connected() as reader:
             for numbers in batches:
                 for number in numbers.column(0).to_pylist():
@@ -114,7 +114,8 @@ class BatchTask:
 
 
 def run_here(task: BatchTask, count: int, threads: int) -> list[Row]:
-    """Work so many batches in this process, without Spark; return their manifests."""
+    """Archive this many batches in this process, without Spark; return their
+    manifests."""
 
     def work(numbers: Sequence[int]) -> list[Row]:
         column = pa.array(numbers, pa.int64())
@@ -127,7 +128,7 @@ def run_here(task: BatchTask, count: int, threads: int) -> list[Row]:
 
 
 def kept_columns(table: Table, lake: LakeSpec) -> tuple[Column, ...]:
-    """Return the columns of a table that the lake keeps."""
+    """Return the columns of a table that the lake stores."""
     if lake.keep_bodies:
         return table.columns
     return tuple(one for one in table.columns if one.kind != "bytes")
@@ -143,5 +144,5 @@ def _with_outcome(rows: pa.Table, table: Table, number: int) -> pa.Table:
             ended = pc.if_else(pc.is_valid(rows[column]), word, ended)
     numbers = pa.repeat(pa.scalar(number, pa.int64()), rows.num_rows)
     rows = rows.append_column("outcome", ended).append_column("batch_id", numbers)
-    # Nullable in the file as in the log: a later version may add to the columns.
+    # Nullable in the file as in the log: a later version may add columns.
     return rows.cast(pa.schema([one.with_nullable(True) for one in rows.schema]))

@@ -1,9 +1,9 @@
-"""Up to which batches the table of journeys goes, as its log tells, and whether that is
-still so.
+"""The batches contained in the table of journeys, by its log, and whether that is still
+true.
 
-A settled batch does not change, unless its lake or its database comes from a backup:
-then rows may leave it (`amended`), or other rows may have its number. What `erase` and
-`sweep --keep` take out of the archive they take out of the journeys, too.
+A settled batch does not change, unless its lake or its database is restored from a
+backup: then rows may leave it (`amended`), or other rows may have its number. What
+`erase` and `sweep --keep` remove from the archive they remove from the journeys, too.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ from deltalake import DeltaTable
 from ..laketable import app_name
 from .reading import WholeLog
 
-#: What a journey is, and how it is told. Those of another version are made anew.
+#: The definition of a journey and its format. Journeys of another version are rebuilt.
 VERSION = 2
-#: What the Delta library does with a table without changing what is in it.
+#: Operations of the Delta library that do not change a table's content.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 
 
 class Standing(Enum):
-    """What a run makes of the journeys that are there."""
+    """What a run does with the existing journeys."""
 
     GOOD = "good"
     ANEW = "anew"
     OTHER = "other"
-    """They are of more services, or know more than the databases that are asked: a
-    replica that is behind, or a backup whose archive has not run yet. Let them be."""
+    """They belong to more services, or contain more than the queried databases: a
+    replica that lags behind, or a backup whose archive has not run yet. They are left
+    alone."""
 
 
 @dataclass(frozen=True)
 class Looked:
-    """A table of the archive at some version of its log: each service's last batch that
-    is in the lake alone."""
+    """A table of the archive at one version of its log: each service's last batch that
+    is only in the lake."""
 
     lake_id: str
     version: int
     at: int
-    """When that version's entry was made, in milliseconds: a version may come twice,
-    after a backup."""
+    """When that version's entry was made, in milliseconds: after a backup, a version
+    may exist twice."""
     batches: Mapping[str, int]
 
 
-#: The tables that journeys are made of, by name.
+#: The tables from which journeys are built, by name.
 Tables = Mapping[str, Looked]
 
 
 def batches(tables: Tables) -> dict[str, list[int]]:
-    """Return the last batches alone."""
+    """Return only the last batches."""
     return {
         name: [last for _, last in sorted(one.batches.items())]
         for name, one in tables.items()
@@ -61,8 +62,8 @@ def batches(tables: Tables) -> dict[str, list[int]]:
 
 
 def looked_at(log: WholeLog, name: str) -> Looked:
-    """Look at a table of the archive. Of a service whose files do not all say their
-    batches, or whose marks cannot be read, none is in the lake alone."""
+    """Read a table of the archive. For a service whose files do not all name their
+    batches, or whose marks cannot be read, no batch counts as only in the lake."""
     delta, named = log.files_of(name)
     services = [one.service for one in log.live]
     if delta is None:
@@ -83,14 +84,14 @@ def looked_at(log: WholeLog, name: str) -> Looked:
 
 
 def told(service: str, tables: Tables) -> dict[str, Any]:
-    """Return what the log is to say of the journeys that a service keeps."""
+    """Return the log's entry about a service's journeys."""
     said = {name: asdict(one) for name, one in tables.items()}
     return {"version": VERSION, "service": service, "tables": said}
 
 
 def brought(delta: DeltaTable, service: str) -> Tables:
-    """Return what the journeys of a service are made of, by the table's log; nothing if
-    it does not say, or somebody else has changed them since."""
+    """Return the contents of a service's journeys, by the table's log; nothing if it
+    has no entry, or if something else has changed them since."""
     for entry in delta.history():
         said = _said(entry)
         if said is None and entry["operation"] not in _HARMLESS:
@@ -103,7 +104,7 @@ def brought(delta: DeltaTable, service: str) -> Tables:
 
 
 def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
-    """Return whether journeys that are made of `known` are those of the archive now."""
+    """Return whether journeys built from `known` still match the archive."""
     if not known:
         return Standing.ANEW
     ours = {one.service for one in log.live}
@@ -124,7 +125,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
-    """Return whether no batch that was seen then has lost or won a row since."""
+    """Return whether no batch seen then has lost or gained a row since."""
     count = delta.version() - then.version + 1
     entries = delta.history(count) if count > 0 else []
     if not entries or (entries[-1]["version"], entries[-1]["timestamp"]) != (
@@ -145,5 +146,5 @@ def _changes(entry: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
 
 
 def _said(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what our own code has said of its entry."""
+    """Return the entry that our own code has made."""
     return json.loads(entry["txmsg"]) if entry.get("txmsg") else None

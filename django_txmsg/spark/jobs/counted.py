@@ -1,4 +1,4 @@
-"""Journeys that need not be read to be counted: their files say what they come to."""
+"""Counts journeys without reading them: their files' footers have the totals."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from ..laketable import LakeTable
 from ..tally import Line, Tally, tally_in
 from ..transforms.reconcile import OUTCOME
 
-#: Footers that are read at once: an object store answers slowly, and many at a time.
+#: Footers that are read at the same time: an object store is slow, but parallel.
 _AT_ONCE = 16
-#: Lines of footers that are held at once, at most: some 150 MB.
+#: Most lines of footers in memory at a time: some 150 MB.
 LINES = 500_000
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 _Group = tuple[dt.date, str, str]
 
 
 def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, Tally]]:
-    """Yield the files that say of all of their rows what they come to, the largest
-    first, until these are LINES. Raises EnvironmentFault for one that is not there, or
-    is damaged."""
+    """Yield the files whose footers count all of their rows, the largest first, up to
+    LINES lines. Raises EnvironmentFault for a missing or damaged file."""
 
     def read(one: Named) -> Tally | None:
         path = f"{place.root}/{one.path}"
@@ -52,8 +51,8 @@ def tallies(place: LakeTable, named: Sequence[Named]) -> Iterator[tuple[Named, T
 def usable(
     known: Mapping[Named, Tally], late_after: dt.timedelta, since: dt.datetime | None
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read for a judgement, and what it counts of
-    each: none was late by it, and all were sent since, or none was."""
+    """Return the files that need not be read for a judgement, and their counts: none of
+    their messages was late by it, and all were sent since then, or none was."""
     limit = int(late_after.total_seconds() * 1e6)
     start = None if since is None else (since - _EPOCH) // dt.timedelta(microseconds=1)
     found: dict[Named, Sequence[Line]] = {}
@@ -68,7 +67,7 @@ def usable(
 
 
 def as_outcome(spark: SparkSession, lines: Iterable[Line]) -> DataFrame:
-    """Return OUTCOME: what judging them would come to."""
+    """Return OUTCOME: the result that judging them would give."""
     summed: dict[_Group, tuple[int, int, int]] = {}
     for line in lines:
         verdict = "redelivered_deduplicated" if line.again else "ok"

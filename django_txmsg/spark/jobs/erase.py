@@ -1,7 +1,8 @@
-"""`erase`: messages leave databases and lake for good, old files of the lake included.
+"""`erase`: removes messages from databases and lake for good, including old files of
+the lake.
 
-What names the messages goes last: a run that was killed is repeated with the same
-words, and finds them again.
+The values that identify the messages are removed last, so that a killed run can be
+repeated with the same options.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .settling import checksum
 
 _ID = ["message_id"]
 _ANY_TIME = dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-#: The lake's tables with messages in them; the last two say which messages have a key.
+#: The lake's tables with messages; the last two show which messages have a key.
 ORDER = ("attempts", "inbox", "verdicts", "journeys", "dead_letters", "outbox")
 _REWRITTEN = t.StructType(
     [
@@ -59,8 +60,9 @@ _REWRITTEN = t.StructType(
 
 @dataclass(frozen=True)
 class EraseOptions:
-    """Which messages: any that one of these names. Raises UsageError when there are
-    none, and for an empty one: all that have no key would be meant."""
+    """Which messages: any that one of these values identifies. Raises UsageError if
+    there are none, and for an empty one, which would mean all messages without a
+    key."""
 
     message_ids: tuple[str, ...] = ()
     keys: tuple[str, ...] = ()
@@ -68,7 +70,7 @@ class EraseOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what names nothing, before a JVM is started for it."""
+        """Refuse options that select nothing, before a JVM is started."""
         names = (*self.message_ids, *self.keys, *self.correlation_ids)
         if not names:
             raise UsageError(
@@ -83,7 +85,7 @@ class EraseOptions:
 
 @dataclass
 class Erased:
-    """What has left, or would."""
+    """The number of removed messages, or in a dry run of those to remove."""
 
     messages: int
     database: dict[str, int]
@@ -95,8 +97,8 @@ def run_erase(
     spark: SparkSession, spec: JobSpec, options: EraseOptions, run: Run
 ) -> Erased:
     """Erase messages from the databases of all services of the specification, and from
-    their parts of the lake. Raises EnvironmentFault when an archive or a `reconcile` is
-    under way."""
+    their parts of the lake. Raises EnvironmentFault while an archive or a `reconcile`
+    runs."""
     lake = None
     if spec.lake is not None:
         try:
@@ -107,7 +109,7 @@ def run_erase(
         for source in spec.services:
             for table in TABLES.values():
                 ledger = stack.enter_context(closing(Ledger(source, table)))
-                # No archive brings meanwhile what has been looked for.
+                # No archive may add messages after they were looked up.
                 stack.enter_context(ledger.lock())
             connection = stack.enter_context(closing(connect_plain(source)))
             stack.enter_context(keeping(connection, source))
@@ -141,7 +143,7 @@ def _chosen(
     lake: Lake | None,
     options: EraseOptions,
 ) -> set[str]:
-    """Return the ids of all messages that the options name, wherever they are."""
+    """Return the ids of all messages that the options select, wherever they are."""
     ids = {one.lower() for one in options.message_ids}
     if not (options.keys or options.correlation_ids):
         return ids
@@ -171,8 +173,8 @@ def _sessions(
     lake: Lake | None,
     ids: Sequence[str],
 ) -> list[str]:
-    """Return the sessions that have stored the messages: what their requests were
-    answered may tell of them."""
+    """Return the sessions that stored the messages: the responses to their requests may
+    contain personal data."""
     found: set[str] = set()
     for source in services:
         found |= sessions_of(source, ids)
@@ -195,8 +197,8 @@ def _from_lake(
     options: EraseOptions,
     done: Erased,
 ) -> None:
-    """Write the files anew that hold such rows, and remove all that the log does not
-    name: what compaction and killed runs have left holds them as well."""
+    """Rewrite the files that contain such rows, and remove all files that the log does
+    not name: those left by compaction and killed runs contain the rows as well."""
     place = lake.table(name, t.StructType([]))
     delta = place.load()
     if delta is None:
@@ -245,7 +247,8 @@ def _rewritten(
 
 @dataclass
 class EraseTask:
-    """What an executor does: write those of its files anew that hold such messages."""
+    """The work of an executor: rewrite those of its files that contain such
+    messages."""
 
     lake: LakeSpec
     name: str
@@ -254,7 +257,7 @@ class EraseTask:
     dry_run: bool
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Look through the files whose numbers come in; tell of the new ones."""
+        """Check the files with the incoming numbers; return the new files."""
         place = place_of(self.lake)
         root, wanted = f"{place.root}/{self.name}", pa.array(self.ids, pa.string())
         for numbers in batches:

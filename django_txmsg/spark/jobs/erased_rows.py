@@ -11,11 +11,11 @@ from ...rules import inbox
 from ..connection import Connection, connect_plain
 from ..spec import SourceSpec
 
-#: Rows of which tables go together with a table of the lake. The broker in the
-#: database keeps a message's id in its headers.
+#: Relations that belong to a table of the lake. The broker in the database stores a
+#: message's id in its headers.
 _RELATIONS = {
     "attempts": ("django_txmsg_attempt", "django_txmsg_queuemessage"),
-    # A task's run holds what the task has returned.
+    # A task's run contains the task's return value.
     "inbox": ("django_txmsg_inboxmessage", "django_txmsg_taskrun"),
     "verdicts": ("django_txmsg_finding",),
     "dead_letters": ("django_txmsg_deadletter",),
@@ -23,9 +23,9 @@ _RELATIONS = {
 }
 _QUEUE, _INBOX = "django_txmsg_queuemessage", "django_txmsg_inboxmessage"
 _OUTBOX = "django_txmsg_outboxmessage"
-#: What requests under an Idempotency-Key were answered.
+#: The responses to requests with an Idempotency-Key.
 RESPONSES = "django_txmsg_idempotencykey"
-#: Messages of a statement: in SQLite all other writers wait for it.
+#: Most messages of a statement: in SQLite all other writers wait for it.
 _SLICE = 500
 
 
@@ -59,8 +59,8 @@ def messages_named(
 def erase_rows(
     source: SourceSpec, name: str, ids: Sequence[str], *, dry_run: bool
 ) -> dict[str, int]:
-    """Delete the rows of messages that go with a table of the lake, or count them, and
-    return how many there are of each relation."""
+    """Delete the rows of messages that belong to a table of the lake, or count them,
+    and return the numbers by relation."""
     counts: dict[str, int] = {}
     with closing(connect_plain(source)) as connection:
         for relation in _RELATIONS.get(name, ()):
@@ -81,7 +81,8 @@ def erase_rows(
 
 
 def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> int:
-    """Delete what the relay remembers of keys, or count it: their orders begin anew."""
+    """Delete the relay's records of keys, or count them: the order of those keys starts
+    anew."""
     verb = "SELECT count(*)" if dry_run else "DELETE"
     found = 0
     with closing(connect_plain(source)) as connection:
@@ -92,8 +93,8 @@ def erase_tails(source: SourceSpec, keys: Sequence[str], *, dry_run: bool) -> in
 
 
 def _let_go(connection: Connection, erased: str) -> None:
-    """Let the messages go that wait in an ordered stage for one that is erased. Who has
-    claimed one of them, and is about to put it back, has lost it."""
+    """Release the messages that wait in an ordered stage for an erased one. A worker
+    that has claimed one of them, and is about to park it again, loses its claim."""
     postgresql = connection.vendor == "postgresql"
     now = "now()" if postgresql else "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
     headers = (
@@ -109,7 +110,7 @@ def _let_go(connection: Connection, erased: str) -> None:
 
 
 def sessions_of(source: SourceSpec, ids: Sequence[str]) -> set[str]:
-    """Return the sessions of HTTP requests that have stored messages of a database."""
+    """Return the sessions of HTTP requests that stored messages of a database."""
     found: set[str] = set()
     with closing(connect_plain(source)) as connection:
         for start in range(0, len(ids), _SLICE):
@@ -125,8 +126,9 @@ def sessions_of(source: SourceSpec, ids: Sequence[str]) -> set[str]:
 def erase_responses(
     source: SourceSpec, sessions: Sequence[str], *, dry_run: bool
 ) -> int:
-    """Empty the responses that are stored under an Idempotency-Key for requests of
-    these sessions, and return how many. The keys stay: nothing is to be done again."""
+    """Empty the responses stored under an Idempotency-Key for requests of these
+    sessions, and return how many. The keys stay, so that no request is executed
+    again."""
     count = 0
     with closing(connect_plain(source)) as connection:
         for start in range(0, len(sessions), _SLICE):
@@ -154,8 +156,8 @@ def _ids(connection: Connection, relation: str, column: str, value: str) -> set[
 
 
 def _queued(connection: Connection, header: str, value: str) -> set[str]:
-    """Return the ids of messages that wait in the embedded broker's queues: another
-    service has sent them, or their outbox rows are pruned."""
+    """Return the ids of messages in the embedded broker's queues: another service has
+    sent them, or their outbox rows are pruned."""
     rows = connection.rows(
         f"SELECT {_header(connection, wire.MESSAGE_ID)} FROM {_QUEUE}"
         f" WHERE {_header(connection, header)} = %s",
@@ -172,7 +174,7 @@ def _id_of(text: str | None) -> str:
 
 
 def _where(connection: Connection, relation: str, ids: Sequence[str]) -> str:
-    # Literals of ids that have been read as such: no text of anybody's.
+    # Literals of parsed ids, never of a user's text.
     texts = [str(uuid.UUID(one)) for one in ids]
     if relation == _QUEUE:
         listed = ", ".join(f"'{one}'" for one in texts)

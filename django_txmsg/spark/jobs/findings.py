@@ -1,4 +1,4 @@
-"""What runs of `reconcile` have found, as the lake keeps it, and the database."""
+"""Findings of `reconcile` runs, as stored in the lake and the database."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading import WholeLog
 
 
 def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
-    """Return what this service's runs have kept in a table of results."""
+    """Return the rows that this service's runs have stored in a table of results."""
     struct = result_struct(struct)
     if log.lake is None:
         return log.spark.createDataFrame([], struct)
@@ -23,7 +23,7 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
 
 
 def known_findings(log: WholeLog) -> DataFrame:
-    """Return KNOWN: what runs before have found, and what somebody has said of it."""
+    """Return KNOWN: the findings of earlier runs, with operators' notes."""
     names = KNOWN.fieldNames()
     kept = kept_by(log, "verdicts", FINDING).withColumns(
         {
@@ -37,8 +37,8 @@ def known_findings(log: WholeLog) -> DataFrame:
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:
-    """Return the id of a run of `reconcile`, or of the last one that has kept what it
-    judged. Raises UsageError when the lake knows none."""
+    """Return the id of a run of `reconcile`, or of the last one that has stored its
+    results. Raises UsageError if the lake has none."""
     runs = kept_by(log, "reconciliation", SUMMARY)
     if run:
         runs = runs.where(sf.col("run_id") == run)
@@ -53,8 +53,8 @@ def judged_by(log: WholeLog, run: str = "") -> str:
 
 
 def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
-    """Return the ids of messages of which a run has found `verdict`, without those
-    findings that somebody has acknowledged: they are as they should be."""
+    """Return the ids of messages for which a run has found `verdict`, without
+    acknowledged findings: those need no action."""
     found = kept_by(log, "verdicts", FINDING)
     found = found.where((sf.col("run_id") == run) & (sf.col("verdict") == verdict))
     noted = Noted(log.spec.service()).read(Which(verdict, acknowledged=True))

@@ -1,8 +1,8 @@
-"""`follow`: the lake kept fresh batch by batch, and alerts raised, until stopped.
+"""`follow`: archives batch by batch and raises alerts, until stopped.
 
-Each round archives what has become old enough, through the archive's own ledger: what
-a killed round has left, the next one settles. Then it measures. A database or a lake
-that is away is waited for.
+Each round archives the rows that have become old enough, through the archive's own
+ledger: if a round is killed, the next one settles its batches. Then it measures. It
+waits while a database or a lake is away.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .telling import Telling
 
 
 class Stopped(Exception):
-    """The round ends where nothing is half done."""
+    """Ends the round at a point where no step is half done."""
 
 
 @dataclass
 class Round:
-    """What a round has found while it archived."""
+    """The result of a round's archive."""
 
     rows: dict[str, int] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Round:
 
 class Follower:
     """Follows one service's database. `on_step` is called between the steps of the
-    archive, as in `Archiver`, and `say` with a line for a person."""
+    archive, like in `Archiver`, and `say` with a line for a person."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Follower:
 
     @property
     def firing(self) -> list[Alert]:
-        """The alerts that fired when they were told last."""
+        """The alerts that were firing at the last report."""
         return self.telling.firing
 
     def work(self) -> None:
         """Follow until stopped, or for one round. Raises UsageError; with `once` also
-        what a round fails with."""
+        the error with which a round fails."""
         try:
             while not self.stop.is_set():
                 try:
@@ -108,7 +108,7 @@ class Follower:
             self.reconciling.stop()
 
     def _spell(self) -> None:
-        """Follow for as long as the database answers: one run on record."""
+        """Follow for as long as the database answers, as one recorded run."""
         connection = connect_plain(self.source)
         try:
             with (
@@ -272,7 +272,8 @@ class Follower:
             self.reconciling.start()
 
     def _lost(self, connection: Connection, found_by: str = "") -> None:
-        """Weigh what is lost, when `reconcile` has ended or nobody has followed."""
+        """Compare the number of lost messages with its bound, when `reconcile` has
+        ended, or for runs while `follow` was not running."""
         new = measures.lost(connection, self.source, LOST)
         if not (found_by or new or new is None):
             return

@@ -1,4 +1,4 @@
-"""`follow` as a command: its options, its end, and what a dry run says."""
+"""`follow` as a command: its options, its end, and its dry run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_follow(
     if given.dry_run:
         return _would(spec, options)
     webhook = Webhook.from_environment(given.webhook_env)
-    # A task of ours, or a child, has no business with it.
+    # Tasks and child processes of ours do not need it.
     os.environ.pop(given.webhook_env, None)
     stop = threading.Event()
     follower = Follower(spec, options, webhook, stop, recorded_options=recorded)
@@ -72,7 +72,7 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
 
 
 def _would(spec: JobSpec, options: FollowOptions) -> Outcome:
-    """Say what a round would find."""
+    """Print what a round would find."""
     source = spec.service()
     outcome = Outcome()
     for name, age in options.ages.items():

@@ -1,4 +1,4 @@
-"""How the pipeline follows a database: how often, how old, what alerts."""
+"""How the pipeline follows a database: interval, ages, alert bounds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FollowOptions:
-    """How often, how old, and above what an alert fires."""
+    """Interval, ages, and the bounds above which alerts fire."""
 
     ages: Mapping[str, dt.timedelta]
-    """How old a settled row of a table is when it leaves."""
+    """The age at which settled rows of a table leave."""
     every: dt.timedelta = dt.timedelta(minutes=5)
     batch_rows: int = 100_000
     lag: dt.timedelta = dt.timedelta(minutes=15)
@@ -23,6 +23,6 @@ class FollowOptions:
     stuck_after: dt.timedelta = dt.timedelta(hours=6)
     reconcile_every: dt.timedelta = dt.timedelta(hours=1)
     reconcile: tuple[str, ...] = ()
-    """The words of its command line."""
+    """The arguments of its command line."""
     sweep_every: dt.timedelta = dt.timedelta(days=1)
     once: bool = False

@@ -1,10 +1,9 @@
-"""The lake's table of journeys: one row for each message and consumer, kept up batch by
+"""The lake's table of journeys: one row for each message and consumer, updated batch by
 batch.
 
-It holds what the archive's settled batches say. One entry of its log brings the rows of
-new batches, takes the files out that they have made old, and says up to which batches
-it goes: a run that is killed has done all of it or nothing. Days that no new row
-concerns are left as they are.
+It covers the archive's settled batches. One entry of its log adds the rows of new
+batches, removes the files that these replace, and records the last batches: a killed
+run has done all of that or nothing. Days without new rows are left unchanged.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ from .reading import WholeLog
 from .steps import Step, no_step
 
 NAME = "journeys"
-#: Rows from which on those are looked for that nothing is added to. Fewer are added up
-#: and written anew together, which takes less time than looking.
+#: Number of rows from which on it pays to look for rows that need no merging. Fewer are
+#: merged and rewritten together, which takes less time than looking.
 MANY = 100_000
-#: Files of a day from which on they are joined.
+#: Number of files of a day from which on they are joined.
 CROWD = 16
-#: Messages whose marks go to every task, at most.
+#: Most messages whose marks are sent to every task.
 BROADCAST = 1_000_000
 _STRUCT = t.StructType(
     [
@@ -59,15 +58,15 @@ _STRUCT = t.StructType(
         t.StructField("day", t.DateType()),
     ]
 )
-#: Of which tables, and the columns that are read of them.
+#: The source tables, and the columns that are read from them.
 _SIDES = {"outbox": SENT, "inbox": RECEIVED}
 
 
 class Journeys:
-    """The journeys of the services of a log, as the first of them keeps them: those of
-    one version of the table, whoever changes it meanwhile. `keep` says whether new
-    batches are to be brought; while another run has the lock, none are. Without a lake
-    there are no journeys."""
+    """The journeys of the services of a log, as the first of them stores them: those of
+    one version of the table, even if it changes meanwhile. `keep` says whether to add
+    new batches; none are added while another run has the lock. Without a lake there are
+    no journeys."""
 
     def __init__(
         self,
@@ -84,11 +83,11 @@ class Journeys:
         self.app = app_name(NAME, self.service, NAME)
         self.named: list[Named] = []
         self.known: dict[Named, Tally] = {}
-        """Files of journeys that are over, where it pays to leave some as they are."""
+        """Files of finished journeys, if it pays to leave some unchanged."""
         self.through: Tables = {}
         self.goal: Tables = {}
-        """What is in the table, and what is to be in it: nothing where it is of no use
-        to this run."""
+        """The table's present and intended content; nothing if it is of no use to this
+        run."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Journeys:
@@ -124,7 +123,7 @@ class Journeys:
         self._count(())
 
     def _count(self, fresh: Sequence[Named]) -> None:
-        """Read what files say of themselves: the fresh ones, once others are read."""
+        """Read the files' own counts: again, if others are read."""
         if self.large:
             known, named = self.known, set(self.named)
             looked = fresh if known else self.named
@@ -132,7 +131,7 @@ class Journeys:
             self.known |= tallies(self.place, looked)
 
     def _alone(self) -> bool:
-        """Hold the journeys alone until the end, if nobody else does."""
+        """Hold the lock on the journeys until the end, if it is free."""
         source = self.log.spec.service()
         connection = self._stack.enter_context(closing(connect_plain(source)))
         try:
@@ -142,8 +141,8 @@ class Journeys:
         return True
 
     def read(self, but: Container[Named] = ()) -> DataFrame | None:
-        """Return JOURNEY, a row for each of its keys, or None where there are none;
-        without what some files hold."""
+        """Return JOURNEY, a row for each of its keys, or None if there are none;
+        without the contents of some files."""
         if not self.through:
             return None
         named = [one for one in self.named if one not in but]
@@ -154,14 +153,14 @@ class Journeys:
 
     @property
     def large(self) -> bool:
-        """Whether there are so many that it pays to leave some as they are."""
+        """Whether there are so many journeys that it pays to leave some unchanged."""
         rows = sum(one.rows for one in self.named)
         return bool(self.through) and rows >= self.many
 
     def rest(self, since: dt.datetime | None = None) -> DataFrame:
         """Return the steps that will be in no journey after `catch_up()`: those of the
-        databases, and of batches that are not settled. Where there are no journeys,
-        those that tell what became of the messages sent since an instant."""
+        databases, and of unsettled batches. If there are no journeys, the steps that
+        show the outcome of the messages sent since an instant."""
         if not self.goal:
             return steps(*_logs(self.log, since))
         return steps(
@@ -172,9 +171,9 @@ class Journeys:
         )
 
     def catch_up(self) -> int:
-        """Bring the batches that have been settled since; return how many rows of
-        journeys were written. Raises EnvironmentFault when somebody else has changed
-        the table meanwhile."""
+        """Add the batches that have been settled since; return how many rows of
+        journeys were written. Raises EnvironmentFault if another run has changed the
+        table meanwhile."""
         if batches(self.goal) == batches(self.through):
             return 0
         fresh = merged(
@@ -194,8 +193,8 @@ class Journeys:
             old = self.concerned(marks_of(fresh), crowd=CROWD)
         if self.through:
             fresh = merged(fresh.unionByName(self._of(old, *JOURNEY.fieldNames())))
-        # Few files: a day is one task's. To part them evenly would mean to look at rows
-        # first that are dear to make.
+        # Few files: each day is written by one task. To split them evenly, Spark would
+        # first compute all rows, which is expensive.
         fresh = fresh.withColumns({"mark": mark(), "over": over()})
         days = fresh.repartition(sf.to_date("begun_at"))
         rows = days.sortWithinPartitions("over", "begun_at")
@@ -222,7 +221,7 @@ class Journeys:
                 )  # fmt: skip
                 return
             except CommitFailedError as error:
-                # Another service may have changed its part, while ours is as it was.
+                # Another service may have changed its part, while ours is unchanged.
                 delta = self.place.ensure()
                 own = set(self._own(delta))
                 if own != set(self.named) or self.place.last(delta, self.app) >= number:
@@ -237,14 +236,14 @@ class Journeys:
         return [one for one in found if one.service == self.service]
 
     def _last(self, tables: Tables, table: str) -> Mapping[str, int]:
-        """Return each service's last batch that is in there."""
+        """Return each service's last batch in the table."""
         known = tables[table].batches if tables else {}
         return {one.service: known.get(one.service, 0) for one in self.log.live}
 
     def concerned(self, marks: Marks | None, crowd: int = 0) -> list[Named]:
-        """Return the files that may hold journeys of the messages that are marked: of a
-        day those of journeys that are over, or the others, or all; and where there is
-        a crowd of them."""
+        """Return the files that may contain journeys of the marked messages: of each
+        day those of finished journeys, or the others, or all; and whether some of these
+        have many such messages."""
         if marks is None:
             return self.named
         hit = set()
@@ -266,23 +265,23 @@ class Journeys:
 
 @dataclass(frozen=True)
 class Marks:
-    """A mark for each of some messages, and how many there are."""
+    """A mark for each of some messages, and their number."""
 
     frame: DataFrame
     count: int
 
 
 def marks_of(rows: DataFrame) -> Marks | None:
-    """Return a mark for each message of some rows, or None where they are too many to
-    go to every task."""
+    """Return a mark for each message of some rows, or None if they are too many to send
+    to every task."""
     frame = rows.select(mark().alias("mark")).distinct().localCheckpoint()
     count = frame.count()
     return Marks(frame, count) if count <= BROADCAST else None
 
 
 def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
-    """Return the rows of the messages that are marked, and all others. A mark that two
-    messages have by chance costs a row more, and no more."""
+    """Return the rows of the marked messages, and all others. If two messages share a
+    mark by chance, that only costs one more row."""
     marked, names = rows.withColumn("mark", mark()), rows.columns
     return (
         marked.join(sf.broadcast(marks.frame), "mark", "left_semi").select(*names),
@@ -291,7 +290,7 @@ def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
 
 
 def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFrame]:
-    """Return what was sent since an instant, and what became of it. A message that was
+    """Return the messages sent since an instant, and their outcomes. A message that was
     sent again may have been received long before."""
     if since is None:
         return log.read("outbox", SENT), log.read("inbox", RECEIVED)

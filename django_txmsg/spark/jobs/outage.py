@@ -1,4 +1,4 @@
-"""A database or a lake that is away: waited for, said once, counted."""
+"""A database or a lake that is away: waits, reports once, and counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 class Outage:
-    """What is known of one thing's being away. `count` is how often it was."""
+    """The outage of one resource. `count` is how often there was one."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what, self._say = what, say
@@ -22,16 +22,16 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """How long it has been away by now."""
+        """How long it has been away."""
         return time.monotonic() - self._since if self.tries else 0.0
 
     @property
     def pause(self) -> float:
-        """Seconds until the next try: twice as long each time."""
+        """Seconds until the next try: doubled each time."""
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(10, max(0, self.tries - 1)))
 
     def failed(self, error: Exception) -> None:
-        """Note that a try has failed."""
+        """Record that a try has failed."""
         known = str(error) or type(error).__name__
         self.error = hidden(known)[:1000]
         if not self.tries:
@@ -41,7 +41,7 @@ class Outage:
         self.tries += 1
 
     def over(self) -> None:
-        """Note that it is there."""
+        """Record that it is back."""
         if self.tries:
             self._say(
                 f"{self.what} is back after {self.seconds:,.0f} s, {self.tries} tries."

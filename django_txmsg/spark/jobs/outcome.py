@@ -1,4 +1,4 @@
-"""What a job says, and the Spark session that it works in."""
+"""A job's summary, and the Spark session that it runs in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..session import session
 
 @dataclass
 class Outcome:
-    """What a job says when it is done: lines for people, facts for tools."""
+    """The summary of a finished job: lines for people, facts for tools."""
 
     lines: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Outcome:
 
 @contextmanager
 def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
-    """Yield a session whose tasks are shown to whoever is looking."""
+    """Yield a session, with a progress bar for its tasks if a person is watching."""
     bar = Progress.on_terminal(given.job, quiet=given.json, unit="tasks")
     with started(given, bar) as spark, bar.following(spark):
         yield spark
@@ -33,7 +33,7 @@ def job_session(given: argparse.Namespace) -> Iterator[SparkSession]:
 
 @contextmanager
 def started(given: argparse.Namespace, bar: Progress) -> Iterator[SparkSession]:
-    """Yield a session, and say what takes so long before it is there."""
+    """Yield a session, and report what takes so long before it has started."""
     bar.say("starting Spark")
     try:
         with session(given.job, dict(given.conf)) as spark:

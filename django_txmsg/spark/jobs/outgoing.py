@@ -1,6 +1,6 @@
-"""`replay` and `send`: messages stored into an outbox from data, each once.
+"""`replay` and `send`: store messages in an outbox from data, each once.
 
-Tasks stage; one transaction of the driver merges what the successful tasks brought.
+Tasks stage rows; one transaction of the driver merges the rows of the successful tasks.
 Dead letters are not stored here: the app redelivers them, in a bulk operation.
 """
 
@@ -47,13 +47,13 @@ _STAGED_TASK = t.StructType(
 
 @dataclass
 class Stored:
-    """What was stored, or with a dry run would be."""
+    """The stored messages, or in a dry run those that would be stored."""
 
     name: str
     chosen: int
     merged: Merged | None = None
     operation: int | None = None
-    """The bulk operation that redelivers what was chosen."""
+    """The bulk operation that redelivers the selected dead letters."""
     destinations: dict[str, int] = field(default_factory=dict)
     sample: list[dict[str, Any]] = field(default_factory=list)
 
@@ -61,10 +61,10 @@ class Stored:
 def run_replay(
     spark: SparkSession, spec: JobSpec, options: ReplayOptions, run: Run
 ) -> Stored:
-    """Choose by the filter, and store what is chosen under the replay's name.
+    """Select messages by the filter, and store them under the replay's name.
 
-    The name is a digest of the choice unless given: the same replay again is the same
-    name, and stores nothing.
+    By default the name is a digest of the selection: repeating the same replay uses the
+    same name, and stores nothing.
     """
     if not (options.where or options.verdict):
         raise UsageError("Which messages? Give --where, or --verdict.")
@@ -133,19 +133,20 @@ def run_send(
 def choose(
     log: WholeLog, table: Table, options: ReplayOptions, judged: str = ""
 ) -> DataFrame:
-    """Choose among messages wherever they are: in the lake, or still in the database.
-    An archive may be under way: the lake is read after the database's snapshot was
-    taken, and what is in both is chosen once.
+    """Select messages wherever they are: in the lake, or still in the database. An
+    archive may run meanwhile: the lake is read after the database's snapshot was taken,
+    and a message found in both is selected once.
 
-    Of the outbox those that have ended, and unless told otherwise in their first row:
-    a replay of everything is not to replay its own. What was cancelled has ended as
-    somebody wanted: it is chosen where the filter speaks of it."""
+    Of the outbox, messages that have ended, and by default only those in their first
+    row: a replay of everything must not replay its own messages. A cancelled message
+    has ended as intended: it is selected only if the filter mentions it.
+    """
     struct = t.StructType(
         [f for f in table.lake_struct().fields if f.name != "batch_id"]
     )
     live = log.read_live(table, table.struct())
     if table is DEAD_LETTERS:
-        # Open ones are in the database only.
+        # Open ones are only in the database.
         frames = [
             live.where(dead_letters.OPEN.sql()).withColumn("outcome", sf.lit("open"))
         ]
@@ -232,7 +233,7 @@ def _store(
 def _redeliver(
     chosen: DataFrame, source: SourceSpec, name: str, options: ReplayOptions, run: Run
 ) -> Stored:
-    """Have the app redeliver the dead letters that were chosen."""
+    """Have the app redeliver the selected dead letters."""
     _insist_on_a_name(name)
     if options.dry_run:
         return _shown(chosen, name, run)
@@ -252,7 +253,7 @@ def _insist_on_a_name(name: str) -> None:
 def _shown(rows: DataFrame, name: str, run: Run) -> Stored:
     per_destination = rows.groupBy("destination").count().collect()
     counts = {row["destination"]: row["count"] for row in per_destination}
-    # Ids, and no content: what TXMSG["MASK"] hides elsewhere is not to be seen here.
+    # Only ids, no content: what TXMSG["MASK"] hides elsewhere must not be shown here.
     sample = rows.limit(5).select(
         "message_id", "destination", sf.octet_length("body").alias("bytes")
     )
@@ -264,12 +265,12 @@ def _shown(rows: DataFrame, name: str, run: Run) -> Stored:
 
 @dataclass
 class StageTask:
-    """What an executor does: stage its rows under a key of this attempt."""
+    """The work of an executor: stage its rows under a key of this attempt."""
 
     staging: Staging
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Stage what comes in; send out under which key, and how much."""
+        """Stage the incoming rows; return the key, and how many they are."""
         context = TaskContext.get()
         place = f"{context.partitionId()}-{context.taskAttemptId()}" if context else "0"
         task = f"{place}-{uuid.uuid4().hex[:12]}"

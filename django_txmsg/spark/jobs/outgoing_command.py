@@ -1,4 +1,4 @@
-"""`replay` and `send`, from parsed options to what is said of them."""
+"""`replay` and `send`, from parsed options to their summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .outgoing_options import ReplayOptions, SendOptions
 
 
 def replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Replay, and say what was stored. Raises PipelineError."""
+    """Replay, and report what was stored. Raises PipelineError."""
     options = ReplayOptions(
         where=given.where,
         table=given.table,
@@ -35,7 +35,7 @@ def replay(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """Send a dataset, and say what was stored. Raises PipelineError."""
+    """Send a dataset, and report what was stored. Raises PipelineError."""
     options = SendOptions(
         path=given.path,
         destination=given.destination,
@@ -53,7 +53,7 @@ def send(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
 
 
 def _template(text: str) -> str:
-    """Return a template given as JSON, or as the name of a file that holds it."""
+    """Return a template given as JSON, or as the name of a file that contains it."""
     if text.lstrip().startswith(("{", "[")):
         return text
     try:

@@ -1,4 +1,5 @@
-"""What goes out: which messages a replay takes, and what a dataset's rows become."""
+"""The options of `replay` and `send`: which messages, and how a dataset's rows become
+messages."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """Which messages go out again, as what, and how fast."""
+    """Which messages are sent again, in which form, and how fast."""
 
     where: str = ""
     table: Literal["outbox", "dead_letters"] = "outbox"
@@ -17,17 +18,17 @@ class ReplayOptions:
     limit: int = 0
     name: str = ""
     replayed: bool = False
-    """Whether what a replay or a redelivery has stored may be chosen as well."""
+    """Whether messages stored by a replay or a redelivery may be selected as well."""
     verdict: str = ""
-    """Only messages of which a `reconcile` has found this."""
+    """Only messages for which a `reconcile` has found this."""
     found_by: str = ""
-    """That run's id; empty: the last one that has kept its results."""
+    """That run's id; empty: the last one that has stored its results."""
     dry_run: bool = False
 
 
 @dataclass(frozen=True)
 class SendOptions:
-    """The dataset and what becomes of each of its rows."""
+    """The dataset and how each of its rows becomes a message."""
 
     path: str
     destination: str

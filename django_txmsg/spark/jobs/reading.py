@@ -1,4 +1,4 @@
-"""Reading the log of many services: the lake, and what is live, as one."""
+"""Reads the log of many services: lake and live databases as one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..transforms.normalise import whole_log, with_cancelled
 
 @dataclass
 class Live:
-    """One state of a service's database, and when it was taken."""
+    """A snapshot of a service's database, and when it was taken."""
 
     service: str
     database: Database
@@ -42,10 +42,10 @@ class Live:
 
 @dataclass
 class LiveTask:
-    """What an executor does: read its part of a live table.
+    """The work of an executor: read its part of a live table.
 
-    The jobs read so, rather than through `format("txmsg")`, because Spark starts
-    several processes to plan each load of a Python data source.
+    The jobs use this instead of `format("txmsg")`, because Spark starts several
+    processes to plan each load of a Python data source.
     """
 
     table: Table
@@ -53,7 +53,7 @@ class LiveTask:
     work: Sequence[tuple[Live, str]]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the parts whose numbers come in."""
+        """Read the parts with the incoming numbers."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 live, where = self.work[number]
@@ -65,8 +65,8 @@ class LiveTask:
 class WholeLog:
     """The log of all services of a specification, at one moment each.
 
-    The live snapshots are taken before the lake is read: a row that moves into the
-    lake meanwhile is then seen twice, and counted once, rather than not at all.
+    The live snapshots are taken before the lake is read: a row that moves to the lake
+    meanwhile is then seen twice, and counted once, rather than missed.
     """
 
     spark: SparkSession
@@ -74,7 +74,7 @@ class WholeLog:
     live: list[Live] = field(default_factory=list)
     lake: Lake | None = None
     settled: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    """Per service, table and lake the batch up to which no row is live any more."""
+    """By service, table and lake, the batch up to which no row is live any more."""
     _stack: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> WholeLog:
@@ -95,7 +95,7 @@ class WholeLog:
             taken = dt.datetime.now(dt.timezone.utc)
             if source.vendor == "postgresql":
                 connection = connect_plain(source)
-                # A replica knows what had happened when its last transaction did.
+                # A replica's state is that of its last transaction.
                 taken = connection.value(
                     "SELECT CASE WHEN pg_is_in_recovery() THEN coalesce("
                     "pg_last_xact_replay_timestamp(), 'epoch') ELSE now() END"
@@ -112,7 +112,7 @@ class WholeLog:
                 self.lake = Lake(self.spec.lake)
 
     def _read_marks(self, source: SourceSpec) -> None:
-        """Read them before the snapshot: what was settled then is not in it."""
+        """Read the marks before the snapshot: batches settled by then are not in it."""
         connection = connect_plain(source)
         try:
             for table in TABLES:
@@ -120,13 +120,13 @@ class WholeLog:
                     key = (source.service, table, mark.lake_id)
                     self.settled[key] = mark.purged_through
         except EnvironmentFault:
-            # A role that may read no more than the log: rows are then compared.
+            # A role that may only read the log: rows are then compared.
             return
         finally:
             connection.close()
 
     def release(self) -> None:
-        """Let go of the databases' snapshots. What `read()` has returned is copied."""
+        """Release the databases' snapshots. The result of `read()` is a copy."""
         self._stack.close()
 
     def read(
@@ -138,8 +138,8 @@ class WholeLog:
         above: Mapping[str, int] | None = None,
     ) -> DataFrame:
         """Return the columns of `struct` of a table, each row once; rows of days from
-        `since`, by the table's clock; of the lake those of batches `above` a service's.
-        """
+        `since`, by the table's clock; of the lake those of batches `above` a
+        service's."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
         narrow = t.StructType([f for f in described.struct().fields if f.name in names])
@@ -217,7 +217,7 @@ class WholeLog:
     def read_live(
         self, table: Table, struct: t.StructType, *, since: dt.date | None = None
     ) -> DataFrame:
-        """Return rows of the databases alone."""
+        """Return only the rows of the databases."""
         work = []
         cores = parallelism(self.spark)
         parts = max(1, 2 * cores // len(self.live))
@@ -238,5 +238,5 @@ class WholeLog:
 
 
 def _reaches(file: Named, above: Mapping[str, int]) -> bool:
-    """Return whether a file may hold rows of batches above a service's one."""
+    """Return whether a file may contain rows of batches above a service's one."""
     return file.batches is None or file.batches[1] > above.get(file.service, 0)

@@ -1,4 +1,5 @@
-"""`reconcile`: who sent what, and did it arrive? Over the logs of all services."""
+"""`reconcile`: compares what was sent with what arrived, over the logs of all
+services."""
 
 from __future__ import annotations
 
@@ -46,32 +47,32 @@ _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
 
 @dataclass(frozen=True)
 class ReconcileOptions:
-    """What is judged, and how patiently."""
+    """What is judged, and with which tolerances."""
 
     since: dt.datetime | None = None
     grace: dt.timedelta = dt.timedelta(hours=1)
     late_after: dt.timedelta = dt.timedelta(hours=1)
     fail_on: str = "lost"
     known: bool = False
-    """Whether what somebody has acknowledged counts as well."""
+    """Whether acknowledged findings count as well."""
     external: tuple[str, ...] = ()
-    """Destinations that something else consumes, which keeps no log of ours."""
+    """Destinations with another consumer that keeps no log of ours."""
     keep: bool = True
-    """Whether findings and summary go into the lake."""
+    """Whether findings and summary are stored in the lake."""
     many: int = MANY
-    """Journeys from which on those are looked for that nothing is added to."""
+    """Number of journeys from which on those that need no merging are looked for."""
 
 
 @dataclass
 class Reconciliation:
-    """Counts of verdicts per destination, and some findings by name."""
+    """Counts of verdicts per destination, and some findings in detail."""
 
     horizon: dt.datetime
     counts: dict[str, int] = field(default_factory=dict)
     fresh: dict[str, int] = field(default_factory=dict)
-    """Findings that no run before has come to, by verdict."""
+    """Findings that no earlier run had, by verdict."""
     unseen: dict[str, int] = field(default_factory=dict)
-    """Findings that nobody has acknowledged, by verdict."""
+    """Findings that are not acknowledged, by verdict."""
     destinations: dict[str, dict[str, int]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -89,18 +90,18 @@ class Reconciliation:
 def run_reconcile(
     spark: SparkSession, spec: JobSpec, options: ReconcileOptions, run: Run
 ) -> Reconciliation:
-    """Judge every message, keep the findings in the lake, and return the counts."""
+    """Judge every message, store the findings in the lake, and return the counts."""
     with (
         WholeLog(spark, spec) as log,
         Journeys(log, run, keep=options.keep, many=options.many) as journeys,
     ):
         rest = journeys.rest(options.since)
-        # What is live is copied: no transaction is open while all is compared.
+        # Live rows are copied: no transaction is open during the comparison.
         log.release()
         journeys.catch_up()
         marks = marks_of(rest) if journeys.large else None
         tallied = _tallied(journeys, marks, options)
-        # What is counted already was sent to queues: no topic's listener is missed.
+        # The counted messages were sent to queues, so no topic's subscriber is missed.
         settled = journeys.read(but=tallied)
         known = rest if settled is None else rest.unionByName(settled)
         declared, fresh = _declared(log)
@@ -162,8 +163,8 @@ def run_reconcile(
 def _tallied(
     journeys: Journeys, marks: Marks | None, options: ReconcileOptions
 ) -> dict[Named, Sequence[Line]]:
-    """Return the files that need not be read, and what they say of themselves: nothing
-    of what is marked is in them."""
+    """Return the files that need not be read, and their counts: they contain no marked
+    message."""
     if marks is None:
         return {}
     found = usable(journeys.known, options.late_after, options.since)
@@ -174,8 +175,8 @@ def _tallied(
 def _parts(
     rest: DataFrame, settled: DataFrame, marks: Marks
 ) -> tuple[DataFrame, DataFrame]:
-    """Return the steps and journeys that are to be added up, and the journeys that are
-    whole as they are: those of queues that nothing is added to."""
+    """Return the steps and journeys to merge, and the journeys that are complete: those
+    of queues without new steps."""
     topics = is_topic(sf.col("destination"))
     queues = settled.where(~sf.coalesce(topics, sf.lit(False)))
     concerned, whole = parted(queues, marks)
@@ -184,8 +185,8 @@ def _parts(
 
 
 def _show(found: Reconciliation, findings: DataFrame, now: dt.datetime) -> None:
-    """Count what is new and what nobody has acknowledged, and name some of these: new
-    ones first, the worst first."""
+    """Count new and unacknowledged findings, and list some of these: new ones first,
+    the worst first."""
     new = sf.col("found_at") >= timestamp(now)
     unseen = findings.where("acknowledged_at IS NULL")
     counts = unseen.groupBy("verdict", new.alias("new")).count().collect()
@@ -210,7 +211,8 @@ def _order() -> tuple[Any, ...]:
 
 
 def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield what somebody is to see to, the worst first, and what somebody has."""
+    """Yield the findings that need action, the worst first, then the acknowledged
+    ones."""
     # As microseconds: a collected timestamp would be in this machine's time zone.
     instants = {name: sf.unix_micros(name) for name in ("sent_at", "found_at")}
     seen = sf.col("acknowledged_at").isNotNull()
@@ -225,10 +227,11 @@ def _instant(micros: int | None) -> dt.datetime | None:
 
 
 def _declared(log: WholeLog) -> tuple[list[_Subscription], list[_Subscription]]:
-    """Return the topics' listeners that a run before has seen declared, and new ones.
+    """Return the topics' subscribers that an earlier run has seen declared, and new
+    ones.
 
-    What a service declares at first has always been so. What it declares later on is
-    expected to receive what is sent from now on.
+    What a service declares at first is assumed to have always been declared. A later
+    subscriber is expected to receive messages from now on.
     """
     known: list[_Subscription] = []
     if log.lake is not None:

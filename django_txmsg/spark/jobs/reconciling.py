@@ -1,6 +1,6 @@
-"""`reconcile` beside the archive: in a process of its own, since it has a JVM.
+"""Runs `reconcile` beside the archive, in a process of its own, because it needs a JVM.
 
-Its specification goes through a pipe, secrets included: nothing of it is in a file or
+Its specification goes through a pipe, including secrets, so that none are in a file or
 in a list of processes.
 """
 
@@ -18,12 +18,12 @@ from typing import IO, Any
 
 from ..spec import JobSpec
 
-#: Of what it says on its way: the end of it.
+#: Only the end of its output is kept.
 SAID = 500
 
 
 class Reconciling:
-    """A run of `reconcile` with the words that it gets on its command line."""
+    """A run of `reconcile` with these command-line arguments."""
 
     def __init__(self, spec: JobSpec, words: Sequence[str]) -> None:
         self.spec, self.words = spec, words
@@ -33,7 +33,7 @@ class Reconciling:
 
     @property
     def under_way(self) -> bool:
-        """Whether one runs."""
+        """Whether one is running."""
         return self._process is not None
 
     def start(self) -> None:
@@ -54,7 +54,7 @@ class Reconciling:
             stdin.write(json.dumps(dataclasses.asdict(self.spec)).encode())
 
     def poll(self) -> dict[str, Any] | None:
-        """Return what it has found, once it has ended: its facts, or its `error`."""
+        """Return its result, once it has ended: its facts, or its `error`."""
         if self._process is None or self._process.poll() is None:
             return None
         code, out, errors = self._process.returncode, self._out, self._errors
@@ -73,7 +73,8 @@ class Reconciling:
         return facts
 
     def stop(self) -> None:
-        """End it, if one runs: it has changed nothing that another one would miss."""
+        """End it, if it is running: it has changed nothing that another run would
+        miss."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""Writing a file of the lake anew without some of its rows, proven by reading it."""
+"""Rewrites a file of the lake without some of its rows, and proves it by reading it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def rewritten(
     keep: Callable[[pa.RecordBatch], pa.RecordBatch],
     checksum: Callable[[pa.RecordBatch], int],
 ) -> LakeFile:
-    """Write what `keep` keeps of a file beside it, and return the new file, which no
-    log names yet. Raises VerificationRefused if it is not what was written."""
+    """Write the rows that `keep` selects from a file into a new file beside it, and
+    return that file, which no log names yet. Raises VerificationRefused if it differs
+    from what was written."""
     path = str(PurePosixPath(file.path).with_name(f"{uuid.uuid4()}-0.parquet"))
     rows = total = 0
     writer: Any = None
     with files.open_output_stream(f"{root}/{path}") as stream:
         for batch in rows_of(files, f"{root}/{file.path}"):
             kept = keep(batch)
-            # What a file says of its rows is told of those that leave it, too.
+            # The file's counts include the rows that are removed.
             writer = writer or parquet_writer(stream, batch.schema.remove_metadata())
             writer.write_batch(kept)
             rows += kept.num_rows

@@ -17,8 +17,8 @@ from ..spec import JobSpec, digest, hidden
 from ..versions import insist_on
 from .outcome import Outcome, job_session
 
-#: Options of the command line and of Django itself, which are no part of the job, and
-#: those that may hold what is to be in no record: a header's token, a person's data.
+#: Options of the command line and of Django itself, which do not belong to the job, and
+#: options that must not be recorded: a header's token, a person's data.
 _NOT_RECORDED = frozenset(
     [
         "spec", "json", "conf", "job", "service", "verbosity", "settings",
@@ -27,7 +27,8 @@ _NOT_RECORDED = frozenset(
     ]
 )  # fmt: skip
 
-#: Jobs that would be wrong without the lake's rows. `archive` looks closer, by itself.
+#: Jobs that would be wrong without the lake's rows. `archive` checks more closely
+#: itself.
 _OF_THE_LAKE = frozenset(["reconcile", "analyze", "replay", "erase", "verify", "sweep"])
 
 Job = Callable[[JobSpec, argparse.Namespace, Run], Outcome]
@@ -41,7 +42,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         if name not in _NOT_RECORDED and value not in (None, "", [], False)
     }
     if given.job == "erase":
-        # What names a person is not to stay behind in the record of the erasure.
+        # Values that identify a person must not stay in the record of the erasure.
         for name in ("key", "correlation_id"):
             if name in options:
                 options[name] = ", ".join(map(digest, getattr(given, name)))
@@ -51,7 +52,7 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
         return run_follow(spec, given, options)
     record: AbstractContextManager[Run] = recorded(spec, given.job, options)
     if given.job == "findings" and not (given.reopen or given.acknowledge is not None):
-        # Whoever looks leaves no trace.
+        # A job that only reads leaves no trace.
         record = nullcontext(Run(given.job, options))
     with record as run:
         if spec.lake is not None and given.job in _OF_THE_LAKE:

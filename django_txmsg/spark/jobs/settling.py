@@ -1,8 +1,9 @@
-"""What the lake has and the database may have as well, row by row: the way out of a
-difference, of a killed run, and of a backup.
+"""Settles archived rows that the database may still have, one by one: after a
+difference, a killed run, or a restored backup.
 
-For each archived row above the mark: as it is here, it is deleted, proven by itself;
-here no more, it is the lake's alone; different here, it lives on, and leaves the lake.
+For each archived row above the mark: if the database has the same row, it is deleted,
+with its own proof; if the database does not have it, it is only in the lake; if the
+database has a different one, that stays, and the row is removed from the lake.
 """
 
 from __future__ import annotations
@@ -23,20 +24,22 @@ from ..rowhash import row_hashes
 from ..schemas import Column, Table
 from .rewriting import rewritten
 
-#: Rows and bytes of a deleting transaction. In SQLite all other writers wait for it.
+#: Most rows and bytes of a deleting transaction. In SQLite all other writers wait for
+#: it.
 SLICE_ROWS = 2_000
 SLICE_BYTES = 8 << 20
 
 
 @dataclass
 class Settled:
-    """What became of archived rows: how many left the database, which live on there."""
+    """The result for archived rows: how many left the database, and which stay
+    there."""
 
     rows: int = 0
     different: list[int] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Name the rows that are not as the lake had them."""
+        """Describe the rows that differ from the lake's."""
         ids = sorted(self.different)
         listed = ", ".join(map(str, ids[:20])) + (", …" if len(ids) > 20 else "")
         return (
@@ -75,7 +78,7 @@ class Settling:
     def _in_turns(
         self, rows: pa.RecordBatch, hashes: list[int], columns: list[Column]
     ) -> tuple[int, list[Row]]:
-        """Settle in short transactions, with room for others between them."""
+        """Settle in short transactions, with pauses for other writers."""
         deleted, living = 0, list[Row]()
         step = max(1, min(SLICE_ROWS, rows.num_rows * SLICE_BYTES // (rows.nbytes + 1)))
         for start in range(0, rows.num_rows, step):
@@ -93,15 +96,15 @@ class Settling:
     def _rows(
         self, file: Named, after: int, until: int
     ) -> Iterator[tuple[pa.RecordBatch, list[int], list[Column]]]:
-        """Yield the rows of a file that are of these batches, with their checksums and
-        the columns that these are of: those that the lake has kept."""
+        """Yield the rows of a file in these batches, with their checksums and the
+        columns that these cover: those that the lake has stored."""
         path = f"{self.place.root}/{file.path}"
         for batch in rows_of(self.place.files, path):
             for rows, columns in kept_rows(_within(batch, after, until), self.table):
                 yield rows, row_hashes(rows, columns), columns
 
     def _amend(self, amended: dict[Named, set[Row]], after: int, until: int) -> None:
-        """Take rows out of the lake, in one entry of the log."""
+        """Remove rows from the lake, in one entry of the log."""
         files = [
             self._without(file, rows, after, until) for file, rows in amended.items()
         ]
@@ -117,7 +120,7 @@ class Settling:
         self.on_step("amended")
 
     def _without(self, file: Named, left: set[Row], after: int, until: int) -> LakeFile:
-        """Write a file anew without some rows, prove it, and return it."""
+        """Rewrite a file without some rows, prove it, and return it."""
         return rewritten(
             self.place.files, self.place.root, file,
             lambda batch: _leaving_out(batch, left, after, until),
@@ -128,8 +131,8 @@ class Settling:
 def kept_rows(
     batch: pa.RecordBatch, table: Table
 ) -> Iterator[tuple[pa.RecordBatch, list[Column]]]:
-    """Yield rows with those of a table's columns that the lake has kept of them: a
-    lake without bodies has none, and a file is older than a column that came later."""
+    """Yield rows with the columns that the lake has stored: a lake without bodies has
+    none, and a file may be older than a column."""
     if not batch.num_rows:
         return
     there = [one for one in table.columns if one.name in batch.schema.names]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-#: Called with the name of the step that has been done.
+#: Called with the name of the completed step.
 Step = Callable[[str], None]
 
 

@@ -1,4 +1,4 @@
-"""How a job that runs for ever is stopped: SIGTERM and SIGINT, and patience."""
+"""Stops a job that runs until stopped: SIGTERM and SIGINT, with a time limit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def run_until_stopped(
     work: Callable[[], None], stop: threading.Event, last: Callable[[], None]
 ) -> None:
     """Work until it is done. The first SIGTERM or SIGINT sets `stop`; the second ends
-    the process, and so does, with exit code 0 and after `last`, an answer that does not
-    come for PATIENCE seconds.
+    the process. If a server does not answer for PATIENCE seconds, the process exits
+    with code 0 after calling `last`.
 
-    The work has a thread of its own, so that a signal is heard while it waits for a
-    server. Outside of the main thread there are no signals, and `stop` is the caller's.
+    The work has a thread of its own, so that signals are handled while it waits for a
+    server. Outside of the main thread there are no signals, and the caller sets `stop`.
     """
     if threading.current_thread() is not threading.main_thread():
         work()

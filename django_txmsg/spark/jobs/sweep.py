@@ -1,4 +1,4 @@
-"""`sweep`: removes what failed attempts left, joins small files, drops old days."""
+"""`sweep`: removes files of failed attempts, joins small files, drops old days."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec
 
-#: What is no history: who listens since when is true until it is changed.
+#: Not history: the subscribers of a topic are valid until they change.
 FOR_GOOD = frozenset(["subscriptions"])
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How old a file must be, and how long the lake keeps what."""
+    """The age of files to remove, and how long the lake keeps which rows."""
 
     orphans_older_than: dt.timedelta = dt.timedelta(days=1)
-    """Longer than any job runs: its files have no name in the log before its end."""
+    """Longer than any job runs: the log names its files only at its end."""
     replaced_older_than: dt.timedelta = dt.timedelta(days=7)
     """Longer than any reader reads."""
     keep: dt.timedelta | None = None
@@ -39,7 +39,7 @@ class SweepOptions:
 
 @dataclass
 class Swept:
-    """What was removed from one table, or would be."""
+    """What was removed from one table, or in a dry run would be."""
 
     orphans: int = 0
     replaced: int = 0
@@ -50,7 +50,7 @@ class Swept:
 def run_sweep(
     spec: JobSpec, options: SweepOptions, run: Run, bar: Progress | None = None
 ) -> dict[str, Swept]:
-    """Sweep the service's part of each table of the lake, results included."""
+    """Sweep the service's part of each table of the lake, including results."""
     lake_spec = spec.lake_spec()
     lake = Lake(lake_spec)
     service = spec.service()
@@ -108,7 +108,7 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
                     "touched": touched(old),
                 },
             )
-    # Journeys are joined by who keeps them, in files that say what they come to.
+    # Journeys are joined by the run that maintains them, into files with counts.
     if options.compact and not options.dry_run and place.name != "journeys":
         done.compacted = place.compact(service)
     hours = int(options.replaced_older_than.total_seconds() // 3600)

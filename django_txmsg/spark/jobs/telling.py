@@ -1,4 +1,5 @@
-"""Who hears of alerts: whoever reads our lines, and a webhook, once of each."""
+"""Delivers alerts: a line for people, and a call of the webhook, once for each
+change."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..webhook import Webhook
 
 
 class Telling:
-    """Tells a service's alerts. `say` takes a line for a person, and `stop`, once set,
+    """Delivers a service's alerts. `say` takes a line for a person; `stop`, once set,
     ends waiting for the webhook."""
 
     def __init__(
@@ -26,11 +27,11 @@ class Telling:
         self.service, self.webhook, self.stop, self.say = service, webhook, stop, say
         self.firing: list[Alert] = []
         self._said: dict[str, bool] = {}
-        #: Of the database, which cannot keep that itself.
+        #: The database's own alert, which it cannot store itself.
         self._away: Alert | None = None
 
     def tell(self, connection: Connection) -> None:
-        """Tell what is not known yet."""
+        """Deliver the changes that were not delivered yet."""
         alerts = Alerts(connection, self.service)
         found = alerts.read()
         self.firing = [one for one in found if one.firing]
@@ -45,7 +46,7 @@ class Telling:
         self._tell_away()
 
     def database_is_away(self, seconds: float, bound: float, error: str) -> None:
-        """Begin the database's alert, or tell it once more where that has failed."""
+        """Begin the database's alert, or deliver it again if that has failed."""
         if self._away is None:
             self._away = Alert(
                 self.service, "database", seconds, bound, True,

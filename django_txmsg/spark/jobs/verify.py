@@ -1,6 +1,7 @@
-"""`verify`: is the lake what its log says, each row once, and none of them live?
+"""`verify`: checks that the lake matches its log, with each row once, and none of them
+live.
 
-Every file is read: it is there, has the rows that the log counts, and its batches have
+Every file is read: it exists, has as many rows as the log says, and its batches have
 the sums that were proven when they were archived.
 """
 
@@ -29,7 +30,7 @@ from ..storage import place_of
 from .reading import WholeLog
 from .settling import checksum
 
-#: Problems of a table that are told one by one.
+#: Most problems of a table that are listed individually.
 SHOWN = 20
 _KEYS = t.StructType(
     [
@@ -51,20 +52,21 @@ _SUMS = t.StructType(
 
 @dataclass
 class Verified:
-    """What was read of a table, and what is wrong with it."""
+    """The result for a table: what was read, and what is wrong."""
 
     files: int = 0
     rows: int = 0
     batches: int = 0
     unproven: int = 0
-    """Batches that have changed since, or whose entry the log has forgotten."""
+    """Batches that have changed since, or whose entry the log no longer has."""
     problems: list[str] = field(default_factory=list)
 
 
 def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verified]:
-    """Verify the first service's part of the lake. A problem makes the run refused.
+    """Verify the first service's part of the lake. With a problem the run counts as
+    refused.
 
-    Raises EnvironmentFault when there is no lake.
+    Raises EnvironmentFault if there is no lake.
     """
     lake = Lake(spec.lake_spec())
     service = spec.service().service
@@ -96,7 +98,8 @@ def _read(
     delta: DeltaTable,
     done: Verified,
 ) -> list[Named]:
-    """Read all files, compare batches with their entries, and return the intact."""
+    """Read all files, compare batches with their entries, and return the intact
+    files."""
     if not named:
         return []
     task = VerifyTask(lake, table, named)
@@ -133,8 +136,8 @@ def _read(
 def _entries(
     delta: DeltaTable, service: str
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int] | None]]:
-    """Return rows and sums of the batches that the log still knows, and the ranges of
-    those from which rows were taken out since."""
+    """Return rows and sums of the batches whose entries the log still has, and the
+    ranges of those from which rows were removed since."""
     entries: dict[int, tuple[int, int]] = {}
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():
@@ -153,7 +156,8 @@ def _within(batch: int, ranges: Sequence[tuple[int, int] | None]) -> bool:
 def _look_for_doubles(
     log: WholeLog, table: Table, named: Sequence[Named], done: Verified
 ) -> None:
-    """A row is in the lake once, and not in the database when its batch is settled."""
+    """Check that each row is in the lake once, and not in the database if its batch is
+    settled."""
     place = Lake(log.spec.lake_spec()).table(table.name, table.lake_struct())
     delta = place.load()
     lake_id = str(delta.metadata().id) if delta else ""
@@ -179,14 +183,14 @@ def _look_for_doubles(
 
 @dataclass
 class VerifyTask:
-    """What an executor does: read its files, and sum up their batches."""
+    """The work of an executor: read its files, and sum up their batches."""
 
     lake: LakeSpec
     table: Table
     named: Sequence[Named]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Read the files whose numbers come in."""
+        """Read the files with the incoming numbers."""
         for numbers in batches:
             for number in numbers.column(0).to_pylist():
                 try:

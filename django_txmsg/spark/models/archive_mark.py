@@ -1,4 +1,4 @@
-"""How far the batches of a table are archived into a lake."""
+"""Up to which batch a table is archived into a lake."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from django.db.models.functions import Now
 
 
 class ArchiveMark(models.Model):
-    """How far a lake's batches of one table are settled: those up to `purged_through`
-    are in the lake only. It moves in the transaction that deletes their rows.
+    """Up to which batch one table is settled in a lake: batches up to `purged_through`
+    are only in the lake. It advances in the transaction that deletes their rows.
 
-    The batches themselves are numbered entries of the lake's own log, and so a database
-    or a lake that comes from a backup is noticed by comparing two numbers.
+    The batches themselves are numbered entries of the lake's own log, so comparing two
+    numbers detects a database or a lake restored from a backup.
     """
 
     id = models.BigAutoField(primary_key=True)

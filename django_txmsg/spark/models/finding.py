@@ -1,4 +1,4 @@
-"""What `reconcile` has found, and what somebody has said about it."""
+"""Findings of `reconcile`, with operators' acknowledgements."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from django.db import models
 class Finding(models.Model):
     """A message that a run of `reconcile` has judged lost, doubled, dead or late.
 
-    It is new until somebody acknowledges it, and says why. What a later run finds to
-    be well by now goes; what is acknowledged stays, as a record.
+    It is new until an operator acknowledges it with a note. If a later run no longer
+    finds it, it is deleted; acknowledged findings stay, as a record.
     """
 
     id = models.UUIDField(primary_key=True, help_text="A digest of what is found.")

@@ -1,4 +1,4 @@
-"""What `pipeline follow` has measured last."""
+"""The last measurements of `pipeline follow`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class RunState(models.TextChoices):
 
 
 class PipelineRun(models.Model):
-    """One run of one job: who, when, over what, and what came of it."""
+    """One run of one job: who, when, with which options, and the result."""
 
     id = models.UUIDField(primary_key=True)
     job = models.CharField(max_length=32)
@@ -46,8 +46,8 @@ class PipelineRun(models.Model):
 
     @property
     def interrupted(self) -> bool:
-        """Whether its process has ended without a word: nobody holds the lock that a
-        run holds for as long as it lives (`runs.py`)."""
+        """Whether its process has died: the lock that a run holds while it is alive is
+        free (`runs.py`)."""
         if self.state != RunState.RUNNING:
             return False
         connection = connections[self._state.db or DEFAULT_DB_ALIAS]

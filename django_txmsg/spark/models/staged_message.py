@@ -6,7 +6,7 @@ from django.db import models
 
 
 class StagedMessage(models.Model):
-    """A message that a Spark task has brought, not yet merged into the outbox."""
+    """A message that a Spark task has staged, not yet merged into the outbox."""
 
     id = models.BigAutoField(primary_key=True)
     run = models.CharField(max_length=64)

@@ -7,8 +7,8 @@ from django.db.models.functions import Now
 
 
 class StoredRun(models.Model):
-    """A replay, a send or a write that has stored its messages: its name stands for
-    these, for good, whatever becomes of their rows. Written with them."""
+    """A replay, a send or a write that has stored its messages, in the same
+    transaction: its name stays bound to these, whatever happens to their rows."""
 
     name = models.CharField(max_length=64, primary_key=True)
     messages = models.BigIntegerField()

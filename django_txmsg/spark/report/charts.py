@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-#: Width and height of a chart on a desk and on a phone: each shows the one that fits.
+#: Width and height of a chart on a desktop and on a phone: each shows the one that
+#: fits.
 SIZES = {"desk": (920, 260), "phone": (400, 240)}
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 14, 30
 
@@ -74,7 +75,7 @@ def over_time(
 
 @dataclass(frozen=True)
 class _Chart:
-    """A chart's instants, axis and size: where things are in it."""
+    """A chart's instants, axis and size, which give positions."""
 
     instants: Sequence[dt.datetime]
     axis: Sequence[float]
@@ -146,7 +147,7 @@ class _Chart:
         )
 
     def _days(self) -> list[str]:
-        """Mark days, or hours where all is within two days."""
+        """Mark days, or hours if everything is within two days."""
         span = self.instants[-1] - self.instants[0]
         room = self.width / 115  # marks that fit
         every = max(1, math.ceil(span / dt.timedelta(hours=1) / room))
@@ -166,7 +167,7 @@ class _Chart:
 
 
 def bars(rows: Sequence[tuple[str, float, str]], colour: str) -> str:
-    """Return horizontal bars of (name, value, what to write beside it)."""
+    """Return horizontal bars of (name, value, label)."""
     most = max((value for _, value, _ in rows), default=0) or 1
     lines = [
         f'<tr><th scope="row">{escape(name)}</th><td class="bar"><i style="width:'
@@ -224,7 +225,7 @@ _TIMES = (
 
 
 def _log_axis(values: Sequence[float]) -> list[float]:
-    """Times that people know, from below the least value to above the greatest."""
+    """Ticks at familiar durations, from below the least value to above the greatest."""
     least = max(min((v for v in values if v > 0), default=0.001), _TIMES[0])
     most = max([*values, least])
     first = max(i for i, tick in enumerate(_TIMES) if tick <= least)

@@ -1,4 +1,4 @@
-"""What the report shows, as the jobs have found it."""
+"""The report's data, from the jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class Findings:
-    """All that the report shows, as plain values."""
+    """All data of the report, as plain values."""
 
     services: Sequence[str]
     since: dt.datetime
@@ -18,11 +18,11 @@ class Findings:
     judged_at: dt.datetime | None = None
     """When the last `reconcile` began, if there was one."""
     verdicts: dict[str, int] = field(default_factory=dict)
-    """What it has counted."""
+    """Its counts."""
     lost: Sequence[dict[str, Any]] = ()
-    """Its findings, those first that nobody has acknowledged."""
+    """Its findings, unacknowledged ones first."""
     unseen: int = 0
-    """How many of them nobody has acknowledged."""
+    """How many of them are not acknowledged."""
     hours: Sequence[dt.datetime] = ()
     throughput: dict[str, Sequence[float | None]] = field(default_factory=dict)
     backlog: Sequence[float | None] = ()

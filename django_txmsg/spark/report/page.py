@@ -110,7 +110,7 @@ def _tiles(found: Findings) -> str:
 
 
 def _buried(found: Findings) -> list[Line]:
-    """A line of the hours in which messages were given up on, if there are any."""
+    """A line about the hours in which messages were buried, if there are any."""
     buried = found.throughput.get("buried", ())
     if not any(buried):
         return []
@@ -118,7 +118,7 @@ def _buried(found: Findings) -> list[Line]:
 
 
 def _told(found: Findings) -> str:
-    """What a person should know who reads nothing else."""
+    """The most important facts, for a reader who reads nothing else."""
     said = []
     counts = [
         f"<b>{number(found.verdicts[kind])}</b> {word}"

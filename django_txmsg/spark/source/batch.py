@@ -1,7 +1,7 @@
-"""Reading a table once: partitions by id, and one snapshot.
+"""Reads a table once: partitions by id, in one snapshot.
 
-Without the name of a snapshot there is one partition, and so one statement and one
-state. With one, as many partitions as are asked for see that same state.
+Without a named snapshot there is one partition, so one statement sees one state. With a
+snapshot, any number of partitions see the same state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..errors import UsageError
 from ..schemas import Table, arrow_schema
 from ..spec import SourceSpec
 
-#: Partitions of a read within a snapshot, unless the options say otherwise.
+#: Partitions of a read within a snapshot, by default.
 PARTITIONS = 4
 
 
 class Selection:
-    """The columns that Spark asks for, in its order and as nullable as it says."""
+    """The columns that Spark requests, in its order and nullability."""
 
     def __init__(self, service: str, table: Table, schema: StructType) -> None:
         known = {one.name: one for one in table.columns}
@@ -41,7 +41,7 @@ class Selection:
     def read(
         self, database: Database, where: str, snapshot: str = ""
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows that `where` chooses."""
+        """Yield the rows that `where` selects."""
         wanted = [one for one in self.columns if one is not None]
         asked = wanted or [self.table.column("id")]
         for batch in database.read(self.table, asked, where, snapshot):
@@ -65,8 +65,8 @@ class IdRange(InputPartition):
 
 
 def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
-    """Cut a table's ids into equal ranges that hold all ids there can be. A row that is
-    stored later is in none that matters: the snapshot does not have it."""
+    """Split a table's ids into equal ranges that cover all possible ids. Rows stored
+    later do not matter: the snapshot does not contain them."""
     low, high = database.bounds(table)
     if count <= 1 or high < low:
         return [IdRange(-(2**63), 2**63 - 1)]
@@ -76,7 +76,7 @@ def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
 
 
 class BatchReader(DataSourceReader):
-    """Reads a table, or those of its columns that are asked for."""
+    """Reads a table, or its requested columns."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class BatchReader(DataSourceReader):
                 self.conditions.append(f"t.{table.clock} {sign} {literal}")
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Cut the ids into equal ranges."""
+        """Split the ids into equal ranges."""
         return id_ranges(self.database, self.table, self.count)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -1,14 +1,13 @@
-"""`format("txmsg")`: what Spark asks for, handed to readers, streams and the writer.
+"""`format("txmsg")`: passes Spark's requests to readers, streams and the writer.
 
 Options: `url`, `service`, `table` (outbox, inbox, attempts, dead_letters),
-`passwordEnv` (the *name* of the environment variable that holds the password),
-`partitions`, `snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's
-clock; of streams `follow` (stored or changed), `maxRowsPerBatch` and
-`stuckAfter` (seconds for which it may stand still); of writes `run`
-and `rate`.
+`passwordEnv` (the *name* of the environment variable with the password), `partitions`,
+`snapshot` (see `snapshot.snapshot()`), `since` and `until` on the table's clock; for
+streams `follow` (stored or changed), `maxRowsPerBatch` and `stuckAfter` (seconds for
+which it may be blocked); for writes `run` and `rate`.
 
-Of a lake: `lake` (its URI), `table` (any of the lake's), and the options of an object
-store as `storage.NAME`, where the environment has them not.
+For a lake: `lake` (its URI), `table` (any of the lake's), and the options of an object
+store as `storage.NAME`, if the environment does not have them.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class TxmsgDataSource(DataSource):
         return of_log(self.spec, self.table, schema, self.given)
 
     def streamReader(self, schema: StructType) -> LogStream:  # noqa: N802 - Spark's name
-        """Return a reader of the log's growth."""
+        """Return a reader of the log's new rows."""
         kind: type[LogStream] = WholeStream
         if installed() >= (4, 2):
             from .limited import LimitedStream

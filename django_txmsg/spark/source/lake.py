@@ -1,7 +1,7 @@
-"""Reading a table of a lake as a Spark data source: what its log names, and no more.
+"""Reads a table of a lake as a Spark data source: only the files that its log names.
 
-A directory of the lake also holds what failed attempts have left, and what is replaced
-or erased: `spark.read.parquet()` would count it in.
+A directory of the lake also contains files of failed attempts, and replaced or erased
+ones: `spark.read.parquet()` would include those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..lakerows import LakeRows
 from ..laketable import LakeTable
 from ..spec import LakeSpec
 
-#: What the options of an object store begin with.
+#: The prefix of an object store's options.
 STORAGE = "storage."
 
 
@@ -35,27 +35,26 @@ class OneFile(InputPartition):
 
 @dataclass
 class Condition:
-    """What the service or the day of a file has to be."""
+    """A condition on the service or the day of a file."""
 
     compared: Callable[[Any, Any], bool]
     name: str
     value: Any
 
     def holds(self, named: Named) -> bool:
-        """Whether a file may have rows that are looked for."""
+        """Return whether a file may contain matching rows."""
         return self.compared(getattr(named, self.name), self.value)
 
 
 class LakeReader(DataSourceReader):
-    """Reads the files that the log of a table names, those columns that are asked
-    for."""
+    """Reads the requested columns of the files that the log of a table names."""
 
     def __init__(self, table: LakeTable, schema: StructType) -> None:
         self.table, self.schema = table, schema
         self.conditions: list[Condition] = []
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return the files that may hold rows."""
+        """Return the files that may contain matching rows."""
         return [
             OneFile(one)
             for one in self.table.named()
@@ -72,7 +71,7 @@ class LakeReader(DataSourceReader):
 def lake_table(options: Mapping[str, str]) -> LakeTable:
     """Return the table that the options `lake` and `table` name.
 
-    Raises EnvironmentFault where there is no lake, UsageError for an unknown table.
+    Raises EnvironmentFault if there is no lake, UsageError for an unknown table.
     """
     storage = {
         name[len(STORAGE) :].upper(): value

@@ -1,4 +1,4 @@
-"""A stream whose micro-batches are limited, as PySpark asks for it since 4.2."""
+"""A stream with limited micro-batches, by the interface of PySpark 4.2 and newer."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .stream import LogStream
 
 
 class LimitedStream(LogStream, SupportsTriggerAvailableNow):
-    """A stream that is told from where to read and how much, and that stands by what
-    was there when `trigger(availableNow=True)` began."""
+    """A stream that gets a start and a limit, and that reads only rows that existed
+    when `trigger(availableNow=True)` began."""
 
     target: dict[str, Any] | None = None
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Limit a micro-batch to `maxRowsPerBatch`, when given."""
+        """Limit a micro-batch to `maxRowsPerBatch`, if given."""
         return ReadMaxRows(self.most) if self.most else ReadAllAvailable()
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Fix the end of what this run reads."""
+        """Fix the end of this run."""
         self.target = self.end()
 
     def latestOffset(  # noqa: N802 - Spark's name
         self, start: dict[str, Any], limit: ReadLimit
     ) -> dict[str, Any]:
-        """Return how far may be read within the limit."""
+        """Return the end of the next micro-batch, within the limit."""
         end = self.target or self.end()
         self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])

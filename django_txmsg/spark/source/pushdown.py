@@ -1,8 +1,8 @@
-"""Filters that the database decides, and those that choose among a lake's files.
+"""Readers with filter pushdown, to the database or to the selection of a lake's files.
 
-Spark hands them over since 4.1, and refuses a reader that would take them where its
-setting for that is off: hence classes, and a module, of their own. `register()`
-switches it on; the option `pushdown=false` does without.
+Filter pushdown needs PySpark 4.1 and an explicit setting, so the readers that support
+it are separate classes, in a separate module. `register()` enables it; the option
+`pushdown=false` disables it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from .lake import Condition, LakeReader
 
 
 class PushingReader(BatchReader):
-    """A reader that takes filters over to the database."""
+    """A reader that pushes filters down to the database."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Take what the database can decide; yield what Spark must look at (again)."""
+        """Take the filters that the database can apply; yield those that Spark must
+        apply (again)."""
         for one in filters:
             condition = _condition(one, self.table, self.database)
             if condition is not None:
@@ -54,7 +55,7 @@ _SIGNS: dict[type[Filter], str] = {
 
 
 def _condition(one: Filter, table: Table, database: Database) -> str | None:
-    """Return a filter as SQL that lets at least its rows pass, or None."""
+    """Return a filter as SQL that passes at least its rows, or None."""
     path = getattr(one, "attribute", ())
     column = next((c for c in table.columns if (c.name,) == tuple(path)), None)
     if column is None or column.kind in ("json", "bytes", "double"):
@@ -123,10 +124,10 @@ _COMPARED: dict[type[Filter], Callable[[Any, Any], bool]] = {
 
 
 class PushingLakeReader(LakeReader):
-    """A reader that leaves out the files of other services and days."""
+    """A reader that skips the files of other services and days."""
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
-        """Note what says service and day. Spark looks at all of it again."""
+        """Use filters on service and day. Spark applies all of them again."""
         for one in filters:
             name = ".".join(getattr(one, "attribute", ()))
             value = getattr(one, "value", None)

@@ -1,7 +1,7 @@
 """One state of a database for many tasks at once.
 
-PostgreSQL exports the snapshot of a transaction that is held open here. SQLite cannot;
-there a copy of the file is the snapshot.
+PostgreSQL exports the snapshot of a transaction that is held open here. SQLite cannot,
+so a copy of the file is the snapshot.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..spec import SourceSpec
 def snapshot(spec: SourceSpec) -> Iterator[dict[str, str]]:
     """Hold one state of a service's database and yield the options that read it.
 
-    Use them as `spark.read.format("txmsg").options(**options)`, any number of times
-    and tables, and run the actions inside. On PostgreSQL the open transaction keeps
-    vacuum from rows that die meanwhile.
+    Use them as `spark.read.format("txmsg").options(**options)`, any number of times and
+    tables, and run the actions inside. On PostgreSQL the open transaction keeps vacuum
+    from removing rows that die meanwhile.
     """
     options = {"service": spec.service, "url": spec.url}
     if spec.password_env:

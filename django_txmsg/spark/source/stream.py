@@ -1,12 +1,12 @@
-"""Following the log as it grows, without missing a row that commits late.
+"""Follows the log as it grows, without missing rows that commit late.
 
-An id is drawn before its transaction commits, so that a reader of ids loses rows. On
+An id is assigned before its transaction commits, so reading by id would miss rows. On
 PostgreSQL the offset is a transaction id below which every transaction has ended
-(`pg_snapshot_xmin`), together with the identity of the cluster that counts them. On
-SQLite writers take turns, and ids are in the order of commits.
+(`pg_snapshot_xmin`), with the identity of the cluster that counts them. On SQLite
+writers take turns, so ids are in the order of commits.
 
-Nothing passes a transaction that is open. Rows that wait for it are counted and told on
-the error stream; after `stuckAfter` seconds the stream fails, rather than stand still.
+The stream never passes an open transaction. Rows that wait for one are counted and
+reported on the error stream; after `stuckAfter` seconds the stream fails.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ..standstill import held
 from ..versions import insist_on
 from .batch import Selection
 
-#: Seconds from one look for rows that wait to the next, while nothing else comes.
+#: Seconds between two checks for waiting rows, while no others arrive.
 LOOK = 10.0
 
-#: Seconds that a transaction has been open before it is told of.
+#: Seconds for which a transaction must be open before it is reported.
 TELL_AFTER = 60.0
 
 
@@ -47,9 +47,9 @@ class Stretch(InputPartition):
 
 class LogStream(DataSourceStreamReader):
     """Rows by the transaction that stored them or, with `follow=changed`, by the one
-    that changed them last: then a row comes again with each change.
+    that last changed them: then a row is read again after each change.
 
-    How Spark asks for the end of a micro-batch depends on its version: see
+    How Spark requests the end of a micro-batch depends on its version: see
     `WholeStream` and `limited.LimitedStream`.
     """
 
@@ -80,8 +80,8 @@ class LogStream(DataSourceStreamReader):
         self._looked = float("-inf")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's name
-        """Begin at the beginning. Raises EnvironmentFault where rows are there that the
-        stream would not see."""
+        """Start at the beginning. Raises EnvironmentFault if there are rows that the
+        stream could not see."""
         if self.postgres:
             self._insist_on_own_rows()
         return {"position": "0", "cluster": self._cluster()}
@@ -89,30 +89,32 @@ class LogStream(DataSourceStreamReader):
     def partitions(
         self, start: dict[str, Any], end: dict[str, Any]
     ) -> Sequence[InputPartition]:
-        """One task a micro-batch: a range is short, and one statement is one state."""
+        """One task for each micro-batch: a range is short, and one statement sees one
+        state."""
         self.insist_on_one_cluster(start, end)
         first, last = int(start["position"]), int(end["position"])
         return [Stretch(first, last)] if first < last else []
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a range. Read again, it has the same rows, as long as
-        nobody has deleted any."""
+        """Yield the rows of a range. A repeated read gives the same rows, unless some
+        were deleted."""
         assert isinstance(partition, Stretch)
         where = self._between(partition.first, partition.last)
         if self.postgres and partition.first == 0:
-            # They are older than the column: the pipeline's app came later.
+            # They are older than the column: the pipeline's app was installed later.
             where = f"({where} OR t.{self.position} IS NULL)"
         yield from self.columns.read(self.database, where)
 
     def _between(self, first: int, last: int) -> str:
-        # Written like the index, which is on this expression.
+        # Worded like the index, which is on this expression.
         name = f"(t.{self.position}::text::bigint)" if self.postgres else "t.id"
         return f"{name} >= {first} AND {name} < {last}"
 
     def insist_on_one_cluster(
         self, start: Mapping[str, Any], end: Mapping[str, Any]
     ) -> None:
-        """Raise EnvironmentFault where a checkpoint counts another's transactions."""
+        """Raise EnvironmentFault if a checkpoint counts another cluster's
+        transactions."""
         if start["cluster"] != end["cluster"]:
             raise EnvironmentFault(
                 f"The stream's checkpoint is of PostgreSQL cluster {start['cluster']}, "
@@ -121,7 +123,7 @@ class LogStream(DataSourceStreamReader):
             )
 
     def end(self) -> dict[str, Any]:
-        """Return how far may be read: never past a transaction still open."""
+        """Return how far may be read: never past an open transaction."""
         connection = connect_plain(self.spec)
         try:
             if self.postgres:
@@ -136,8 +138,8 @@ class LogStream(DataSourceStreamReader):
             connection.close()
 
     def tell_standstill(self, position: int) -> None:
-        """Look, now and then, whether rows wait for a transaction that is open. Raises
-        EnvironmentFault when it is open for too long."""
+        """Check, now and then, whether rows wait for an open transaction. Raises
+        EnvironmentFault if it is open for too long."""
         if time.monotonic() - self._looked < LOOK:
             return
         self._looked = time.monotonic()
@@ -166,8 +168,8 @@ class LogStream(DataSourceStreamReader):
             sys.stderr.flush()
 
     def _insist_on_own_rows(self) -> None:
-        """A dump brings ids of its own cluster's transactions, and the counter here
-        comes to them in months."""
+        """A dump contains transaction ids of its own cluster, which the counter here
+        may reach only in months."""
         name = f"({self.position}::text::bigint)"
         foreign = f"{name} >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint"
         connection = connect_plain(self.spec)
@@ -197,7 +199,7 @@ class LogStream(DataSourceStreamReader):
                 opened.close()
 
     def after(self, first: int, last: int, rows: int) -> int:
-        """Return the end of a range of at least one transaction and, where that allows
+        """Return the end of a range of at least one transaction and, if that permits
         it, at most `rows` rows. A transaction is never split."""
         name = "created_xid::text::bigint" if self.postgres else "id"
         name = name.replace("created_xid", self.position)
@@ -217,8 +219,8 @@ class LogStream(DataSourceStreamReader):
 
 
 class WholeStream(LogStream):
-    """A stream as PySpark 4.0 and 4.1 ask for it: without saying from where, and all
-    that there is."""
+    """A stream by the interface of PySpark 4.0 and 4.1: without a start, and with
+    everything available."""
 
     def __init__(
         self,

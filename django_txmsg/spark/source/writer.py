@@ -1,8 +1,8 @@
-"""Writing messages into an outbox with a commit protocol.
+"""Writes messages into an outbox with a commit protocol.
 
-A message needs an id, a destination and a body; what else is absent or null has its
-default. Each task stages its rows; the driver merges the tasks that succeeded, in one
-transaction. A task run twice, and a run repeated, store each message once.
+A message needs an id, a destination and a body; other missing or null values get
+defaults. Each task stages its rows; the driver merges those of the successful tasks, in
+one transaction. A repeated task, and a repeated run, store each message once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..schemas import STAGED, arrow_schema
 from ..spec import SourceSpec
 from ..staging import Brought, Staging
 
-#: What a DataFrame has to have, and what stands where it has nothing.
+#: The required columns of a DataFrame, and the defaults of the others.
 NEEDED = ("message_id", "destination", "body")
 DEFAULTS = {
     "broker": "default",
@@ -35,14 +35,14 @@ DEFAULTS = {
 
 @dataclass
 class StagedTask(WriterCommitMessage):
-    """What one task attempt has staged."""
+    """The rows that one task attempt has staged."""
 
     brought: Brought
 
 
 class OutboxWriter(DataSourceArrowWriter):
-    """Stores the messages of one run. The run's name is what makes it idempotent: it
-    becomes the `replay_id` of its rows, unique together with the message id."""
+    """Stores the messages of one run. The run's name makes it idempotent: it becomes
+    the `replay_id` of its rows, unique together with the message id."""
 
     def __init__(self, spec: SourceSpec, options: Mapping[str, str]) -> None:
         run = options.get("run", "")
@@ -63,7 +63,7 @@ class OutboxWriter(DataSourceArrowWriter):
         return StagedTask(self._staging().stage(task, messages))
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Merge what the successful attempts have staged."""
+        """Merge the rows of the successful attempts."""
         tasks = [one.brought for one in messages if isinstance(one, StagedTask)]
         self._staging().merge(tasks, rate=self.rate)
 
@@ -76,7 +76,7 @@ class OutboxWriter(DataSourceArrowWriter):
 
 
 def _complete(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Give a batch all columns of STAGED."""
+    """Add missing columns of STAGED to a batch."""
     schema = arrow_schema(STAGED)
     arrays = []
     for field in schema:

@@ -63,11 +63,11 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
 
 def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
     """Return BACKLOG: messages stored and not yet dispatched at each hour's end. Those
-    that waited already at `since` have come in its hour."""
+    that already waited at `since` count as stored in its hour."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
-    # In a form that leaves out the parts of the lake's files that ended before.
+    # In a form by which Spark skips the parts of the lake's files that ended before.
     sent = sent.where(
         (stored >= start)
         | (gone >= start)
@@ -80,13 +80,14 @@ def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
         )
     )
     hours = changes.groupBy("hour").agg(sf.sum("change").alias("change"))
-    # As many rows as there are hours: one partition holds years of them.
+    # As many rows as there are hours: one partition is enough for years.
     until = Window.orderBy("hour").rowsBetween(Window.unboundedPreceding, 0)
     return hours.select("hour", sf.sum("change").over(until).alias("backlog"))
 
 
 def redeliveries(received: DataFrame) -> DataFrame:
-    """Return REDELIVERIES: what each stage got more than once, tried, and gave up."""
+    """Return REDELIVERIES: what each stage received more than once, retried, and gave
+    up."""
     again = (sf.col("deliveries") > 1) | (sf.col("attempts") > 1)
     return received.groupBy(sf.col("service").alias("receiver"), "stage").agg(
         sf.count("*").alias("messages"),
@@ -98,7 +99,8 @@ def redeliveries(received: DataFrame) -> DataFrame:
 
 
 def senders(sent: DataFrame) -> DataFrame:
-    """Return SENDERS: who sends how much to where. What was cancelled is no failure."""
+    """Return SENDERS: who sends how much to where. Cancelled messages are no
+    failures."""
     failed = sf.col("cancelled_at").isNull()
     return sent.groupBy(sf.col("service").alias("sender"), "destination").agg(
         sf.count("*").alias("messages"),

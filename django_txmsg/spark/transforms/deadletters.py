@@ -1,4 +1,4 @@
-"""Dead letters grouped by what killed them: first and last seen, and how they grow."""
+"""Dead letters grouped by error: first and last seen, and their growth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
-#: The recipe's version: groups of different recipes do not mix.
+#: The version of the fingerprint's definition: groups of different versions do not mix.
 RECIPE = "s1"
 
 GROUPS = t.StructType(
@@ -28,8 +28,8 @@ _UUID = r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}"
 
 
 def with_fingerprint(letters: DataFrame) -> DataFrame:
-    """Add `group`: the fingerprint that the service has stored or, where there is none,
-    one made of the exception's class and its message without ids and numbers."""
+    """Add `group`: the fingerprint stored by the service or, if there is none, one made
+    of the exception's class and its message without ids and numbers."""
     told = sf.regexp_replace("exception", _UUID, "#")
     told = sf.regexp_replace(told, r"0x[0-9a-fA-F]+|\d+", "#")
     made = sf.concat(
@@ -41,9 +41,9 @@ def with_fingerprint(letters: DataFrame) -> DataFrame:
 
 
 def groups(letters: DataFrame, *, buckets: int = 24) -> DataFrame:
-    """Return GROUPS, with `growth` counting letters in equal parts of the time seen."""
+    """Return GROUPS; `growth` counts letters in equal parts of the period."""
     marked = with_fingerprint(letters)
-    # Over all groups, so that their little charts share an axis.
+    # Over all groups, so that their small charts share an axis.
     ends = marked.agg(
         sf.unix_micros(sf.min("created_at")).alias("low"),
         sf.unix_micros(sf.max("created_at")).alias("high"),

@@ -1,4 +1,4 @@
-"""Instants of Python in expressions of Spark."""
+"""Python instants in Spark expressions."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from pyspark.sql import Column
 
 
 def timestamp(value: dt.datetime) -> Column:
-    """Return an aware datetime as a timestamp, in whatever time zone the session is."""
+    """Return an aware datetime as a timestamp, whatever the session's time zone."""
     return sf.timestamp_micros(sf.lit(int(value.timestamp() * 1_000_000)))

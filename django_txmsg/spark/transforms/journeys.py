@@ -1,7 +1,7 @@
-"""The way of a message to a consumer: all that is known of it, added up.
+"""The journey of a message to a consumer: everything known about it, merged.
 
-A step is a row of an outbox or an inbox, and a journey is many steps in one row: both
-have the same columns, and whatever is merged first, the sum is the same.
+A step is a row of an outbox or an inbox; a journey is many steps in one row. Both have
+the same columns, and the order of merging does not matter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pyspark.sql import types as t
 
 from ... import wire
 
-#: What `sent` must have: outbox rows of all services.
+#: The columns of `sent`: outbox rows of all services.
 SENT = t.StructType(
     [
         t.StructField("service", t.StringType()),
@@ -28,7 +28,7 @@ SENT = t.StructType(
     ]
 )
 
-#: What `received` must have: inbox rows of all services, each row once.
+#: The columns of `received`: inbox rows of all services, each row once.
 RECEIVED = t.StructType(
     [
         t.StructField("service", t.StringType()),
@@ -52,8 +52,8 @@ _COUNTS = ("stored", "died", "cancelled", "expire", "times_processed", "deliveri
            "tries")  # fmt: skip
 _TEXTS = frozenset(["sender", "consumer", "other_consumer"])
 
-#: What a journey is known by. A queue's message has one, whoever consumes it: its pair
-#: is empty. What is sent to a topic has one for each row, `sent_us`, and those of its
+#: The key of a journey. A message to a queue has one, whatever consumes it: its pair is
+#: empty. A message to a topic has one for each row, `sent_us`, and those of its
 #: receipts have the consumer as their pair.
 KEY = ("message_id", "destination", "pair", "sent_us")
 
@@ -70,9 +70,8 @@ JOURNEY = t.StructType(
 )
 
 
-#: A journey as the lake keeps it. By `mark` those of a message are found, which takes
-#: less reading than by its id; `over` tells those apart that nothing is left to be said
-#: of.
+#: A journey in the lake. Journeys of a message are found by `mark`, which is cheaper to
+#: read than its id; `over` marks finished journeys.
 KEPT = t.StructType(
     [
         *JOURNEY.fields,
@@ -81,7 +80,7 @@ KEPT = t.StructType(
     ]
 )
 
-#: Within what time a message is processed whose journey is over.
+#: The longest processing delay of a finished journey.
 PROMPT = dt.timedelta(hours=1)
 
 
@@ -109,7 +108,7 @@ def departures(sent: DataFrame) -> DataFrame:
 
 def arrivals(received: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of RECEIVED. Two of one message at one
-    consumer mean that the first was deleted before the message came again."""
+    consumer mean that the first was deleted before the message arrived again."""
     consumer = sf.concat_ws("/", "service", "stage")
     return _step(
         received,
@@ -133,10 +132,10 @@ def steps(sent: DataFrame, received: DataFrame) -> DataFrame:
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
-    """Add steps and journeys up, by what they are known by or by less of it."""
+    """Merge steps and journeys, by their key or by a part of it."""
     by = by or KEY
-    # There are a few steps of each, in files of their own: nothing can be added up
-    # before they meet, and to try takes longer than to bring them together.
+    # There are few steps of each, in separate files: nothing can be merged before the
+    # shuffle, and trying takes longer than shuffling.
     together = journeys.repartition("message_id")
     return together.groupBy(*by).agg(
         *[sf.min(name).alias(name) for name in _FIRST],
@@ -151,9 +150,10 @@ def mark() -> Column:
 
 
 def over() -> Column:
-    """Return whether there is nothing to say of a journey but whether it was late: a
-    queue's message that was sent once and processed once, within PROMPT. Whoever
-    listens, whatever is late and whenever it is judged, the verdict is the same."""
+    """Return whether a journey is finished, except for the question whether it was
+    late: a queue's message that was sent once and processed once, within PROMPT. The
+    verdict does not depend on subscribers, the limit for late messages, or the time of
+    judgement."""
     took = sf.unix_micros("processed_at") - sf.unix_micros("stored_at")
     return sf.coalesce(
         ~is_topic(sf.col("destination"))
@@ -165,7 +165,7 @@ def over() -> Column:
 
 
 def _step(frame: DataFrame, **known: Column) -> DataFrame:
-    """Return JOURNEY; where this side knows nothing, null, or a count of 0."""
+    """Return JOURNEY; values unknown on this side are null, or a count of 0."""
     nothing = dict.fromkeys(("sent_us", *_COUNTS), sf.lit(0))
     return frame.select(
         "message_id",
@@ -184,5 +184,5 @@ def _one(instant: Column) -> Column:
 
 
 def is_topic(destination: Column) -> Column:
-    """Return whether a destination is a topic's; null where it is not known."""
+    """Return whether a destination is a topic; null if it is unknown."""
     return destination.startswith(wire.TOPIC_PREFIX)

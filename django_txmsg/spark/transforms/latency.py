@@ -1,6 +1,6 @@
 """How long messages take: one sketch of every stage's times for each hour.
 
-Sketches can be merged, over hours, days and destinations; percentiles cannot.
+Sketches can be merged over hours, days and destinations; percentiles cannot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PERCENTILES = t.StructType(
     ]
 )
 
-#: Measure, and the instants it lies between. All are of the receiver's row.
+#: Each measure, and the instants it lies between, all from the receiver's row.
 MEASURES = {
     "critical": ("created_at", "processed_at"),
     "transit": ("created_at", "first_received_at"),
@@ -45,8 +45,8 @@ MEASURES = {
 def stage_latencies(received: DataFrame) -> DataFrame:
     """Return LATENCY for processed inbox rows, in seconds.
 
-    Two clocks may disagree: a negative time is kept in the sketch as it is, and
-    counted, so that nobody takes it for speed.
+    Two clocks may disagree: negative times are kept in the sketch unchanged, and
+    counted, so that they are not mistaken for speed.
     """
     processed = received.where("processed_at IS NOT NULL")
     times = sf.array(
@@ -92,7 +92,7 @@ def percentiles(latencies: DataFrame, *by: str) -> DataFrame:
 
 
 def _quantile(rank: int) -> Column:
-    # Of no message at all there is no percentile, and no sketch that could be asked.
+    # Without any message there is no percentile, and no sketch to query.
     found = sf.kll_sketch_get_quantile_double("sketch", sf.lit(rank / 100))
     return sf.when(sf.col("messages") > 0, found)
 

@@ -1,4 +1,4 @@
-"""Rows of the lake and of live databases as one log, each row once."""
+"""Merges rows of the lake and of live databases into one log, each row once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def whole_log(
 ) -> DataFrame:
     """Return the union of `frames` with the columns of `struct`, each row once.
 
-    A row is in the lake and in the database for as long as its batch is committed and
-    not yet purged. It has the same service, id and message id in both; a message that
-    was processed again has another id. A frame alone has each row once: it is left as
-    it is, so that a condition on it reaches its files. So are frames of which it is
-    known that no row is in two of them: `twice` is False.
+    A row is in the lake and in the database while its batch is committed and not yet
+    purged. It has the same service, id and message id in both; a message that was
+    processed again has another id. A single frame is returned unchanged, so that
+    conditions on it reach its files. So is a union of frames known to have no common
+    row: `twice` is False.
     """
     columns = struct.fieldNames()
     keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []
@@ -32,8 +32,8 @@ def whole_log(
 
 
 def with_cancelled(archived: DataFrame) -> DataFrame:
-    """Return the lake's outbox rows with `cancelled_at`, also from files that are older
-    than that column: there, how the error begins says it."""
+    """Return the lake's outbox rows with `cancelled_at`, also from files older than
+    that column: for those, it follows from the beginning of the error."""
     by_intent = sf.col("last_error").startswith("cancelled: ")
     known = sf.when(by_intent, sf.col("dead_at"))
     return archived.withColumn("cancelled_at", sf.coalesce("cancelled_at", known))

@@ -1,6 +1,6 @@
-"""Rows on their way back into an outbox: replayed messages, and new ones from data.
+"""Rows for an outbox: replayed messages, and new ones from data.
 
-Ids are a function of the run and of the row, so that a run repeated stores nothing.
+Ids are a function of the run and of the row, so that a repeated run stores nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def to_outbox_rows(
 ) -> DataFrame:
     """Return STAGED rows of outbox rows.
 
-    `same` keeps the ids, and every inbox that still remembers them drops the message.
-    `copy` gives ids derived from the run and the original.
+    `same` keeps the ids, and every inbox that still has them drops the message. `copy`
+    derives ids from the run and the original.
     """
     original = sf.col("message_id")
     copied = derived_uuid(sf.concat(sf.lit(f"replay/{run}/"), original))
@@ -75,10 +75,10 @@ def from_dataset(
 ) -> DataFrame:
     """Return STAGED rows: one message for each row of a dataset.
 
-    In `destination`, `key`, the headers and the strings of `template`, `{column}`
-    stands for a column's value. A string that is nothing but one keeps its type.
-    `identity` names the columns that make a row itself; without it a row is its
-    content and, among equal rows, its number.
+    In `destination`, `key`, the headers and the strings of `template`, `{column}` is
+    replaced by a column's value. A string that is only such a reference keeps the
+    value's type. `identity` names the columns that identify a row; without it a row is
+    identified by its content and, among equal rows, its number.
     """
     identities = [one for one in identity.split(",") if one]
     for name in identities:

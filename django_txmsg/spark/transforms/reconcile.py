@@ -1,7 +1,8 @@
-"""What was sent against what was received, per message and consumer.
+"""Compares what was sent with what was received, per message and consumer.
 
-`reconcile()` judges every pair of a message and a consumer that should have it. A
-message younger than the horizon is never called lost: its traces may not be loaded.
+`reconcile()` judges every pair of a message and a consumer that should have received
+it. A message younger than the horizon is never judged lost: its rows may not be loaded
+yet.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pyspark.sql import types as t
 from .instants import timestamp
 from .journeys import is_topic, merged
 
-#: What `expected` must have: who receives what is sent to a topic, and since when;
-#: each pair once.
+#: The columns of `expected`: the subscribers of a topic, and since when; each pair
+#: once.
 EXPECTED = t.StructType(
     [
         t.StructField("destination", t.StringType()),
@@ -42,7 +43,7 @@ VERDICT = t.StructType(
     ]
 )
 
-#: A verdict that is worth a look, and when a run has first come to it.
+#: A verdict that is a finding, and when a run first found it.
 FINDING = t.StructType(
     [
         *VERDICT.fields,
@@ -51,10 +52,10 @@ FINDING = t.StructType(
     ]
 )
 
-#: What makes a finding the same one in another run.
+#: The columns by which another run recognises a finding.
 _IDENTITY = ("message_id", "destination", "consumer", "verdict")
 
-#: What is known of findings already. No consumer is an empty one.
+#: Known findings. No consumer is an empty text.
 KNOWN = t.StructType(
     [
         *[VERDICT[n] for n in _IDENTITY],
@@ -73,10 +74,10 @@ SUMMARY = t.StructType(
     ]
 )
 
-#: Those of a summary, with a row for each verdict that is worth a look.
+#: The columns of a summary, with a row for each finding.
 OUTCOME = t.StructType([*SUMMARY.fields, t.StructField("finding", VERDICT)])
 
-#: Verdicts that end a run with exit code 1, and those that are worth a look.
+#: Verdicts that end a run with exit code 1, and verdicts that are findings.
 LOST = ("never_received", "processed_twice")
 FINDINGS = (*LOST, "dead", "late", "unknown_sender")
 
@@ -90,15 +91,15 @@ def reconcile(
     external: Sequence[str] = (),
     since: dt.datetime | None = None,
 ) -> DataFrame:
-    """Return one VERDICT row for each message and each consumer of it, from all steps
-    of it.
+    """Return one VERDICT row for each message and each of its consumers, from all its
+    steps.
 
     A queue's message has one consumer: if two have processed it, it was processed
-    twice. A topic's has all those of `expected` that were there when it was sent.
-    Destinations in `external` are consumed by what keeps no log here. Of messages that
-    were neither sent nor, by a sender unknown, received `since` then, nothing is said.
+    twice. A topic's message has all consumers of `expected` that existed when it was
+    sent. Destinations in `external` have consumers without a log here. Messages neither
+    sent nor, if the sender is unknown, received since `since` are not judged.
 
-    What was sent and what was received are one frame, and meet in one exchange of it.
+    Sent and received messages are one frame, so one shuffle brings them together.
     """
     wanted = expected.select(
         sf.col("destination").alias("topic"),
@@ -127,11 +128,11 @@ def judge(
     external: Sequence[str] = (),
     since: dt.datetime | None = None,
 ) -> DataFrame:
-    """Return the VERDICT rows of journeys that are whole: one row for each message and
+    """Return the VERDICT rows of complete journeys: one row for each message and
     consumer."""
     if since is not None:
         start = timestamp(since)
-        # In a form that leaves out parts of files.
+        # In a form by which Spark skips parts of files.
         journeys = journeys.where(
             (sf.col("sent_again_at") >= start)
             | (sf.col("sent_again_at").isNull() & (sf.col("begun_at") >= start))
@@ -162,7 +163,7 @@ def judge(
         (sf.col("stored") > 0).alias("was_sent"),
         (sf.col("cancelled") == sf.col("died")).alias("by_intent"),
     )
-    # A message stored for a topic nobody listens to owes nothing to anybody.
+    # A message to a topic without subscribers has no one to reach.
     idle = (
         is_topic(sf.col("destination"))
         & (sf.col("pair") == "")
@@ -176,14 +177,14 @@ def judge(
 
 
 def is_finding(prefix: str) -> list[Column]:
-    """Return the conditions for a finding to be the one that columns with this prefix
-    name, in which what is not known is an empty text."""
+    """Return the conditions that a finding is the one named by the columns with this
+    prefix, in which an unknown value is an empty text."""
     return [sf.coalesce(n, sf.lit("")) == sf.col(f"{prefix}{n}") for n in _IDENTITY]
 
 
 def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
-    """Return FINDING rows: verdicts that are worth a look, each with the instant of the
-    first run that found it: by KNOWN rows, several of a finding maybe, or `now`."""
+    """Return FINDING rows: findings with the instant of the first run that found them:
+    from KNOWN rows, perhaps several for a finding, or `now`."""
     first = known.groupBy(
         *[sf.coalesce(name, sf.lit("")).alias(f"known_{name}") for name in _IDENTITY]
     ).agg(
@@ -200,8 +201,8 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
 
 def outcome(verdicts: DataFrame) -> DataFrame:
     """Return OUTCOME: verdicts counted per day, destination and kind, and each finding
-    in a row of its own. All that a run has to say comes of one pass over the verdicts,
-    however many there are."""
+    in a row of its own. The whole result of a run comes from one pass over the
+    verdicts."""
     finding = sf.when(
         sf.col("verdict").isin(*FINDINGS), sf.struct(*VERDICT.fieldNames())
     )
@@ -227,13 +228,13 @@ def summary(outcome: DataFrame) -> DataFrame:
 
 
 def findings(outcome: DataFrame) -> DataFrame:
-    """Return the VERDICT rows that are worth a look."""
+    """Return the VERDICT rows that are findings."""
     return outcome.where("finding IS NOT NULL").select("finding.*")
 
 
 def observed(steps: DataFrame) -> DataFrame:
-    """Return EXPECTED as the logs have it: whoever has received from a topic is
-    expected to receive what was sent since the first message it got."""
+    """Return EXPECTED from the logs: each consumer that has received from a topic is
+    expected to receive everything sent since the first message it received."""
     heard = steps.where(is_topic(sf.col("destination")) & (sf.col("pair") != ""))
     return heard.groupBy("destination", sf.col("pair").alias("consumer")).agg(
         sf.min("begun_at").alias("since")
@@ -245,7 +246,7 @@ def _verdict(
 ) -> Column:
     limit = timestamp(horizon)
     took = sf.unix_micros("processed_at") - sf.unix_micros("sent_at")
-    # What is sent once more is on its way, however old it is.
+    # A message that was sent again is in flight, however old it is.
     young = sf.coalesce("sent_again_at", "sent_at", "received_at") >= limit
     return (
         sf.when(sf.col("times_processed") > 1, "processed_twice")
