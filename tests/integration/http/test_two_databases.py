@@ -40,9 +40,12 @@ def outputs(*processes: ManageProcess) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    """A database of a test is another one than that of the test before."""
+    """Forget what was noted: each test empties the table that it was noted in."""
+    notes = (database_identity._known, database_identity._noted)
+    for known in notes:
+        known.clear()
     yield
-    for known in (database_identity._known, database_identity._noted):
+    for known in notes:
         known.clear()
 
 
