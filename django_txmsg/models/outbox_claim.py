@@ -176,12 +176,23 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             cursor.execute(sql, parameters)
             return sorted(map(_claimed, cursor.fetchall()), key=_by_id)
 
-    def held_back(self, ids: list[int], limit: int) -> list[int]:
-        """Return the primary keys of due, unclaimed rows among `ids` that earlier
-        pending rows of their keys hold back, with those earlier rows, in the order in
-        which they leave: the first `limit` of them."""
+    def held_back(
+        self,
+        ids: list[int],
+        limit: int,
+        *,
+        broker: str,
+        services: Sequence[str] | None = None,
+    ) -> list[int]:
+        """Return the primary keys of due, unclaimed rows among `ids` whose key has
+        earlier pending rows, with those earlier rows, in the order in which they are
+        sent: the first `limit` of them. Only rows that a claim with this `broker` and
+        these `services` takes."""
         connection, table = connections[self.db], self.model._meta.db_table
         condition, values = ids_sql(connection, "c.id", ids)
+        stored_by = [] if services is None else ["", *services]
+        among = f"{{0}}.service IN ({', '.join(['%s'] * len(stored_by))})"
+        ours = f"{{0}}.broker = %s AND {'TRUE' if services is None else among}"
         now = now_sql(connection)
         with connection.cursor() as cursor:
             cursor.execute(
@@ -189,15 +200,17 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
                 WITH held AS MATERIALIZED (
                     SELECT c.key, max(c.id) AS last FROM {table} c
                     WHERE {condition} AND {PENDING_OTHERWISE.sql("c")}
+                      AND {ours.format("c")}
                       AND NOT (c.key = '') AND c.due_at <= {now}
                       AND {leases.FREE.sql("c", now=now)}
                     GROUP BY c.key)
                 SELECT e.id FROM held JOIN {table} e
                     ON e.key = held.key AND e.id <= held.last
                 WHERE NOT (e.key = '') AND {PENDING_OTHERWISE.sql("e")}
+                  AND {ours.format("e")}
                 ORDER BY e.id LIMIT %s
                 """,  # noqa: S608 - constants only
-                [*values, limit],
+                [*values, broker, *stored_by, broker, *stored_by, limit],
             )
             return [pk for (pk,) in cursor.fetchall()]
 

@@ -23,14 +23,10 @@ class Part:
     larger: bool
     #: Bytes that count against the budget: those it may claim, then those claimed.
     held: int
-    #: Whether no other lane had a share when this one ended.
-    was_last: bool = False
-
-    @property
-    def is_to_claim_again(self) -> bool:
-        """Whether a lane that claimed nothing must try once more: there may be a larger
-        body, which it was not allowed to claim, and no other lane to claim it."""
-        return self.was_last and not self.larger
+    #: Set at the end: whether its lane, if it claimed nothing, must try again: there
+    #: may be a larger body, which another lane could not claim but locked for a moment,
+    #: and no other lane to claim it.
+    is_to_claim_again: bool = False
 
 
 class Budget:
@@ -46,6 +42,8 @@ class Budget:
         self._limit = claiming.MAX_BYTES // budgets
         self._share = self._limit // lanes
         self._parts: set[Part] = set()
+        #: Whether a lane that could not claim a larger body has claimed nothing.
+        self._passed = False
         self._changed = threading.Condition()
 
     @contextmanager
@@ -66,7 +64,9 @@ class Budget:
             if part is not None:
                 with self._changed:
                     self._parts.discard(part)
-                    part.was_last = not self._parts
+                    self._passed |= not (part.larger or part.held)
+                    if not self._parts:
+                        part.is_to_claim_again, self._passed = self._passed, False
                     self._changed.notify_all()
 
     def claimed(self, part: Part, size: int) -> None:

@@ -159,7 +159,12 @@ class Lane:
     def held_back(self, ids: list[int]) -> list[int]:
         """Return those of the rows that are due but wait for earlier rows of their
         keys, together with the earlier ones: at most one batch."""
-        return self._outbox().held_back(ids, self._batch_size)
+        return self._outbox().held_back(
+            ids,
+            self._batch_size,
+            broker=self.broker_alias,
+            services=conf.get().services,
+        )
 
     def _work(self, claimed: list[Claimed], settlement: Settlement) -> None:
         for row in claimed:

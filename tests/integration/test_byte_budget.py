@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import psycopg
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.models import OutboxMessage, claiming
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying.budget import Budget
+from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
+from django_txmsg.relaying.turn import Turn
 from django_txmsg.sending.outbox import send_messages
 from tests.running import committing, ship, txmsg
 
@@ -116,3 +121,36 @@ def test_a_consumer_takes_so_many_bytes_ahead() -> None:
     assert claim() == [600, 400]
     assert claim() == [1]
     assert claim() == [5000]
+
+
+@pytest.mark.postgresql
+def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
+    """That lane may not take it, and its claim hides it for a moment from the one that
+    may: SKIP LOCKED."""
+    store(5000)
+    budget, looks = Budget(8), iter([True])
+
+    class Turns(Turn):
+        @contextmanager
+        def at_database(self) -> Iterator[None]:
+            with ExitStack() as stack, super().at_database():
+                if next(looks, False):
+                    look(stack)
+                yield
+
+    def look(stack: ExitStack) -> None:
+        other = stack.enter_context(psycopg.connect(**parameters))
+        other.execute("SELECT id FROM django_txmsg_outboxmessage FOR UPDATE")
+        with budget.part(threading.Event()) as part:
+            assert part is not None
+            assert not part.larger
+            budget.claimed(part, 0)
+
+    wanted = ("host", "port", "user", "password", "dbname")
+    given = connection.get_connection_params()
+    parameters = {name: given[name] for name in wanted if name in given}
+    lane = Lane("default", "default", turn=Turns(), budget=budget)
+    try:
+        assert lane.dispatch() == 1
+    finally:
+        lane.close()

@@ -17,8 +17,9 @@ from django_txmsg.brokers.database import DatabaseSession
 from django_txmsg.errors import DispatchRejected
 from django_txmsg.models import OutboxMessage
 from django_txmsg.models.queue import QueueMessage
+from django_txmsg.relaying.lane import Lane
 from django_txmsg.relaying.relay import Relay
-from django_txmsg.sending.outbox import send_messages
+from django_txmsg.sending.outbox import send_message, send_messages
 from tests.faults import wait_until
 from tests.running import IMPATIENT, committing, ship, txmsg
 
@@ -79,6 +80,23 @@ def test_a_leased_message_holds_back_its_key() -> None:
     assert [bytes(one.body) for one in first] == [b"0"]
     second = OutboxMessage.objects.claim(token=uuid.uuid4(), limit=9, **claim)
     assert [bytes(one.body) for one in second] == [b"2"]
+
+
+def test_rows_of_other_brokers_and_services_are_not_among_what_is_held_back() -> None:
+    """They wait elsewhere, and could fill the batch that is tried again."""
+    with transaction.atomic():
+        for broker in ("apart", "apart", "default", "default"):
+            send_message("tests.q", None, key="a", broker=broker)
+    _, strange, *ours = OutboxMessage.objects.order_by("id").values_list(
+        "id", flat=True
+    )
+    OutboxMessage.objects.filter(id=strange).update(broker="default", service="other")
+    with txmsg(RELAY={**IMPATIENT["RELAY"], "BATCH_SIZE": 2}):
+        lane = Lane("default", "default")
+        try:
+            assert lane.held_back(ours[1:]) == ours
+        finally:
+            lane.close()
 
 
 def test_across_two_relays_with_rejections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,11 +81,28 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
         two = enter(budget, second)
     three = enter(budget, third)
     assert (two.larger, three.larger) == (False, False)
+    for part in (two, three):
+        budget.claimed(part, 0)
     second.close()
     assert not two.is_to_claim_again
     third.close()
     assert three.is_to_claim_again
     assert enter(budget, stack).larger
+
+
+def test_a_lane_that_was_alone_claims_again_when_another_has_passed_by(stack) -> None:
+    """The other's claim hid a large body from it, as it locks what it may not take."""
+    budget, first = Budget(4), ExitStack()
+    one = enter(budget, first)
+    with ExitStack() as second:
+        budget.claimed(enter(budget, second), 0)
+    budget.claimed(one, 0)
+    first.close()
+    assert one.larger
+    assert one.is_to_claim_again
+    with ExitStack() as again:
+        budget.claimed(two := enter(budget, again), 0)
+    assert not two.is_to_claim_again
 
 
 def test_what_is_claimed_makes_room_for_others(stack) -> None:
