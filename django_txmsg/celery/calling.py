@@ -243,7 +243,7 @@ def _row(
     if current is not None and current.cause is not None:
         root = current.cause.correlation_id or str(current.cause.id)
     headers: dict[str, str] = {}
-    tracing.stored(message_id, destination, headers)
+    committed = tracing.created(message_id, destination, headers)
     headers[HEADER] = task.text()
     return NewMessage(
         message_id=message_id,
@@ -254,6 +254,7 @@ def _row(
         correlation_id=root[: wire.MAX_CORRELATION_ID],
         session_id=current.session_id if current else None,
         headers=headers,
+        committed=committed,
     )
 
 

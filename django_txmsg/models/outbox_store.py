@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -53,6 +53,8 @@ class NewMessage:
     origin: Origin = "new"
     #: The body as its sender passed it.
     given: object = None
+    #: Ends the span of its creation, once it is committed.
+    committed: Callable[[], None] | None = None
 
 
 class Stored(NamedTuple):

@@ -14,7 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Set as AbstractSet
 
-from .. import conf, signals, wire
+from .. import conf, signals, tracing, wire
 from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
 from ..errors import BrokerError, BrokerUnavailable
@@ -261,8 +261,9 @@ class Lane:
                 for row in rows
             ]
             try:
-                with self._turn.at_broker():
+                with self._turn.at_broker(), tracing.sending(batch) as note:
                     outcomes = session.send(batch, isolate=apart)
+                    note(outcomes)
             except BrokerError as error:
                 self.close()
                 if not is_new:

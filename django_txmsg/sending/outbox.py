@@ -117,6 +117,8 @@ def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
     if row.expiry is not None:
         row.expires_at = now + dt.timedelta(seconds=row.expiry)
     enlist(row)
+    if row.committed is not None:
+        row.committed()
     return as_sent(row, now)
 
 
@@ -202,7 +204,7 @@ def _new_message(
     name = check_destination(
         destination.name if isinstance(destination, TypedName) else destination
     )
-    tracing.stored(message_id, name, own_headers)
+    committed = tracing.created(message_id, name, own_headers)
     inherited = None if cause is None else wire.traceparent(cause.headers)
     if inherited is not None:
         own_headers.setdefault(wire.TRACEPARENT, inherited)
@@ -222,6 +224,7 @@ def _new_message(
         expiry=_seconds(check_duration("expires", expires)),
         unique=check_key(unique),
         skips=on_conflict == "skip",
+        committed=committed,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from django.db import connections, transaction
 from django.utils import timezone
@@ -57,12 +57,15 @@ def store(rows: list[NewMessage], alias: str) -> list[dt.datetime]:
         if locked_at is not None:
             current.newest = max(locked_at, current.newest or locked_at)
     by_broker: dict[str, dict[int, uuid.UUID]] = {}
+    spans = {}
     for row in rows:
         if row.message_id in created:
             pk, _ = created[row.message_id]
             by_broker.setdefault(row.broker, {})[pk] = row.message_id
+            if row.committed is not None:
+                spans[pk] = row.committed
     for broker, stored in by_broker.items():
-        after_commit(alias, broker, new=stored)
+        after_commit(alias, broker, new=stored).committed |= spans
     now = timezone.now()
     return [created.get(row.message_id, (0, now))[1] for row in rows]
 
@@ -87,9 +90,9 @@ def after_commit(
     *,
     new: Mapping[int, uuid.UUID] | None = None,
     due: Collection[int] = (),
-) -> None:
+) -> AfterCommit:
     """Have the dispatcher woken for rows once the transaction commits: `new` ones, as
-    message ids by primary key, and others that are `due`.
+    message ids by primary key, and others that are `due`. Returns the hook.
 
     Rows stored in succession under the same savepoints share one hook, and are
     dispatched together.
@@ -104,6 +107,7 @@ def after_commit(
         connections[alias].on_commit(hook, robust=True)
     hook.new |= new or {}
     hook.ids += [*(new or ()), *due]
+    return hook
 
 
 def _duplicates(rows: list[NewMessage], stored: set[uuid.UUID]) -> str:
@@ -133,6 +137,8 @@ class AfterCommit:
         self.ids: list[int] = []
         #: By primary key. SQLite may reuse the primary key of a rolled-back row.
         self.new: dict[int, uuid.UUID] = {}
+        #: What ends the spans of new rows, by primary key.
+        self.committed: dict[int, Callable[[], None]] = {}
         #: A TestCase runs hooks like this, in the middle of its transaction.
         self.called = False
 
@@ -147,11 +153,15 @@ class AfterCommit:
 
     def _announce(self) -> None:
         """Send the events of the rows that exist."""
-        if not self.new or not signals.announced(signals.message_stored):
+        if not self.new:
+            return
+        if not self.committed and not signals.announced(signals.message_stored):
             return
         rows = OutboxMessage.objects.db_manager(self.alias)
         for pk, message_id, destination in rows.there(self.new):
             if self.new[pk] == message_id:
+                if pk in self.committed:
+                    self.committed[pk]()
                 signals.announce(
                     signals.message_stored,
                     id=message_id,

@@ -1,4 +1,4 @@
-"""What others ask: load balancers, Prometheus, traces."""
+"""What others ask: load balancers and Prometheus."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connection, transaction
+from django.db import OperationalError, connection
 from django.test import Client
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from django_txmsg import metrics, send_message, signals, tracing
-from django_txmsg.envelope.message import Message
-from django_txmsg.models import OutboxMessage
+from django_txmsg import metrics, signals
 from tests import factories
 from tests.faults import ManageProcess
 
@@ -219,90 +213,6 @@ def test_a_scrape_reads_the_database(db: None, client: Client) -> None:
     )
     assert 39 < float(age) < 100
     assert "python_info" in text or not REGISTRY.get_sample_value("python_info")
-
-
-@pytest.fixture
-def spans() -> Iterator[InMemorySpanExporter]:
-    """Spans of the test, as they end."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing.install(provider)
-    yield exporter
-    tracing.uninstall()
-    provider.shutdown()
-
-
-def incoming(row: OutboxMessage) -> Message:
-    """Return a stored message as a stage receives it."""
-    return Message(
-        id=row.message_id,
-        destination=row.destination,
-        body={},
-        headers=row.headers,
-        correlation_id="flow-1",
-    )
-
-
-def test_a_trace_goes_with_the_message(db: None, spans: InMemorySpanExporter) -> None:
-    with transaction.atomic():
-        sent = send_message("orders.place", {"order": 1})
-    row = OutboxMessage.objects.get()
-
-    with tracing.processing(incoming(row), "orders"):
-        pass
-
-    producer, consumer = spans.get_finished_spans()
-    assert (producer.name, producer.kind) == ("send orders.place", SpanKind.PRODUCER)
-    assert (consumer.name, consumer.kind) == (
-        "process orders.place",
-        SpanKind.CONSUMER,
-    )
-    assert consumer.links[0].context.span_id == producer.context.span_id
-    assert consumer.context.trace_id == producer.context.trace_id
-    assert (
-        row.headers["traceparent"].split("-")[2] == f"{producer.context.span_id:016x}"
-    )
-    assert producer.attributes["messaging.message.id"] == str(sent.id)
-    assert producer.attributes["messaging.operation.type"] == "send"
-    assert consumer.attributes["messaging.operation.type"] == "process"
-    assert consumer.attributes["messaging.destination.name"] == "orders.place"
-    assert consumer.attributes["messaging.message.conversation_id"] == "flow-1"
-
-
-def test_a_failing_stage_marks_its_span(db: None, spans: InMemorySpanExporter) -> None:
-    row = factories.OutboxMessageFactory()
-
-    with (
-        pytest.raises(ValueError, match="no stock"),
-        tracing.processing(incoming(row), "orders"),
-    ):
-        raise ValueError("no stock")
-
-    (span,) = spans.get_finished_spans()
-    assert span.status.status_code.name == "ERROR"
-    assert span.links == ()
-
-
-def test_a_traceparent_given_by_the_caller_stays(
-    db: None, spans: InMemorySpanExporter
-) -> None:
-    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-    with transaction.atomic():
-        send_message("orders.place", {}, headers={"traceparent": given})
-
-    assert OutboxMessage.objects.get().headers["traceparent"] == given
-
-
-def test_without_install_nothing_is_traced(db: None) -> None:
-    with transaction.atomic():
-        send_message("orders.place", {})
-
-    row = OutboxMessage.objects.get()
-    assert "traceparent" not in row.headers
-    with tracing.processing(incoming(row), "orders"):
-        pass
 
 
 def test_all_processes_answer_through_one_directory(
