@@ -121,7 +121,8 @@ def make_broker(alias: str, url: str) -> Broker:
     if scheme not in BY_SCHEME:
         raise ConfigurationError(
             f"The URL of broker {alias!r} starts with {scheme!r}; "
-            f'known: {", ".join(sorted(BY_SCHEME))}. Another broker needs a "BACKEND".'
+            f"known: {', '.join(sorted(BY_SCHEME))}. Queues in your own database are "
+            f'database://. Another broker needs a "BACKEND".'
         )
     known = BY_SCHEME[scheme]
     module, _, name = known.path.rpartition(".")

@@ -17,6 +17,7 @@ from ..django_internals import settings_of
 from ..envelope.broker_url import split_url
 from ..stages import all_stages
 
+MIDDLEWARE = "django_txmsg.middleware.OutboxMiddleware"
 #: Well-known credentials.
 GUESSED = frozenset({"admin", "changeme", "guest", "password", "system", "manager"})
 
@@ -28,7 +29,9 @@ def check() -> list[CheckMessage]:
         broker = find_broker(alias)
         if broker is not None:  # or another check says why not
             found += _exposed(broker, entry.get("URL", ""))
-    return [*found, *_default_service(), *_deferred_sqlite(), *_no_receiver()]
+    for look in (_default_service, _deferred_sqlite, _no_receiver, _for_tests, _twice):
+        found += look()
+    return found
 
 
 def _exposed(broker: Broker, url: str) -> Iterator[CheckMessage]:
@@ -42,8 +45,8 @@ def _exposed(broker: Broker, url: str) -> Iterator[CheckMessage]:
     if safe and not all(map(_local, hosts.split(","))):
         yield Warning(
             f"{where} sends messages and its password over the network in the clear.",
-            hint=f"Use a {safe}:// URL, with ca= for a certificate authority of your "
-            "own.",
+            hint=f"Use a URL with {safe}://, and ca= for your own certificate "
+            "authority.",
             id="txmsg.W101",
         )
     if (password or user).lower() in GUESSED or password == user != "":
@@ -80,15 +83,42 @@ def _deferred_sqlite() -> Iterator[CheckMessage]:
             )
 
 
+def _for_tests() -> Iterator[CheckMessage]:
+    if conf.get().DISPATCH_ON_COMMIT == "inline":
+        yield Warning(
+            'TXMSG["DISPATCH_ON_COMMIT"] is "inline": each request waits for the '
+            "broker, and for its time-outs while the broker is down.",
+            hint='Leave it out ("thread"), or set "off" and let the relay send.',
+            id="txmsg.W106",
+        )
+    if not conf.get().REQUIRE_ATOMIC:
+        yield Warning(
+            'TXMSG["REQUIRE_ATOMIC"] is False: a message that is stored outside a '
+            "transaction is sent although the work around it fails.",
+            hint="Leave it out, and send inside transaction.atomic(), a request or a "
+            "stage.",
+            id="txmsg.W107",
+        )
+
+
+def _twice() -> Iterator[CheckMessage]:
+    if list(settings.MIDDLEWARE).count(MIDDLEWARE) > 1:
+        yield Warning(
+            f"{MIDDLEWARE!r} is in MIDDLEWARE more than once: each request opens a "
+            "session in a session.",
+            hint="Keep the last one.",
+            id="txmsg.W108",
+        )
+
+
 def _no_receiver() -> Iterator[CheckMessage]:
     sends = conf.get().HTTP.CONTROL_MESSAGE != "off"
-    middleware = "django_txmsg.middleware.OutboxMiddleware"
-    if sends and middleware in settings.MIDDLEWARE and not all_stages():
+    if sends and MIDDLEWARE in settings.MIDDLEWARE and not all_stages():
         yield Warning(
             "Requests send control messages to this service, which has no stage and so "
             "perhaps no `manage.py consume` to receive them: they would pile up on the "
             "broker, each for a day.",
-            hint='Run `manage.py consume` beside the relay, or set TXMSG["HTTP"]'
+            hint='Run `manage.py txmsg run`, or set TXMSG["HTTP"]'
             '["CONTROL_MESSAGE"] = "off": then the relay alone stands in for a web '
             "process that dies.",
             id="txmsg.W105",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
 from django.apps import apps
 from django.conf import settings as django_settings
-from django.core.checks import CheckMessage, Error
+from django.core.checks import CheckMessage, Error, Warning
 from django.utils.module_loading import import_string
 
 from .. import brokers, conf
@@ -16,6 +17,14 @@ _HOW_A_BROKER_LOOKS = (
     f"A URL looks like {', '.join(one.example for one in brokers.BUILT_IN)}; options "
     'go into the query, ?heartbeat=5. A "BACKEND" is the dotted path of a class.'
 )
+#: The protocol of a well-known port, and the URL that is for it.
+PORTS = {
+    "5672": ("amqp", "amqp://HOST:5672"),
+    "5671": ("amqp", "amqps://HOST:5671"),
+    "61613": ("stomp", "stomp://HOST:61613"),
+    "61614": ("stomp", "stomp+ssl://HOST:61614"),
+    "61616": ("openwire", "of Java's clients; STOMP is stomp://HOST:61613"),
+}
 #: Errors after which no further check is possible.
 UNREADABLE = frozenset({"txmsg.E001", "txmsg.E002"})
 
@@ -27,7 +36,14 @@ def check() -> list[CheckMessage]:
 
 def check_values() -> list[CheckMessage]:
     """Return settings that name something unusable."""
-    return [*_brokers(), *_paths(), *_aliases(), *_pipeline()]
+    return [
+        *_other_name(),
+        *_brokers(),
+        *_ports(),
+        *_paths(),
+        *_aliases(),
+        *_pipeline(),
+    ]
 
 
 def _problems() -> Iterator[CheckMessage]:
@@ -48,6 +64,34 @@ def _time_zone() -> Iterator[CheckMessage]:
             hint="Set USE_TZ = True.",
             id="txmsg.E002",
         )
+
+
+def _other_name() -> Iterator[CheckMessage]:
+    if hasattr(django_settings, "TXMSG"):
+        return
+    for name in dir(django_settings):
+        if "TXMSG" in name and isinstance(getattr(django_settings, name), Mapping):
+            yield Warning(
+                f"The settings have {name} and no TXMSG: defaults are used.",
+                hint=f"Rename {name} to TXMSG.",
+                id="txmsg.W010",
+            )
+
+
+def _ports() -> Iterator[CheckMessage]:
+    for alias, entry in conf.get().BROKERS.items():
+        scheme, _, rest = entry.get("URL", "").partition("://")
+        hosts = rest.partition("/")[0].partition("?")[0].rpartition("@")[2]
+        for port in re.findall(r":(\d+)(?:,|$)", hosts):
+            protocol, url = PORTS.get(port, ("", ""))
+            if protocol and scheme.split("+")[0] not in ("", protocol, protocol + "s"):
+                yield Warning(
+                    f'TXMSG["BROKERS"]["{alias}"] is {scheme}:// and names port '
+                    f"{port}, which is usually another protocol's.",
+                    hint=f"For that port the URL is {url}; for {scheme}://, name the "
+                    f"port on which the broker listens for it.",
+                    id="txmsg.W009",
+                )
 
 
 def _brokers() -> Iterator[CheckMessage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import difflib
 import re
 import types
@@ -70,7 +71,8 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
     for name, value in given.items():
         where = f'{path}["{name}"]'
         if name not in known:
-            yield Problem(where, "is not a setting.", _did_you_mean(name, known))
+            hint = _section_of(name, known) or _did_you_mean(name, known)
+            yield Problem(where, "is not a setting.", hint)
         elif is_dataclass(known[name]):
             yield from find(known[name], value, where)
         elif name == "BROKERS":
@@ -87,7 +89,8 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield Problem(
                 where,
                 f"must be {_describe(known[name])}, not {type(value).__name__}"
-                f" {_shown(value)}.",
+                f"{_shown(value)}.",
+                f"Give {_seconds(value)}." if isinstance(value, dt.timedelta) else "",
             )
         elif kind is RedeliverySettings:
             for _, problem in redelivery.problems(**{name.lower(): value}):
@@ -168,7 +171,7 @@ def _recurring_problems(entry: Mapping[Any, Any], path: str) -> Iterator[Problem
         if name not in _RECURRING:
             yield Problem(where, "is not a setting.", _did_you_mean(name, _RECURRING))
         elif not _fits(value, _RECURRING[name]):
-            yield Problem(where, f"cannot be {type(value).__name__} {_shown(value)}.")
+            yield Problem(where, f"cannot be {type(value).__name__}{_shown(value)}.")
             return
     try:
         assert Cron(entry["EVERY"], entry.get("TZ") or "UTC")
@@ -194,6 +197,14 @@ def _option_problems(given: object, path: str) -> Iterator[Problem]:
         isinstance(one, str) for pair in given.items() for one in pair
     ):
         yield Problem(path, "must be a dict of strings.")
+
+
+def _section_of(name: object, known: Mapping[str, Any]) -> str:
+    """Say which section has a setting of that name; "" if none has."""
+    for section, kind in known.items():
+        if isinstance(kind, type) and is_dataclass(kind) and name in hints(kind):
+            return f'It belongs into "{section}": {{"{section}": {{"{name}": …}}}}.'
+    return ""
 
 
 def _did_you_mean(name: object, known: Any) -> str:
@@ -235,8 +246,12 @@ def _describe(hint: Any) -> str:
     return names.get(hint, "a list of strings")
 
 
+def _seconds(value: dt.timedelta) -> str:
+    return f"{value.total_seconds():g}, in seconds"
+
+
 def _shown(value: object) -> str:
     # A setting may be a secret. Short plain values help the reader; long ones may be
     # anything.
     text = repr(value)
-    return text if len(text) <= 20 else ""
+    return f" {text}" if len(text) <= 20 else ""

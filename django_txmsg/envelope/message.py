@@ -104,6 +104,13 @@ def check_destination(destination: object) -> str:
 
 @lru_cache(1000)
 def _checked(destination: str) -> str:
+    for prefix, ours in (("/queue/", ""), ("/topic/", wire.TOPIC_PREFIX)):
+        if destination.startswith(prefix):
+            plain = ours + destination.removeprefix(prefix)
+            raise InvalidMessage(
+                f"The destination {destination[:80]!r} begins with {prefix!r}: write "
+                f"{plain[:80]!r}. Each broker's own prefix is added when it is sent."
+            )
     if len(destination) > MAX_NAME_LENGTH or not _DESTINATION.fullmatch(destination):
         raise InvalidMessage(
             f"The destination {destination[:80]!r} has characters that not every "

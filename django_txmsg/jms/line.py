@@ -146,7 +146,8 @@ class Line:
         answered = self._connected.wait(max(0.0, give_up - time.monotonic()))
         if self._refusal or not answered:
             why = (
-                f"{self._refusal}. Check the URL's user, password and virtual host"
+                f"{self._refusal.rstrip('.')}. Check the URL's port, user, password "
+                "and virtual host"
                 if self._refusal
                 else f"no CONNECTED within {options.connect_timeout:g} s"
             )

@@ -147,6 +147,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
         Returns no bytes, which ends stomp.py's loop.
         """
         parser = FrameParser()
+        data = b""
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)  # type: ignore[arg-type]  # connected
@@ -159,7 +160,10 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
             silent = isinstance(error, TimeoutError)
             self._over(str(error) or repr(error), silent=silent)
         except ProtocolError as error:
-            self._over(f"the broker's bytes are no STOMP: {error}")
+            if data.startswith(b"AMQP"):
+                self._over("this is its AMQP port; use amqp://, or its STOMP port")
+            else:
+                self._over(f"the broker's bytes are no STOMP: {error}")
         except Exception as error:  # stomp.py would end the thread with a mere log line
             self._over(f"a fault of this client: {error!r}")
             raise

@@ -70,6 +70,26 @@ def received(session: Session, destination: str, count: int) -> list[Delivery]:
     return found
 
 
+# -- the wrong port ----------------------------------------------------------------
+
+
+def test_stomp_at_the_amqp_port_names_the_right_url(
+    rabbitmq: RabbitMQ, opened: Open
+) -> None:
+    with pytest.raises(BrokerUnavailable, match=r"AMQP port; use amqp://"):
+        opened(rabbitmq.url(port=rabbitmq.amqp_port)).ping()
+
+
+@pytest.mark.parametrize("server", ["rabbitmq", "activemq"])
+def test_amqp_at_a_stomp_port_names_its_own(
+    server: str, request: pytest.FixtureRequest, opened: Open
+) -> None:
+    port = request.getfixturevalue(server).port
+    url = f"amqp://{USER}:{PASSWORD}@127.0.0.1:{port}?connect_timeout=5"
+    with pytest.raises(BrokerUnavailable, match="its AMQP port"):
+        opened(url).ping()
+
+
 # -- queues ------------------------------------------------------------------------
 
 

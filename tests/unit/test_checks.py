@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import io
 import os
 import sqlite3
@@ -416,6 +417,75 @@ def test_control_messages_without_a_receiver_are_a_warning_of_a_deployment(
 
     assert found.id == "txmsg.W105"
     assert [with_stages, without_middleware, switched_off] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("given", "id"),
+    [
+        ({"DISPATCH_ON_COMMIT": "inline"}, "txmsg.W106"),
+        ({"REQUIRE_ATOMIC": False}, "txmsg.W107"),
+    ],
+)
+def test_settings_of_tests_are_a_warning_of_a_deployment(
+    given: dict[str, Any], id: str
+) -> None:
+    with txmsg(**given):
+        assert only(check_deployment()).id == id
+        assert check() == []
+
+
+def test_the_middleware_twice_is_a_warning_of_a_deployment() -> None:
+    middleware = ["django_txmsg.middleware.OutboxMiddleware"] * 2
+    with (
+        txmsg(HTTP={"CONTROL_MESSAGE": "off"}),
+        override_settings(MIDDLEWARE=middleware),
+    ):
+        assert only(check_deployment()).id == "txmsg.W108"
+
+
+@pytest.mark.parametrize(
+    ("url", "right"),
+    [
+        ("stomp://shop:secret@localhost:5672", "amqp://HOST:5672"),
+        ("stomp+ssl://shop:secret@localhost:61614,localhost:5671", "amqps://HOST:5671"),
+        ("amqp://shop:secret@localhost:61613/shop", "stomp://HOST:61613"),
+        ("amqps://shop:secret@localhost:61614?heartbeat=5", "stomp+ssl://HOST:61614"),
+        ("stomp://shop:secret@[::1]:61616", "stomp://HOST:61613"),
+        ("stomp://shop:5672@localhost:61613", None),
+        ("amqps://shop:secret@localhost:5672", None),
+        ("database://?lease=5672", None),
+    ],
+)
+def test_a_port_of_another_protocol_is_a_warning(url: str, right: str | None) -> None:
+    with txmsg(BROKERS={"default": {"URL": url}}):
+        found = check()
+
+    if right is None:
+        assert found == []
+    else:
+        assert only(found).id == "txmsg.W009"
+        assert right in str(only(found).hint)
+
+
+@pytest.mark.parametrize("name", ["TXMSGS", "DJANGO_TXMSG"])
+def test_settings_under_another_name_are_a_warning(name: str) -> None:
+    with override_settings(**{name: {"SERVICE": "shop"}}):
+        assert check() == []
+        del settings.TXMSG
+        assert only(check()).id == "txmsg.W010"
+
+
+def test_a_key_of_a_section_at_the_top_is_sent_to_its_section() -> None:
+    with txmsg(IDEMPOTENCY=True):
+        assert '"HTTP": {"IDEMPOTENCY": …}' in str(only(check()).hint)
+
+
+def test_a_duration_is_asked_for_in_seconds() -> None:
+    with txmsg(RELAY={"LEASE": dt.timedelta(minutes=1)}):
+        found = only(check())
+
+    assert found.msg.endswith("must be a number, not timedelta.")
+    assert found.hint == "Give 60, in seconds."
 
 
 def test_the_deployment_checks_run_under_deploy_only() -> None:

@@ -73,6 +73,18 @@ def test_destinations_have_names_that_every_broker_knows(name: str) -> None:
     assert all(one.isascii() and (one.isalnum() or one in "._-") for one in plain)
 
 
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ("/queue/orders.place", "'orders.place'"),
+        ("/topic/orders.placed", "'topic:orders.placed'"),
+    ],
+)
+def test_a_name_with_a_brokers_prefix_is_told_its_own(given: str, plain: str) -> None:
+    with pytest.raises(InvalidMessage, match=f"write {plain}"):
+        check_destination(given)
+
+
 @pytest.mark.parametrize("good", ["orders", "orders.place", "topic:orders-placed_1"])
 def test_good_destinations(good: str) -> None:
     assert check_destination(good) == good

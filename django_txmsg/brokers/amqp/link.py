@@ -59,7 +59,7 @@ class _Connection(amqp.Connection):  # type: ignore[misc]
     def drain_events(self, timeout: float | None = None) -> None:
         """Read until something arrives: py-amqp's own waiting calls it."""
         if not self._link.read(self._link.patience if timeout is None else timeout):
-            raise TimeoutError("the broker does not answer")
+            raise TimeoutError("the broker does not answer" + self._own.doubt())
 
 
 class Link:

@@ -42,6 +42,7 @@ class Transport:
         self.connected = False
         #: When bytes were last written, and when any were last received.
         self.written_at = self.heard_at = time.monotonic()
+        self._heard = False
 
     def connect(self) -> None:
         """Connect to the server and send the protocol header. Raises OSError."""
@@ -104,10 +105,17 @@ class Transport:
             return False
         if not piece:
             self.connected = False
-            raise OSError("the broker has ended the connection")
+            raise OSError("the broker has ended the connection" + self.doubt())
         self._received += piece
-        self.heard_at = time.monotonic()
+        self.heard_at, self._heard = time.monotonic(), True
         return True
+
+    def doubt(self) -> str:
+        """Return what to add to an error: a server that has sent nothing may speak
+        another protocol."""
+        if self._heard:
+            return ""
+        return ". Is this its AMQP port (5672, with TLS 5671)?"
 
     def frames(self) -> Iterator[Frame]:
         """Yield the complete frames that were read. A yielded frame is removed first:
