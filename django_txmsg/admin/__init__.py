@@ -6,6 +6,7 @@ from __future__ import annotations
 from django.apps import apps
 
 from . import (
+    audit,
     bulk,
     dead_letters,
     idempotency,
@@ -17,6 +18,7 @@ from . import (
 )
 
 __all__ = [
+    "audit",
     "bulk",
     "dead_letters",
     "idempotency",

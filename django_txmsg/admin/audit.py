@@ -1,23 +1,83 @@
-"""Django's admin log as the audit log of what operators do."""
+"""Who did what: in our own audit, and in Django's admin log."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from django.contrib import admin
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
-from django.db.models import Model
+from django.db import router, transaction
+from django.db.models import Model, QuerySet
 from django.http import HttpRequest
+from django.utils.safestring import SafeString
+
+from ..models import AuditEntry
+from . import display
+from .base import ReadOnlyAdmin
+from .filters import AgeFilter
+
+
+@contextmanager
+def audited(using: str) -> Iterator[None]:
+    """Begin the transaction of a deed in a database and of its audit. If Django's log
+    is in another database, it commits first: no deed is done without an entry."""
+    log = router.db_for_write(LogEntry)
+    with transaction.atomic(using=using), transaction.atomic(using=log):
+        yield
 
 
 def audit(request: HttpRequest, subject: Model, text: str) -> None:
-    """Write an entry into the admin's log: user, action, object."""
+    """Record who did what to a row, in its database. Call it within `audited()`."""
     user: Any = request.user
+    AuditEntry.objects.db_manager(subject._state.db).record(user.get_username(), text)
     LogEntry.objects.create(
         user_id=user.pk,
         content_type_id=ContentType.objects.get_for_model(subject).pk,
         object_id=str(subject.pk),
-        object_repr=str(subject)[:200],
+        object_repr=str(subject)[:200].replace("\x00", ""),
         action_flag=CHANGE,
-        change_message=text,
+        change_message=text.replace("\x00", ""),
     )
+
+
+class WhenFilter(AgeFilter):
+    """By when it was done."""
+
+    title, column = "when", "at"
+
+
+class SourceFilter(admin.SimpleListFilter):
+    """By whether a page or a command was used."""
+
+    title, parameter_name = "by way of", "via"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
+        """Return the two ways."""
+        return [("page", "a page"), ("command", "a command")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Narrow the list."""
+        commands = {"by__startswith": "command: "}
+        if self.value() == "command":
+            return queryset.filter(**commands)
+        return queryset.exclude(**commands) if self.value() == "page" else queryset
+
+
+@admin.register(AuditEntry)
+class AuditAdmin(ReadOnlyAdmin):
+    """What operators did, newest first."""
+
+    list_display = ("when", "by", "text")
+    list_display_links = None
+    list_filter = (WhenFilter, SourceFilter)
+    search_fields = ("by", "text")
+    search_help_text = "Part of a name, or of what was done"
+    ordering = ("-id",)
+
+    @admin.display(description="when")
+    def when(self, entry: AuditEntry) -> SafeString:
+        """When it was done."""
+        return display.ago(entry.at)

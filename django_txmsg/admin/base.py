@@ -155,6 +155,11 @@ class MessageAdmin(ReadOnlyAdmin):
         return led(request, MESSAGE, row.message_id)
 
 
+def plain(text: str) -> str:
+    """Return what somebody typed without NUL, which PostgreSQL cannot store or find."""
+    return text.replace("\x00", "")
+
+
 def find(rows: QuerySet[Any], text: str, *columns: str) -> QuerySet[Any]:
     """Return the rows with exactly this message id or one of these columns.
 

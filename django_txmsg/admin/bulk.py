@@ -20,7 +20,7 @@ from ..models.fields import clock
 from ..monitoring import attendance
 from . import display
 from .addresses import led
-from .audit import audit
+from .audit import audit, audited
 from .base import ReadOnlyAdmin
 
 PERMISSIONS = {
@@ -52,6 +52,12 @@ class BulkAdmin(ReadOnlyAdmin):
             )
             for verb in ("pause", "resume", "cancel")
         ] + super().get_urls()
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Who may start an operation may watch it, pause it and cancel it."""
+        user: Any = request.user
+        may_start = any(user.has_perm(name) for name in set(PERMISSIONS.values()))
+        return may_start or super().has_view_permission(request, obj)
 
     def change_view(
         self,
@@ -100,9 +106,11 @@ class BulkAdmin(ReadOnlyAdmin):
                 return led(request, "admin:django_txmsg_bulkoperation_changelist")
             if not request.user.has_perm(PERMISSIONS[BulkKind(operation.kind)]):
                 raise PermissionDenied
-            if getattr(operations, verb)(pk):
-                audit(request, operation, f"{verb.capitalize()}: {operation}.")
-            else:
+            with audited(operations.db):
+                moved = getattr(operations, verb)(pk)
+                if moved:
+                    audit(request, operation, f"{verb.capitalize()}: {operation}.")
+            if not moved:
                 messages.warning(
                     request, f"The operation has ended, or was {verb}d before."
                 )

@@ -17,12 +17,13 @@ from django.shortcuts import render
 
 from .. import conf
 from ..dead_letters import bulk, selection
+from ..dead_letters.selection import Changed, Shown
 from ..errors import TxmsgError
 from ..models import BulkOperation, DeadLetter
 from ..models.bulk_operation import BulkKind, BulkState
 from .addresses import MESSAGE, led
-from .audit import audit
-from .base import ReadOnlyAdmin
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, plain
 from .bulk import PERMISSIONS, filter_text
 
 #: Most messages that are processed before the page answers, and most seconds that it
@@ -44,13 +45,17 @@ class ConfirmPages:
         if given.get("kind") not in BulkKind.values:
             return self._back(request)
         kind = BulkKind(given["kind"])
-        if not request.user.has_perm(PERMISSIONS[kind]):
+        may = request.user.has_perm(PERMISSIONS[kind])
+        if not may or not self._admin.has_view_permission(request):
             raise PermissionDenied
         using = router.db_for_write(DeadLetter)
         try:
             filters = read_filter(given)
             if request.method == "POST":
-                return self._start(request, kind, filters, using)
+                try:
+                    return self._start(request, kind, filters, using)
+                except Changed as error:
+                    messages.warning(request, f"{error} Look at the new numbers.")
             return self._ask(request, kind, filters, using)
         except (TxmsgError, ValueError) as error:
             messages.error(request, str(error))
@@ -60,6 +65,8 @@ class ConfirmPages:
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
     ) -> HttpResponse:
         letters = selection.matching(kind, filters, using=using)
+        shown = Shown.of(letters)
+        letters = shown.bound(letters)
         facts = selection.summary(letters)
         if not facts.count:
             messages.warning(
@@ -75,6 +82,7 @@ class ConfirmPages:
             **self._admin.page_context(
                 request, f"{kind.capitalize()} {count:,} message{'s' * (count != 1)}?"
             ),
+            "shown": str(shown),
             "kind": kind.value,
             "verb": kind.value.capitalize(),
             "facts": facts,
@@ -94,29 +102,41 @@ class ConfirmPages:
         self, request: HttpRequest, kind: BulkKind, filters: dict[str, Any], using: str
     ) -> HttpResponse:
         rate = request.POST.get("rate", "").strip()
-        why = request.POST.get("why", "").strip()
-        operation = bulk.start(
-            kind,
-            filters,
-            using=using,
-            by=request.user.get_username(),
-            why=why,
-            force=request.POST.get("force") == "1",
-            rate=float(rate) if rate else None,
-        )
-        forced = ", even if processed in the meantime" if operation.force else ""
-        audit(
-            request,
-            operation,
-            f"{kind.capitalize()} {operation.total} dead letters{forced}; "
-            f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
-        )
+        why = plain(request.POST.get("why", "")).strip()
+        token = request.POST.get("shown")
+        forced = request.POST.get("force") == "1"
+        with audited(using):
+            operation = bulk.start(
+                kind,
+                filters,
+                using=using,
+                by=request.user.get_username(),
+                why=why,
+                force=forced,
+                rate=float(rate) if rate else None,
+                shown=Shown.parse(token) if token else None,
+            )
+            audit(
+                request,
+                operation,
+                f"{kind.capitalize()} {operation.total} dead letters"
+                f"{', even if processed in the meantime' if forced else ''}; "
+                f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
+            )
         if operation.total <= AT_ONCE and operation.rate is None:
             bulk.finish(operation, patience=PATIENCE)
         if operation.state != BulkState.DONE:
             page = "admin:django_txmsg_bulkoperation_change"
             return led(request, page, operation.pk)
         self._tell(request, operation)
+        left = selection.matching(kind, filters, using=using).count() if token else 0
+        if left > operation.skipped:
+            more = left - operation.skipped
+            messages.info(
+                request,
+                f"{more:,} more ha{'s' if more == 1 else 've'} died since you were "
+                f"asked, and {'is' if more == 1 else 'are'} untouched.",
+            )
         letter = (
             selection.filtered(filters, using=using).first()
             if operation.total == 1
@@ -144,7 +164,7 @@ def read_filter(given: QueryDict) -> dict[str, Any]:
     Raises ValueError if an id is not a number.
     """
     filters: dict[str, Any] = {
-        name: given[name]
+        name: plain(str(given[name]))
         for name in (
             "stage",
             "destination",

@@ -25,7 +25,7 @@ from ..models import DeadLetter
 from ..models.dead_letter import Resolution
 from . import body as bodies
 from .addresses import MESSAGE, led
-from .audit import audit
+from .audit import audit, audited
 from .base import ReadOnlyAdmin
 
 #: Largest body, in bytes, for which a text field is offered.
@@ -102,10 +102,12 @@ class CopyPages:
         headers: dict[str, str],
         encoded: bytes,
     ) -> HttpResponse:
-        copy_id = resolution.redeliver_copy(
-            letter, headers=headers, body=encoded, by=request.user.get_username()
-        )
-        audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")
+        by = request.user.get_username()
+        with audited(router.db_for_write(DeadLetter)):
+            copy_id = resolution.redeliver_copy(
+                letter, headers=headers, body=encoded, by=by
+            )
+            audit(request, letter, f"Redelivered an edited copy as message {copy_id}.")
         messages.success(request, f"A copy was stored as message {copy_id}.")
         return led(request, MESSAGE, copy_id)
 

@@ -6,20 +6,22 @@ from typing import Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
-from django.db import router, transaction
+from django.db import router
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.urls import reverse
 from django.utils import timezone
+from django.utils.dateparse import parse_datetime
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from ..models.fields import clock
 from ..spark.models import Finding
 from . import display
 from .addresses import MESSAGE
-from .audit import audit
-from .base import ReadOnlyAdmin, find
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, find, plain
 
 
 @admin.register(Finding)
@@ -66,13 +68,24 @@ class FindingAdmin(ReadOnlyAdmin):
     ) -> HttpResponse | None:
         """Ask for a note, then store it with the selected findings."""
         findings = chosen.filter(acknowledged_at=None)
-        note = request.POST.get("note", "").strip()
-        if "note" not in request.POST or not note:
-            if "note" in request.POST:
-                messages.error(request, "Say why: an acknowledgement has a note.")
+        note = plain(request.POST.get("note", "")).strip()
+        if "note" not in request.POST:
+            return self._ask(request, findings)
+        shown = findings
+        as_of = parse_datetime(request.POST.get("as_of", ""))
+        if as_of is not None:
+            shown = findings.filter(found_at__lte=as_of)
+            if str(shown.count()) != request.POST.get("count"):
+                text = (
+                    "Nothing is done yet: what you were shown has changed. Look again."
+                )
+                messages.warning(request, text)
+                return self._ask(request, findings)
+        if not note:
+            messages.error(request, "Say why: an acknowledgement has a note.")
             return self._ask(request, findings)
         count = self._say(
-            request, findings, f"Acknowledged: {note}",
+            request, shown, f"Acknowledged: {note}",
             acknowledged_at=timezone.now(), note=note,
             acknowledged_by=request.user.get_username()[:255],
         )  # fmt: skip
@@ -90,12 +103,15 @@ class FindingAdmin(ReadOnlyAdmin):
         messages.success(request, f"{count:,} findings are open again.")
 
     def _ask(self, request: HttpRequest, findings: QuerySet[Finding]) -> HttpResponse:
+        as_of = clock(router.db_for_write(Finding))
+        findings = findings.filter(found_at__lte=as_of)
         count = findings.count()
         context = {
             **self.page_context(
                 request, f"Acknowledge {count:,} finding{'s' * (count != 1)}?"
             ),
             "count": count,
+            "as_of": as_of.isoformat(),
             "some": findings[:20],
             "box": ACTION_CHECKBOX_NAME,
             "chosen": request.POST.getlist(ACTION_CHECKBOX_NAME),
@@ -112,7 +128,7 @@ class FindingAdmin(ReadOnlyAdmin):
     ) -> int:
         """Change findings, and write an entry into the admin's log."""
         using = router.db_for_write(Finding)  # the list may be read from a replica
-        with transaction.atomic(using=using):
+        with audited(using):
             rows = findings.using(using).select_for_update().order_by("pk")
             chosen = list(rows)
             for finding in chosen:

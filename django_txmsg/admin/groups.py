@@ -19,8 +19,8 @@ from ..models.bulk_operation import BulkKind
 from ..monitoring import dead
 from . import display
 from .addresses import led
-from .audit import audit
-from .base import ReadOnlyAdmin
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, plain
 from .bulk import PERMISSIONS
 
 #: Most groups on a page.
@@ -59,21 +59,25 @@ class GroupPages:
 
     def note(self, request: HttpRequest) -> HttpResponse:
         """Store an operator's note about an error, and whether it is muted."""
-        if not request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER]):
+        may_note = request.user.has_perm(PERMISSIONS[BulkKind.REDELIVER])
+        if not may_note or not self._admin.has_view_permission(request):
             raise PermissionDenied
-        notes = FailureNote.objects.db_manager(router.db_for_write(FailureNote))
+        using = router.db_for_write(FailureNote)
         try:
-            note = notes.keep(
-                request.POST.get("fingerprint", ""),
-                note=request.POST.get("note", ""),
-                muted=request.POST.get("muted") == "1",
-                by=request.user.get_username(),
-            )
+            with audited(using):
+                note = FailureNote.objects.db_manager(using).keep(
+                    plain(request.POST.get("fingerprint", "")),
+                    note=plain(request.POST.get("note", "")),
+                    muted=request.POST.get("muted") == "1",
+                    by=request.user.get_username(),
+                    seen=request.POST.get("seen"),
+                )
+                muted = "Muted" if note.muted else "Noted on"
+                said = f"{muted} failures {note.fingerprint}: {note.note}"
+                audit(request, note, said)
         except TxmsgError as error:
             messages.error(request, str(error))
         else:
-            muted = "Muted" if note.muted else "Noted on"
-            audit(request, note, f"{muted} failures {note.fingerprint}: {note.note}")
             messages.success(
                 request,
                 "The error is muted." if note.muted else "The note is saved.",

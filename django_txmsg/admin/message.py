@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import messages
@@ -23,8 +24,8 @@ from ..monitoring import turns
 from ..sending.pending import cancel_message, reschedule_message
 from . import body as bodies
 from .addresses import MESSAGE, led
-from .audit import audit
-from .base import ReadOnlyAdmin
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, plain
 from .flow import flow
 from .received import shown_state, with_state
 from .timeline import timeline
@@ -119,40 +120,49 @@ class MessagePages:
         user: Any = request.user
         if not user.has_perm("django_txmsg.cancel_outboxmessage"):
             raise PermissionDenied
-        why = request.POST.get("why", "").strip()[:255]
+        allowed(request)
+        why = plain(request.POST.get("why", "")).strip()[:255]
         by = f"by {user.get_username()}" + (f": {why}" if why else "")
-        done = cancel_message(message_id, why=by)
-        return self._done(request, message_id, "Cancelled", done, why)
+        return self._done(
+            request, message_id, "Cancelled", why,
+            lambda: cancel_message(message_id, why=by),
+        )  # fmt: skip
 
     def reschedule(self, request: HttpRequest, message_id: uuid.UUID) -> HttpResponse:
         """Let a pending message leave in that many minutes from now."""
         user: Any = request.user
         if not user.has_perm("django_txmsg.reschedule_outboxmessage"):
             raise PermissionDenied
+        allowed(request)
         given = request.POST.get("minutes", "")
+        said = f"due in {given or 0} minutes"
         try:
             delay = dt.timedelta(minutes=float(given or 0))
-            done = reschedule_message(message_id, delay=delay)
+            return self._done(
+                request, message_id, "Rescheduled", said,
+                lambda: reschedule_message(message_id, delay=delay),
+            )  # fmt: skip
         except (InvalidMessage, OverflowError, ValueError):
             messages.error(request, f"{given[:20]!r} is no number of minutes.")
             return led(request, MESSAGE, message_id)
-        said = f"due in {given or 0} minutes"
-        return self._done(request, message_id, "Rescheduled", done, said)
 
     def _done(
         self,
         request: HttpRequest,
         message_id: uuid.UUID,
         verb: str,
-        done: bool,
         detail: str,
+        deed: Callable[[], bool],
     ) -> HttpResponse:
+        using = router.db_for_write(OutboxMessage)
+        with audited(using):
+            done = deed()
+            if done:
+                rows = OutboxMessage.objects.using(using).filter(message_id=message_id)
+                said = f"{verb} message {message_id}"
+                said += f": {detail}" if detail else "."
+                audit(request, rows.order_by("-pk")[0], said)
         if done:
-            using = router.db_for_write(OutboxMessage)
-            rows = OutboxMessage.objects.using(using).filter(message_id=message_id)
-            said = f"{verb} message {message_id}"
-            said += f": {detail}" if detail else "."
-            audit(request, rows.order_by("-pk")[0], said)
             messages.success(request, f"{verb} the message.")
         else:
             messages.warning(

@@ -18,6 +18,7 @@ _LISTS = (
     ("stagestate", "Stages"),
     ("schedule", "Recurring"),
     ("worker", "Workers"),
+    ("auditentry", "Audit"),
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
+from django.db import router
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse
 from django.urls import path
@@ -13,8 +14,8 @@ from django.views.decorators.http import require_POST
 
 from . import display
 from .addresses import led
-from .audit import audit
-from .base import ReadOnlyAdmin
+from .audit import audit, audited
+from .base import ReadOnlyAdmin, plain
 
 
 class PausableAdmin(ReadOnlyAdmin):
@@ -34,6 +35,10 @@ class PausableAdmin(ReadOnlyAdmin):
         """Pause or resume one. Returns its row, or None if nothing changed. Raises
         LookupError for an unknown name."""
         raise NotImplementedError
+
+    def database(self, name: str) -> str:
+        """Return the database of one. Raises LookupError for an unknown name."""
+        return router.db_for_write(self.model)
 
     def may_pause(self, request: HttpRequest) -> bool:
         """Return whether this user sees the buttons."""
@@ -61,12 +66,16 @@ class PausableAdmin(ReadOnlyAdmin):
     def _set(self, request: HttpRequest, *, paused: bool) -> HttpResponse:
         if not self.may_pause(request):
             raise PermissionDenied
-        name = request.POST.get(self.field, "")
-        why = request.POST.get("why", "").strip()
+        name = plain(request.POST.get(self.field, ""))
+        why = plain(request.POST.get("why", "")).strip()
         by, verb = request.user.get_username(), "Paused" if paused else "Resumed"
         shown = f"{self.called} {name}".strip()
+        because = f": {why}" if why and paused else "."
         try:
-            row = self.change(name, paused=paused, by=by, why=why)
+            with audited(self.database(name)):
+                row = self.change(name, paused=paused, by=by, why=why)
+                if row is not None:
+                    audit(request, row, f"{verb} {self.noun} {name}{because}")
         except LookupError:
             said = f"There is no {self.noun} {display.cut(name)!r} here."
             messages.error(request, said)
@@ -75,7 +84,5 @@ class PausableAdmin(ReadOnlyAdmin):
                 said = f"{shown[:1].upper()}{shown[1:]} is {verb.lower()} already."
                 messages.warning(request, said)
             else:
-                because = f": {why}" if why and paused else "."
-                audit(request, row, f"{verb} {self.noun} {name}{because}")
                 messages.success(request, f"{verb} {shown}.{self.follows}")
         return led(request, f"admin:django_txmsg_{self.opts.model_name}_changelist")

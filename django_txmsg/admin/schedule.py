@@ -35,11 +35,16 @@ class ScheduleAdmin(PausableAdmin):
         }
         return render(request, "admin/django_txmsg/schedule.html", context)
 
-    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Store no message at the ticks of one, or go on with its next tick."""
-        using, service = schedule.database_of(name), conf.get().SERVICE
+    def database(self, name: str) -> str:
+        """Return the database that its messages are stored in."""
+        using = schedule.database_of(name)
         if using is None:
             raise LookupError(name)
+        return using
+
+    def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
+        """Store no message at the ticks of one, or go on with its next tick."""
+        using, service = self.database(name), conf.get().SERVICE
         rows = Schedule.objects.db_manager(using)
         changed = (
             rows.pause(service, name, by=by, why=why)

@@ -31,6 +31,7 @@ from ..runtime import database_health, liveness, notifications
 from ..runtime.notifier import notify
 from . import resolution, selection
 from .resolution import Tally
+from .selection import Shown
 
 log = logging.getLogger("django_txmsg.bulk")
 
@@ -58,16 +59,22 @@ def start(
     why: str = "",
     force: bool = False,
     rate: float | None = None,
+    shown: Shown | None = None,
 ) -> BulkOperation:
     """Request `kind` for what matches now. Nothing is executed yet.
 
-    `rate` limits the messages a second. Messages that die later are not included.
+    `rate` limits the messages a second. Messages that die later are not included. With
+    `shown`, exactly those are included: raises Changed if one no longer matches.
     """
     if wrong := bulk_operation.wrong_rate(rate):
         raise TxmsgError(wrong)
     kind = BulkKind(kind)
     selection.insist_on_few_ids(filters)
+    filters = dict(filters)
     letters = selection.matching(kind, filters, using=using)
+    if shown is not None:
+        letters = shown.insist(letters)
+        filters["before"] = shown.before(filters)
     with transaction.atomic(using=using), connections[using].cursor() as cursor:
         sql, values = bulk_operation.started(
             connections[using].vendor,

@@ -20,7 +20,7 @@ from ..errors import TxmsgError
 from ..models import DeadLetter
 from ..models.bulk_operation import BulkKind
 from ..models.dead_letter import Resolution
-from ..models.fields import OneOf
+from ..models.fields import OneOf, clock
 from ..models.holds import Holds
 from ..rules import dead_letters as rules
 
@@ -116,6 +116,65 @@ class Summary:
     again: int = 0
     forgotten: int = 0
     places: list[tuple[str, str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What an operator was shown before the deed: how many, when, and the newest."""
+
+    count: int
+    up_to: int
+    as_of: str
+    """The instant, by the database's clock (RFC 3339)."""
+
+    @classmethod
+    def of(cls, letters: QuerySet[DeadLetter]) -> Shown:
+        """Return what there is now. What dies from now on is not meant."""
+        now = clock(letters.db)
+        found = letters.filter(created_at__lt=now).aggregate(
+            n=Count("pk"), last=Max("pk")
+        )
+        return cls(found["n"], found["last"] or 0, now.isoformat())
+
+    @classmethod
+    def parse(cls, token: str) -> Shown:
+        """Return what a token says. Raises TxmsgError if it is none."""
+        count, _, rest = token.partition(".")
+        up_to, _, as_of = rest.partition(".")
+        try:
+            shown = cls(int(count), int(up_to), as_of)
+            _instant(as_of)
+        except ValueError:
+            raise TxmsgError(f"Not what --dry-run has printed: {token!r}.") from None
+        return shown
+
+    def __str__(self) -> str:
+        return f"{self.count}.{self.up_to}.{self.as_of}"
+
+    def before(self, filters: Mapping[str, Any]) -> str:
+        """Return the instant before which a letter has died that was shown."""
+        given = filters.get("before", self.as_of)
+        return min((self.as_of, str(given)), key=_instant)
+
+    def bound(self, letters: QuerySet[DeadLetter]) -> QuerySet[DeadLetter]:
+        """Return those that were shown, as far as they still match."""
+        return letters.filter(pk__lte=self.up_to, created_at__lt=_instant(self.as_of))
+
+    def insist(self, letters: QuerySet[DeadLetter]) -> QuerySet[DeadLetter]:
+        """Return those that were shown. Raises Changed if they are not all there."""
+        found = self.bound(letters)
+        count = found.count()
+        if count != self.count:
+            raise Changed(
+                f"Nothing is done yet: {self.count - count:,} of the {self.count:,} "
+                f"that you were shown have been resolved, or died again, in the "
+                f"meantime."
+            )
+        return found
+
+
+class Changed(TxmsgError):
+    """What an operator was shown is not what is there any more."""
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:

@@ -13,6 +13,7 @@ from django.core.management.base import BaseCommand, CommandError
 from ..contracts import backlog, committed, comparison, document
 from ..dead_letters.unread import bury_unread
 from ..errors import ConfigurationError
+from . import operator
 
 
 class Command(BaseCommand):
@@ -46,7 +47,11 @@ class Command(BaseCommand):
             if options["action"] == "export":
                 self._export(options["file"])
             elif options["action"] == "bury":
-                buried = bury_unread(options["database"], options["stage"])
+                using, stage = options["database"], options["stage"]
+                # First: it is done in many transactions, each of which may be the last.
+                of = f"stage {stage}" if stage else "all stages"
+                operator.record(using, f"Bury messages of {of} that need newer code.")
+                buried = bury_unread(using, stage)
                 self.stdout.write(f"Buried {buried} messages that need newer code.")
             else:
                 self._check(options)

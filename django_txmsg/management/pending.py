@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import getpass
 import logging
 import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import router, transaction
 
 from .. import wire
 from ..errors import InvalidMessage
+from ..models import OutboxMessage
 from ..sending.pending import cancel_message, reschedule_message
+from . import operator
 
 log = logging.getLogger("django_txmsg.pending")
 
@@ -30,8 +32,15 @@ class _PerMessage(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         left = []
         for message_id in options["id"]:
-            if self.change(message_id, options):
-                log.info("message %s: %s by %s", message_id, self.done, _user())
+            using = options["database"] or router.db_for_write(OutboxMessage)
+            with transaction.atomic(using=using):
+                done = self.change(message_id, options)
+                if done:
+                    said = f"{self.done.capitalize()} message {message_id}"
+                    why = options.get("why")
+                    operator.record(using, f"{said}: {why}" if why else f"{said}.")
+            if done:
+                log.info("message %s: %s by %s", message_id, self.done, operator.name())
                 self.stdout.write(f"{self.done.capitalize()} {message_id}.")
             else:
                 left.append(str(message_id))
@@ -57,7 +66,9 @@ class Cancel(_PerMessage):
         parser.add_argument("--why", default="", help="Kept with the message.")
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:
-        why = f"by {_user()}" + (f": {options['why']}" if options["why"] else "")
+        why = f"by {operator.name()}" + (
+            f": {options['why']}" if options["why"] else ""
+        )
         return cancel_message(message_id, why=why, using=options["database"])
 
 
@@ -86,7 +97,3 @@ class Reschedule(_PerMessage):
             return reschedule_message(message_id, using=options["database"], **when)
         except (InvalidMessage, OverflowError, ValueError) as error:
             raise CommandError(str(error)) from error
-
-
-def _user() -> str:
-    return getpass.getuser()

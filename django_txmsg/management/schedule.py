@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import logging
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import transaction
 
 from .. import conf
 from ..models import Schedule
 from ..monitoring import schedule
 from ..monitoring.schedule import Timing
+from . import operator
 
 log = logging.getLogger("django_txmsg.timekeeper")
 
@@ -61,12 +62,15 @@ class Command(BaseCommand):
         if using is None:
             raise CommandError(f"No recurring message {name!r} here.")
         rows, service = Schedule.objects.db_manager(using), conf.get().SERVICE
-        user = getpass.getuser()
-        if pause:
-            changed = rows.pause(service, name, by=user, why=why)
-        else:
-            changed = rows.resume(service, name)
-        verb = "Paused" if pause else "Resumed"
+        user, verb = operator.name(), "Paused" if pause else "Resumed"
+        with transaction.atomic(using=using):
+            if pause:
+                changed = rows.pause(service, name, by=user, why=why)
+            else:
+                changed = rows.resume(service, name)
+            if changed:
+                because = f": {why}" if why else "."
+                operator.record(using, f"{verb} recurring message {name}{because}")
         if changed:
             log.info("recurring message %r: %s by %s %s", name, verb, user, why)
         said = f"{verb} {name}." if changed else f"{name} is {verb.lower()} already."

@@ -11,6 +11,7 @@ if not apps.is_installed("django_txmsg"):
     raise ConfigurationError('Add "django_txmsg" to INSTALLED_APPS.')
 
 from .attempt import Attempt
+from .audit_entry import AuditEntry
 from .bulk_operation import BulkOperation
 from .database_identity import DatabaseIdentity
 from .dead_letter import DeadLetter
@@ -29,6 +30,7 @@ from .worker import Worker
 
 __all__ = [
     "Attempt",
+    "AuditEntry",
     "BulkOperation",
     "DatabaseIdentity",
     "DeadLetter",

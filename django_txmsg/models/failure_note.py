@@ -10,6 +10,7 @@ from django.db import models, router, transaction
 from django.db.models.functions import Now
 
 from ..errors import TxmsgError
+from .dead_letter import DeadLetter
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -22,18 +23,30 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         by: str,
         note: str | None = None,
         muted: bool | None = None,
+        seen: str | None = None,
     ) -> FailureNote:
         """Store a note, and whether its error is muted. None leaves a value unchanged.
 
-        Raises TxmsgError for a muted error without a note that gives the reason.
+        `seen` is the `version` of the note that the operator read. Raises TxmsgError
+        if another one has been written since, for a muted error without a note that
+        gives the reason, and for a fingerprint that no dead letter has.
         """
         using = self._db or router.db_for_write(self.model)
         notes = self.using(using)
         with transaction.atomic(using=using):
+            known = notes.filter(fingerprint=fingerprint).exists()
+            letters = DeadLetter.objects.using(using).filter(fingerprint=fingerprint)
+            if not known and not letters.exists():
+                raise TxmsgError(f"No dead letter has the fingerprint {fingerprint!r}.")
             notes.get_or_create(fingerprint=fingerprint[:64])
             row: FailureNote = notes.select_for_update().get(
                 fingerprint=fingerprint[:64]
             )
+            if seen is not None and seen != row.version:
+                raise TxmsgError(
+                    f"Nothing is saved: {row.noted_by or 'somebody'} has noted on this "
+                    f"error in the meantime: {row.note!r}. Read it, then write again."
+                )
             if note is not None:
                 row.note = note.strip()[:2000]
             if muted is not None:
@@ -61,3 +74,8 @@ class FailureNote(models.Model):
 
     def __str__(self) -> str:
         return self.note.partition("\n")[0] or self.fingerprint
+
+    @property
+    def version(self) -> str:
+        """What tells this note from an earlier or a later one; "" of none."""
+        return f"{self.noted_at.timestamp():.6f}" if self.noted_by else ""

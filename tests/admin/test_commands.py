@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 
-from django_txmsg.models import BulkOperation, FailureNote, OutboxMessage, SessionRecord
+from django_txmsg.models import (
+    AuditEntry,
+    BulkOperation,
+    FailureNote,
+    OutboxMessage,
+    SessionRecord,
+)
 from tests import factories
 
 pytestmark = pytest.mark.django_db
@@ -98,9 +104,9 @@ def test_a_dry_run_says_how_many_and_does_nothing() -> None:
     fresh = factories.DeadLetterFactory()
 
     text = run("dead_letters", "redeliver", "--older-than", "1d", "--dry-run")
-    assert text == "Would redeliver 3 dead letters.\n"
+    assert text.startswith("Would redeliver 3 dead letters.\n")
     text = run("dead_letters", "redeliver", str(fresh.pk), "--dry-run")
-    assert text == "Would redeliver 1 dead letter.\n"
+    assert text.startswith("Would redeliver 1 dead letter.\n")
     facts = as_json("dead_letters", "discard", "--all", "--dry-run")
     assert facts["matching"] == 4
     assert not OutboxMessage.objects.exists()
@@ -173,7 +179,7 @@ def test_messages_older_than_the_inbox_are_warned_about() -> None:
         (["show"], "Which one"),
         (["note", "--text", "x"], "Which error"),
         (["note", "--fingerprint", "x"], "What is to be noted"),
-        (["mute", "--fingerprint", "x"], "why this error is muted"),
+        (["mute", "--fingerprint", "feedfacefeedface"], "why this error is muted"),
     ],
 )
 def test_what_is_not_clear_is_not_done(arguments: list[str], word: str) -> None:
@@ -257,3 +263,56 @@ def test_the_list_says_how_many_there_are() -> None:
     text = run("dead_letters", "list", "--limit", "3")
 
     assert "25 open dead letters, 3 shown (--limit)." in text
+
+
+EVIL = "\x1b[2J\x1b[1;1H0 open dead letters.\r\x9b2K"
+
+
+def test_what_strangers_wrote_moves_no_cursor() -> None:
+    letter = factories.DeadLetterFactory(
+        exception=f"ValueError: {EVIL}",
+        body=json.dumps(EVIL).encode(),
+        stage=f"orders{EVIL}",
+        traceback=f"Traceback\n\tline {EVIL}",
+    )
+    letter.headers["evil"] = EVIL
+    letter.save()
+    AuditEntry.objects.record(f"grace{EVIL}", EVIL)
+    printed = [
+        run("dead_letters", "list"),
+        run("dead_letters", "groups"),
+        run("dead_letters", "show", str(letter.pk)),
+        run("txmsg", "audit"),
+        run("message_status"),
+    ]
+    for text in printed:
+        assert not set(text) & set("\x1b\r\x9b")
+    assert r"\x1b[2J" in printed[0]
+    assert "\n\tline" in printed[2]
+
+
+def test_the_audit_is_listed() -> None:
+    for number in range(3):
+        AuditEntry.objects.record(f"user-{number}", f"Paused stage {number}.")
+
+    lines = run("txmsg", "audit", "--limit", "2").splitlines()
+
+    assert [line.partition("  ")[2] for line in lines] == [
+        "user-2: Paused stage 2.",
+        "user-1: Paused stage 1.",
+    ]
+    [entry] = as_json("txmsg", "audit", "--by", "user-0")["entries"]
+    assert (entry["by"], entry["text"]) == ("user-0", "Paused stage 0.")
+
+
+def test_a_command_runs_for_a_user_without_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container that is given a user id of its own."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987_654)
+    row = factories.OutboxMessageFactory()
+
+    assert "Cancelled" in run("txmsg", "cancel", str(row.message_id))
+    assert AuditEntry.objects.get().by == "command: unknown"

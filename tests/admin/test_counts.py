@@ -49,11 +49,11 @@ def elsewhere() -> Iterator[None]:
     stages.unregister("elsewhere")
 
 
-def told() -> tuple[dict[str, Any], int]:
+def told(*options: str) -> tuple[dict[str, Any], int]:
     """Return what `message_status --json` says, and its exit code."""
     out = StringIO()
     try:
-        call_command("message_status", "--json", stdout=out)
+        call_command("message_status", "--json", *options, stdout=out)
     except SystemExit as ended:
         return json.loads(out.getvalue()), int(str(ended.code))
     return json.loads(out.getvalue()), 0
@@ -156,7 +156,9 @@ def agree() -> None:
     assert (health.look().state == "ok") == (not total)
     raised = {alarm.kind for alarm in alarms.of(picture)}
     assert ("overdue" in raised, "dead" in raised) == (bool(total), bool(loud_ones))
-    assert code == int(bool(total or loud_ones))
+    assert code == int(bool(total))
+    assert told("--fail-on", "bad")[1] == int(bool(total or loud_ones))
+    assert told("--fail-on", "dead")[1] == int(bool(loud_ones))
     assert picture.well == (not total and not loud_ones)
     for alias in BOTH:
         groups = {one["fingerprint"]: one["count"] for one in grouped(alias)}

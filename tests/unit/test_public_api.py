@@ -77,8 +77,8 @@ PUBLIC = {
     "django_txmsg.metrics": "Collector install metrics uninstall",
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
-        Attempt BulkOperation DatabaseIdentity DeadLetter FailureNote IdempotencyKey
-        InboxMessage KeyTail OutboxMessage PeriodCount QueueMessage
+        Attempt AuditEntry BulkOperation DatabaseIdentity DeadLetter FailureNote
+        IdempotencyKey InboxMessage KeyTail OutboxMessage PeriodCount QueueMessage
         QueueSubscription Schedule SessionRecord StageState TaskRun Worker
     """,
     "django_txmsg.signals": """

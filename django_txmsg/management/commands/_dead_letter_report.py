@@ -11,8 +11,10 @@ from django.db.models import Count, Max, Min
 
 from ... import wire
 from ...dead_letters import masking
+from ...dead_letters.selection import Shown
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...monitoring import turns
+from ..terminal import printable, printable_lines
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
 
@@ -25,16 +27,16 @@ class Report:
 
     def letters(self, letters: Any, limit: int) -> None:
         """Print the newest open dead letters, one a line."""
-        rows = list(letters.defer("body", "traceback").order_by("-pk"))[:limit]
+        rows = list(letters.defer("body", "traceback").order_by("-pk")[:limit])
         if self._as_json:
             self._print([_facts(one) for one in rows])
             return
         for one in rows:
             again = f", died {one.deaths} times" if one.deaths > 1 else ""
             self._out.write(
-                f"{one.pk:>8}  {one.message_id}  {_place(one):<24} "
+                f"{one.pk:>8}  {one.message_id}  {printable(_place(one)):<24} "
                 f"{one.created_at:%Y-%m-%d %H:%M:%S}  "
-                f"{one.exception.partition(chr(10))[0][:80]}{again}"
+                f"{_first(one.exception)}{again}"
             )
         count = letters.count()
         shown = f", {len(rows)} shown (--limit)" if count > len(rows) else ""
@@ -68,7 +70,7 @@ class Report:
             self._out.write(
                 f"{group['count']:>8}  {group['fingerprint']}  "
                 f"{group['first']:%Y-%m-%d %H:%M} to {group['last']:%Y-%m-%d %H:%M}  "
-                f"{group['exception'].partition(chr(10))[0][:80]}"
+                f"{_first(group['exception'])}"
                 f"{' (muted)' if group['muted'] else ''}"
             )
 
@@ -92,14 +94,17 @@ class Report:
             return
         for name, value in facts.items():
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            self._out.write(f"{name}: {text}")
+            self._out.write(f"{name}: {printable_lines(text)}")
 
-    def dry_run(self, action: str, count: int) -> None:
+    def dry_run(self, action: str, shown: Shown) -> None:
         """Print how many dead letters an action would change."""
+        count = shown.count
         if self._as_json:
-            self._print({"action": action, "matching": count, "dry_run": True})
+            facts = {"action": action, "matching": count, "dry_run": True}
+            self._print(facts | {"shown": str(shown)})
             return
         self._out.write(f"Would {action} {count} dead letter{'s' * (count != 1)}.")
+        self._out.write(f"To {action} exactly these: --shown {shown}")
 
     def operation(self, operation: BulkOperation) -> None:
         """Print the result of an operation."""
@@ -116,7 +121,7 @@ class Report:
             text += f" {operation.skipped} skipped:"
         self._out.write(text)
         for pk, why in operation.skipped_why.items():
-            self._out.write(f"  {pk}: {why}")
+            self._out.write(f"  {pk}: {printable(why)}")
 
     def _print(self, value: Any) -> None:
         self._out.write(json.dumps(value, default=str, indent=2, ensure_ascii=False))
@@ -130,6 +135,11 @@ def _facts(letter: DeadLetter) -> dict[str, Any]:
         "resolved_by", "replaced_by",
     )  # fmt: skip
     return {name: getattr(letter, name) for name in names}
+
+
+def _first(error: str) -> str:
+    """Return the first line of an error, as far as a list shows it."""
+    return printable(error.partition("\n")[0][:80])
 
 
 def _place(letter: DeadLetter) -> str:

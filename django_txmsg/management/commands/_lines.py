@@ -11,6 +11,7 @@ from typing import Any
 from django.core.management.color import Style
 
 from ... import signals
+from ..terminal import printable
 
 
 class Lines:
@@ -65,13 +66,13 @@ class Lines:
     def _redelivered(
         self, stage: str, attempt: int, delay: float, error: str, **facts: Any
     ) -> None:
-        said = f"attempt {attempt} failed, next in {delay:.1f} s: {error}"
+        said = f"attempt {attempt} failed, next in {delay:.1f} s: {printable(error)}"
         self._say(self._style.WARNING(said), stage, **facts)
 
     def _buried(
         self, stage: str, destination: str, reason: str, error: str, **facts: Any
     ) -> None:
-        said = f"dead letter ({reason}): {error}"
+        said = f"dead letter ({reason}): {printable(error)}"
         self._say(self._style.ERROR(said), stage or destination, **facts)
 
     def _say(self, what: str, where: str, *, id: object, **_: Any) -> None:
@@ -79,7 +80,7 @@ class Lines:
         if self._broken:
             return
         try:
-            self._write(f"{now} {where}: {what}  {id}")
+            self._write(f"{now} {printable(where)}: {what}  {id}")
         except (OSError, ValueError):
             # The reader of our output is gone, but the messages are not.
             self._broken = True

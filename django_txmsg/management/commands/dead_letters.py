@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import getpass
 import re
 import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import router
+from django.db import router, transaction
 from django.utils import timezone
 
 from ... import conf
 from ...dead_letters import bulk, selection
+from ...dead_letters.selection import Shown
 from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
 from ...stages import all_stages
+from .. import operator
 from ._dead_letter_report import Report
 from ._tables import require_tables
 
@@ -66,7 +67,15 @@ class Command(BaseCommand):
             help="redeliver also what its stage has processed in the meantime; the "
             "bulk operation in the admin says who did so",
         )
-        parser.add_argument("--dry-run", action="store_true", help="say how many")
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="say how many, with a token for --shown",
+        )
+        parser.add_argument(
+            "--shown", metavar="TOKEN",
+            help="of --dry-run: change exactly what it has counted, or nothing",
+        )  # fmt: skip
         parser.add_argument("--json", action="store_true")
         parser.add_argument("--database", metavar="ALIAS")
 
@@ -156,12 +165,15 @@ class Command(BaseCommand):
             raise CommandError(f"Which error to {action}? Give its --fingerprint.")
         if action == "note" and options["text"] is None:
             raise CommandError("What is to be noted? Give it as --text.")
-        note = FailureNote.objects.db_manager(using).keep(
-            options["fingerprint"],
-            note=options["text"],
-            muted=None if action == "note" else action == "mute",
-            by=f"command: {_user()}",
-        )
+        with transaction.atomic(using=using):
+            note = FailureNote.objects.db_manager(using).keep(
+                options["fingerprint"],
+                note=options["text"],
+                muted=None if action == "note" else action == "mute",
+                by=f"command: {operator.name()}",
+            )
+            verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
+            operator.record(using, f"{verb} failures {note.fingerprint}: {note.note}")
         muted = " (muted)" if note.muted else ""
         self.stdout.write(f"Noted on {note.fingerprint}{muted}: {note.note}")
 
@@ -183,17 +195,26 @@ class Command(BaseCommand):
                     f"in the meantime would be processed again."
                 )
         if options["dry_run"]:
-            report.dry_run(action, letters.count())
+            report.dry_run(action, Shown.of(letters))
             return
-        operation = bulk.start(
-            BulkKind(action),
-            filters,
-            using=using,
-            by=f"command: {_user()}",
-            why=options["why"],
-            force=options["force"],
-            rate=options["rate"],
-        )
+        token, why = options["shown"], options["why"]
+        with transaction.atomic(using=using):
+            operation = bulk.start(
+                BulkKind(action),
+                filters,
+                using=using,
+                by=f"command: {operator.name()}",
+                why=why,
+                force=options["force"],
+                rate=options["rate"],
+                shown=Shown.parse(token) if token else None,
+            )
+            operator.record(
+                using,
+                f"{action.capitalize()} {operation.total} dead letters"
+                f"{', even if processed in the meantime' if operation.force else ''}; "
+                f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
+            )
         try:
             bulk.finish(operation, on_batch=self._progress)
         except KeyboardInterrupt:
@@ -220,10 +241,3 @@ def _age(text: str) -> dt.timedelta:
         raise CommandError(f"--older-than {text!r}: write an age like 30m, 12h or 7d.")
     units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
     return dt.timedelta(**{units[match[2]]: float(match[1])})
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"

@@ -1,4 +1,4 @@
-"""`manage.py message_status`: counts and ages; exit code 1 if something is wrong."""
+"""`manage.py message_status`: counts and ages; exit 1 when messages do not move."""
 
 from __future__ import annotations
 
@@ -18,20 +18,26 @@ from ...monitoring.lengths import duration
 from ...monitoring.status import Place, Status
 from ...monitoring.turns import at_least
 from ...monitoring.waiting import CAP, Waiting, capped
+from ..terminal import printable
 from ._tables import require_tables
+
+#: The kinds of alarms about messages that do not move, or a database that does not
+#: answer. And the word for all that is no mere warning.
+STUCK, BAD = frozenset({"database", "newer-code", "order", "outage", "overdue"}), "bad"
 
 
 class Command(BaseCommand):
     """Print the state of messaging."""
 
-    help = "Counts and oldest ages of every state. Exits 1 when something is wrong."
+    help = "Counts and oldest ages of every state. Exits 1 when messages do not move."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true")
         parser.add_argument(
-            "--fail-on", metavar="KINDS", type=_kinds,
-            help="exit 1 only for these, with commas between them: "
-            + ", ".join(alarms.KINDS),
+            "--fail-on", metavar="KINDS", type=_kinds, default=STUCK,
+            help="exit 1 for these kinds of alarms, with commas between them, warnings "
+            f"included: {', '.join(alarms.KINDS)}; or for all but warnings: bad "
+            f"(default: {','.join(sorted(STUCK))}, without warnings)",
         )  # fmt: skip
         parser.add_argument(
             "--database", metavar="ALIAS", help="this one alone, of all that are in use"
@@ -51,12 +57,13 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(found, indent=2))
         else:
             self._print(picture, given_up)
-        chosen = options["fail_on"]
-        if any(
-            alarm.tone == "bad" if chosen is None else alarm.kind in chosen
-            for alarm in alarms.of(picture)
-        ):
-            sys.exit(1)
+        kinds = options["fail_on"]
+        for alarm in alarms.of(picture):
+            bad = alarm.tone == "bad"
+            if alarm.kind in kinds and (bad or kinds is not STUCK):
+                sys.exit(1)
+            if bad and BAD in kinds:
+                sys.exit(1)
 
     def _print(self, picture: Status, given_up: int) -> None:
         line = self.stdout.write
@@ -83,9 +90,9 @@ class Command(BaseCommand):
             for name, place in sorted(places.items()):
                 waits = place.waiting.count or place.line.count
                 if waits or place.dead or place.paused_at:
-                    line(f"  {title} {name}: {_place(place, now)}")
+                    line(f"  {title} {printable(name)}: {_place(place, now)}")
         for name, waiting in sorted(picture.queues.items()):
-            line(f"  queue {name}: {_waiting(waiting, now)}")
+            line(f"  queue {printable(name)}: {_waiting(waiting, now)}")
         if given_up:
             line(f"{'sessions given up in 24 h:':<31}{given_up}")
         living = picture.attendance.living
@@ -96,14 +103,14 @@ class Command(BaseCommand):
         )
         for alarm in alarms.of(picture):
             style = self.style.ERROR if alarm.tone == "bad" else self.style.WARNING
-            line(style(str(alarm)))
+            line(style(printable(str(alarm))))
         if picture.well:
             line(self.style.SUCCESS("All is well."))
 
 
-def _kinds(text: str) -> set[str]:
-    kinds = {kind.strip() for kind in text.split(",")}
-    if unknown := kinds - set(alarms.KINDS):
+def _kinds(text: str) -> frozenset[str]:
+    kinds = frozenset(kind.strip() for kind in text.split(","))
+    if unknown := kinds - {*alarms.KINDS, BAD}:
         raise argparse.ArgumentTypeError(f"{min(unknown)!r} is no kind of alarm")
     return kinds
 

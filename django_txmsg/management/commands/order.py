@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import OperationalError, router
+from django.db import OperationalError, router, transaction
 
 from ... import wire
 from ...models import InboxMessage
@@ -16,6 +16,7 @@ from ...monitoring import turns
 from ...monitoring.lengths import duration
 from ...monitoring.waiting import capped
 from ...runtime import database_health
+from .. import operator
 from ._tables import require_tables
 
 
@@ -46,7 +47,12 @@ class Command(BaseCommand):
     def _let_go(self, using: str, stage: str, key: str) -> None:
         rows = InboxMessage.objects.db_manager(using)
         try:
-            if rows.let_go(stage, key, link=wire.AFTER):
+            with transaction.atomic(using=using):
+                gone = rows.let_go(stage, key, link=wire.AFTER)
+                if gone:
+                    said = f"Let go of the first message of key {key} at stage {stage}."
+                    operator.record(using, said)
+            if gone:
                 self.stdout.write("It is due now, whatever it has waited for.")
                 return
         except OperationalError as error:

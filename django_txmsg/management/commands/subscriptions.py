@@ -7,16 +7,19 @@ import json
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import router
 
 from ...brokers import get_broker
 from ...brokers.base import Broker
 from ...errors import BrokerError, ConfigurationError
+from ...models import AuditEntry
 from ...models.fields import clock
 from ...models.queue import QueueMessage, queue_name
 from ...monitoring import attendance, subscriptions
 from ...monitoring.subscriptions import Subscription
 from ...monitoring.waiting import capped, in_queues
 from ...stages import all_stages
+from .. import operator
 from ..verb_parser import VerbParser
 from ._tables import require_tables
 
@@ -35,6 +38,7 @@ class Command(BaseCommand):
         ending = actions.add_parser("remove", help="end one, and delete what waits")
         ending.add_argument("topic", metavar="TOPIC")
         ending.add_argument("subscriber", metavar="SUBSCRIBER")
+        ending.add_argument("--dry-run", action="store_true", help="say how many wait")
         for one in (listing, ending):
             one.add_argument("--broker", default="default", metavar="ALIAS")
 
@@ -46,7 +50,9 @@ class Command(BaseCommand):
         if options["action"] == "list":
             self._list(broker, options["json"])
         else:
-            self._remove(broker, options["topic"], options["subscriber"])
+            self._remove(
+                broker, options["topic"], options["subscriber"], options["dry_run"]
+            )
 
     def _list(self, broker: Broker, as_json: bool) -> None:
         using = _tables_of(broker)
@@ -78,7 +84,9 @@ class Command(BaseCommand):
         if not known:
             self.stdout.write("Nobody has subscribed to a topic.")
 
-    def _remove(self, broker: Broker, topic: str, subscriber: str) -> None:
+    def _remove(
+        self, broker: Broker, topic: str, subscriber: str, dry_run: bool
+    ) -> None:
         using = _tables_of(broker)
         if using is not None:
             stages = [one for one in all_stages() if one.destination == topic]
@@ -101,11 +109,21 @@ class Command(BaseCommand):
                 f"or at work: it would miss messages. Remove the stage first, and stop "
                 f"the processes that run it."
             )
+        waiting = {one.name: one.count for one in in_queues(using)} if using else {}
+        lost = waiting.get(queue_name(topic, subscriber), 0)
+        said = f"the subscription {subscriber} to {topic}"
+        said += f", with {capped(lost)} messages." if lost else "."
+        if dry_run:
+            self.stdout.write(f"Would remove {said}")
+            return
+        # First: the messages are deleted in many transactions.
+        home = using or router.db_for_write(AuditEntry)
+        operator.record(home, f"Remove {said}")
         try:
             broker.unsubscribe(topic, subscriber)
         except BrokerError as error:
             raise CommandError(f"It is not removed: {error}") from error
-        self.stdout.write(f"Removed the subscription {subscriber} to {topic}.")
+        self.stdout.write(f"Removed {said}")
 
     def _known(self, using: str) -> list[Subscription]:
         require_tables(using)

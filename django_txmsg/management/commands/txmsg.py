@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand
 
 from ... import __name__ as package
 from ..alive import Command as Alive
+from ..audit import Command as Audit
 from ..contracts import Command as Contracts
 from ..doctor import Command as Doctor
 from ..init import Command as Init
@@ -30,6 +31,7 @@ class Command(BaseCommand):
         )
         self._verbs: dict[str, BaseCommand] = {
             "alive": Alive(),
+            "audit": Audit(),
             "cancel": Cancel(),
             "contracts": Contracts(),
             "doctor": Doctor(),

@@ -1,0 +1,33 @@
+"""What operators did, by page or command: written in the transaction of the deed."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models.functions import Now
+
+
+class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The one way in which entries are made."""
+
+    def record(self, by: str, text: str) -> None:
+        """Record a deed. Call it in the transaction of the deed, in its database."""
+        # PostgreSQL stores no NUL.
+        self.create(by=by[:255], text=text.replace("\x00", "")[:4000])
+
+
+class AuditEntry(models.Model):
+    """One deed of one operator. `by` is a user of the admin, or "command: USER"."""
+
+    id = models.BigAutoField(primary_key=True)
+    at = models.DateTimeField(db_default=Now())
+    by = models.CharField(max_length=255)
+    text = models.TextField()
+
+    objects = AuditManager()
+
+    class Meta:
+        verbose_name = "audit entry"
+        verbose_name_plural = "audit entries"
+
+    def __str__(self) -> str:
+        return self.text
