@@ -298,13 +298,13 @@ def _check(
     for name, given in (("concurrency", concurrency), ("batch", batch)):
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ConfigurationError(
-                f"{name}={given!r} is no whole number of 1 or more."
+                f"{name}={given!r} is not a whole number of 1 or more."
             )
     if batch > 1 and transaction != "outbox":
         raise ConfigurationError('batch needs transaction="outbox".')
     if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
         raise ConfigurationError(
-            f"timeout={timeout!r} is no number of seconds above 0, and a week at most."
+            f"timeout={timeout!r} is not a number of seconds above 0, at most a week."
         )
     if ordered is not None and ordered not in ORDERS:
         raise ConfigurationError(

@@ -143,7 +143,7 @@ class MessagePages:
                 lambda: reschedule_message(message_id, delay=delay),
             )  # fmt: skip
         except (InvalidMessage, OverflowError, ValueError):
-            messages.error(request, f"{given[:20]!r} is no number of minutes.")
+            messages.error(request, f"{given[:20]!r} is not a number of minutes.")
             return led(request, MESSAGE, message_id)
 
     def _done(

@@ -157,7 +157,7 @@ def _imported(alias: str, path: str) -> type[Broker]:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Broker)):
         raise ConfigurationError(
-            f"The BACKEND of broker {alias!r}, {path!r}, is no subclass of "
+            f"The BACKEND of broker {alias!r}, {path!r}, is not a subclass of "
             "django_txmsg.brokers.Broker."
         )
     return found

@@ -180,7 +180,7 @@ class DatabaseSession(Session):
                 if self._delete(acks) < len(acks):
                     raise DeliveryLost(
                         "the lease of a delivery ended before its transaction; "
-                        "somebody else has the message. Raise the broker URL's lease"
+                        "another worker has the message. Raise the broker URL's lease"
                     )
                 self._insert(self._enlisted)
 

@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 #: RabbitMQ's plugin sends an error for a message that it refuses, but for a negative
 #: confirm its connection process just ends.
 _WORDLESS = (
-    "RabbitMQ ended the connection without a word, as it does by STOMP when a queue is "
-    "full and refuses more:"
+    "RabbitMQ ended the connection without an error, as it does by STOMP when a queue "
+    "is full and refuses more:"
 )
 
 

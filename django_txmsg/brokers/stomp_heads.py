@@ -52,7 +52,7 @@ class Heads:
         unusual: the session then checks it."""
         try:
             encoded = self._encoded(one)
-        except (AttributeError, TypeError, UnicodeEncodeError):  # a header is no text
+        except (AttributeError, TypeError, UnicodeEncodeError):  # a header is not text
             encoded = None
         return encoded or (one.destination, self._message(one))
 

@@ -123,8 +123,8 @@ def _aliases() -> Iterator[CheckMessage]:
     if direct is not None and direct not in django_settings.DATABASES:
         yield Error(
             f'TXMSG["LISTEN_DATABASE"] is {direct!r}, which is not in DATABASES.',
-            hint="Name the alias of a direct way to the outbox's database, or leave it "
-            "out.",
+            hint="Name the alias of a direct connection to the outbox's database, or "
+            "leave it out.",
             id="txmsg.E030",
         )
 

@@ -65,13 +65,15 @@ def _checked(delivery: Delivery, stage: Stage) -> str:
         )
     own = headers.get(wire.MESSAGE_ID)
     if own is not None and _uuid(own) is None:
-        raise DecodeError("malformed_id", f"{wire.MESSAGE_ID} is no UUID: {own[:80]!r}")
+        raise DecodeError(
+            "malformed_id", f"{wire.MESSAGE_ID} is not a UUID: {own[:80]!r}"
+        )
     others = wire.others_id(stage.broker, headers)
     if own is None and others is None and not delivery.broker_message_id:
-        raise DecodeError("missing_id", "neither txmsg-id nor message-id is there")
+        raise DecodeError("missing_id", "it has neither txmsg-id nor message-id")
     content_type = headers.get(wire.CONTENT_TYPE, wire.BYTES)
     if "/" not in content_type:
-        raise DecodeError("content_type", f"no media type: {content_type[:80]!r}")
+        raise DecodeError("content_type", f"not a media type: {content_type[:80]!r}")
     return content_type
 
 

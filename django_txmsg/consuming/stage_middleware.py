@@ -139,7 +139,7 @@ class Chain:
         if not call.called:
             raise MiddlewareMisused(
                 "A middleware returned without calling call_next(message): the handler "
-                "did not run. Raise Refuse to be rid of a message."
+                "did not run. Raise Refuse to bury a message."
             )
         return result
 

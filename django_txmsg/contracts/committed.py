@@ -26,11 +26,11 @@ def read(file: Path) -> Contract:
             f"contracts export"
         ) from None
     except ValueError as error:
-        raise ConfigurationError(f"{file} is no JSON: {error}.") from error
+        raise ConfigurationError(f"{file} is not JSON: {error}.") from error
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error}.") from error
     if not isinstance(found, dict) or "asyncapi" not in found:
-        raise ConfigurationError(f"{file} is no AsyncAPI document.")
+        raise ConfigurationError(f"{file} is not an AsyncAPI document.")
     return found
 
 

@@ -15,7 +15,7 @@ from .document import READABLE_FROM, READERS, VERSION, Contract, schema_of
 
 #: The two directions, as reported.
 OLD_MESSAGES = "new code cannot read messages that are on their way"
-OLD_READERS = "code that runs already cannot read the new messages"
+OLD_READERS = "running code cannot read the new messages"
 
 
 class Change(NamedTuple):

@@ -86,7 +86,7 @@ def insist_on_few_ids(filters: Mapping[str, Any]) -> None:
     number = len(filters.get("ids", ()))
     if number > MOST_IDS:
         raise TxmsgError(
-            f"{number:,} dead letters are too many to be named one by one (at most "
+            f"{number:,} dead letters are too many to select by id (at most "
             f"{MOST_IDS:,}): choose them by a filter."
         )
 

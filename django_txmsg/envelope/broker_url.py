@@ -95,7 +95,7 @@ def read_address(text: str, default_port: int) -> tuple[str, int]:
     if not host or (
         port and not (port.isascii() and port.isdigit() and int(port) < 65536)
     ):
-        raise ValueError(f"{text!r} is no host and port.")
+        raise ValueError(f"{text!r} is not a host and port.")
     return unquote(host), int(port) if port else default_port
 
 

@@ -74,7 +74,7 @@ class Cron:
             found = CronSim(self.expression, local, reverse=reverse)
         except (CronSimError, AttributeError) as error:
             raise ConfigurationError(
-                f"{self.expression!r} is no cron expression: {error}. It has five "
+                f"{self.expression!r} is not a cron expression: {error}. It has five "
                 f'fields, like "*/5 * * * *": minute, hour, day, month, weekday.'
             ) from None
         return (tick.astimezone(UTC) for tick in found)

@@ -39,8 +39,8 @@ class MessageType:
     def __post_init__(self) -> None:
         if self.name and not is_name(self.name):
             raise ConfigurationError(
-                f"{self.name[:80]!r} is no name of a message type: use letters, "
-                f"digits, '.', '-' and '_', at most {MAX_NAME_LENGTH} of them."
+                f"{self.name[:80]!r} is not a valid name of a message type: use "
+                f"letters, digits, '.', '-' and '_', at most {MAX_NAME_LENGTH} of them."
             )
         oldest = self.version if self.readable_from is None else self.readable_from
         if not 1 <= oldest <= self.version <= MAX_VERSION:
@@ -89,7 +89,7 @@ def name_of(cls: type, label: str) -> str:
     name = plain.encode("ascii", "backslashreplace").decode().replace("\\", "")
     if not is_name(name):
         raise ConfigurationError(
-            f"{name[:80]!r} is no name of a message type. Give the class one: "
+            f"{name[:80]!r} is not a valid name of a message type. Give the class one: "
             f"@message_type(…)."
         )
     return name

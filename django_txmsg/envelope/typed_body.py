@@ -162,7 +162,7 @@ def _json_text(body: bytes, content_type: str) -> bytes:
     if given.startswith("text/"):
         text: str = serializers.decode(body, content_type)
         return text.encode()
-    raise DecodeError("invalid_body", f"content-type: {given[:80]!r} is no JSON")
+    raise DecodeError("invalid_body", f"content-type: {given[:80]!r} is not JSON")
 
 
 def _is_annotated(annotation: Any) -> bool:

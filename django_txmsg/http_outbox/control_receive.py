@@ -116,7 +116,7 @@ def _look_safely(
     control: ControlMessage, look: Look, dispatch: Callable[[str, uuid.UUID], Any]
 ) -> str:
     """Return the session's outcome, or raise LookAgain, whatever fails."""
-    looking = database_health.retry(control.using, "sessions cannot be looked after")
+    looking = database_health.retry(control.using, "sessions cannot be checked")
     if not looking.ready:
         raise LookAgain(look.pause(0.2, 5.0))
     try:
@@ -129,13 +129,13 @@ def _look_safely(
         elif isinstance(error, BrokerError):
             log.info("session %s waits: %s", control.session_id, error)
         else:
-            log.exception("cannot look after session %s yet", control.session_id)
+            log.exception("cannot check session %s yet", control.session_id)
         if database_health.is_away(error) or look.patient():
             raise LookAgain(look.pause(0.2, 5.0)) from error
     else:
         looking.worked()
         return outcome
-    return _left_to_relay(control, "looking after it fails again and again")
+    return _left_to_relay(control, "checking it fails again and again")
 
 
 def _look(
@@ -210,7 +210,7 @@ def _look_at_group(
     has ended."""
     using, group = control.using, control.session_id
     if control.joined_until is None:
-        raise ValueError("a control group's message does not say until when it is one")
+        raise ValueError("a control group's message has no end")
     verdict = control_group_lock.ask(using, group, control.joined_until)
     if verdict is not control_group_lock.Verdict.OVER:
         if _left_behind(using, group):
@@ -247,7 +247,9 @@ def _ship(
         # Its own process or a relay is sending, or died while sending; or an earlier
         # message of the same key must go first.
         raise LookAgain(look.pause(0.05, 1.0))
-    return _left_to_relay(control, f"{pending.due} messages are due and not to be had")
+    return _left_to_relay(
+        control, f"{pending.due} messages are due, but claimed or held back"
+    )
 
 
 def _left_to_relay(control: ControlMessage, why: str) -> str:

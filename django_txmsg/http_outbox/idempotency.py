@@ -57,7 +57,7 @@ def impossible() -> HttpResponse:
     return _problem(
         400,
         "Idempotency-Key is not supported here",
-        "A repeated request would be done again. Send it without the header.",
+        "A repeated request would be executed again. Send it without the header.",
     )
 
 
@@ -80,7 +80,7 @@ def claim(request: HttpRequest, using: str) -> HttpResponse | None:
         return _problem(
             400,
             "Idempotency-Key needs a caller",
-            "Nobody can tell whether a repeated request comes from you. Log in, or "
+            "It cannot be proved that a repeated request comes from you. Log in, or "
             "send it without the header.",
         )
     try:
@@ -154,7 +154,7 @@ def _replay(stored: IdempotencyKey) -> HttpResponse:
     if stored.status_code is None or stored.body is None:
         return _problem(
             409,
-            "The request was done already",
+            "The request was executed already",
             "Its response was a stream or very large, and was not kept.",
         )
     response = HttpResponse(bytes(stored.body), status=stored.status_code)
@@ -255,7 +255,7 @@ def _fingerprint(request: HttpRequest) -> str:
 def _in_progress() -> HttpResponse:
     response = _problem(
         409,
-        "A request with this Idempotency-Key is being done",
+        "A request with this Idempotency-Key is being executed",
         "Wait for its response, or send it again in a moment.",
     )
     response["Retry-After"] = "1"

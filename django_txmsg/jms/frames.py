@@ -233,7 +233,7 @@ class FrameParser:
         command, headers, problem = _read_headers(buffer[start : blank.start()])
         length = headers.get("content-length", "")
         if length and not (length.isascii() and length.isdigit()):
-            problem = problem or f"content-length {length[:80]!r} is no number"
+            problem = problem or f"content-length {length[:80]!r} is not a number"
             length = ""
         if len(length.lstrip("0")) > _MOST_DIGITS:
             raise ProtocolError(f"a frame of {length[:80]} bytes is out of all reason")

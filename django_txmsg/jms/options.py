@@ -101,10 +101,10 @@ def read_url(url: str, given: dict[str, Any]) -> tuple[Options, list[tuple[str, 
         parts = split_url(url)
         query = read_query(parts)
     except ValueError as error:
-        raise ValueError(f"{shown} is no broker URL: {error}") from None
+        raise ValueError(f"{shown} is not a broker URL: {error}") from None
     if parts.scheme not in DEFAULT_PORTS:
         raise ValueError(
-            f"{shown} is no broker URL: it starts with "
+            f"{shown} is not a broker URL: it starts with "
             f"{' or '.join(f'{scheme}://' for scheme in DEFAULT_PORTS)}."
         )
     credentials, _, hosts = parts.netloc.rpartition("@")

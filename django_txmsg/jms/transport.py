@@ -181,7 +181,7 @@ class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types
                 limit, silent = self.silence_limit, time.monotonic() - last
                 if limit is not None and silent >= limit:
                     raise TimeoutError(
-                        f"no heart-beat from the broker for {silent:.1f} s"
+                        f"no heartbeat from the broker for {silent:.1f} s"
                     ) from None
                 # Without a limit yet, check again soon: CONNECTED is about to set it.
                 selector.select(0.5 if limit is None else limit - silent)

@@ -25,9 +25,9 @@ class Command(BaseCommand):
         actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
         export = actions.add_parser("export", help="Write the contract's file.")
         check = actions.add_parser(
-            "check", help="Exit 1 when a change breaks somebody."
+            "check", help="Exit 1 if a change breaks a sender or receiver."
         )
-        bury = actions.add_parser("bury", help="Bury what needs newer code.")
+        bury = actions.add_parser("bury", help="Bury messages that need newer code.")
         bury.add_argument("--stage", default="", help="Of this stage alone.")
         bury.add_argument("--database", metavar="ALIAS", default="default")
         for action in (export, check):
@@ -67,7 +67,7 @@ class Command(BaseCommand):
         elif committed.write(file, contract):
             self.stdout.write(f"Wrote {file}.")
         else:
-            self.stdout.write(f"{file} is as the code has it.")
+            self.stdout.write(f"{file} matches the code.")
 
     def _check(self, options: dict[str, Any]) -> None:
         file = committed.path(options["file"])
@@ -85,9 +85,9 @@ class Command(BaseCommand):
             if not broken:
                 same = document.text(now) == document.text(before)
                 self.stdout.write(
-                    "The contract is as the code has it."
+                    "The contract matches the code."
                     if same
-                    else "What has changed breaks nobody. Write it down with: "
+                    else "Nothing that has changed is breaking. Write it down with: "
                     "manage.py txmsg contracts export"
                 )
         if broken:

@@ -218,7 +218,7 @@ def _isolation(alias: str) -> Examined:
     return Examined(
         subject,
         WARNING,
-        f"{level}: transactions that meet are retried",
+        f"{level}: conflicting transactions are retried",
         "READ COMMITTED suffices. Ask for more where a stage needs it: "
         '@stage(isolation="serializable").',
     )
@@ -233,7 +233,7 @@ def _notifications(alias: str) -> Examined:
     finally:
         connections[alias_of(alias)].close()
     if heard:
-        return Examined(subject, GOOD, "a notification was heard")
+        return Examined(subject, GOOD, "a notification was received")
     if heard is None:
         return Examined(
             subject,
@@ -244,8 +244,8 @@ def _notifications(alias: str) -> Examined:
     return Examined(
         subject,
         WARNING,
-        "a notification was not heard: workers poll",
-        "Behind a pooler in transaction mode, name a direct way in "
+        "a notification was not received: workers poll",
+        "Behind a pooler in transaction mode, name a direct connection in "
         'TXMSG["LISTEN_DATABASE"].',
     )
 
@@ -306,7 +306,7 @@ def _workers(home: str) -> Iterator[Examined]:
         yield Examined("relay", GOOD, "at work")
     else:
         waits = OutboxMessage.objects.using(home).filter(dispatched_at=None)[:1]
-        said = "none is at work, and messages wait" if waits else "none is at work"
+        said = "none is running, and messages wait" if waits else "none is running"
         yield Examined("relay", WARNING, said, start)
     alone = present.unattended([stage.name for stage in all_stages()])
     if alone:

@@ -46,8 +46,8 @@ class _PerMessage(BaseCommand):
                 left.append(str(message_id))
         if left:
             raise CommandError(
-                f"Not {self.done}, since no longer pending, just on its way or not "
-                f"here: {', '.join(left)}."
+                f"Not {self.done}, because no longer pending, being sent now, or "
+                f"unknown: {', '.join(left)}."
             )
 
     def change(self, message_id: uuid.UUID, options: dict[str, Any]) -> bool:

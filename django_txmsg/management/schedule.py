@@ -96,5 +96,5 @@ def _told(one: Timing) -> dict[str, Any]:
 def _state(one: Timing) -> str:
     if one.paused and one.row is not None:
         why = f": {one.row.paused_why}" if one.row.paused_why else ""
-        return f"  PAUSED by {one.row.paused_by or 'somebody'}{why}"
+        return f"  PAUSED by {one.row.paused_by or 'unknown'}{why}"
     return "  OVERDUE" if one.overdue else ""

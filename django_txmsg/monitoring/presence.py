@@ -89,5 +89,5 @@ class Presence:
         self._quietly(lambda: workers.filter(name=self.name).delete())
 
     def _quietly(self, action: Callable[[], object]) -> None:
-        what = f"worker {self.name} cannot tell that it lives"
+        what = f"worker {self.name} cannot write its heartbeat"
         database_health.retry(self._using, what).run(action)

@@ -161,11 +161,13 @@ def _why(using: str, row: InboxMessage | None, before: uuid.UUID | None) -> str:
         sent = OutboxMessage.objects.using(using).filter(message_id=before)
         if sent.filter(dead_at__isnull=False).exists():
             return "which its relay has given up"
-        return "which has not come"
+        return "which has not arrived"
     if row.dead_at is not None:
         return "which is dead"
     if row.waits_for is not None:
         return "which waits for it in a circle"
     if row.due_at is not None:
         return "which waits for its redelivery"
-    return "which has not come back" if row.processed_at is None else "which is done"
+    if row.processed_at is None:
+        return "which has not been redelivered"
+    return "which is processed"

@@ -70,7 +70,7 @@ class _Notifier:
                 except RuntimeError as error:
                     # At the end of a process no thread starts: the next poll finds the
                     # rows.
-                    log.debug("nobody is notified: %s", error)
+                    log.debug("cannot notify: %s", error)
                     return
                 self._thread, self._running = thread, True
         self._awake.set()

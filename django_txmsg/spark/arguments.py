@@ -21,14 +21,14 @@ def duration(text: str) -> dt.timedelta:
 def positive(text: str) -> int:
     """Return a number that is 1 or more."""
     if not text.strip().isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
 
 def pause(text: str) -> dt.timedelta:
     """Return a duration above zero."""
     if not (found := duration(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time at all")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration above zero")
     return found
 
 

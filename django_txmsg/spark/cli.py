@@ -94,7 +94,7 @@ def add_jobs(
     reconcile.add_argument("--late-after", type=duration, default=dt.timedelta(hours=1))
     reconcile.add_argument(
         "--fail-on", choices=("lost", "new", "findings", "never"), default="lost",
-        help="which findings that nobody has acknowledged make the exit code 1; new: "
+        help="which unacknowledged findings make the exit code 1; new: "
         "what is lost, and no run before has found",
     )  # fmt: skip
     reconcile.add_argument(

@@ -146,7 +146,7 @@ class LakeTable:
         if missing := sorted(there.keys() - named):
             raise EnvironmentFault(
                 f"{self.uri} was to name {missing[0]}, and does not: the log of this "
-                "table is another's, or somebody has taken the file out at once."
+                "table is another's, or the file was removed at once."
             )
         insist_on(self.files, there)
         return version

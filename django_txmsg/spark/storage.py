@@ -131,7 +131,7 @@ def insist_on(files: fs.FileSystem, sizes: Mapping[str, int]) -> None:
             found = "is gone" if info.size is None else f"has {info.size} bytes"
             raise EnvironmentFault(
                 f"The lake's file {path} was written with {sizes[path]} bytes, and "
-                f"{found}: somebody has removed or changed it. Run again."
+                f"{found}: it was removed or changed. Run again."
             )
 
 

@@ -210,7 +210,7 @@ class Peer:
         # Generous: only a client that sends none at all fails the test.
         limit = 3 * self._beats_due + 1.0
         if not self.stalled and time.monotonic() - self.last_read > limit:
-            self.conversation.protest(f"no heart-beat for {limit:g} s")
+            self.conversation.protest(f"no heartbeat for {limit:g} s")
             return
         self.broker.loop.call_later(self._beats_due, self._check_beats)
 

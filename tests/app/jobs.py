@@ -40,7 +40,7 @@ def meaning_of_life() -> int:
 
 @task
 def lose_delivery() -> str:
-    """Be done when somebody else has the message already, as after a long sleep."""
+    """Be done when another worker has the message already, as after a long sleep."""
     QueueMessage.objects.update(lease_token=uuid.uuid4())
     return "done"
 

@@ -95,8 +95,8 @@ def test_one_that_is_down_keeps_messages_in_the_outbox(destination: str) -> None
     [
         ("tests.nowhere.Broker", "cannot be imported"),
         ("tests.redis_broker.Nobody", "cannot be imported"),
-        ("tests.redis_broker.RedisSession", "is no subclass"),
-        ("RedisBroker", "is no subclass"),
+        ("tests.redis_broker.RedisSession", "is not a subclass"),
+        ("RedisBroker", "is not a subclass"),
     ],
 )
 def test_what_is_no_broker_is_named(path: str, why: str) -> None:

@@ -108,7 +108,7 @@ def test_a_stage_without_a_worker_is_named_until_one_runs() -> None:
         (stages,) = of(examined, "stages")
         assert stages["state"] == "warning"
         assert "tests.doctored" in stages["said"]
-        assert of(examined, "relay")[0]["said"].startswith("none is at work")
+        assert of(examined, "relay")[0]["said"].startswith("none is running")
 
         with ManageProcess("relay"):
             wait_until(lambda: of(doctor()[1], "relay")[0]["state"] == "good")

@@ -183,7 +183,7 @@ def test_a_connection_that_hangs_is_noticed_by_heartbeats(
 
         wait_until(lambda: connection.failed)
 
-    assert "no heart-beat" in str(connection.error)
+    assert "no heartbeat" in str(connection.error)
 
 
 def test_a_transaction_receives_sends_and_acknowledges_as_one(

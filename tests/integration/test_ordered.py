@@ -593,7 +593,7 @@ def test_an_operator_lets_a_key_go() -> None:
         _, one, two = taken(stage.destination)
         deliver(stage.destination, two, one)
         step(stage, times=2)
-        assert "which has not come" in printed("order", "list")
+        assert "which has not arrived" in printed("order", "list")
         with pytest.raises(CommandError, match="waits at stage"):
             call_command("order", "let_go", "--stage", stage.name, "--key", "other")
         printed("order", "let_go", "--stage", stage.name, "--key", "k")

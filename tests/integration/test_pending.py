@@ -301,7 +301,7 @@ def test_the_console_cancels_and_reschedules_with_its_permissions(
 
     for minutes in ("much", "-1", "1e300", "nan"):
         said = ada.post(f"{page}reschedule/", {"minutes": minutes}, follow=True)
-        assert "is no number of minutes" in said.content.decode()
+        assert "is not a number of minutes" in said.content.decode()
     ada.post(f"{page}reschedule/", {"minutes": "90"})
     said = ada.post(f"{page}cancel/", {"why": "<b>twice</b>"}, follow=True)
     assert "Cancelled the message." in said.content.decode()

@@ -476,7 +476,7 @@ def test_a_typed_destination_recurs() -> None:
     [
         (5, "must be a dict like"),
         ({"EVERY": "* * * * *"}, "must be a dict like"),
-        ({"EVERY": "often", "DESTINATION": "a"}, "no cron expression"),
+        ({"EVERY": "often", "DESTINATION": "a"}, "not a cron expression"),
         ({"EVERY": "* * * * *", "DESTINATION": "a b"}, "cannot be used"),
         ({"EVERY": "* * * * *", "DESTINATION": "a", "TZ": "Mars"}, "No time zone"),
         ({"EVERY": "* * * * *", "DESTINATION": "a", "BODI": 1}, 'mean "BODY"'),

@@ -448,7 +448,7 @@ def test_what_a_reconciliation_has_found_is_replayed(
     run(spec, "reconcile", "--grace", "0s", "--dry-run")
     assert run(spec, *replay, "--run", first)["rows"] == 0
     for words, says in (
-        (["--verdict", "lost"], "no finding"),
+        (["--verdict", "lost"], "not a finding"),
         (["--verdict", "dead", "--run", "x"], "the run x"),
         ([], "Which messages"),
     ):

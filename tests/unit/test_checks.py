@@ -101,7 +101,7 @@ def test_naive_instants_are_an_error() -> None:
         ("amqp://localhost?ca=x.pem", "need an amqps:// URL"),
         ("database://nowhere", "no database 'nowhere'"),
         ("database://?lease=soon", "lease=soon"),
-        ("stomp://localhost:port", "is no host and port"),
+        ("stomp://localhost:port", "is not a host and port"),
         ("stomp://[::1", "an IPv6 address is not closed"),
         ("stomp://localhost?hartbeat=3", "Did you mean 'heartbeat'?"),
         ("stomp+ssl://localhost?ca=/no/such/file", "No such file"),

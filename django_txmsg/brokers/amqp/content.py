@@ -71,7 +71,7 @@ def encode(headers: Mapping[str, str], expiration: int | None) -> bytes:
             table += struct.pack(">I", len(written))
             table += written
     except UnicodeEncodeError as error:
-        raise DispatchRejected(f"a header is no text: {error}") from error
+        raise DispatchRejected(f"a header is not text: {error}") from error
     if expiration is not None:
         short["expiration"] = str(expiration).encode()
     flags, out = 0x3000, bytearray()
@@ -154,7 +154,7 @@ class Reader:
         try:
             return piece.decode()
         except UnicodeDecodeError as error:
-            self.problem = self.problem or f"one of its headers is no text: {error}"
+            self.problem = self.problem or f"one of its headers is not text: {error}"
             return piece.decode(errors="backslashreplace")
 
     def _fields(self, end: int) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Link:
                 self.beat()
                 heard_at = max(listening, self.transport.heard_at)
                 if time.monotonic() - heard_at > 2 * self.heartbeat:
-                    raise TimeoutError("the broker's heart-beats have stopped")
+                    raise TimeoutError("the broker's heartbeats have stopped")
                 left = min(left, self.heartbeat / 2)
             if not self.transport.read(left) and time.monotonic() >= deadline:
                 return False

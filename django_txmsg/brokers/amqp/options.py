@@ -75,7 +75,7 @@ def read_url(url: str) -> tuple[Options, list[tuple[str, int]]]:
         if parts.fragment:
             raise ValueError('percent-encode a "#"')
     except ValueError as error:
-        raise ValueError(f"{shown} is no broker URL: {error}") from None
+        raise ValueError(f"{shown} is not a broker URL: {error}") from None
     credentials, at, hosts = parts.netloc.rpartition("@")
     user, colon, password = credentials.partition(":")
     given: dict[str, str] = {}

@@ -129,7 +129,7 @@ class Transport:
             closed_well = self._received[end] == _END
             del self._received[: end + 1]
             if not closed_well:
-                raise OSError("the broker sent what is no frame of AMQP")
+                raise OSError("the broker sent something that is not an AMQP frame")
             yield kind, channel, payload
 
     def close(self) -> None:

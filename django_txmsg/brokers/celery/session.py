@@ -235,8 +235,8 @@ def _publication(outgoing: Outgoing) -> Publication:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DispatchRejected(
-            f"it is no Celery task's message ({type(error).__name__}: {error}): call "
-            f"the task, and send other messages to another broker"
+            f"it is not the message of a Celery task ({type(error).__name__}: "
+            f"{error}): call the task, and send other messages to another broker"
         ) from error
     if wire.TRACEPARENT in headers:
         found.headers.setdefault(wire.TRACEPARENT, headers[wire.TRACEPARENT])

@@ -229,7 +229,7 @@ def _place(place: Place, now: dt.datetime) -> str:
             f"{at_least(place.line)}"
         )
     if place.full_since is not None:
-        parts.append("receives nothing, as too many wait")
+        parts.append("receives nothing, because too many wait")
     if place.newer is not None:
         parts.append(f"{capped(place.newer.count)} of them need newer code")
     if place.dead:

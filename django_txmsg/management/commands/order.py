@@ -65,7 +65,7 @@ class Command(BaseCommand):
         if rows.behind(stage, key, 1):
             raise CommandError(
                 f"Nothing is changed: the first message of key {key!r} at stage "
-                f"{stage!r} went by itself just now."
+                f"{stage!r} has just started by itself."
             )
         raise CommandError(f"No message of key {key!r} waits at stage {stage!r}.")
 

@@ -82,7 +82,7 @@ class Command(BaseCommand):
                 + (", abandoned" if one.abandoned else "")
             )
         if not known:
-            self.stdout.write("Nobody has subscribed to a topic.")
+            self.stdout.write("There are no subscriptions.")
 
     def _remove(
         self, broker: Broker, topic: str, subscriber: str, dry_run: bool
@@ -99,15 +99,15 @@ class Command(BaseCommand):
             )
             named = {*used, *(one.subscriber for one in known)}
             if subscriber not in named and not lying.exists():
-                raise CommandError(f"Nobody subscribes to {topic} as {subscriber!r}.")
+                raise CommandError(f"{subscriber!r} does not subscribe to {topic}.")
         else:
             # A server may allow only one subscription of a name, whatever the topic.
             used = [one.subscriber for one in all_stages()]
         if subscriber in used:
             raise CommandError(
                 f"{subscriber!r} is the subscription of a stage that is declared here, "
-                f"or at work: it would miss messages. Remove the stage first, and stop "
-                f"the processes that run it."
+                f"or run by a live process: it would miss messages. Remove the stage "
+                f"first, and stop the processes that run it."
             )
         waiting = {one.name: one.count for one in in_queues(using)} if using else {}
         lost = waiting.get(queue_name(topic, subscriber), 0)

@@ -49,7 +49,8 @@ def _listed(noted: Noted, which: Which, everything: bool, run: Run) -> Outcome:
     for one in found[:SHOWN]:
         line = (
             f"{one['verdict']}: {one['message_id']} to {one['destination']} from "
-            f"{one['sender'] or 'nobody known'} at {one['consumer'] or 'nobody'}, "
+            f"{one['sender'] or 'an unknown sender'} at "
+            f"{one['consumer'] or 'no consumer'}, "
             f"found {_age(now - one['found_at'])} ago"
         )
         if one["acknowledged_at"]:

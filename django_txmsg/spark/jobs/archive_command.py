@@ -143,9 +143,7 @@ def ages(spec: JobSpec, given: argparse.Namespace) -> dict[str, dt.timedelta]:
     found = {name: _age(name, spec, given) for name in given.table or TABLES}
     chosen = {name: age for name, age in found.items() if age is not None}
     if not chosen:
-        raise UsageError(
-            "Nothing says how old a row must be: give --older-than, or a retention."
-        )
+        raise UsageError("No age is given: give --older-than, or a retention.")
     return chosen
 
 

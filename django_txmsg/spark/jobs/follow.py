@@ -277,7 +277,7 @@ class Follower:
         new = measures.lost(connection, self.source, LOST)
         if not (found_by or new or new is None):
             return
-        said = found_by or "Found while nobody followed, new: "
+        said = found_by or "Found while `follow` was not running, new: "
         listed = ", ".join(f"{count:,} {name}" for name, count in (new or {}).items())
         Alerts(connection, self.source.service).weigh(
             "lost", sum((new or {}).values()), 0, f"{said}{listed or 'nothing'}.",

@@ -70,7 +70,7 @@ def run_replay(
         raise UsageError("Which messages? Give --where, or --verdict.")
     if options.verdict and options.verdict not in FINDINGS:
         raise UsageError(
-            f"{options.verdict!r} is no finding; there are {', '.join(FINDINGS)}."
+            f"{options.verdict!r} is not a finding; there are {', '.join(FINDINGS)}."
         )
     source = spec.service()
     table = DEAD_LETTERS if options.table == "dead_letters" else OUTBOX

@@ -100,14 +100,12 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     if new := sum(found.fresh.values()):
         lines.append(f"  {new:,} findings are new.")
     if unseen := sum(found.unseen.values()):
-        lines.append(
-            f"  {unseen:,} findings nobody has acknowledged: `pipeline findings`."
-        )
+        lines.append(f"  {unseen:,} findings not acknowledged: `pipeline findings`.")
     for one in found.examples:
         lines.append(
             f"  {one['verdict']}: {one['message_id']} to {one['destination']}"
-            f" from {one['sender'] or 'nobody known'} at {one['consumer'] or 'nobody'},"
-            f" sent {one['sent_at']}"
+            f" from {one['sender'] or 'an unknown sender'} at "
+            f"{one['consumer'] or 'no consumer'}, sent {one['sent_at']}"
             + f", known since {one['known_since']}"
             * bool(one["known_since"])
         )

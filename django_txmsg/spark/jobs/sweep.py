@@ -76,7 +76,7 @@ def run_sweep(
             continue  # `reconcile` is at it: the next run sweeps them
         except CommitFailedError as error:
             raise EnvironmentFault(
-                f"{name} was changed by somebody else meanwhile ({error}). Run again."
+                f"{name} was changed by another process meanwhile ({error}). Run again."
             ) from error
         bar.advance(1)
     bar.stop()

@@ -174,10 +174,7 @@ def _section(title: str, said: str, content: str) -> str:
 
 def _verdicts(found: Findings) -> str:
     if found.judged_at is None:
-        return (
-            '<p class="none">Nobody has compared them yet: '
-            "<code>pipeline reconcile</code>.</p>"
-        )
+        return '<p class="none">Not compared yet: <code>pipeline reconcile</code>.</p>'
     counts = ", ".join(
         f"{number(count)} {escape(kind.replace('_', ' '))}"
         for kind, count in sorted(found.verdicts.items(), key=lambda one: -one[1])
@@ -191,8 +188,8 @@ def _verdicts(found: Findings) -> str:
     body = "".join(
         f'<tr><th scope="row">{escape(row["verdict"].replace("_", " "))}<br><small>'
         f"{escape(row['message_id'])}</small></th>"
-        f"<td>{escape(row['sender'] or 'nobody known')} → {escape(row['destination'])}"
-        f"<br><small>{escape(row['consumer'])}</small></td>"
+        f"<td>{escape(row['sender'] or 'unknown sender')} → "
+        f"{escape(row['destination'])}<br><small>{escape(row['consumer'])}</small></td>"
         f"<td>{_stamp(row['sent_at'])}</td>"
         f'<td class="n">{duration((found.until - row["found_at"]).total_seconds())}'
         f"</td><td>{_note(row)}</td></tr>"
