@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
-import time
-import uuid
 from typing import Any
 
 from celery.exceptions import (
@@ -22,21 +19,14 @@ from celery.exceptions import (
     Reject,
     Retry,
 )
-from django.db import DatabaseError, InterfaceError, connections, router, transaction
+from django.db import DatabaseError, InterfaceError, connections, router
 from django.db.models import F
 from django.db.models.functions import Now
 
 from .. import conf, signals, wire
-from ..brokers.celery.publication import Publication
-from ..consuming.attempt import MARK_AGAIN_AFTER
-from ..consuming.transaction import (
-    StageTransaction,
-    Undecided,
-    guarded,
-    lost_conflict,
-    ours,
-)
-from ..django_internals import abandon, begins_early, in_block, raw
+from ..consuming import protocol
+from ..consuming.transaction import Conflicts, Undecided, guarded
+from ..django_internals import abandon, in_block
 from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
 from ..envelope.transaction_definition import TransactionDefinition
@@ -49,9 +39,6 @@ from . import following, memo, running
 from .calling import identity, place
 
 log = logging.getLogger("django_txmsg.celery")
-
-#: Times that a task runs again at once after its transaction lost a conflict.
-MAX_CONFLICTS = 10
 
 
 def run_once(task: Any, args: Any, kwargs: Any) -> Any:
@@ -106,7 +93,12 @@ class _Once:
 
     def process(self) -> Any:
         """Take the delivery from its record to its result."""
-        seen, begun = self._record()
+        seen, begun = protocol.record(
+            self.inbox,
+            self.message.destination,
+            self.message,
+            runs=lambda seen: not self._too_often(seen),
+        )
         self._seen = seen
         if seen.processed:
             return self._again(seen)
@@ -118,11 +110,11 @@ class _Once:
             if self._fail(seen, given_up):
                 raise given_up
             return self._again(seen)
-        conflicts = 0
+        conflicts = Conflicts()
         while True:
             try:
                 return self._attempt(seen, begun)
-            except _LostRace:
+            except protocol.LostRace:
                 return self._again(seen)
             except Reject as rejected:
                 if rejected.requeue:
@@ -136,10 +128,8 @@ class _Once:
                 if begun:
                     abandon(connections[self.using])
                 begun = False
-                if conflicts < MAX_CONFLICTS and lost_conflict(error):
-                    conflicts += 1
-                    wait = random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311
-                    threading.Event().wait(wait)
+                if conflicts.mends(error):
+                    threading.Event().wait(conflicts.pause)
                     continue
                 if not database_health.is_away(error) and not self._fail(seen, error):
                     # A soft time limit, say, that came after the commit.
@@ -154,58 +144,40 @@ class _Once:
         with contextlib.suppress(DatabaseError, InterfaceError):
             row.update(attempts=F("attempts") - 1)
 
-    def _record(self) -> tuple[Seen, bool]:
-        """Count the delivery durably. Returns the record of the message, and whether
-        its transaction has begun, which on PostgreSQL takes no further round trip."""
-        stage = self.message.destination
-        transaction.get_autocommit(using=self.using)  # which connects
-        connection = connections[self.using]
-        if begins_early(connection):
-            mark = str(uuid.uuid4())
-            try:
-                seen, taken = self.inbox.record_and_begin(
-                    stage, self.message, None, mark
-                )
-            except DatabaseError:
-                if getattr(raw(connection), "closed", True):
-                    raise
-                # A lock's time-out, or no room for the second half: do it step by step.
-                abandon(connection)
-                already = self.inbox.recorded(stage, self.message, mark)
-                if already is not None:
-                    return already, False
-            else:
-                if taken and not self._too_often(seen):
-                    return seen, True
-                abandon(connection)
-                return seen, False
-        return self.inbox.record(stage, [self.message])[self.message.id], False
-
     def _too_often(self, seen: Seen) -> bool:
         return seen.attempt - int(self.task.request.retries or 0) > _most()
 
     def _attempt(self, seen: Seen, begun: bool) -> Any:
         run, outer = running.Run(), running.current_run()
         running.enter(run)
-        ignored: Ignore | None = None
+        ignored: list[Ignore] = []
+
+        def work() -> Any:
+            with in_scope(self._scope()), guarded(self.using):
+                try:
+                    return self.task.run(*self.args, **self.kwargs)
+                except Ignore as error:
+                    # It is done, or its replacement is.
+                    ignored.append(error)
+
+        def finish(result: Any, late: bool) -> None:
+            """Store what a copy must return and send, in the task's own row."""
+            if late:
+                self.inbox.finish([seen.id])
+            kept = memo.written(
+                self.task, result, run.later, ignored[0] if ignored else None
+            )
+            if kept:
+                self.inbox.filter(pk=seen.id).update(**kept, processed_at=Now())
+
         try:
-            began = time.monotonic()
-            definition = TransactionDefinition(using=self.using)
-            with StageTransaction(definition, begun=begun):
-                with ours():
-                    taken = begun or self.inbox.take(seen.id)
-                if not taken:
-                    raise _LostRace
-                result = None
-                with in_scope(self._scope()), guarded(self.using):
-                    try:
-                        result = self.task.run(*self.args, **self.kwargs)
-                    except Ignore as error:
-                        # It is done, or its replacement is.
-                        ignored = error
-                slow = time.monotonic() - began > MARK_AGAIN_AFTER
-                with ours():
-                    self._keep(seen, run.later, result, ignored, slow)
+            result, _ = protocol.once(
+                TransactionDefinition(using=self.using),
+                begun=begun,
+                take=lambda: self.inbox.take(seen.id),
+                run=work,
+                finish=finish,
+            )
         except Retry:
             # Rolled back; only now is the next attempt sent.
             following.send(self.task, run.later)
@@ -213,8 +185,8 @@ class _Once:
         finally:
             running.enter(outer)
         following.send(self.task, run.later)
-        if ignored is not None:
-            raise ignored
+        if ignored:
+            raise ignored[0]
         return result
 
     def _scope(self) -> Scope:
@@ -225,21 +197,6 @@ class _Once:
             cause=cause,
             stage=cause.destination,
         )
-
-    def _keep(
-        self,
-        seen: Seen,
-        later: list[Publication],
-        result: Any,
-        ignored: Ignore | None,
-        slow: bool,
-    ) -> None:
-        """Store what a copy must return and send, in the task's own row."""
-        if slow:
-            self.inbox.finish([seen.id])
-        kept = memo.written(self.task, result, later, ignored)
-        if kept:
-            self.inbox.filter(pk=seen.id).update(**kept, processed_at=Now())
 
     def _again(self, seen: Seen) -> Any:
         """For a copy, send what the first delivery should have sent after its commit,
@@ -275,10 +232,6 @@ class _Once:
                     pk=seen.id, processed_at__isnull=False
                 ).exists()
         return True
-
-
-class _LostRace(Exception):
-    """Another copy was processed while this one waited for the lock."""
 
 
 def _most() -> int:

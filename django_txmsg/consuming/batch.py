@@ -16,157 +16,181 @@ from .. import tracing
 from ..django_internals import must_roll_back, raw
 from ..envelope.message import Message
 from ..errors import DecodeError
-from ..models import InboxMessage
 from ..models.inbox_record import Seen
 from ..runtime import database_health
-from ..sending.scope import in_scope
-from . import decoding, failure, inbox, ordering
-from .attempt import announce_processed, is_handlers, stage_scope
-from .outcomes import Arrival, Outcome, Processed
+from . import decoding, failure, inbox, modes, ordering, protocol
+from .arrival import Arrival
+from .attempt import announce_processed, is_handlers
+from .outcomes import Outcome, Processed
 from .savepoints import Savepoints
-from .transaction import StageTransaction, guarded, is_outage, lost_conflict
+from .transaction import Undecided, is_outage, lost_conflict
 
 Work = tuple[Arrival, Message, Seen]
 
 
-def process(batch: Sequence[Arrival]) -> list[Outcome]:
+def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
     """Process arrivals of one stage and return an outcome for each, in order.
 
     Raises like `inbox.process()` if database or broker fail rather than a message: then
     nothing was decided.
     """
-    if len(batch) == 1:
-        return [inbox.process(batch[0])]
+    if len(arrivals) == 1:
+        return [inbox.process(arrivals[0])]
+    together, alone = _readable(arrivals)
+    batch = _Batch(together)
+    batch.work()
+    for arrival in [*alone, *batch.alone]:
+        batch.outcomes[id(arrival)] = inbox.process(arrival)
+    return [batch.outcomes[id(arrival)] for arrival in arrivals]
+
+
+def _readable(
+    arrivals: Sequence[Arrival],
+) -> tuple[list[tuple[Arrival, Message]], list[Arrival]]:
+    """Return what can run together, with its messages, and what is to run alone."""
     readable: dict[object, tuple[Arrival, Message]] = {}
     alone: list[Arrival] = []
-    for arrival in batch:
+    for arrival in arrivals:
         try:
             message = decoding.read(arrival.delivery, arrival.stage)
         except (DecodeError, MemoryError):
             alone.append(arrival)
             continue
         again = message.id in readable or arrival.counted.row is not None
-        if again or not decoding.has_identity(arrival.delivery):
+        if again or not arrival.has_identity:
             alone.append(arrival)
         else:
             readable[message.id] = (arrival, message)
-    outcomes: dict[int, Outcome] = {}
-    if readable:
-        _together(list(readable.values()), outcomes, alone)
-    for arrival in alone:
-        outcomes[id(arrival)] = inbox.process(arrival)
-    return [outcomes[id(arrival)] for arrival in batch]
+    return list(readable.values()), alone
 
 
-def _together(
-    given: Sequence[tuple[Arrival, Message]],
-    outcomes: dict[int, Outcome],
-    alone: list[Arrival],
-) -> None:
-    if given[0][0].stage.ordered:
+class _Batch:
+    """Messages of one stage that run together, and what becomes of each."""
+
+    def __init__(self, given: Sequence[tuple[Arrival, Message]]) -> None:
         places = ordering.in_order([arrival for arrival, _ in given])
-        given = [given[place] for place in places]
-    first = given[0][0]
-    stage, using = first.stage, first.using
-    rows = InboxMessage.objects.db_manager(using)
-    messages = [message for _, message in given]
-    recorded = rows.record(stage.name, messages, together=True)
-    work: list[Work] = []
-    for arrival, message in given:
-        seen = arrival.count(recorded[message.id], attempt=False)
-        # A message that failed before, or killed its worker, must not take others down
-        # again.
-        ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
-        if ordinary and not decoding.expired(message, arrival.delivery, seen.now):
-            work.append((arrival, message.attempted(1), seen))
+        self._given = [given[place] for place in places]
+        self.outcomes: dict[int, Outcome] = {}
+        #: Those that go their own way.
+        self.alone: list[Arrival] = []
+        self._failed: list[tuple[Work, BaseException, float]] = []
+        self._early: list[Work] = []
+        self._durations: dict[int, float] = {}
+        self._locked: set[int] = set()
+
+    def work(self) -> None:
+        """Take them through the stage, in one transaction."""
+        work = self._record()
+        if not work:
+            return
+        stage, using = work[0][0].stage, work[0][0].using
+        rows, mode = work[0][0].inbox, modes.of(stage)
+
+        def take() -> bool:
+            self._locked = rows.lock([seen.id for _, _, seen in work])
+            return bool(self._locked)
+
+        def finish(*_: object) -> None:
+            rows.finish(list(self._durations))
+            mode.end([one for one, _, seen in work if seen.id in self._durations])
+
+        on = raw(connections[using])
+        try:
+            protocol.once(
+                stage.definition,
+                take=take,
+                run=lambda: self._run(work, Savepoints(using)),
+                finish=finish,
+            )
+        except BaseException as error:
+            refused = isinstance(error, Undecided | protocol.LostRace)
+            if not refused and (is_outage(error, on) or not is_handlers(error)):
+                raise
+            # The commit failed for all: run each in a transaction of its own, to find
+            # the one at fault.
+            self.alone += [arrival for arrival, _, _ in work]
+            return
+        self._decide(work)
+
+    def _record(self) -> list[Work]:
+        """Count the arrivals. Returns those that run together."""
+        if not self._given:
+            return []
+        first, messages = self._given[0][0], [message for _, message in self._given]
+        recorded = first.inbox.record(first.stage.name, messages, together=True)
+        work: list[Work] = []
+        for arrival, message in self._given:
+            seen = arrival.count(recorded[message.id], attempt=False)
+            # A message that failed before, or killed its worker, must not take others down
+            # again.
+            ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
+            if ordinary and not decoding.expired(arrival.delivery, seen.now):
+                work.append((arrival, message.attempted(1), seen))
+            else:
+                self.alone.append(arrival)
+        return work
+
+    def _run(self, work: Sequence[Work], savepoints: Savepoints) -> None:
+        admission = ordering.Admission(
+            [arrival for arrival, _, seen in work if seen.id in self._locked]
+        )
+        for item in work:
+            arrival, message, seen = item
+            if seen.id not in self._locked:
+                continue
+            if not admission.admits(arrival):
+                self._early.append(item)
+                continue
+            self._run_one(item, savepoints)
+            if seen.id in self._durations:
+                admission.note(message.id)
+
+    def _run_one(self, item: Work, savepoints: Savepoints) -> None:
+        arrival, message, seen = item
+        began = time.monotonic()
+        try:
+            copy_context().run(_handle, arrival, message, savepoints)
+        except BaseException as error:
+            if not is_handlers(error):
+                raise
+            whole = must_roll_back(connections[arrival.using]) or lost_conflict(error)
+            if whole or database_health.lacks_resources(error):
+                # The savepoint could not be rolled back, or the transaction cannot
+                # commit any more, or is too large for the remaining resources: this
+                # ends it as a whole.
+                raise
+            self._failed.append((item, error, time.monotonic() - began))
         else:
-            alone.append(arrival)
-    if not work:
-        return
-    failures: list[tuple[Work, BaseException, float]] = []
-    early: list[Work] = []
-    durations: dict[int, float] = {}
-    on = raw(connections[using])
-    try:
-        with StageTransaction(stage.definition):
-            locked = rows.lock([seen.id for _, _, seen in work])
-            savepoints = Savepoints(using)
-            here = [arrival for arrival, _, seen in work if seen.id in locked]
-            admission = ordering.Admission(here)
-            for item in work:
-                arrival, message, seen = item
-                if seen.id not in locked:
-                    continue
-                if not admission.admits(arrival):
-                    early.append(item)
-                    continue
-                _run_one(item, using, savepoints, failures, durations)
-                if seen.id in durations:
-                    admission.note(message.id)
-            rows.finish(list(durations))
-            ordering.wake_all([one for one, _, seen in work if seen.id in durations])
-    except BaseException as error:
-        if is_outage(error, on) or not is_handlers(error):
-            raise
-        # The commit failed for all: run each in a transaction of its own, to find the
-        # one at fault.
-        alone += [arrival for arrival, _, _ in work]
-        return
-    for arrival, message, seen in work:
-        if seen.id in durations:
-            outcomes[id(arrival)] = Processed()
-            announce_processed(stage, message, durations[seen.id], True)
-        elif seen.id not in locked:
-            alone.append(arrival)  # settled by a copy, as it finds out
-    for (arrival, message, seen), reason, duration in failures:
-        seen = arrival.count(seen.attempted(rows.start_again(seen.id)))
-        outcome, _ = failure.failed(arrival, message, seen, reason, duration)
+            self._durations[seen.id] = time.monotonic() - began
+
+    def _decide(self, work: Sequence[Work]) -> None:
+        """Say what becomes of each, now that the transaction is committed."""
+        for arrival, message, seen in work:
+            if seen.id in self._durations:
+                self.outcomes[id(arrival)] = Processed()
+                duration = self._durations[seen.id]
+                announce_processed(arrival.stage, message, duration, True)
+            elif seen.id not in self._locked:
+                self.alone.append(arrival)  # settled by a copy, as it finds out
+        for (arrival, message, seen), reason, duration in self._failed:
+            again = arrival.inbox.start_again(seen.id)
+            seen = arrival.count(seen.attempted(again))
+            self._note(
+                arrival, failure.failed(arrival, message, seen, reason, duration)[0]
+            )
+        for arrival, _, seen in self._early:
+            waiting = modes.of(arrival.stage).out_of_turn(arrival, seen, attempts=0)
+            self._note(arrival, waiting)
+
+    def _note(self, arrival: Arrival, outcome: Outcome | None) -> None:
         if outcome is None:
-            alone.append(arrival)  # blocking redelivery has counted the attempt
+            # Blocking redelivery has counted the attempt; or its turn has come by now:
+            # a message of the batch before it is dead, and passed.
+            self.alone.append(arrival)
         else:
-            outcomes[id(arrival)] = outcome
-    for arrival, _, seen in early:
-        waiting = ordering.out_of_turn(arrival, seen, attempts=0)
-        if waiting is None:
-            # Its turn has come by now: a message of the batch before it is dead, and
-            # passed.
-            alone.append(arrival)
-        else:
-            outcomes[id(arrival)] = waiting
+            self.outcomes[id(arrival)] = outcome
 
 
-def _run_one(
-    item: Work,
-    using: str,
-    savepoints: Savepoints,
-    failures: list[tuple[Work, BaseException, float]],
-    durations: dict[int, float],
-) -> None:
-    arrival, message, seen = item
-    began = time.monotonic()
-    try:
-        copy_context().run(_handle, arrival, message, using, savepoints)
-    except BaseException as error:
-        if not is_handlers(error):
-            raise
-        whole = must_roll_back(connections[using]) or lost_conflict(error)
-        if whole or database_health.lacks_resources(error):
-            # The savepoint could not be rolled back, or the transaction cannot commit
-            # any more, or is too large for the remaining resources: this ends it as a
-            # whole.
-            raise
-        failures.append((item, error, time.monotonic() - began))
-    else:
-        durations[seen.id] = time.monotonic() - began
-
-
-def _handle(
-    arrival: Arrival, message: Message, using: str, savepoints: Savepoints
-) -> None:
-    with (
-        tracing.processing(message, arrival.stage.name),
-        in_scope(stage_scope(arrival, message)),
-        savepoints.next(),
-        guarded(using),
-    ):
-        arrival.stage.handler(message)
+def _handle(arrival: Arrival, message: Message, savepoints: Savepoints) -> None:
+    with tracing.processing(message, arrival.stage.name), savepoints.next():
+        modes.of(arrival.stage).handle(arrival, message)

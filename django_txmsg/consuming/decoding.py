@@ -16,8 +16,8 @@ from ..brokers.base import Delivery, Session
 from ..envelope import cloudevents, serializers
 from ..envelope.message import Message, new_id
 from ..errors import DecodeError
+from ..models.inbox_parked import Parked
 from ..stages import Stage
-from .outcomes import SentBack
 
 #: Largest accepted header block, in characters, and most headers.
 MAX_HEADER_BLOCK = 128 * 1024
@@ -121,7 +121,7 @@ def named(delivery: Delivery) -> Delivery:
     return dataclasses.replace(delivery, headers=headers)
 
 
-def send_back(delivery: Delivery, session: Session) -> SentBack:
+def send_back(delivery: Delivery, session: Session) -> None:
     """Send a foreign message that was `named()` back to its queue, with proof; this
     delivery is acknowledged.
 
@@ -133,7 +133,6 @@ def send_back(delivery: Delivery, session: Session) -> SentBack:
         if name.lower().startswith(wire.OF_A_DEATH):
             headers[name] = value
     session.send_back(delivery, headers)
-    return SentBack()
 
 
 def came_before(delivery: Delivery) -> bool:
@@ -170,17 +169,15 @@ def copied_headers(headers: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def from_parked(
-    destination: str, headers: dict[str, str], body: bytes, message_id: uuid.UUID
-) -> Delivery:
+def from_parked(parked: Parked) -> Delivery:
     """Return a parked message in the form of its delivery."""
-    headers = dict(headers)
+    headers = dict(parked.headers)
     broker_id = headers.pop("txmsg-broker-id", "")
-    headers.setdefault(wire.MESSAGE_ID, str(message_id))
-    return Delivery(destination, headers, body, True, broker_id)
+    headers.setdefault(wire.MESSAGE_ID, str(parked.seen.message_id))
+    return Delivery(parked.destination, headers, parked.body, True, broker_id)
 
 
-def expired(message: Message, delivery: Delivery, now: dt.datetime) -> bool:
+def expired(delivery: Delivery, now: dt.datetime) -> bool:
     """Return whether its sender's expiry has passed, by the database's clock."""
     until = wire.expires(delivery.headers)
     return until is not None and until <= now

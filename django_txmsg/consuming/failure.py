@@ -26,13 +26,14 @@ from ..errors import (
     DispatchRejected,
     NewerCodeNeeded,
 )
-from ..models import Attempt, InboxMessage
+from ..models import Attempt
 from ..models.inbox_record import Seen
 from ..runtime import liveness
 from ..runtime.connections import close_broken
-from . import decoding, ordering
-from .outcomes import Arrival, Duplicate, Interrupted, Outcome, Postponed
-from .transaction import MAX_CONFLICTS, lost_conflict, pause_after
+from . import decoding, modes
+from .arrival import Arrival
+from .outcomes import Duplicate, Interrupted, Outcome, Postponed
+from .transaction import Conflicts
 
 log = logging.getLogger("django_txmsg.inbox")
 
@@ -51,10 +52,10 @@ def failed(
     Returns the outcome, or None if the stage must run again at once (blocking).
     """
     stage = arrival.stage
-    if stage.transaction != "outbox":
-        arrival.session.rollback()
+    mode = modes.of(stage)
+    mode.roll_back(arrival)
     close_broken(arrival.using)
-    inbox = InboxMessage.objects.db_manager(arrival.using)
+    inbox = arrival.inbox
     if seen is None:
         rows = inbox.record(stage.name, [message], idempotent=True)
         seen = arrival.count(rows[message.id])
@@ -72,8 +73,7 @@ def failed(
         delay=decision.delay,
         error=failure.exception.partition("\n")[0],
     )
-    mode = stage.policy.mode
-    if mode == "blocking":
+    if stage.policy.mode == "blocking":
         note()
         liveness.turned(decision.delay)
         if arrival.stop.wait(decision.delay):
@@ -84,7 +84,7 @@ def failed(
         if not attempt:
             return Duplicate(), seen
         return None, seen.attempted(attempt)
-    noted = mode == "broker" and arrival.parked is None
+    noted = stage.policy.mode == "broker" and arrival.parked is None
     if noted:
         note()  # first: a kill after the hand-back must not lose the attempt's error
         if _hand_back(arrival, seen, decision.delay):
@@ -95,15 +95,14 @@ def failed(
         parked = inbox.park(
             there.id,
             delay=decision.delay,
-            headers=ordering.kept_headers(arrival),
+            headers=mode.kept_headers(arrival),
             body=arrival.delivery.body,
             error=failure.exception,
             token=arrival.token,
         )
         if not parked:
             return Duplicate()
-        if stage.ordered:
-            ordering.aside(arrival, there)
+        mode.put_aside(arrival, there)
         if not noted:
             note()
         return decision
@@ -132,7 +131,7 @@ def _wait_for_newer_code(
     arrival: Arrival, seen: Seen | None, error: NewerCodeNeeded
 ) -> Outcome:
     delivery, stage = arrival.delivery, arrival.stage
-    inbox = InboxMessage.objects.db_manager(arrival.using)
+    inbox = arrival.inbox
     if seen is None:
         message = decoding.envelope(delivery, stage)
         seen = inbox.record(stage.name, [message], together=True)[message.id]
@@ -141,7 +140,7 @@ def _wait_for_newer_code(
     parked = inbox.park(
         seen.id,
         delay=0.0,
-        headers=decoding.kept_headers(delivery),
+        headers=arrival.kept_headers,
         body=delivery.body,
         error=str(error),
         token=arrival.token,
@@ -164,11 +163,11 @@ def bury(
     lease has ended.
     """
     delivery, stage = arrival.delivery, arrival.stage
+    mode = modes.of(stage)
     close_broken(arrival.using)
 
     def bury_it() -> Dead | Duplicate:
-        rows = InboxMessage.objects.db_manager(arrival.using)
-        if seen is not None and not rows.mark_dead(
+        if seen is not None and not arrival.inbox.mark_dead(
             seen.id, failure.exception, arrival.token
         ):
             return Duplicate()
@@ -177,21 +176,19 @@ def bury(
         attempts = min(seen.attempt, stage.policy.max_begun) if seen else 0
         burial.bury(
             using=arrival.using,
-            message_id=seen.message_id
-            if seen
-            else decoding.identity(delivery, stage.broker),
+            message_id=seen.message_id if seen else arrival.message_id,
             stage=stage.name,
             broker=stage.broker,
             destination=delivery.destination,
-            headers=ordering.kept_headers(arrival),
+            headers=mode.kept_headers(arrival),
             body=delivery.body,
             reason=reason,
             failure=failure,
             attempts=attempts,
         )
-        if stage.ordered and seen is not None:
-            ordering.aside(arrival, seen)
-            ordering.wake(arrival)
+        if seen is not None:
+            mode.put_aside(arrival, seen)
+            mode.end([arrival])
         return Dead(reason)
 
     return _durably(arrival, bury_it)
@@ -200,16 +197,15 @@ def bury(
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
     """Run it in a transaction, and again if that loses a conflict: the handler must not
     run again for that, nor the message wait for its lease."""
-    conflicts = 0
+    conflicts = Conflicts()
     while True:
         try:
             with transaction.atomic(using=arrival.using):
                 return decide_it()
         except DatabaseError as error:
-            conflicts += 1
-            if conflicts > MAX_CONFLICTS or not lost_conflict(error):
+            if not conflicts.mends(error):
                 raise
-        arrival.stop.wait(pause_after(conflicts))
+        arrival.stop.wait(conflicts.pause)
 
 
 def keep(arrival: Arrival, reason: str) -> Outcome:
@@ -217,12 +213,12 @@ def keep(arrival: Arrival, reason: str) -> Outcome:
     runs from the inbox as soon as a thread is free."""
     stage = arrival.stage
     message = decoding.envelope(arrival.delivery, stage)
-    inbox = InboxMessage.objects.db_manager(arrival.using)
+    inbox = arrival.inbox
     seen = inbox.record(stage.name, [message], together=True)[message.id]
     parked = inbox.park(
         seen.id,
         delay=0.0,
-        headers=decoding.kept_headers(arrival.delivery),
+        headers=arrival.kept_headers,
         body=arrival.delivery.body,
         error=reason,
     )

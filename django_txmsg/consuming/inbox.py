@@ -1,22 +1,21 @@
-"""Hop 7, the heart: one arrival of a message becomes one outcome.
+"""Hop 7 for one arrival of a message, which becomes one outcome.
 
 record (a duplicate? then dispatch what is left) → begin → run the stage, which stores
-what it sends → commit → dispatch → settle, which the consumer does by the outcome. If
-the worker is killed between two of these steps, the next arrival continues from there.
+what it sends → finish, as `protocol.py` does it → dispatch → settle, which the consumer
+does by the outcome. This module decides what a failure of a step means.
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 
-from django.db import DatabaseError, connections, transaction
+from django.db import connections
 
 from .. import signals
-from ..django_internals import abandon, begins_early, raw
+from ..django_internals import abandon, raw
 from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message
 from ..errors import (
@@ -25,23 +24,19 @@ from ..errors import (
     DispatchRejected,
     NewerCodeNeeded,
 )
-from ..models import InboxMessage, OutboxMessage
+from ..models import OutboxMessage
 from ..models.inbox_record import Seen
 from ..models.outbox import PENDING
 from ..runtime import database_health
 from ..runtime.leases import Lease
 from ..stages import Stage
-from . import decoding, ordering
-from .attempt import LostRace, is_handlers, run, session_id
+from . import decoding, modes, ordering
+from .arrival import Arrival
+from .attempt import is_handlers, run
 from .failure import bury, failed, keep, unreadable
-from .outcomes import Arrival, Duplicate, Interrupted, Outcome
-from .transaction import (
-    MAX_CONFLICTS,
-    Undecided,
-    is_outage,
-    lost_conflict,
-    pause_after,
-)
+from .outcomes import Duplicate, Interrupted, Outcome, SentBack
+from .protocol import LostRace
+from .transaction import Conflicts, Undecided, is_outage
 
 #: Attempts for whose work the database has no room that do not count as failures: about
 #: a minute of them, if it has room for a probe.
@@ -57,8 +52,7 @@ def process(arrival: Arrival) -> Outcome:
     Raises BrokerUnavailable or a database error if these fail rather than the message:
     then nothing was decided. Call it again with the same arrival.
     """
-    turn = ordering.in_hand(arrival) if arrival.stage.ordered else nullcontext()
-    with _lease(arrival), turn:
+    with _lease(arrival), ordering.in_hand(arrival):
         while True:
             outcome = _process(arrival)
             if not isinstance(outcome, Duplicate) or not _is_forgotten(arrival):
@@ -75,27 +69,32 @@ def _is_forgotten(arrival: Arrival) -> bool:
 
 
 def _process(arrival: Arrival) -> Outcome:
-    stage = arrival.stage
     try:
         message, short = _read(arrival)
     except DecodeError as error:
-        if isinstance(error, NewerCodeNeeded) and not decoding.has_identity(
-            arrival.delivery
-        ):
+        if isinstance(error, NewerCodeNeeded) and not arrival.has_identity:
             return _adopt(arrival)
         return _unreadable(arrival, error)
-    if not decoding.has_identity(arrival.delivery):
+    if not arrival.has_identity:
         return _adopt(arrival)
     seen, begun = _record(arrival, message)
     if seen is not None and not begun:
-        if stage.ordered and not _nothing_to_do(arrival, seen):
-            waiting = ordering.out_of_turn(arrival, seen)
-            if waiting is not None:
-                return waiting
         outcome = _foregone(arrival, message, seen)
         if outcome is not None:
             return outcome
-    conflicts = 0
+    return _worked(arrival, message, short, seen, begun)
+
+
+def _worked(
+    arrival: Arrival,
+    message: Message,
+    short: MemoryError | None,
+    seen: Seen | None,
+    begun: bool,
+) -> Outcome:
+    """Run the stage until it can be said what becomes of the message: a failure that is
+    nobody's fault is no attempt of it."""
+    mode, conflicts = modes.of(arrival.stage), Conflicts()
     while True:
         attempt = seen.attempt if seen else 1
         on = raw(connections[arrival.using])
@@ -108,7 +107,7 @@ def _process(arrival: Arrival) -> Outcome:
             given = message.attempted(attempt)
             return copy_context().run(run, arrival, given, seen, begun)
         except LostRace:
-            return ordering.lost(arrival, seen)
+            return mode.lost(arrival, seen)
         except Undecided as refused:
             # The cause shows what it is.
             raise refused.error from cause_of(refused.error)
@@ -118,25 +117,24 @@ def _process(arrival: Arrival) -> Outcome:
             if begun:
                 abandon(connections[arrival.using])
             begun = False
-            if stage.transaction == "outbox" and is_outage(error, on):
+            if not mode.transacted and is_outage(error, on):
                 # The message itself may crash the server.
                 arrival.count_again(error)
                 raise
             if _is_crowded_out(arrival, error):
+                mode.roll_back(arrival)
                 raise
-            if _is_turned_away(stage, error):
+            if mode.is_turned_away(error):
                 # A destination of the stage takes no messages now: not the message's
                 # fault.
-                arrival.session.rollback()
+                mode.roll_back(arrival)
                 _given_back(arrival, seen)
                 raise
-            if conflicts < MAX_CONFLICTS and lost_conflict(error):
+            if conflicts.mends(error):
                 # Not the message's fault, and no attempt: retried at once, then at
                 # growing intervals.
-                conflicts += 1
-                if stage.transaction != "outbox":
-                    arrival.session.rollback()
-                if arrival.stop.wait(pause_after(conflicts)):
+                mode.roll_back(arrival)
+                if arrival.stop.wait(conflicts.pause):
                     return _given_back(arrival, seen)
                 message, short = _read(arrival)
                 continue
@@ -154,16 +152,7 @@ def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:
     if not database_health.lacks_resources(error):
         return False
     arrival.counted.crowded += 1
-    if arrival.counted.crowded > MAX_CROWDED:
-        return False
-    if arrival.stage.transaction != "outbox":
-        arrival.session.rollback()
-    return True
-
-
-def _is_turned_away(stage: Stage, error: BaseException) -> bool:
-    sends_directly = stage.transaction != "outbox"
-    return sends_directly and isinstance(error, DestinationUnavailable)
+    return arrival.counted.crowded <= MAX_CROWDED
 
 
 def _read(arrival: Arrival) -> tuple[Message, MemoryError | None]:
@@ -185,19 +174,20 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
     seen = None if arrival.parked is None else arrival.parked.seen
     if seen is None:
         message = decoding.envelope(arrival.delivery, arrival.stage)
-        rows = InboxMessage.objects.db_manager(arrival.using)
-        seen = rows.record(arrival.stage.name, [message], together=True)[message.id]
+        rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
+        seen = rows[message.id]
         if seen.settled:
             return Duplicate()
     attempts = 0 if arrival.parked is None else 1
-    waiting = ordering.out_of_turn(arrival, seen, attempts=attempts)
+    mode = modes.of(arrival.stage)
+    waiting = mode.out_of_turn(arrival, seen, attempts=attempts)
     return waiting or unreadable(arrival, error, seen)
 
 
 def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
     """Uncount an attempt that is not the message's fault, and release the lease of a
     parked message."""
-    rows = InboxMessage.objects.db_manager(arrival.using)
+    rows = arrival.inbox
     if seen is not None and arrival.token is not None:
         rows.unpark(seen.id, arrival.token)
     elif seen is not None:
@@ -211,125 +201,75 @@ def _adopt(arrival: Arrival) -> Outcome:
     rejects it, it is buried."""
     delivery = decoding.named(arrival.delivery)
     try:
-        return decoding.send_back(delivery, arrival.session)
+        decoding.send_back(delivery, arrival.session)
     except DestinationUnavailable as error:
         return keep(replace(arrival, delivery=delivery), str(error))
     except DispatchRejected as error:
         detail = f"it cannot go back to its queue under an id of ours: {error}"
         failure = Failure.because("rejected", detail)
         return bury(replace(arrival, delivery=delivery), None, "rejected", failure)
+    return SentBack()
 
 
 def _lease(arrival: Arrival) -> AbstractContextManager[object]:
     """Renew the lease of a parked message while it is processed. In mode outbox the
     lock on its row keeps others away, except while a blocking redelivery waits."""
     stage, parked, token = arrival.stage, arrival.parked, arrival.token
-    locked = stage.transaction == "outbox" and stage.policy.mode != "blocking"
-    if parked is None or token is None or locked:
+    if parked is None or token is None or modes.of(stage).locks_parked(stage):
         return nullcontext()
     pk, seconds = parked.seen.id, parked.lease
-    rows = InboxMessage.objects.db_manager(arrival.using)
+    rows = arrival.inbox
     return Lease(arrival.using, seconds, lambda: rows.extend(pk, token, seconds))
 
 
 def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
-    """Count the arrival durably. Stages without an inbox do so only for messages that
-    arrived before, so that they need no database unless something fails.
-
-    Returns the record of the message, and whether its transaction has begun.
-    """
-    stage, using = arrival.stage, arrival.using
-    inbox = InboxMessage.objects.db_manager(using)
+    """Count the arrival durably, once. Returns what is known of the message, and
+    whether its transaction has begun."""
     before = _recorded(arrival)
     if before is not None:
         return before, False
-    if stage.transaction != "outbox":
-        if not decoding.came_before(arrival.delivery):
-            return None, False
-        rows = inbox.record(stage.name, [message], idempotent=True)
-        return arrival.count(rows[message.id]), False
-    transaction.get_autocommit(using=using)  # which connects
-    connection = connections[using]
-    # Middlewares around the transaction run before its beginning.
-    if stage.outside is None and begins_early(connection):
-        mark = str(uuid.uuid4())
-        try:
-            seen, taken = inbox.record_and_begin(
-                stage.name,
-                message,
-                stage.definition.isolation,
-                mark,
-                arrival.turn,
-            )
-        except DatabaseError:
-            if getattr(raw(connection), "closed", True):
-                raise
-            # A lock's time-out, or no room for the second half: do it step by step.
-            abandon(connection)
-            already = inbox.recorded(stage.name, message, mark)
-            if already is not None:
-                return arrival.count(already), False
-        else:
-            arrival.count(seen)
-            if taken and not _reason_not_to_run(arrival, message, seen):
-                return seen, True
-            abandon(connection)
-            return seen, False
-    return arrival.count(inbox.record(stage.name, [message])[message.id]), False
+    return modes.of(arrival.stage).record(arrival, message)
 
 
 def _recorded(arrival: Arrival) -> Seen | None:
     """Return the record of an arrival that is recorded already: a parked message by its
     claim, and an arrival that is retried because nothing could be decided."""
-    counted, parked = arrival.counted, arrival.parked
+    counted, parked, inbox = arrival.counted, arrival.parked, arrival.inbox
     if counted.row is None:
         return None if parked is None else arrival.count(parked.seen)
-    inbox = InboxMessage.objects.db_manager(arrival.using)
     if parked is not None and arrival.token is not None:
         inbox.extend(counted.row, arrival.token, parked.lease)
     seen = _recalled(arrival, counted.row)
-    if seen is None or counted.attempt or _nothing_to_do(arrival, seen):
+    done = seen is None or modes.of(arrival.stage).is_done(arrival, seen)
+    if seen is None or counted.attempt or done:
         return seen
     return arrival.count(seen.attempted(inbox.start_again(seen.id, arrival.token)))
 
 
 def _recalled(arrival: Arrival, row: int) -> Seen | None:
-    message_id = decoding.identity(arrival.delivery, arrival.stage.broker)
-    inbox = InboxMessage.objects.db_manager(arrival.using)
-    return inbox.recall(row, arrival.stage.name, message_id)
+    found: Seen | None = arrival.inbox.recall(
+        row, arrival.stage.name, arrival.message_id
+    )
+    return found
 
 
 def _foregone(arrival: Arrival, message: Message, seen: Seen) -> Outcome | None:
     """Return the outcome of a message whose stage must not run; None to run it."""
-    match _reason_not_to_run(arrival, message, seen):
-        case "settled":
-            _ship_what_is_left(arrival, message)
-            return Duplicate()
-        case "worker_lost" if arrival.counted.error is not None:
-            failure = Failure.of(arrival.counted.error)
-            return bury(arrival, seen, "attempts_exhausted", failure)
-        case "worker_lost" as reason:
-            return bury(arrival, seen, reason, _worker_lost(arrival.stage))
-        case "expired" as reason:
-            failure = Failure.because(reason, "expired before it was processed")
-            return bury(arrival, seen, reason, failure)
-    return None
-
-
-def _reason_not_to_run(arrival: Arrival, message: Message, seen: Seen) -> str:
-    if _nothing_to_do(arrival, seen):
-        return "settled"
-    if seen.attempt > arrival.stage.policy.max_begun:
-        return "worker_lost"
-    return "expired" if decoding.expired(message, arrival.delivery, seen.now) else ""
-
-
-def _nothing_to_do(arrival: Arrival, seen: Seen) -> bool:
-    if arrival.parked is not None:
-        return False
-    if arrival.stage.transaction == "outbox":
-        return seen.settled
-    return seen.dead or seen.parked
+    mode = modes.of(arrival.stage)
+    reason = mode.reason_not_to_run(arrival, seen)
+    if reason == "settled":
+        _ship_what_is_left(arrival, message)
+        return Duplicate()
+    waiting = mode.out_of_turn(arrival, seen)
+    if waiting is not None or not reason:
+        return waiting
+    if reason == "expired":
+        failure = Failure.because(reason, "expired before it was processed")
+    elif arrival.counted.error is not None:
+        reason, failure = "attempts_exhausted", Failure.of(arrival.counted.error)
+    else:
+        failure = _worker_lost(arrival.stage)
+    return bury(arrival, seen, reason, failure)
 
 
 def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
@@ -344,7 +284,7 @@ def _ship_what_is_left(arrival: Arrival, message: Message) -> None:
     waiting: dict[str, list[int]] = {}
     for pk, broker in (
         OutboxMessage.objects.using(arrival.using)
-        .filter(PENDING, session_id=session_id(message, stage))
+        .filter(PENDING, session_id=modes.session_id(message, stage))
         .values_list("id", "broker")
     ):
         waiting.setdefault(broker, []).append(pk)

@@ -19,8 +19,8 @@ from ..models.inbox_record import Seen
 from ..models.inbox_release import ASKED, ON_ITS_WAY
 from ..models.inbox_turn import Turn
 from ..stages import Stage
-from . import decoding
-from .outcomes import Arrival, Duplicate, Waiting
+from .arrival import Arrival
+from .outcomes import Duplicate, Waiting
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)
 
@@ -69,7 +69,7 @@ def in_hand(arrival: Arrival) -> Iterator[None]:
     if turn is None:
         yield
         return
-    own = decoding.identity(arrival.delivery, arrival.stage.broker)
+    own = arrival.message_id
     with _in_hand.holding(turn.stage, own):
         if turn.after_id is not None and turn.after_id != own:
             _in_hand.wait_for(turn.stage, turn.after_id)
@@ -82,8 +82,7 @@ def out_of_turn(
     """Park a message whose turn has not come; return None if it has. `attempts` were
     counted for it."""
     turn = arrival.turn
-    rows = InboxMessage.objects.db_manager(arrival.using)
-    if turn is None or rows.has_come(turn):
+    if turn is None or arrival.inbox.has_come(turn):
         return None
     return _park(arrival, seen, turn, attempts)
 
@@ -100,33 +99,30 @@ def lost(
     return waiting or _park(arrival, seen, turn, attempts, aside=True)
 
 
-def wake(arrival: Arrival) -> None:
-    """Make the follower of a message due, in the last statement of its transaction."""
-    if arrival.turn is not None:
-        _wake([arrival])
-
-
-def wake_all(arrivals: Sequence[Arrival]) -> None:
-    """Make the followers of messages due that end in one transaction."""
+def wake(arrivals: Sequence[Arrival]) -> None:
+    """Make the followers of messages due that end in this transaction, as the last
+    thing in it."""
     keyed = [arrival for arrival in arrivals if arrival.turn is not None]
-    if keyed:
-        _wake(keyed)
+    if not keyed:
+        return
+    first = keyed[0]
+    if first.inbox.wake(first.stage.name, [one.message_id for one in keyed]):
+        # Before the commit, which is this thread's next step.
+        first.woken.set()
 
 
 def aside(arrival: Arrival, seen: Seen) -> None:
     """Record the key of a failed message, for which its followers wait."""
     turn = arrival.turn
     if turn is not None:
-        InboxMessage.objects.db_manager(arrival.using).aside(seen.id, turn)
+        arrival.inbox.aside(seen.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
     """Return the headers to keep with a failed message. It has had its turn, and need
     not check it again: its predecessor may no longer be stored by then."""
-    headers = decoding.kept_headers(arrival.delivery)
-    if arrival.stage.ordered:
-        headers.pop(wire.AFTER, None)
-    return headers
+    kept = arrival.kept_headers
+    return {name: value for name, value in kept.items() if name != wire.AFTER}
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
@@ -148,7 +144,7 @@ class Admission:
         turns = [one.turn for one in arrivals if one.turn is not None]
         if not turns:
             return
-        rows = InboxMessage.objects.db_manager(arrivals[0].using)
+        rows = arrivals[0].inbox
         # First lock the keys: what other transactions do with them is then committed,
         # or has yet to begin.
         self._keys = rows.lock_keys(turns)
@@ -208,10 +204,10 @@ def begin(stages: Collection[Stage]) -> None:
 def _park(
     arrival: Arrival, seen: Seen, turn: Turn, attempts: int, *, aside: bool = False
 ) -> Waiting:
-    at_once = InboxMessage.objects.db_manager(arrival.using).wait(
+    at_once = arrival.inbox.wait(
         seen.id,
         turn,
-        headers=decoding.kept_headers(arrival.delivery),
+        headers=arrival.kept_headers,
         body=arrival.delivery.body,
         token=arrival.token,
         uncounted=attempts,
@@ -220,12 +216,3 @@ def _park(
     if at_once:
         arrival.woken.set()
     return Waiting()
-
-
-def _wake(arrivals: Sequence[Arrival]) -> None:
-    first = arrivals[0]
-    ids = [decoding.identity(one.delivery, one.stage.broker) for one in arrivals]
-    rows = InboxMessage.objects.db_manager(first.using)
-    if rows.wake(first.stage.name, ids):
-        # Before the commit, which is this thread's next step.
-        first.woken.set()

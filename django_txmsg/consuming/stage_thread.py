@@ -28,9 +28,10 @@ from ..runtime.connections import leave_blocks, open_caches, recycle
 from ..runtime.idle_clock import Activity
 from ..stages import Stage
 from . import batch as batches
-from . import decoding
+from . import decoding, modes
+from .arrival import Arrival
 from .backpressure import Room
-from .outcomes import Arrival, Interrupted, Outcome, Processed
+from .outcomes import Outcome, to_acknowledge
 from .parking import NO_SESSION, Parking
 from .recycle_limits import Allowance
 from .stage_middleware import prepared
@@ -60,6 +61,7 @@ class StageThread:
         self._ident: int | None = None
         self.stage, self.worker = prepared(stage), worker
         self.using = self.stage.definition.using
+        self._transacted = modes.of(self.stage).transacted
         self.paused = threading.Event()
         self._parking = Parking(self.stage)
         self.parked_due = self._parking.due
@@ -97,9 +99,7 @@ class StageThread:
                 self._close()
                 recycle(idle=True)
                 self._stopping.wait(0.2)
-            elif self.stage.transaction == "outbox" and not database_health.usable(
-                self.using
-            ):
+            elif not self._transacted and not database_health.usable(self.using):
                 database_health.wait(self.using, self._stopping)
             elif self._subscription.session is None and self._subscription.pause:
                 self._work_parked_without_broker()
@@ -194,12 +194,7 @@ class StageThread:
         if outcomes is None:
             self._close()  # told to stop: what is in hand goes back untouched
             return
-        settled = [
-            delivery
-            for delivery, outcome in zip(deliveries, outcomes, strict=True)
-            if not isinstance(outcome, Interrupted)
-            and not (isinstance(outcome, Processed) and outcome.acknowledged)
-        ]
+        settled = to_acknowledge(deliveries, outcomes)
         if settled:
             session.ack(settled)
         self._subscription.turned_away.worked()
@@ -251,10 +246,7 @@ class StageThread:
         if self._stopping.is_set() or self.paused.is_set():
             self._parking.give_back(parked)
             return False
-        delivery = decoding.from_parked(
-            parked.destination, parked.headers, parked.body, parked.seen.message_id
-        )
-        arrival = self._arrival(session, delivery, parked)
+        arrival = self._arrival(session, decoding.from_parked(parked), parked)
         with self._throttle.turn():
             outcomes = self._decided([arrival])
         if outcomes is None and arrival.counted.attempt:
@@ -267,7 +259,7 @@ class StageThread:
     def _work_parked_without_broker(self) -> None:
         """Run parked messages of stages with an inbox while the broker is down: they do
         not need it."""
-        if self.stage.transaction == "outbox":
+        if not self._transacted:
             while not self._stopping.is_set() and self._work_parked(NO_SESSION):
                 self._parking.follows()
 

@@ -14,6 +14,7 @@ from ..brokers.base import Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
 from ..runtime.breaker import AFTER_REFUSAL, SUBSCRIPTION, Breaker
 from ..stages import Stage
+from . import modes
 
 
 class Subscription:
@@ -60,7 +61,7 @@ class Subscription:
         if self.session is not None:
             return self.session
         stage, subscriber = self._stage, self._stage.subscriber
-        transacted = stage.transaction != "outbox"
+        transacted = modes.of(stage).transacted
         with self._breaker.connecting:
             if self.pause:
                 return None

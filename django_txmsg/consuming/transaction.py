@@ -82,10 +82,25 @@ def lost_conflict(error: BaseException) -> bool:
     return lost and database_health.sqlstate(error) in ("40001", "40P01")
 
 
-def pause_after(conflicts: int) -> float:
-    """Return the seconds until the next repetition after that many conflicts: none at
-    first, then growing."""
-    return random.uniform(0, min(0.5, 0.002 * 2**conflicts))  # noqa: S311 - no secret
+class Conflicts:
+    """The repetitions of work that lost a conflict: at once, then at growing
+    intervals."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def mends(self, error: BaseException) -> bool:
+        """Return whether to repeat what ended with this error, once more."""
+        if self._count >= MAX_CONFLICTS or not lost_conflict(error):
+            return False
+        self._count += 1
+        return True
+
+    @property
+    def pause(self) -> float:
+        """Seconds until then."""
+        longest = min(0.5, 0.002 * 2**self._count)
+        return random.uniform(0, longest)  # noqa: S311 - no secret
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:

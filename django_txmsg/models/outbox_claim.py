@@ -95,7 +95,6 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
         connection, table = connections[self.db], self.model._meta.db_table
         now = began_sql(connection)
         narrow, pending = "", PENDING.sql("c")
-        earlier = PENDING_OTHERWISE.sql("e")
         stored_by = [] if services is None else ["", *services]
         among = f"IN ({', '.join(['%s'] * len(stored_by))})"
         ours = "TRUE" if services is None else f"{{0}}.service {among}"
@@ -128,6 +127,10 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             condition, blocking = ids_sql(connection, "e.destination", but)
             waits += f" OR {condition}"
         parameters += [*stored_by, *blocking]
+        held, left = (
+            leases.HELD.sql("e", now=now),
+            "e.id NOT IN (SELECT id FROM picked)",
+        )
         no_wait, waits_not = no_wait_sql(connection)
         first_due = "min(due)"
         if connection.vendor == "postgresql":
@@ -140,23 +143,13 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
             where=f"""
                 {pending} AND c.broker = %s AND {ours.format("c")} AND c.due_at <= {now}
                 AND {leases.FREE.sql("c", now=now)} {narrow}
-                AND (c.key = '' OR NOT EXISTS (
-                    SELECT 1 FROM {table} e
-                    WHERE e.key = c.key AND NOT (e.key = '') AND e.id < c.id
-                      AND e.broker = c.broker AND {earlier} AND {ours.format("e")}
-                      AND ({waits} OR {leases.HELD.sql("e", now=now)})))
-            """,  # noqa: S608 - constants only
+                AND {_leads_sql(table, "c", ours, f"{waits} OR {held}")}
+            """,
             # Once claimed, it cannot be reused for its unique key: its receiver may
             # have begun already.
             assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
             " unique_key = NULL",
-            also=f"""
-                {waits_not} AND (o.key = '' OR NOT EXISTS (
-                    SELECT 1 FROM {table} e
-                    WHERE e.key = o.key AND NOT (e.key = '') AND e.id < o.id
-                      AND e.broker = o.broker AND {earlier} AND {ours.format("e")}
-                      AND e.id NOT IN (SELECT id FROM picked)))
-            """,  # noqa: S608 - constants only
+            also=f"{waits_not} AND {_leads_sql(table, 'o', ours, left)}",
             returning=f"""
                 id, {text_sql(connection, "message_id")}, destination, key,
                 correlation_id, {text_sql(connection, "headers")}, content_type, body,
@@ -312,6 +305,18 @@ class ClaimingManager(models.Manager):  # type: ignore[type-arg]  # not generic 
 
 
 _by_id = itemgetter(0)
+
+
+def _leads_sql(table: str, row: str, ours: str, stays: str) -> str:
+    """Return the condition that a row may leave: it has no key, or no earlier pending
+    row `e` of its key `stays` behind."""
+    return f"""
+        ({row}.key = '' OR NOT EXISTS (
+            SELECT 1 FROM {table} e
+            WHERE e.key = {row}.key AND NOT (e.key = '') AND e.id < {row}.id
+              AND e.broker = {row}.broker AND {PENDING_OTHERWISE.sql("e")}
+              AND {ours.format("e")} AND ({stays})))
+    """  # noqa: S608 - constants only
 
 
 def _claimed(row: Sequence[Any]) -> Claimed:

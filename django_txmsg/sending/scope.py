@@ -23,7 +23,7 @@ from ..models.outbox_store import NewMessage
 @dataclass
 class Scope:
     """What the messages sent in this context belong to: a session
-    (`http_outbox/session.py`) or a stage's attempt (`consuming/attempt.py`).
+    (`http_outbox/session.py`) or a stage's attempt (`consuming/modes.py`).
 
     `cause` is the message that a stage processes, from whose id its messages' ids are
     derived; `worker` is the process that runs the stage. `enlist`, if set, adds

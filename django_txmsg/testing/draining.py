@@ -25,8 +25,9 @@ from django.utils import timezone
 from .. import conf
 from ..brokers import find_broker, get_broker
 from ..brokers.base import Delivery, Session
-from ..consuming import batch, decoding
-from ..consuming.outcomes import Arrival, Duplicate, Outcome, Processed
+from ..consuming import batch, decoding, modes
+from ..consuming.arrival import Arrival
+from ..consuming.outcomes import Duplicate, Outcome, Processed, to_acknowledge
 from ..consuming.stage_middleware import Chain, prepared
 from ..envelope.handler import Handler
 from ..envelope.message import Message
@@ -195,7 +196,7 @@ class _Worker:
     def open(self) -> Iterator[None]:
         stage = self._stage
         subscriber = stage.subscriber
-        transacted = stage.transaction != "outbox"
+        transacted = modes.of(stage).transacted
         broker = get_broker(stage.broker)
         with broker.open(transacted=transacted, subscriber=subscriber) as session:
             prefetch = 1 if transacted else stage.batch
@@ -211,20 +212,14 @@ class _Worker:
         rows = InboxMessage.objects.db_manager(self.using)
         while deliveries := self._receive():
             outcomes = batch.process([self._arrival(one) for one in deliveries])
-            settled = [
-                delivery
-                for delivery, outcome in zip(deliveries, outcomes, strict=True)
-                if not (isinstance(outcome, Processed) and outcome.acknowledged)
-            ]
+            settled = to_acknowledge(deliveries, outcomes)
             if settled:
                 self._session.ack(settled)
             self._note(outcomes, limit)
         stage = self._stage
         while parked := rows.claim_parked(stage.name, self._token, _LEASE, stage.reads):
-            delivery = decoding.from_parked(
-                parked.destination, parked.headers, parked.body, parked.seen.message_id
-            )
-            self._note(batch.process([self._arrival(delivery, parked)]), limit)
+            arrival = self._arrival(decoding.from_parked(parked), parked)
+            self._note(batch.process([arrival]), limit)
         return self._outcomes - before
 
     def _receive(self) -> list[Delivery]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from django_txmsg import stages
-from django_txmsg.consuming import attempt, decoding, inbox
+from django_txmsg.consuming import decoding, inbox, modes
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.envelope.message import Message
@@ -48,7 +48,7 @@ def consumer() -> None:
     before(StageTransaction, "__exit__", "before the commit")
     before(StageTransaction, "__exit__", "broker proven alive")
     after(StageTransaction, "__exit__", "committed")
-    after(attempt, "_commit_broker", "broker committed")
+    after(modes.BrokerOnly, "_commit", "broker committed")
     before(StageThread, "_note", "acknowledged")
 
 

@@ -23,8 +23,9 @@ from django.test.utils import CaptureQueriesContext
 from kombu import Connection
 
 from django_txmsg import Message, send_message
-from django_txmsg.celery import OnceTask, once
+from django_txmsg.celery import OnceTask
 from django_txmsg.celery.calling import identity
+from django_txmsg.consuming import protocol
 from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.errors import InvalidMessage, SwallowedDatabaseError, TaskGivenUp
 from django_txmsg.models import InboxMessage, OutboxMessage
@@ -428,7 +429,7 @@ def test_an_error_after_the_commit_is_no_failure() -> None:
     task = once_task(work)
     assert deliver(task) == "done"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(once, "StageTransaction", Impatient)
+        patch.setattr(protocol, "StageTransaction", Impatient)
         assert deliver(task, task_id="two") == "done"
     assert effects() == ["worked", "worked"]
     assert {row.state for row in InboxMessage.objects.all()} == {"processed"}

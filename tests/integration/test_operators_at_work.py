@@ -126,9 +126,7 @@ def test_one_that_a_worker_is_about_to_put_back_is_let_go() -> None:
         parked = thread._parking.claim()
         assert parked is not None
         assert parked.seen.id == first.pk
-        delivery = decoding.from_parked(
-            parked.destination, parked.headers, parked.body, parked.seen.message_id
-        )
+        delivery = decoding.from_parked(parked)
 
         assert let_go(first) == 1
         assert isinstance(

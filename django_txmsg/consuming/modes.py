@@ -1,0 +1,368 @@
+"""The transaction modes of `@stage(transaction=)`: three strategies for the same steps.
+
+Order per key is a fourth, around the steps of mode outbox. `inbox.py` and `attempt.py`
+call the steps and know no mode; docs/explanation/transaction-modes.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+from uuid import UUID
+
+from django.db import Error as AnyDatabaseError
+from django.utils import timezone
+
+from .. import conf, signals, wire
+from ..brokers.base import Outgoing
+from ..envelope.message import Message
+from ..errors import (
+    BrokerError,
+    BrokerUnavailable,
+    DeliveryLost,
+    DestinationUnavailable,
+    DispatchRejected,
+    InvalidMessage,
+)
+from ..models.inbox_record import Seen
+from ..models.outbox_store import NewMessage
+from ..sending.scope import Scope, in_scope
+from ..stages import Stage
+from . import decoding, ordering, protocol
+from .arrival import Arrival
+from .outcomes import Duplicate, Outcome
+from .protocol import LostRace
+from .transaction import guarded
+
+#: Not named after this module: log configurations refer to the existing names.
+log = logging.getLogger("django_txmsg.arrival")
+
+
+class Mode(ABC):
+    """The steps in which the modes differ."""
+
+    #: Whether the delivery and what the stage sends are in the broker's transaction.
+    transacted: ClassVar[bool] = False
+
+    @abstractmethod
+    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+        """Count the arrival durably. Returns what is known of the message, and whether
+        its transaction has begun."""
+
+    @abstractmethod
+    def settled(self, seen: Seen) -> bool:
+        """Return whether a copy of the message is only to be dropped."""
+
+    @abstractmethod
+    def run(
+        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+    ) -> bool:
+        """Run the stage and commit. Returns whether its database was asked for
+        anything. Raises LostRace."""
+
+    def reason_not_to_run(self, arrival: Arrival, seen: Seen) -> str:
+        """Return why the stage is not to run for what was recorded; "" if it is."""
+        if self.is_done(arrival, seen):
+            return "settled"
+        if seen.attempt > arrival.stage.policy.max_begun:
+            return "worker_lost"
+        return "expired" if decoding.expired(arrival.delivery, seen.now) else ""
+
+    def is_done(self, arrival: Arrival, seen: Seen) -> bool:
+        """Return whether nothing is left to do for an arrival but to drop it. What is
+        parked is here to be done."""
+        return arrival.parked is None and self.settled(seen)
+
+    def handle(self, arrival: Arrival, message: Message) -> None:
+        """Call the handler. Its scope is left before the commit, whose hooks do not
+        belong to the stage any more."""
+        with in_scope(self.scope(arrival, message)), guarded(arrival.using):
+            arrival.stage.handler(message)
+
+    def scope(self, arrival: Arrival, message: Message) -> Scope:
+        """Return the scope of the messages that the stage sends for `message`."""
+        stage = arrival.stage
+        return Scope(
+            session_id=session_id(message, stage),
+            using=arrival.using,
+            cause=message,
+            stage=stage.name,
+            worker=arrival.worker,
+        )
+
+    def out_of_turn(
+        self, arrival: Arrival, seen: Seen, *, attempts: int = 1
+    ) -> Outcome | None:
+        """Park a message whose turn has not come, and return that; None when it has, or
+        when there are no turns. `attempts` were counted for it."""
+        return None
+
+    def lost(self, arrival: Arrival, seen: Seen | None) -> Outcome:
+        """Say what becomes of a message that could not be taken: a copy settled it."""
+        return Duplicate()
+
+    def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
+        """Do the last thing in the transaction in which messages end."""
+
+    def put_aside(self, arrival: Arrival, seen: Seen) -> None:  # noqa: B027 - most do nothing
+        """Note a message that failed, in the transaction that keeps it."""
+
+    def kept_headers(self, arrival: Arrival) -> dict[str, str]:
+        """Return the headers to keep with a message that has failed."""
+        return arrival.kept_headers
+
+    def roll_back(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
+        """Undo what the stage did in the broker's transaction, if there is one."""
+
+    def is_turned_away(self, error: BaseException) -> bool:
+        """Return whether the stage's work failed as its broker takes nothing now."""
+        return False
+
+    def locks_parked(self, stage: Stage) -> bool:
+        """Return whether a lock on the row of a parked message keeps others away while
+        it runs."""
+        return False
+
+
+class Outbox(Mode):
+    """The mark in the inbox, the handler's work and its messages are one transaction of
+    the database. The broker's acknowledgement follows it."""
+
+    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+        """Count every arrival, and begin the transaction with that where it can be."""
+        stage = arrival.stage
+
+        def runs(seen: Seen) -> bool:
+            return not self.reason_not_to_run(arrival, arrival.count(seen))
+
+        seen, begun = protocol.record(
+            arrival.inbox,
+            stage.name,
+            message,
+            runs=runs,
+            isolation=stage.definition.isolation,
+            turn=arrival.turn,
+            # Middlewares around the transaction run before its beginning.
+            early=stage.outside is None,
+        )
+        return arrival.count(seen), begun
+
+    def settled(self, seen: Seen) -> bool:
+        """What was processed, buried or parked is done."""
+        return seen.settled
+
+    def run(
+        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+    ) -> bool:
+        """Mark the row, run the stage, commit: see `protocol.once()`."""
+        assert seen is not None
+        inbox, pk = arrival.inbox, seen.id
+
+        def finish(_: None, late: bool) -> None:
+            if late:
+                inbox.finish([pk])
+            self.end([arrival])
+
+        _, employed = protocol.once(
+            arrival.stage.definition,
+            begun=begun,
+            take=lambda: inbox.take(pk, arrival.token, arrival.turn),
+            run=lambda: self.handle(arrival, message),
+            finish=finish,
+        )
+        return employed
+
+    def locks_parked(self, stage: Stage) -> bool:
+        """It does, until a blocking redelivery waits without one."""
+        return stage.policy.mode != "blocking"
+
+
+class BrokerOnly(Mode):
+    """The delivery and what the handler sends are one transaction of the broker. The
+    inbox knows a message only once it has come again."""
+
+    transacted = True
+
+    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+        """Count the arrival of what has come before: as long as all goes well, the
+        stage needs no database."""
+        if not arrival.came_before:
+            return None, False
+        rows = arrival.inbox.record(arrival.stage.name, [message], idempotent=True)
+        return arrival.count(rows[message.id]), False
+
+    def settled(self, seen: Seen) -> bool:
+        """What was processed is processed again."""
+        return seen.dead or seen.parked
+
+    def run(
+        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+    ) -> bool:
+        """Run the stage, commit in the broker, and mark what is recorded."""
+        employed = self._work(arrival, message)
+        self._commit(arrival, employed)
+        if seen is not None:
+            self._mark(arrival, seen)
+        return employed
+
+    def _work(self, arrival: Arrival, message: Message) -> bool:
+        with in_scope(self.scope(arrival, message)):
+            arrival.stage.handler(message)
+        return False
+
+    def scope(self, arrival: Arrival, message: Message) -> Scope:
+        """What the stage sends goes into the broker's transaction."""
+        entered, stage = super().scope(arrival, message), arrival.stage
+        service = conf.get().SERVICE
+
+        def enlist(row: NewMessage) -> None:
+            if row.delay:
+                raise InvalidMessage(
+                    f"The message to {row.destination!r} has a delay, which belongs to "
+                    f"the outbox: stage {stage.name!r} has "
+                    f'transaction="{stage.transaction}" and sends into the broker\'s '
+                    f'transaction. Use transaction="outbox".'
+                )
+            created = wire.format_instant(timezone.now())
+            headers = wire.headers_of(row, service, created)
+            arrival.session.enlist(Outgoing(row.destination, headers, row.body))
+
+        entered.enlist = enlist
+        return entered
+
+    def roll_back(self, arrival: Arrival) -> None:
+        """Undo it: the delivery stays in hand."""
+        arrival.session.rollback()
+
+    def is_turned_away(self, error: BaseException) -> bool:
+        """It sends directly: where its destination takes nothing, that is nobody's
+        fault."""
+        return isinstance(error, DestinationUnavailable)
+
+    def _commit(self, arrival: Arrival, employed: bool) -> None:
+        """Commit the broker's transaction; the database's is committed already."""
+        began = time.monotonic()
+        error: BrokerError | None = None
+        try:
+            arrival.session.commit([arrival.delivery] if arrival.parked is None else [])
+        except BrokerError as raised:
+            error = raised
+        self._note(arrival.stage, time.monotonic() - began, error, employed)
+        if isinstance(error, DeliveryLost):
+            log.warning(
+                "stage %r: the work is done here, and %s", arrival.stage.name, error
+            )
+            raise LostRace  # no failure: who has it by now ends it
+        if isinstance(error, DispatchRejected | DestinationUnavailable):
+            raise error  # rolled back, and the delivery is still in hand
+        if error is not None:
+            # The broker redelivers it, or has committed. If it were parked as well, it
+            # would run once more than that.
+            raise BrokerUnavailable(f"the end of the transaction is unknown: {error}")
+
+    def _note(
+        self, stage: Stage, seconds: float, error: BrokerError | None, employed: bool
+    ) -> None:
+        """Tell of the broker's commit: no other one can miss here."""
+
+    def _mark(self, arrival: Arrival, seen: Seen) -> None:
+        """Mark the inbox row of a message whose work is committed everywhere. If that
+        is refused, only the mark is lost."""
+        try:
+            arrival.inbox.finish([seen.id])
+        except AnyDatabaseError as error:
+            log.warning(
+                "stage %r: message %s is processed, and cannot be marked so: %s",
+                arrival.stage.name,
+                seen.message_id,
+                error,
+            )
+
+
+class BestEffort(BrokerOnly):
+    """The database's transaction commits first, and then the broker's: the window
+    between them is as short as it can be made."""
+
+    def _work(self, arrival: Arrival, message: Message) -> bool:
+        def run() -> None:
+            self.handle(arrival, message)
+            # The last moment at which a dead broker costs nothing.
+            arrival.session.ping()
+
+        _, employed = protocol.once(
+            arrival.stage.definition,
+            take=lambda: True,  # the handler is idempotent
+            run=run,
+            finish=lambda *_: None,
+        )
+        return employed
+
+    def _note(
+        self, stage: Stage, seconds: float, error: BrokerError | None, employed: bool
+    ) -> None:
+        """Measure the time between the database's commit and the broker's, and log an
+        error if the second failed."""
+        if error is not None:
+            log.log(
+                logging.ERROR if employed else logging.WARNING,
+                "stage %r: the broker's commit failed after the database's (%s); the "
+                "message comes again, to a handler that must be idempotent: %s",
+                stage.name,
+                "db=used" if employed else "db=unused",
+                error,
+            )
+        signals.dangerous_window.send_robust(
+            sender=None,
+            stage=stage.name,
+            seconds=seconds,
+            failed=error is not None,
+            employed=employed,
+        )
+
+
+class Ordered(Outbox):
+    """Around the steps of mode outbox: messages of one key take them one at a time."""
+
+    def out_of_turn(
+        self, arrival: Arrival, seen: Seen, *, attempts: int = 1
+    ) -> Outcome | None:
+        """Ask whether it has come."""
+        return ordering.out_of_turn(arrival, seen, attempts=attempts)
+
+    def lost(self, arrival: Arrival, seen: Seen | None) -> Outcome:
+        """Settled by a copy, or put aside as its key is in other hands."""
+        return ordering.lost(arrival, seen)
+
+    def end(self, arrivals: Sequence[Arrival]) -> None:
+        """Make the followers due."""
+        ordering.wake(arrivals)
+
+    def put_aside(self, arrival: Arrival, seen: Seen) -> None:
+        """Note its key, which its followers wait for."""
+        ordering.aside(arrival, seen)
+
+    def kept_headers(self, arrival: Arrival) -> dict[str, str]:
+        """All but its place, which it has had."""
+        return ordering.kept_headers(arrival)
+
+
+_MODES: dict[str, Mode] = {
+    "outbox": Outbox(),
+    "best_effort_1pc": BestEffort(),
+    "broker_only": BrokerOnly(),
+}
+_ORDERED = Ordered()
+
+
+def session_id(message: Message, stage: Stage) -> UUID:
+    """Return as which session's the messages are stored that a stage sends for one."""
+    return wire.session_id(conf.get().SERVICE, message.id, stage.name)
+
+
+def of(stage: Stage) -> Mode:
+    """Return the strategy of a stage's mode."""
+    mode = _MODES[stage.transaction]
+    return _ORDERED if stage.ordered and not mode.transacted else mode
