@@ -91,8 +91,8 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
     stop_dispatchers(5.0)
     # What this process could not use is the test's own affair, too.
-    pauses.forget()
-    for one in list(breaker._breakers):
+    pauses.of.clear()
+    for one in breaker._breakers().all():
         one.worked()
 
 

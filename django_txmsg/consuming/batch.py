@@ -121,8 +121,8 @@ class _Batch:
         work: list[Work] = []
         for arrival, message in self._given:
             seen = arrival.count(recorded[message.id], attempt=False)
-            # A message that failed before, or killed its worker, must not take others down
-            # again.
+            # A message that failed before, or killed its worker, must not take others
+            # down again.
             ordinary = not seen.settled and seen.attempt == 0 and seen.deliveries == 1
             if ordinary and not decoding.expired(arrival.delivery, seen.now):
                 work.append((arrival, message.attempted(1), seen))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..errors import StageTimedOut
 from ..runtime import database_health
+from ..runtime.per_process import PerProcess
 from ..stages import Stage
 
 log = logging.getLogger("django_txmsg.deadline")
@@ -63,7 +63,7 @@ def timed(stage: Stage, seconds: float) -> Handler:
         with ExitStack() as stack:
             for alias in connections:
                 stack.enter_context(connections[alias].execute_wrapper(limit))
-            _watch.add(limit)
+            _watch().add(limit)
             try:
                 result = handler(message)
             except OperationalError as error:
@@ -72,7 +72,7 @@ def timed(stage: Stage, seconds: float) -> Handler:
                 raise
             finally:
                 limit.end()
-                _watch.remove(limit)
+                _watch().remove(limit)
         if limit.passed:
             raise limit.error()
         return result
@@ -214,14 +214,4 @@ def _is_cancelled(error: OperationalError) -> bool:
     )
 
 
-_watch = Watch()
-
-
-def _forget() -> None:
-    """A child process has none of its parent's threads."""
-    global _watch
-    _watch = Watch()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+_watch = PerProcess(Watch)

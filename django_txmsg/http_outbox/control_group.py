@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from .. import conf
 from ..django_internals import in_testcase
 from ..envelope.message import new_id
 from ..errors import BrokerError
+from ..runtime.per_process import PerProcess
 from . import commit_status, control_group_lock, control_send, database_identity
 from .control_connections import control_channel
 
@@ -152,8 +152,8 @@ class Groups:
             self._opening = False
 
 
-_groups: dict[str, Groups] = {}
-_lock = threading.Lock()
+#: The open groups of this process: a parent may end before its child.
+_groups = PerProcess(Groups)
 
 
 def find(using: str, metadata: Mapping[str, str]) -> Group | None:
@@ -171,8 +171,7 @@ def find(using: str, metadata: Mapping[str, str]) -> Group | None:
         or control_channel().broker.stored_in is not None
     ):
         return None
-    with _lock:
-        groups = _groups.setdefault(using, Groups(using))
+    groups = _groups(using)
     groups.database = database_identity.current(using)
     return groups.current()
 
@@ -182,12 +181,4 @@ def _settings_changed(*, setting: str, **_: Any) -> None:
         _groups.clear()
 
 
-def _forked() -> None:
-    # The open groups belong to the parent, which may end first.
-    global _lock
-    _lock = threading.Lock()
-    _groups.clear()
-
-
 setting_changed.connect(_settings_changed, dispatch_uid="django_txmsg.group")
-os.register_at_fork(after_in_child=_forked)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import heapq
 import logging
-import os
 import queue
 import threading
 import time
@@ -24,8 +23,8 @@ from ..errors import BrokerUnavailable
 from ..runtime import database_health, notifications
 from ..runtime.breaker import Breaker
 from ..runtime.connections import recycle
-from ..runtime.fork_exit import at_childs_end
 from ..runtime.notifier import notify
+from ..runtime.per_process import PerProcess, at_childs_end
 from .lane import AFTER_COMMIT_LEASE, Lane
 
 log = logging.getLogger("django_txmsg.dispatcher")
@@ -160,21 +159,6 @@ class Dispatcher:
             notify(self.using, {notifications.outbox(self.broker)})
 
 
-_dispatchers: dict[tuple[str, str], Dispatcher] = {}
-_lock = threading.Lock()
-
-
-def _forget() -> None:
-    """Threads do not survive a fork: the child starts its own, under its own lock."""
-    global _lock
-    _lock = threading.Lock()
-    _dispatchers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
-
-
 def dispatch_inline(using: str, broker: str, ids: list[int]) -> None:
     """Dispatch rows in this thread. An outage is logged, and costs the caller only the
     connection's time-out."""
@@ -208,22 +192,19 @@ def on_committed(*, using: str, broker: str, ids: list[int], **_: Any) -> None:
         notify(using, {notifications.outbox(broker)})
 
 
-def _dispatcher(using: str, broker: str) -> Dispatcher:
-    with _lock:
-        if (using, broker) not in _dispatchers:
-            _dispatchers[using, broker] = Dispatcher(using, broker)
-            at_childs_end(stop_dispatchers, turn=2)
-        return _dispatchers[using, broker]
+def _begin(using: str, broker: str) -> Dispatcher:
+    at_childs_end(stop_dispatchers, turn=2)
+    return Dispatcher(using, broker)
+
+
+_dispatcher = PerProcess(_begin)
 
 
 @atexit.register
 def stop_dispatchers(timeout: float = 2.0) -> None:
     """Stop this process's threads, each after at most `timeout` seconds for its waiting
     messages. The next commit starts them again."""
-    with _lock:
-        stopping = list(_dispatchers.values())
-        _dispatchers.clear()
-    for dispatcher in stopping:
+    for dispatcher in _dispatcher.clear():
         dispatcher.stop(timeout)
 
 

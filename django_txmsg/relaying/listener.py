@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import uuid
@@ -29,6 +28,7 @@ from ..models import OutboxMessage
 from ..models.due import seconds_until_due
 from ..runtime import database_health, notifications
 from ..runtime.notifier import CHANNEL, notify
+from ..runtime.per_process import PerProcess
 
 log = logging.getLogger("django_txmsg.notify")
 
@@ -181,34 +181,48 @@ def listening(databases: Collection[str]) -> Iterator[None]:
         yield
         return
     wanted = {one for one in databases if connections[one].vendor == "postgresql"}
-    with _lock:
-        for using in wanted:
-            _begin(using)
+    users = [_users(using) for using in wanted]
+    for one in users:
+        one.add()
     try:
         yield
     finally:
-        with _lock:
-            for using in wanted:
-                _end(using)
+        for one in users:
+            one.remove()
 
 
-def _begin(using: str) -> None:
-    count, stop = _listening.get(using, (0, threading.Event()))
-    _listening[using] = (count + 1, stop)
-    if not count:
-        thread = threading.Thread(
-            target=_run, args=(using, stop), name=f"txmsg-listen-{using}", daemon=True
-        )
-        thread.start()
+class _Users:
+    """Who listens in one database: one thread does it for all."""
+
+    def __init__(self, using: str) -> None:
+        self._using, self._lock = using, threading.Lock()
+        self._count, self._stop = 0, threading.Event()
+
+    def add(self) -> None:
+        """Count one more, and listen for the first."""
+        with self._lock:
+            self._count += 1
+            if self._count > 1:
+                return
+            self._stop = threading.Event()
+            thread = threading.Thread(
+                target=_run,
+                args=(self._using, self._stop),
+                name=f"txmsg-listen-{self._using}",
+                daemon=True,
+            )
+            thread.start()
+
+    def remove(self) -> None:
+        """Count one less. After the last the thread ends; it is not joined, since it
+        holds only a connection."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._stop.set()
 
 
-def _end(using: str) -> None:
-    count, stop = _listening.pop(using, (1, threading.Event()))
-    if count > 1:
-        _listening[using] = (count - 1, stop)
-    else:
-        # Not joined: the thread holds only a connection.
-        stop.set()
+_users = PerProcess(_Users)
 
 
 def _run(using: str, stop: threading.Event) -> None:
@@ -216,18 +230,3 @@ def _run(using: str, stop: threading.Event) -> None:
         Listener(using, stop).run()
     finally:
         connections.close_all()
-
-
-_listening: dict[str, tuple[int, threading.Event]] = {}
-_lock = threading.Lock()
-
-
-def _forget() -> None:
-    """The threads belong to the parent."""
-    global _lock
-    _lock = threading.Lock()
-    _listening.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

@@ -9,7 +9,6 @@ small batch; each batch that is stored completely makes the next one larger.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Set as AbstractSet
@@ -17,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from .. import conf
 from ..errors import DestinationUnavailable
 from ..runtime.breaker import Breaker
+from ..runtime.per_process import PerProcess
 
 #: Messages in a trial after a refusal.
 FIRST_TRIAL = 10
@@ -132,31 +132,6 @@ class Pauses:
         if over and trial.passed:
             trial.breaker.worked()
 
-    def forget(self) -> None:
-        """End all pauses."""
-        self._lock = threading.Lock()
-        self._trials = {}
 
-
-def of(using: str, broker: str) -> Pauses:
-    """Return the pauses shared by all lanes of this process."""
-    with _lock:
-        if (using, broker) not in _pauses:
-            _pauses[using, broker] = Pauses(broker)
-        return _pauses[using, broker]
-
-
-def forget() -> None:
-    """End all pauses: a child process finds out for itself."""
-    global _lock
-    _lock = threading.Lock()
-    for one in _pauses.values():
-        one.forget()
-    _pauses.clear()
-
-
-_pauses: dict[tuple[str, str], Pauses] = {}
-_lock = threading.Lock()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=forget)
+#: The pauses shared by all lanes of this process, by database alias and broker.
+of: PerProcess[Pauses] = PerProcess(lambda using, broker: Pauses(broker))

@@ -8,12 +8,12 @@ and one for each database of the process (`database_health.py`).
 from __future__ import annotations
 
 import logging
-import os
 import random
 import threading
 import time
-import weakref
 from dataclasses import dataclass
+
+from .per_process import Members, PerProcess
 
 log = logging.getLogger("django_txmsg.breaker")
 
@@ -66,8 +66,7 @@ class Breaker:
         self._until = self._began = 0.0
         #: The last error, while the server is down.
         self.error: BaseException | None = None
-        with _registering:
-            _breakers.add(self)
+        _breakers().add(self)
 
     @property
     def remaining(self) -> float:
@@ -116,29 +115,16 @@ class Breaker:
             log.info("%s works again, after %d probes", what, failures)
 
 
-_breakers: weakref.WeakSet[Breaker] = weakref.WeakSet()
-_registering = threading.Lock()
+_breakers: PerProcess[Members[Breaker]] = PerProcess(Members)
 
 
 def outages() -> list[Outage]:
     """Return this process's present outages: of brokers, paused destinations, refused
     subscriptions and databases, each once, the longest first."""
-    with _registering:
-        known = list(_breakers)
     found: dict[tuple[str, str], Outage] = {}
     for one in sorted(
-        filter(None, (breaker.outage for breaker in known)),
+        filter(None, (breaker.outage for breaker in _breakers().all())),
         key=lambda outage: -outage.seconds,
     ):
         found.setdefault((one.kind, one.name), one)
     return list(found.values())
-
-
-def _forget() -> None:
-    """The breakers of the parent process are not used here."""
-    global _breakers, _registering
-    _breakers, _registering = weakref.WeakSet(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

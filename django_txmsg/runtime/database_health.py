@@ -34,6 +34,7 @@ from ..django_internals import raw
 from ..envelope.failure import cause_of, text_of
 from . import liveness
 from .breaker import Breaker
+from .per_process import PerProcess
 
 log = logging.getLogger("django_txmsg.outage")
 
@@ -118,18 +119,17 @@ def _said(cause: BaseException | None) -> str:
     return "" if cause is None else text_of(cause).lower()
 
 
-def breaker(using: str) -> Breaker:
-    """Return the breaker of the database, shared by all threads of this process."""
-    with _lock:
-        if using not in _breakers:
-            _breakers[using] = Breaker(
-                using,
-                MAX_PAUSE,
-                kind="database",
-                follows="threads that need it wait, keep their messages, and count "
-                "no attempt",
-            )
-        return _breakers[using]
+def _breaker(using: str) -> Breaker:
+    return Breaker(
+        using,
+        MAX_PAUSE,
+        kind="database",
+        follows="threads that need it wait, keep their messages, and count no attempt",
+    )
+
+
+#: The breaker of a database, shared by all threads of this process, by its alias.
+breaker = PerProcess(_breaker)
 
 
 def gave_up_waiting(error: BaseException) -> bool:
@@ -245,19 +245,30 @@ class Retry:
         return None
 
 
-def retry(using: str, what: str) -> Retry:
-    """Return this process's `Retry` for one periodic use of the database."""
-    with _lock:
-        return _retries.setdefault((using, what), Retry(using, what))
+#: This process's `Retry` for one periodic use of a database, by its alias and the use.
+retry = PerProcess(Retry)
+
+
+class _Report:
+    """When something may be said again."""
+
+    def __init__(self) -> None:
+        self._lock, self.at = threading.Lock(), 0.0
+
+    def was_told(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            told = now < self.at
+            self.at = self.at if told else now + SAY_EVERY
+            return told
+
+
+_report = PerProcess(_Report)
 
 
 def report(what: str, error: BaseException) -> None:
     """Log what the database has refused: at most one such line a second."""
-    global _report_at
-    with _lock:
-        now = time.monotonic()
-        told = now < _report_at
-        _report_at = _report_at if told else now + SAY_EVERY
+    told = _report().was_told()
     # A database's first line says what it refused; other errors need their traceback.
     ours = not isinstance(error, AnyDatabaseError)
     log.log(
@@ -305,21 +316,3 @@ def _write(using: str) -> None:
     else:
         # SQLite writes nothing before it commits.
         rows.filter(message_id=row.message_id).delete()
-
-
-_breakers: dict[str, Breaker] = {}
-_retries: dict[tuple[str, str], Retry] = {}
-_report_at = 0.0
-_lock = threading.Lock()
-
-
-def _forget() -> None:
-    """A child process finds out itself, with locks of its own."""
-    global _lock
-    _lock = threading.Lock()
-    _breakers.clear()
-    _retries.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

@@ -9,7 +9,6 @@ another; the thread ends when there are no more leases.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from django.db import connections
 
 from . import database_health
+from .per_process import PerProcess
 
 log = logging.getLogger("django_txmsg.leases")
 
@@ -136,23 +136,4 @@ class _Keeper:
             self._short.clear()
 
 
-_keepers: dict[str, _Keeper] = {}
-_lock = threading.Lock()
-
-
-def _keeper(using: str) -> _Keeper:
-    with _lock:
-        if using not in _keepers:
-            _keepers[using] = _Keeper(using)
-        return _keepers[using]
-
-
-def _forget() -> None:
-    """Threads do not survive a fork, and a child holds no leases."""
-    global _lock
-    _lock = threading.Lock()
-    _keepers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+_keeper = PerProcess(_Keeper)

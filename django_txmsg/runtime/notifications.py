@@ -8,11 +8,11 @@ database.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections.abc import Collection
+
+from .per_process import Members, PerProcess
 
 #: Wakes the waiters of every topic.
 ALL = "*"
@@ -43,8 +43,7 @@ class Wakeup:
         self.using, self.topic = using, topic
         self._rung = threading.Event()
         self._rung.set()
-        with _lock:
-            _waiting.add(self)
+        _waiting().add(self)
 
     @property
     def heard(self) -> bool:
@@ -72,50 +71,31 @@ class Wakeup:
 
 def ring(using: str, topics: Collection[str]) -> None:
     """Wake the threads that wait for one of the topics in this database."""
-    with _lock:
-        woken = [
-            one
-            for one in _waiting
-            if one.using == using and (one.topic in topics or ALL in topics)
-        ]
-    for one in woken:
-        one.ring()
+    for one in _waiting().all():
+        if one.using == using and (one.topic in topics or ALL in topics):
+            one.ring()
 
 
 def topics(using: str) -> set[str]:
     """Return the topics that threads wait for in this database."""
-    with _lock:
-        return {one.topic for one in _waiting if one.using == using}
+    return {one.topic for one in _waiting().all() if one.using == using}
 
 
 def heard(using: str) -> bool:
     """Return whether a listener works in this database, as recently proved."""
-    return _heard_until.get(using, 0.0) > time.monotonic()
+    return _heard_until().get(using, 0.0) > time.monotonic()
 
 
 def proved(using: str, seconds: float) -> None:
     """Record that a listener works, for that many seconds unless proved again."""
-    _heard_until[using] = time.monotonic() + seconds
+    _heard_until()[using] = time.monotonic() + seconds
 
 
 def deaf(using: str) -> None:
     """Record that no listener works any more, and make all threads query."""
-    _heard_until.pop(using, None)
+    _heard_until().pop(using, None)
     ring(using, {ALL})
 
 
-_waiting: weakref.WeakSet[Wakeup] = weakref.WeakSet()
-_heard_until: dict[str, float] = {}
-_lock = threading.Lock()
-
-
-def _forget() -> None:
-    """The waiting threads and listeners belong to the parent."""
-    global _lock
-    _lock = threading.Lock()
-    _waiting.clear()
-    _heard_until.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+_waiting: PerProcess[Members[Wakeup]] = PerProcess(Members)
+_heard_until: PerProcess[dict[str, float]] = PerProcess(dict)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 from collections.abc import Collection
 from typing import Any
@@ -20,7 +19,7 @@ from django.db import connections
 from ..django_internals import in_block
 from . import database_health, notifications
 from .connections import recycle
-from .fork_exit import at_childs_end
+from .per_process import PerProcess, at_childs_end
 
 log = logging.getLogger("django_txmsg.notify")
 
@@ -125,34 +124,17 @@ class _Notifier:
         )
 
 
-_notifiers: dict[str, _Notifier] = {}
-_lock = threading.Lock()
+def _begin(using: str) -> _Notifier:
+    at_childs_end(stop_notifiers, turn=1)
+    return _Notifier(using)
 
 
-def _notifier(using: str) -> _Notifier:
-    with _lock:
-        if using not in _notifiers:
-            _notifiers[using] = _Notifier(using)
-            at_childs_end(stop_notifiers, turn=1)
-        return _notifiers[using]
+_notifier = PerProcess(_begin)
 
 
 @atexit.register
 def stop_notifiers(timeout: float = 1.0) -> None:
     """End this process's threads, each after at most `timeout` seconds for its
     outstanding notifications. Later notifications start them again."""
-    with _lock:
-        notifiers = list(_notifiers.values())
-    for one in notifiers:
+    for one in _notifier.all():
         one.stop(timeout)
-
-
-def _forget() -> None:
-    """Threads do not survive a fork: the child starts its own, under its own lock."""
-    global _lock
-    _lock = threading.Lock()
-    _notifiers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)

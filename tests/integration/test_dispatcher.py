@@ -150,7 +150,7 @@ def test_a_dead_broker_fails_no_commit_and_burns_no_attempt(mode: str) -> None:
     with txmsg(DISPATCH_ON_COMMIT=mode, BROKERS=dead):
         send()
         if mode == "thread":
-            (one,) = dispatcher._dispatchers.values()
+            (one,) = dispatcher._dispatcher.all()
             # The pause itself is short enough to be missed by a loaded machine.
             wait_until(lambda: one._breaker.error)
     row = OutboxMessage.objects.get()
@@ -164,7 +164,7 @@ def test_a_rollback_wakes_nobody() -> None:
         with transaction.atomic():
             send_message("tests.q", 1)
             transaction.set_rollback(True)
-        assert not dispatcher._dispatchers
+        assert not dispatcher._dispatcher.all()
 
 
 def test_by_no_thread_where_the_database_is_in_memory(
@@ -178,7 +178,7 @@ def test_by_no_thread_where_the_database_is_in_memory(
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         with transaction.atomic(using="other"):
             send_message("tests.q", 1, using="other")
-        assert not dispatcher._dispatchers
+        assert not dispatcher._dispatcher.all()
 
 
 def test_without_a_transaction_when_that_is_allowed() -> None:
@@ -196,7 +196,7 @@ def test_a_forked_process_starts_its_own_thread() -> None:
         held, forked = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with dispatcher._lock:
+            with dispatcher._dispatcher._lock:
                 held.set()
                 forked.wait(30)
 

@@ -153,12 +153,12 @@ def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None
             WAYS[way]()
         assert states() == {"dispatched": 30, "pending": 2}
         for _ in range(ATTEMPTS):
-            pauses.forget()
+            pauses.of.clear()
             with contextlib.suppress(DestinationUnavailable):
                 WAYS[way]()
         assert not OutboxMessage.objects.exclude(attempts=0).exists()
         broker.forget_rules()
-        pauses.forget()
+        pauses.of.clear()
         WAYS[way]()
     assert states() == {"dispatched": 32}
 

@@ -409,7 +409,7 @@ def test_what_is_refused_is_said_now_and_then(
 ) -> None:
     """By all threads of a process together, however many there are."""
     monkeypatch.setattr(database_health, "SAY_EVERY", 0.3)
-    monkeypatch.setattr(database_health, "_report_at", 0.0)
+    monkeypatch.setattr(database_health._report(), "at", 0.0)
 
     def said() -> list[str]:
         own = [one for one in caplog.records if one.name == "django_txmsg.outage"]

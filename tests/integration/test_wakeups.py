@@ -24,6 +24,7 @@ from django_txmsg.models import OutboxMessage, StageState
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher, listener
 from django_txmsg.runtime import idle_clock, notifications, notifier
+from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from tests import services
 from tests.app.models import Effect
@@ -56,7 +57,7 @@ def test_what_ends_the_thread_ends_no_later_notification(
     notifier.notify("default", {"warms up"})
     notifier.stop_notifiers(30)
     with django_db_blocker.block():
-        notifier._notifiers["default"].add({"lost"})
+        notifier._notifier("default").add({"lost"})
         wait_until(lambda: "notifying in database 'default' failed" in caplog.text)
     with connection.cursor() as cursor:
         cursor.execute("LISTEN django_txmsg")
@@ -270,13 +271,13 @@ def test_a_rollback_tells_nobody_and_a_commit_tells_afterwards() -> None:
 def test_a_quiet_notifier_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notifier, "_notifiers", {})
+    monkeypatch.setattr(notifier, "_notifier", PerProcess(notifier._Notifier))
     monkeypatch.setattr(notifier, "IDLE", 0.1)
     for _ in range(2):
         with heard() as payloads:
             notifier.notify("default", {"queue any"})
             wait_until(lambda: payloads)
-        (one,) = notifier._notifiers.values()
+        (one,) = notifier._notifier.all()
         wait_until(lambda: not one._running)  # noqa: B023 - called at once
 
 
@@ -351,7 +352,7 @@ def test_who_listens_at_a_server_that_is_left_notices_and_polls(
     """As after a switch to another server, while the old one goes on to answer."""
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
-    monkeypatch.setattr(notifier, "_notifiers", {})
+    monkeypatch.setattr(notifier, "_notifier", PerProcess(notifier._Notifier))
     monkeypatch.setattr(listener, "ANEW", 0.1)
     monkeypatch.setattr(listener, "PROVED", 2.0)
     monkeypatch.setattr(listener, "LOOK", 0.2)
@@ -368,9 +369,7 @@ def test_who_listens_at_a_server_that_is_left_notices_and_polls(
                 wait_until(lambda: "a notification did not come" in caplog.text)
                 wait_until(lambda: not notifications.heard("default"))
         wait_until(lambda: not _listens())
-        wait_until(
-            lambda: not any(one._running for one in notifier._notifiers.values())
-        )
+        wait_until(lambda: not any(one._running for one in notifier._notifier.all()))
     finally:
         with connection.cursor() as cursor:
             cursor.execute(f'DROP DATABASE "{elsewhere}" WITH (FORCE)')

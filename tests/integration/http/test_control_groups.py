@@ -254,7 +254,7 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
     """Else each control message from then on would be held for as long."""
     store()
-    (groups_,) = control_group._groups.values()
+    (groups_,) = control_group._groups.all()
     now = timezone.now()
     groups_.note(now + dt.timedelta(days=1))
     groups_._open_next()

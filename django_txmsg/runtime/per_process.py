@@ -1,0 +1,80 @@
+"""Objects of one process, which a forked child does not inherit.
+
+The parent's threads, sockets and locks are useless to the child, and it finds out
+itself what the parent has found out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Made = TypeVar("Made")
+
+
+class PerProcess(Generic[Made]):
+    """Objects by key. `make(*key)` creates each when it is first used."""
+
+    def __init__(self, make: Callable[..., Made]) -> None:
+        self._make = make
+        self._made: dict[tuple[str, ...], Made] = {}
+        self._lock = threading.Lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def __call__(self, *key: str) -> Made:
+        """Return this process's object for a key."""
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._make(*key)
+            return self._made[key]
+
+    def all(self) -> list[Made]:
+        """Return the existing objects."""
+        with self._lock:
+            return list(self._made.values())
+
+    def clear(self) -> list[Made]:
+        """Remove all objects, and return them."""
+        with self._lock:
+            cleared = list(self._made.values())
+            self._made = {}
+        return cleared
+
+    def _forget(self) -> None:
+        self._made, self._lock = {}, threading.Lock()
+
+
+class Members(Generic[Made]):
+    """A set of objects that does not keep them alive, under a lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakSet[Made] = weakref.WeakSet()
+
+    def add(self, member: Made) -> None:
+        """Add an object."""
+        with self._lock:
+            self._known.add(member)
+
+    def all(self) -> list[Made]:
+        """Return the objects that are still in use."""
+        with self._lock:
+            return list(self._known)
+
+
+def at_childs_end(work: Callable[[], object], *, turn: int) -> None:
+    """Run `work` at the end of this process if `multiprocessing` forked it, since such
+    a child runs no `atexit` handlers; do nothing elsewhere. A higher turn runs earlier.
+
+    Call this in the child: it forgets what its parent has registered.
+    """
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and process.parent_process() is not None:
+        from multiprocessing.util import Finalize
+
+        Finalize(None, work, exitpriority=turn)
