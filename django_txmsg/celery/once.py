@@ -32,7 +32,7 @@ from ..envelope.message import Message
 from ..envelope.transaction_definition import TransactionDefinition
 from ..errors import TaskGivenUp
 from ..models import InboxMessage
-from ..models.inbox_record import Seen
+from ..models.inbox import Seen
 from ..runtime import database_health
 from ..sending.scope import Scope, in_scope
 from . import following, memo, running

@@ -11,9 +11,8 @@ from typing import Any
 from .. import wire
 from ..brokers.base import Delivery, Session
 from ..models import InboxMessage
-from ..models.inbox_parked import Parked
-from ..models.inbox_record import Seen
-from ..models.inbox_turn import Turn
+from ..models.inbox import Parked, Seen
+from ..models.inbox_order import Turn
 from ..stages import Stage
 from . import decoding
 
@@ -58,6 +57,11 @@ class Arrival:
     def inbox(self) -> Any:
         """The rows of the stage's inbox, in that database."""
         return InboxMessage.objects.db_manager(self.using)
+
+    @cached_property
+    def order(self) -> Any:
+        """Whose turn it is there, if the stage is ordered."""
+        return InboxMessage.order.db_manager(self.using)
 
     @cached_property
     def message_id(self) -> uuid.UUID:

@@ -17,7 +17,7 @@ from ..django_internals import raw
 from ..envelope.failure import is_interrupt
 from ..envelope.message import Message
 from ..errors import BrokerUnavailable
-from ..models.inbox_record import Seen
+from ..models.inbox import Seen
 from ..stages import Stage
 from . import modes
 from .arrival import Arrival

@@ -79,7 +79,7 @@ class Room:
         began = time.monotonic()
         if began < self._look_at:
             return
-        rows = InboxMessage.objects.db_manager(self._using)
+        rows = InboxMessage.order.db_manager(self._using)
         cap = None if self._most == math.inf else int(self._most)
         count, size = rows.waiting(self._stage, cap)
         took = time.monotonic() - began

@@ -16,7 +16,7 @@ from .. import tracing
 from ..django_internals import must_roll_back, raw
 from ..envelope.message import Message
 from ..errors import DecodeError
-from ..models.inbox_record import Seen
+from ..models.inbox import Seen
 from ..runtime import database_health
 from . import decoding, failure, inbox, modes, ordering, protocol
 from .arrival import Arrival

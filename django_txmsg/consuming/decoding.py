@@ -16,7 +16,7 @@ from ..brokers.base import Delivery, Session
 from ..envelope import cloudevents, serializers
 from ..envelope.message import Message, new_id
 from ..errors import DecodeError
-from ..models.inbox_parked import Parked
+from ..models.inbox import Parked
 from ..stages import Stage
 
 #: Largest accepted header block, in characters, and most headers.

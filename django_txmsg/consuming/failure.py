@@ -27,7 +27,7 @@ from ..errors import (
     NewerCodeNeeded,
 )
 from ..models import Attempt
-from ..models.inbox_record import Seen
+from ..models.inbox import Seen
 from ..runtime import liveness
 from ..runtime.connections import close_broken
 from . import decoding, modes

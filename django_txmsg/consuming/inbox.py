@@ -25,7 +25,7 @@ from ..errors import (
     NewerCodeNeeded,
 )
 from ..models import OutboxMessage
-from ..models.inbox_record import Seen
+from ..models.inbox import Seen
 from ..models.outbox import PENDING
 from ..runtime import database_health
 from ..runtime.leases import Lease

@@ -27,7 +27,7 @@ from ..errors import (
     DispatchRejected,
     InvalidMessage,
 )
-from ..models.inbox_record import Seen
+from ..models.inbox import Seen
 from ..models.outbox_store import NewMessage
 from ..sending.scope import Scope, in_scope
 from ..stages import Stage

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 
 from .. import conf, wire
 from ..models import InboxMessage, StageState
-from ..models.inbox_record import Seen
-from ..models.inbox_release import ASKED, ON_ITS_WAY
-from ..models.inbox_turn import Turn
+from ..models.inbox import Seen
+from ..models.inbox_order import ASKED, ON_ITS_WAY, Turn
 from ..stages import Stage
 from .arrival import Arrival
 from .outcomes import Duplicate, Waiting
@@ -82,7 +81,7 @@ def out_of_turn(
     """Park a message whose turn has not come; return None if it has. `attempts` were
     counted for it."""
     turn = arrival.turn
-    if turn is None or arrival.inbox.has_come(turn):
+    if turn is None or arrival.order.has_come(turn):
         return None
     return _park(arrival, seen, turn, attempts)
 
@@ -106,7 +105,7 @@ def wake(arrivals: Sequence[Arrival]) -> None:
     if not keyed:
         return
     first = keyed[0]
-    if first.inbox.wake(first.stage.name, [one.message_id for one in keyed]):
+    if first.order.wake(first.stage.name, [one.message_id for one in keyed]):
         # Before the commit, which is this thread's next step.
         first.woken.set()
 
@@ -115,7 +114,7 @@ def aside(arrival: Arrival, seen: Seen) -> None:
     """Record the key of a failed message, for which its followers wait."""
     turn = arrival.turn
     if turn is not None:
-        arrival.inbox.aside(seen.id, turn)
+        arrival.order.aside(seen.id, turn)
 
 
 def kept_headers(arrival: Arrival) -> dict[str, str]:
@@ -144,7 +143,7 @@ class Admission:
         turns = [one.turn for one in arrivals if one.turn is not None]
         if not turns:
             return
-        rows = arrivals[0].inbox
+        rows = arrivals[0].order
         # First lock the keys: what other transactions do with them is then committed,
         # or has yet to begin.
         self._keys = rows.lock_keys(turns)
@@ -174,7 +173,7 @@ def grace() -> float:
 def ask(stage: Stage, received: bool = True) -> None:
     """Recheck a stage's due waiting messages, and release those whose wait has expired,
     if the stage has `received` everything that was in its queue."""
-    rows = InboxMessage.objects.db_manager(stage.definition.using)
+    rows = InboxMessage.order.db_manager(stage.definition.using)
     keep, skips = conf.get().RETENTION.INBOX, stage.ordered == "skip"
     if received:
         rows.despair(
@@ -198,13 +197,13 @@ def begin(stages: Collection[Stage]) -> None:
         if stage.ordered:
             StageState.objects.db_manager(using).ordered(stage.name)
         else:
-            InboxMessage.objects.db_manager(using).wait_no_more(stage.name)
+            InboxMessage.order.db_manager(using).wait_no_more(stage.name)
 
 
 def _park(
     arrival: Arrival, seen: Seen, turn: Turn, attempts: int, *, aside: bool = False
 ) -> Waiting:
-    at_once = arrival.inbox.wait(
+    at_once = arrival.order.wait(
         seen.id,
         turn,
         headers=arrival.kept_headers,

@@ -14,7 +14,7 @@ from typing import cast
 from ..brokers.base import Session
 from ..errors import BrokerUnavailable
 from ..models import InboxMessage
-from ..models.inbox_parked import Parked
+from ..models.inbox import Parked
 from ..stages import Stage
 
 #: Seconds that a claimed parked message belongs to one worker.

@@ -16,8 +16,8 @@ from django.db import DatabaseError, connections, transaction
 from ..django_internals import abandon, begins_early, raw
 from ..envelope.message import Message
 from ..envelope.transaction_definition import TransactionDefinition
-from ..models.inbox_record import Seen
-from ..models.inbox_turn import Turn
+from ..models.inbox import Seen
+from ..models.inbox_order import Turn
 from .transaction import StageTransaction, ours
 
 Result = TypeVar("Result")

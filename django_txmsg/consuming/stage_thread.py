@@ -21,7 +21,7 @@ from django.db import Error as AnyDatabaseError
 from .. import conf
 from ..brokers.base import Delivery, Session
 from ..errors import BrokerUnavailable, DestinationUnavailable
-from ..models.inbox_parked import Parked
+from ..models.inbox import Parked
 from ..runtime import database_health, liveness
 from ..runtime.breaker import Breaker
 from ..runtime.connections import leave_blocks, open_caches, recycle

@@ -122,10 +122,10 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
     """Discard open dead letters that the caller's transaction has locked."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
-    inbox = InboxMessage.objects.db_manager(using)
+    order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:
-        inbox.wake(stage, [one.message_id for one in batch if one.stage == stage])
+        order.wake(stage, [one.message_id for one in batch if one.stage == stage])
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
@@ -176,7 +176,7 @@ def redeliver_copy(
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
         if letter.stage in _stages_here(using, [letter]):
             _park_copy(letter, copy, using)
-            InboxMessage.objects.db_manager(using).wait_for_copy(
+            InboxMessage.order.db_manager(using).wait_for_copy(
                 letter.stage, letter.message_id, copy.message_id
             )
         else:

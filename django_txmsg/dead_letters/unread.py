@@ -66,4 +66,4 @@ def _bury(row: InboxMessage, token: uuid.UUID, using: str, broker: str) -> None:
         attempts=row.attempts,
     )
     # Messages that wait for it in an ordered stage recheck whether it is passed.
-    rows.wake(row.stage, [row.message_id])
+    InboxMessage.order.db_manager(using).wake(row.stage, [row.message_id])

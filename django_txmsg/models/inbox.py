@@ -6,17 +6,91 @@ the whole message until its next attempt, and the broker does not have it any mo
 
 from __future__ import annotations
 
+import dataclasses
+import datetime as dt
+import json
 import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from django.db import connections, models
 from django.db.models import Q
 from django.db.models.functions import Now
 
+from ..django_internals import raw
+from ..rules import lease as leases
 from ..rules.inbox import OPEN
-from .fields import ids_sql, now_sql, prepared
-from .inbox_record import PROCESSED
-from .inbox_release import ReleaseManager
-from .inbox_turn import Turn, turn_sql
+from .claiming import bounds, claim_sql
+from .fields import (
+    began_sql,
+    ids_sql,
+    later_sql,
+    later_value,
+    no_wait_sql,
+    now_sql,
+    prepared,
+    read_instant,
+    read_uuid,
+    skip_locked_sql,
+)
+from .inbox_order import OrderManager, Turn, held_sql, turn_sql
+
+if TYPE_CHECKING:
+    from ..envelope.message import Message
+
+#: Marks a row as processed, with the clock's expression as `now`.
+PROCESSED = (
+    "processed_at = {now}, due_at = NULL, headers = NULL, body = NULL,"
+    " lease_until = NULL, lease_token = NULL, key = '', waits_for = NULL"
+)
+#: The session setting that proves the first half of `record_and_begin()`.
+_MARK = "txmsg.arrival"
+
+#: The columns for `read_seen()`, in SQL with the clock's expression as `now`. The
+#: instants themselves: some SQLite versions return a wrong `IS NOT NULL` of them.
+SEEN_COLUMNS = (
+    "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the inbox knew of a message after its arrival was recorded."""
+
+    id: int
+    message_id: uuid.UUID
+    attempt: int
+    deliveries: int
+    processed: bool
+    dead: bool
+    parked: bool
+    now: dt.datetime
+
+    @property
+    def settled(self) -> bool:
+        """Whether this arrival only needs to be dropped."""
+        return self.processed or self.dead or self.parked
+
+    def attempted(self, attempt: int) -> Seen:
+        """Return the record after another attempt was counted."""
+        return dataclasses.replace(self, attempt=attempt)
+
+
+#: Message types by name, each with the version of this code.
+Reads = Sequence[tuple[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """A due parked message, held by one worker under a lease."""
+
+    seen: Seen
+    destination: str
+    headers: dict[str, str]
+    body: bytes
+    #: Seconds from one renewal of the lease to its end.
+    lease: float
 
 
 class InboxState(models.TextChoices):
@@ -27,14 +101,291 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-class InboxManager(ReleaseManager):
-    """The transitions of received messages, each in a single statement."""
+class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of received messages, each in a single statement, of many where
+    they come together."""
+
+    def record(
+        self,
+        stage: str,
+        messages: Sequence[Message],
+        *,
+        idempotent: bool = False,
+        together: bool = False,
+    ) -> dict[uuid.UUID, Seen]:
+        """Count an arrival of each message, and an attempt for each that will run.
+
+        Commits at once, so that a message that kills its worker is still counted. On
+        PostgreSQL the commit does not wait for the disk, since a lost count costs at
+        most one attempt; if a later statement then finds no row, it calls `recall()`.
+        `idempotent` stages also run messages that they have processed. Messages that
+        run `together` count no attempt: if their worker dies, it is unknown which one
+        was the cause, and each is delivered again alone.
+        """
+        connection = connections[self.db]
+        sql, parameters = self._recording(
+            stage, messages, idempotent, 0 if together else 1
+        )
+        no_wait, waits_not = no_wait_sql(connection)
+        if no_wait:
+            sql = f"WITH {no_wait} {sql}, {waits_not}"
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            seen = [read_seen(row[:8]) for row in cursor.fetchall()]
+        return {one.message_id: one for one in seen}
+
+    def record_and_begin(
+        self,
+        stage: str,
+        message: Message,
+        isolation: str | None,
+        mark: str,
+        turn: Turn | None = None,
+    ) -> tuple[Seen, bool]:
+        """Record an arrival, commit that, begin the stage's transaction and take the
+        row in it: `record()` and `take()` in one round trip instead of three.
+
+        Returns the record, and whether the row was taken: with `turn`, only if its
+        predecessor lets it go. The transaction is open in any case: a
+        `StageTransaction` takes it over, or the caller rolls it back. For a connection
+        of psycopg 3 outside of any block (`begins_early()`). If it fails, `recorded()`
+        tells by the `mark` whether the first half was committed.
+        """
+        connection = connections[self.db]
+        recording, parameters = self._recording(stage, [message], False, 1)
+        # The driver sets OPTIONS' isolation level in its BEGIN, which is not used here.
+        own = getattr(raw(connection), "isolation_level", None)
+        if isolation is None and own is not None:
+            isolation = own.name.replace("_", " ")
+        level = f" ISOLATION LEVEL {isolation}" if isolation else ""
+        come, values = turn_sql(self.model, connection, turn, dead_too=False)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"BEGIN; SET LOCAL synchronous_commit = off; {recording},"  # noqa: S608 - constants only
+                f" set_config('{_MARK}', %s, false); COMMIT;"
+                f" BEGIN{level};"
+                f" UPDATE {self._table} SET {PROCESSED.format(now=now_sql(connection))}"
+                f" WHERE message_id = %s AND stage = %s AND due_at IS NULL"
+                f" AND {OPEN.sql()}{come}",
+                [*parameters, mark, message.id, stage, *values],
+            )
+            for _passed in ("BEGIN", "SET"):
+                cursor.nextset()
+            seen = read_seen(cursor.fetchone()[:8])
+            while cursor.nextset():
+                pass
+            return seen, bool(cursor.rowcount)
+
+    def recorded(self, stage: str, message: Message, mark: str) -> Seen | None:
+        """Return what `record_and_begin()` committed before it failed, if anything: a
+        session setting made in a transaction survives only if the transaction
+        commits."""
+        return self._seen(
+            f"message_id = %s AND stage = %s AND current_setting('{_MARK}', true) = %s",
+            [message.id, stage, mark],
+        )
+
+    def recall(self, pk: int, stage: str, message_id: uuid.UUID) -> Seen | None:
+        """Return the record of a message whose arrival was recorded before, if it still
+        exists: after a crash of the server another message may have its row."""
+        value = prepared(self.model, "message_id", message_id, connections[self.db])
+        return self._seen(
+            "id = %s AND stage = %s AND message_id = %s", [pk, stage, value]
+        )
+
+    def _seen(self, condition: str, parameters: list[Any]) -> Seen | None:
+        now = now_sql(connections[self.db])
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(
+                f"SELECT {SEEN_COLUMNS.format(now=now)} FROM {self._table}"  # noqa: S608 - constants only
+                f" WHERE {condition}",
+                parameters,
+            )
+            row = cursor.fetchone()
+        return None if row is None else read_seen(row)
+
+    def _recording(
+        self, stage: str, messages: Sequence[Message], idempotent: bool, counted: int
+    ) -> tuple[str, list[Any]]:
+        connection = connections[self.db]
+        now = now_sql(connection)
+        given = {message.id: message for message in messages}
+        rows = ", ".join(
+            [f"(%s, %s, %s, %s, %s, %s, 1, {counted}, {now}, {now}, {now}, '')"]
+            * len(given)
+        )
+        parameters: list[Any] = []
+        for message in given.values():
+            parameters += [
+                stage,
+                prepared(self.model, "message_id", message.id, connection),
+                message.destination,
+                message.correlation_id or "",
+                (message.service or "")[:255],
+                prepared(self.model, "created_at", message.created_at, connection),
+            ]
+        again = "i.processed_at IS NOT NULL" if idempotent else "FALSE"
+        runs = "i.dead_at IS NULL AND i.due_at IS NULL"
+        if not idempotent:
+            runs += " AND i.processed_at IS NULL"
+        sql = f"""
+            INSERT INTO {self._table} AS i
+                (stage, message_id, destination, correlation_id, service, created_at,
+                 deliveries, attempts, first_received_at, last_received_at,
+                 started_at, last_error)
+            VALUES {rows}
+            ON CONFLICT (message_id, stage) DO UPDATE SET
+                deliveries = i.deliveries + 1, last_received_at = {now},
+                attempts = CASE WHEN {again} THEN 1
+                                WHEN {runs} THEN i.attempts + {counted}
+                                ELSE i.attempts END,
+                started_at = CASE WHEN {runs} THEN {now} ELSE i.started_at END
+            RETURNING {SEEN_COLUMNS.format(now=now)}
+        """  # noqa: S608 - constants only
+        return sql, parameters
+
+    def unrecord(self, pk: int) -> None:
+        """Remove an arrival that will be recorded anew, and its counted attempt."""
+        self.filter(pk=pk).update(
+            deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
+        )
+
+    @property
+    def _table(self) -> str:
+        table: str = self.model._meta.db_table
+        return table
+
+    def park(
+        self,
+        pk: int,
+        *,
+        delay: float,
+        headers: Mapping[str, str],
+        body: bytes,
+        error: str,
+        token: uuid.UUID | None = None,
+        needs: tuple[str, int] | None = None,
+    ) -> bool:
+        """Keep the whole message here until it is due again in `delay` seconds.
+
+        `needs` names a message type and the oldest version that reads it: workers with
+        older code do not claim it, and it costs no attempt. Returns False if it is
+        already processed or dead, or if its lease, `token`, has ended and another
+        worker has it.
+        """
+        connection = connections[self.db]
+        held, fence = held_sql(self.model, connection, token)
+        # Its claim counted the attempt.
+        uncounted = int(needs is not None and token is not None)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
+                " headers = %s, body = %s, last_error = %s, lease_until = NULL,"
+                " lease_token = NULL, needs_type = %s, needs_version = %s,"
+                f" attempts = attempts - {uncounted} WHERE id = %s"
+                f" AND {OPEN.sql()}{held}",
+                [
+                    later_value(connection, delay),
+                    prepared(self.model, "headers", dict(headers), connection),
+                    prepared(self.model, "body", body, connection),
+                    error,
+                    *(needs or ("", None)),
+                    pk,
+                    *fence,
+                ],
+            )
+            return bool(cursor.rowcount)
+
+    def due_stages(self, stages: Mapping[str, Reads | None]) -> set[str]:
+        """Return which of the stages have parked messages that are due, unclaimed and
+        readable by this code."""
+        connection = connections[self.db]
+        now = began_sql(connection)
+        queries: list[str] = []
+        parameters: list[Any] = []
+        for stage, reads in stages.items():
+            readable, versions = _readable("", reads)
+            queries.append(
+                f"SELECT %s AS stage WHERE EXISTS (SELECT 1 FROM {self._table}"  # noqa: S608 - constants only
+                f" WHERE stage = %s AND due_at <= {now}{readable}"
+                f" AND {leases.FREE.sql(now=now)})"
+            )
+            parameters += [stage, stage, *versions]
+        with connection.cursor() as cursor:
+            cursor.execute(" UNION ALL ".join(queries), parameters)
+            return {stage for (stage,) in cursor.fetchall()}
+
+    def claim_parked(
+        self, stage: str, token: uuid.UUID, lease: float, reads: Reads | None = None
+    ) -> Parked | None:
+        """Claim one due parked message of a stage, and count the attempt.
+
+        `reads` are the types and versions that this code reads; None reads all.
+        """
+        readable, versions = _readable("c.", reads)
+        connection = connections[self.db]
+        now = now_sql(connection)
+        sql = claim_sql(
+            connection,
+            self._table,
+            due="due_at",
+            where=f"c.stage = %s AND c.due_at <= {began_sql(connection)} AND"
+            f" {leases.FREE.sql('c', now=began_sql(connection))}{readable}",
+            assign=f"lease_until = {later_sql(connection)}, lease_token = %s,"
+            f" attempts = attempts + 1, started_at = {now}",
+            returning=f"{SEEN_COLUMNS.format(now=now)}, destination, headers, body",
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(
+                sql,
+                [
+                    stage,
+                    *versions,
+                    *bounds(1),
+                    later_value(connection, lease),
+                    prepared(self.model, "lease_token", token, connection),
+                ],
+            )
+            row = cursor.fetchone()
+        if row is None:
+            return None
+        *seen, destination, headers, body = row
+        return Parked(
+            seen=read_seen(seen),
+            destination=destination,
+            headers=json.loads(headers) if isinstance(headers, str) else headers,
+            body=bytes(body),
+            lease=lease,
+        )
+
+    def extend(self, pk: int, token: uuid.UUID, lease: float) -> None:
+        """Hold a claimed parked message for `lease` seconds from now, unless its row is
+        locked: then no other worker can claim it anyway."""
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET lease_until = {later_sql(connection)}"  # noqa: S608 - constants only
+                f" WHERE id IN (SELECT id FROM {self._table} WHERE id = %s"
+                f" AND lease_token = %s {skip_locked_sql(connection)})",
+                [
+                    later_value(connection, lease),
+                    pk,
+                    prepared(self.model, "lease_token", token, connection),
+                ],
+            )
+
+    def unpark(self, pk: int, token: uuid.UUID, *, attempts: int = 1) -> None:
+        """Release a claimed parked message, due now, and uncount attempts that were
+        counted but not made."""
+        self.filter(pk=pk, lease_token=token).update(
+            lease_until=None, lease_token=None, attempts=models.F("attempts") - attempts
+        )
 
     def start_again(self, pk: int, token: uuid.UUID | None = None) -> int:
         """Count another attempt in place, for blocking redelivery. Returns it, or 0 if
         another worker has the message."""
         connection = connections[self.db]
-        held, fence = self.fence(token)
+        held, fence = held_sql(self.model, connection, token)
         with connection.cursor() as cursor:
             cursor.execute(
                 f"UPDATE {self._table} SET attempts = attempts + 1,"  # noqa: S608 - constants only
@@ -121,6 +472,31 @@ class InboxManager(ReleaseManager):
         return changed
 
 
+def read_seen(row: Sequence[Any]) -> Seen:
+    """Return the record from a row of SEEN_COLUMNS."""
+    pk, message_id, attempts, deliveries, processed, dead, parked, now = row
+    return Seen(
+        id=pk,
+        message_id=read_uuid(message_id),
+        attempt=attempts,
+        deliveries=deliveries,
+        processed=processed is not None,
+        dead=dead is not None,
+        parked=parked is not None,
+        now=read_instant(now),
+    )
+
+
+def _readable(of: str, reads: Reads | None) -> tuple[str, list[Any]]:
+    """Return the condition that code with these types can read a row, and its
+    parameters; empty for a stage that takes bodies as parsed JSON."""
+    if reads is None:
+        return "", []
+    one = f" OR ({of}needs_type = %s AND {of}needs_version <= %s)"
+    known = [value for pair in reads for value in pair]
+    return f" AND ({of}needs_version IS NULL{one * len(reads)})", known
+
+
 class InboxMessage(models.Model):
     """One message at one stage. The unique key drops duplicates."""
 
@@ -178,6 +554,8 @@ class InboxMessage(models.Model):
     )
 
     objects = InboxManager()
+    #: Of an ordered stage: whose turn it is.
+    order = OrderManager()
 
     class Meta:
         verbose_name = "inbox message"

@@ -15,7 +15,7 @@ from .. import conf, wire
 from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import later_sql, later_value, read_instant
-from ..models.inbox_turn import size_sql
+from ..models.inbox_order import size_sql
 from ..rules import inbox
 from ..stages import all_stages
 from .lengths import amount
@@ -120,7 +120,7 @@ def behind(letter: DeadLetter) -> int:
     key = str(letter.headers.get(wire.KEY, ""))[:255]
     if not key or not letter.stage or letter.resolution != Resolution.OPEN:
         return 0
-    rows = InboxMessage.objects.db_manager(letter._state.db or "default")
+    rows = InboxMessage.order.db_manager(letter._state.db or "default")
     return rows.behind(letter.stage, key, CAP + 1)
 
 

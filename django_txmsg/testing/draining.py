@@ -34,7 +34,7 @@ from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
 from ..errors import Redeliver, Refuse
 from ..models import InboxMessage, OutboxMessage
-from ..models.inbox_parked import Parked
+from ..models.inbox import Parked
 from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
 from ..relaying.dispatcher import stop_dispatchers

@@ -26,7 +26,7 @@ from django_txmsg.models import (
     InboxMessage,
     OutboxMessage,
     QueueMessage,
-    inbox_release,
+    inbox_order,
 )
 from django_txmsg.relaying.lane import Lane
 from django_txmsg.sending.outbox import send_message
@@ -82,7 +82,7 @@ def first_of_three(destination: str) -> InboxMessage:
 
 
 def let_go(row: InboxMessage) -> int:
-    return InboxMessage.objects.let_go(row.stage, row.key, link="txmsg-after")
+    return InboxMessage.order.let_go(row.stage, row.key, link="txmsg-after")
 
 
 @pytest.mark.postgresql
@@ -110,7 +110,7 @@ def test_where_the_first_one_goes_by_itself_no_other_is_let_go() -> None:
 
     # As the transaction of the one before it does.
     went = meanwhile(
-        lambda: InboxMessage.objects.wake(first.stage, before), lambda: let_go(first)
+        lambda: InboxMessage.order.wake(first.stage, before), lambda: let_go(first)
     )
 
     assert went == 0
@@ -141,7 +141,7 @@ def test_one_that_runs_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = first_of_three("tests.runs")
-    monkeypatch.setattr(inbox_release, "PATIENCE", 0.2)
+    monkeypatch.setattr(inbox_order, "PATIENCE", 0.2)
     words = ["order", "let_go", "--stage", first.stage, "--key", "k"]
 
     def refused() -> str:

@@ -21,7 +21,7 @@ from django_txmsg.dead_letters.unread import bury_unread
 from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.models.bulk_operation import BulkKind
-from django_txmsg.models.inbox_turn import Turn
+from django_txmsg.models.inbox_order import Turn
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import CallNext, Handler, Order
@@ -202,7 +202,7 @@ def test_a_stranger_holds_up_no_key_and_no_stage(ordered: Order, batch: int) -> 
                 open_ones = rows.filter(processed_at=None, dead_at=None)
                 keys = open_ones.values_list("key", flat=True)
                 for key in set(keys.filter(waits_for__isnull=False)):
-                    rows.let_go(stage.name, key, link="txmsg-after")
+                    InboxMessage.order.let_go(stage.name, key, link="txmsg-after")
                 for letter in DeadLetter.objects.filter(resolution="open"):
                     finish(BulkKind.DISCARD, letter)
                 return not open_ones.exists()

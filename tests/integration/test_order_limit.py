@@ -77,7 +77,7 @@ def test_it_stops_receiving_at_a_limit_and_goes_on_when_they_have_gone(
             # Each of its threads may have had one in hand.
             assert 8 <= waiting() <= 12
             assert QueueMessage.objects.filter(queue=stage.destination).exists()
-            InboxMessage.objects.let_go(stage.name, "stuck", link="txmsg-after")
+            InboxMessage.order.let_go(stage.name, "stuck", link="txmsg-after")
             wait_until(lambda: Effect.objects.count() == 20, deadline=60)
             wait_until(lambda: not full.exists(), deadline=60)
 

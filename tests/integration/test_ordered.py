@@ -243,7 +243,7 @@ def test_dead_with_block_holds_its_followers_until_it_is_redelivered() -> None:
         assert effects() == ["0"]
         assert waiting(stage) == 3
         letter = DeadLetter.objects.get()
-        assert InboxMessage.objects.behind(stage.name, "k", 100) == 3
+        assert InboxMessage.order.behind(stage.name, "k", 100) == 3
         bad.clear()
         redeliver(letter)
         settle(stage, 5)
@@ -468,7 +468,7 @@ def test_with_block_a_lost_predecessor_is_waited_for() -> None:
             due_now()
             ordering.ask(stage)
             assert waiting(stage) == 1
-            assert InboxMessage.objects.let_go(stage.name, "k", link="txmsg-after") == 1
+            assert InboxMessage.order.let_go(stage.name, "k", link="txmsg-after") == 1
             settle(stage, 1)
     assert effects() == ["1"]
 

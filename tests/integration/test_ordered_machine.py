@@ -36,6 +36,7 @@ from django_txmsg.envelope.message import Message
 from django_txmsg.models import DeadLetter, InboxMessage, KeyTail, OutboxMessage
 from django_txmsg.models.bulk_operation import BulkKind
 from django_txmsg.models.inbox import InboxManager
+from django_txmsg.models.inbox_order import OrderManager
 from django_txmsg.models.outbox_claim import Claimed
 from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying.key_chain import link
@@ -64,14 +65,19 @@ class Killer:
         self.after = False
 
     def __enter__(self) -> Killer:
-        self._real = {name: getattr(InboxManager, name) for name in self.STEPS}
-        for name, real in self._real.items():
-            setattr(InboxManager, name, self._watched(name, real))
+        self._real = {
+            name: (manager, getattr(manager, name))
+            for manager in (InboxManager, OrderManager)
+            for name in self.STEPS
+            if name in vars(manager)
+        }
+        for name, (manager, real) in self._real.items():
+            setattr(manager, name, self._watched(name, real))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, real in self._real.items():
-            setattr(InboxManager, name, real)
+        for name, (manager, real) in self._real.items():
+            setattr(manager, name, real)
 
     def _watched(self, name: str, real: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:

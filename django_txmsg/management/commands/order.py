@@ -45,7 +45,7 @@ class Command(BaseCommand):
         self._let_go(using, options["stage"], options["key"])
 
     def _let_go(self, using: str, stage: str, key: str) -> None:
-        rows = InboxMessage.objects.db_manager(using)
+        rows = InboxMessage.order.db_manager(using)
         try:
             with transaction.atomic(using=using):
                 gone = rows.let_go(stage, key, link=wire.AFTER)

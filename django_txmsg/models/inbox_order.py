@@ -1,0 +1,512 @@
+"""Order per key in the inbox: whose turn it is, who waits, and who is released.
+
+A predecessor lets its follower go once it is processed, or passed: dead at a stage that
+skips, expired, discarded, or replaced by a copy that is processed or passed itself.
+
+A waiting row is a parked row that names its predecessor in `waits_for`. It becomes due
+when that message ends. If its predecessor itself waits, its due
+time is `NEVER`, since that one ends later than anything committed by now.
+
+A message that ends releases its followers in the last statement of its transaction.
+Followers that this misses are rechecked at growing intervals. A predecessor that never
+arrives, or blocks the others without end, is passed after a time-out or by an operator.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connections, models, transaction
+
+from ..rules.inbox import IN_LINE, OPEN
+from .fields import (
+    began_sql,
+    ids_sql,
+    later_sql,
+    later_value,
+    limit_waits,
+    no_wait_sql,
+    now_sql,
+    prepared,
+    read_uuid,
+    skip_locked_sql,
+)
+
+#: Seconds until a waiting message is rechecked, at first and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+#: Number of waiting rows whose bytes are measured.
+MEASURED = 1000
+#: Waiting rows rechecked, and released, in one statement.
+ASKED = 1000
+#: Seconds to wait for a predecessor that may never arrive, at a stage that does not
+#: skip: one that is on its way arrives sooner.
+ON_ITS_WAY = 120.0
+#: Seconds that an operator's command waits for a message that a worker holds.
+PATIENCE = 5.0
+
+#: Due when its predecessor releases it.
+NEVER = "9000-01-01 00:00:00"
+_INBOX, _LETTERS = "django_txmsg_inboxmessage", "django_txmsg_deadletter"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The place of one message in the order of its key, at one stage."""
+
+    stage: str
+    key: str
+    #: Whether dead messages release their followers.
+    skips: bool
+    #: The predecessor, and its place in the order; None if there is none.
+    after_id: uuid.UUID | None = None
+    after_at: dt.datetime | None = None
+
+    @property
+    def lock(self) -> int:
+        """The number of the advisory lock that keeps the messages of its key apart."""
+        named = hashlib.sha256(f"{self.stage}\0{self.key}".encode("utf-8", "replace"))
+        return int.from_bytes(named.digest()[:8], "big", signed=True)
+
+
+def passed_sql(message: str, stage: str, *, skips: bool) -> str:
+    """Return the condition that a message, whose id in SQL is `message`, releases its
+    followers at a `stage` (in SQL, used once)."""
+    return (
+        f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = {message}"  # noqa: S608 - constants only
+        f" AND p.stage = {stage} AND {passes_sql(skips=skips)})"
+    )
+
+
+def passes_sql(*, skips: bool) -> str:
+    """Return the condition that the row `p` of the inbox releases its followers."""
+    return (
+        "CASE WHEN p.processed_at IS NOT NULL THEN TRUE"
+        f" WHEN p.dead_at IS NULL THEN FALSE ELSE {_dead_sql(skips)} END"
+    )
+
+
+def waits_sql(row: str) -> str:
+    """Return the condition that a row waits for its turn: it names its predecessor, and
+    no worker holds it. Once it is claimed, its transaction may already have released
+    its followers."""
+    return f"{IN_LINE.sql(row)} AND {row}.lease_token IS NULL AND {OPEN.sql(row)}"
+
+
+def size_sql(connection: Any) -> str:
+    """Return SQL for the bytes of a waiting row's body and headers."""
+    if connection.vendor == "postgresql":
+        return "octet_length(body) + pg_column_size(headers)"
+    return "LENGTH(body) + LENGTH(headers)"
+
+
+def behind_sql(row: str) -> str:
+    """Return the condition that the predecessor of a row is itself waiting."""
+    return (
+        f"EXISTS (SELECT 1 FROM {_INBOX} w WHERE w.message_id = {row}.waits_for"  # noqa: S608 - constants only
+        f" AND w.stage = {row}.stage AND {waits_sql('w')})"
+    )
+
+
+def never_sql(connection: Any) -> str:
+    """Return SQL for the due time of a row whose predecessor will release it."""
+    if connection.vendor == "postgresql":
+        return f"'{NEVER}+00'::timestamptz"
+    return f"'{NEVER}'"
+
+
+def turn_sql(
+    model: type[models.Model],
+    connection: Any,
+    turn: Turn | None,
+    *,
+    dead_too: bool = True,
+) -> tuple[str, list[Any]]:
+    """Return an additional condition for taking a message, and its parameters: its turn
+    has come, and no other transaction holds a message of its key. Empty for a message
+    without an order.
+
+    The turn is checked first, so that a message that must wait does not lock its key.
+    Most predecessors are processed; the other cases (`dead_too`) take PostgreSQL longer
+    to plan than the rest of the statement takes to run.
+    """
+    if turn is None:
+        return "", []
+    conditions: list[str] = []
+    parameters: list[Any] = []
+    if turn.after_id is not None:
+        conditions.append(
+            passed_sql("%s", "%s", skips=turn.skips)
+            if dead_too
+            else f"EXISTS (SELECT 1 FROM {_INBOX} p WHERE p.message_id = %s"  # noqa: S608 - constants only
+            " AND p.stage = %s AND p.processed_at IS NOT NULL)"
+        )
+        before = prepared(model, "message_id", turn.after_id, connection)
+        parameters += [before, turn.stage]
+    if connection.vendor == "postgresql":
+        # SQLite has one writer at a time: a transaction that has taken a message is
+        # alone.
+        conditions.append("pg_try_advisory_xact_lock(%s)")
+        parameters.append(turn.lock)
+    if not conditions:
+        return "", []
+    if len(conditions) == 1:
+        return f" AND {conditions[0]}", parameters
+    asked, locked = conditions
+    return f" AND CASE WHEN {asked} THEN {locked} ELSE FALSE END", parameters
+
+
+def _dead_sql(skips: bool) -> str:
+    """Return the condition that the dead message `p` blocks no other."""
+    if skips:
+        return "TRUE"
+    held = _HOLDS.format(letter="l", message="p")
+    return (
+        f"NOT EXISTS (SELECT 1 FROM {_LETTERS} l WHERE {held}"  # noqa: S608 - constants only
+        f" AND (l.resolution = 'open' OR NOT {_REPLACED}))"
+    )
+
+
+#: A dead letter that blocks its followers.
+_HOLDS = (
+    "{letter}.message_id = {message}.message_id AND {letter}.stage = {message}.stage"
+    " AND {letter}.resolution IN ('open', 'replaced') AND {letter}.reason <> 'expired'"
+)
+#: A copy of the dead letter `l`, or a copy of the copy, has ended in its place.
+_REPLACED = f"""
+    EXISTS (WITH RECURSIVE copies(id) AS (
+            SELECT l.replaced_by UNION
+            SELECT n.replaced_by FROM {_LETTERS} n
+            JOIN copies ON n.message_id = copies.id
+            WHERE n.stage = l.stage AND n.resolution = 'replaced')
+        SELECT 1 FROM copies JOIN {_INBOX} c ON c.message_id = copies.id
+        WHERE c.stage = l.stage AND (c.processed_at IS NOT NULL
+            OR (c.dead_at IS NOT NULL AND NOT EXISTS (SELECT 1 FROM {_LETTERS} x
+                WHERE {_HOLDS.format(letter="x", message="c")}))))
+"""  # noqa: S608 - constants only
+
+
+def held_sql(
+    model: type[models.Model], connection: Any, token: uuid.UUID | None
+) -> tuple[str, list[Any]]:
+    """Return the condition that a parked message is still held under `token`, and its
+    parameters; none for a message that came from the broker."""
+    if token is None:
+        return "", []
+    held = prepared(model, "lease_token", token, connection)
+    return " AND lease_token = %s", [held]
+
+
+class OrderManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of messages that wait for their turn, each in one statement."""
+
+    def has_come(self, turn: Turn) -> bool:
+        """Return whether the message's predecessor releases it."""
+        if turn.after_id is None:
+            return True
+        before = self.filter(message_id=turn.after_id, stage=turn.stage)
+        ends = before.order_by().values_list("processed_at", "dead_at").first()
+        if ends is None or ends == (None, None):
+            return False
+        return ends[0] is not None or bool(self.let_go_by([turn.after_id], turn))
+
+    def let_go_by(
+        self, predecessors: Collection[uuid.UUID], turn: Turn
+    ) -> set[uuid.UUID]:
+        """Return which of the messages release their followers, at the stage of one of
+        these."""
+        if not predecessors:
+            return set()
+        connection = connections[self.db]
+        ids, values = ids_sql(connection, "p.message_id", predecessors)
+        passes = passes_sql(skips=turn.skips)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT p.message_id FROM {self._table} p WHERE {ids}"  # noqa: S608 - constants only
+                f" AND p.stage = %s AND {passes}",
+                [*values, turn.stage],
+            )
+            return {read_uuid(found) for (found,) in cursor.fetchall()}
+
+    def lock_keys(self, turns: Collection[Turn]) -> set[str]:
+        """Lock the keys of these messages until the transaction ends. Returns the keys
+        that no other transaction has locked."""
+        connection = connections[self.db]
+        wanted = {turn.key: turn.lock for turn in turns}
+        if connection.vendor != "postgresql":
+            return set(wanted)
+        keys = list(wanted)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT key FROM unnest(%s::text[], %s::bigint[]) AS g(key, lock)"
+                " WHERE pg_try_advisory_xact_lock(lock)",
+                [keys, [wanted[key] for key in keys]],
+            )
+            return {key for (key,) in cursor.fetchall()}
+
+    def wait(
+        self,
+        pk: int,
+        turn: Turn,
+        *,
+        headers: Mapping[str, str],
+        body: bytes,
+        token: uuid.UUID | None,
+        uncounted: int,
+        aside: bool = False,
+    ) -> bool:
+        """Park a message whose turn has not come, or with `aside` one whose key another
+        transaction has locked, and uncount its attempts. Outside of any transaction:
+        the next statement must see what others have committed meanwhile.
+
+        Returns whether it can be claimed at once after all.
+        """
+        connection = connections[self.db]
+        held, fence = held_sql(self.model, connection, token)
+        condition = held or " AND due_at IS NULL"
+        waits_for = None if aside else turn.after_id
+        # In the form in which it is compared: drivers parse SQLite's text into
+        # instants.
+        due = "due_at"
+        if connection.vendor != "postgresql":
+            due = "CAST(due_at AS TEXT)"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET due_at = {later_sql(connection)},"  # noqa: S608 - constants only
+                f" waits_since = COALESCE(waits_since, {now_sql(connection)}),"
+                " waits_for = %s, key = %s,"
+                " after_at = %s, headers = COALESCE(headers, %s),"
+                " body = COALESCE(body, %s), lease_until = NULL, lease_token = NULL,"
+                " attempts = attempts - %s"
+                f" WHERE id = %s AND {OPEN.sql()}{condition} RETURNING {due}",
+                [
+                    later_value(connection, FIRST_PAUSE),
+                    prepared(self.model, "waits_for", waits_for, connection),
+                    turn.key,
+                    prepared(self.model, "after_at", turn.after_at, connection),
+                    prepared(self.model, "headers", dict(headers), connection),
+                    prepared(self.model, "body", body, connection),
+                    uncounted,
+                    pk,
+                    *fence,
+                ],
+            )
+            row = cursor.fetchone()
+        if row is None or waits_for is None:
+            return False
+        return self._look(pk, turn, row[0])
+
+    def _look(self, pk: int, turn: Turn, due: Any) -> bool:
+        """Recheck a message that was just parked: its predecessor may have ended just
+        before, unseen by this transaction, or be waiting itself."""
+        connection = connections[self.db]
+        now, never = now_sql(connection), never_sql(connection)
+        # If a crash loses this, the message is rechecked later.
+        no_wait, waits_not = no_wait_sql(connection)
+        with_no_wait = no_wait and f"WITH {no_wait}"
+        passed = passed_sql("c.waits_for", "c.stage", skips=turn.skips)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"{with_no_wait} UPDATE {self._table} AS c SET"  # noqa: S608 - constants only
+                f" due_at = CASE WHEN {passed} THEN {now} ELSE {never} END,"
+                f" waits_for = CASE WHEN {passed} THEN NULL ELSE waits_for END"
+                f" WHERE c.id = %s AND c.due_at = %s AND {waits_sql('c')}"
+                f" AND ({passed} OR {behind_sql('c')}) AND {waits_not}"
+                " RETURNING waits_for",
+                [pk, due],
+            )
+            row = cursor.fetchone()
+        return row is not None and row[0] is None
+
+    def aside(self, pk: int, turn: Turn) -> None:
+        """Record the key of a failed message, so that the messages it blocks can be
+        shown."""
+        self.filter(pk=pk).update(
+            key=turn.key, after_at=turn.after_at, waits_for=None, waits_since=None
+        )
+
+    def wait_for_copy(self, stage: str, of: uuid.UUID, copy: uuid.UUID) -> None:
+        """Let the followers of a dead message wait for its copy instead."""
+        self.filter(stage=stage, waits_for=of).update(waits_for=copy)
+
+    def waiting(self, stage: str, most: int | None) -> tuple[int, int]:
+        """Return how many messages wait at a stage, counted up to `most`, and an
+        estimate of their bytes from a sample."""
+        connection = connections[self.db]
+        size = size_sql(connection)
+        waits = f"FROM {self._table} WHERE stage = %s AND waits_for IS NOT NULL"
+        limit = "" if most is None else " LIMIT %s"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"SELECT COUNT(*), (SELECT COALESCE(AVG(size), 0) FROM (SELECT {size}"  # noqa: S608 - constants only
+                f" AS size {waits} LIMIT {MEASURED}) AS measured)"
+                f" FROM (SELECT 1 {waits}{limit}) AS counted",
+                [stage, stage, *([] if most is None else [most])],
+            )
+            count, average = cursor.fetchone()
+        return count, int(count * average)
+
+    def behind(self, stage: str, key: str, most: int) -> int:
+        """Return how many messages of a key wait at a stage, at most `most`."""
+        rows = self.filter(stage=stage, key=key, waits_for__isnull=False)
+        return int(rows.exclude(key="").filter(processed_at=None)[:most].count())
+
+    def wake(self, stage: str, messages: Collection[uuid.UUID]) -> int:
+        """Make the followers of messages that end in this transaction due. Returns how
+        many there are. Must be the transaction's last statement: a message that commits
+        after it began finds the ended one itself."""
+        connection = connections[self.db]
+        ids, values = ids_sql(connection, "waits_for", messages)
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET due_at = {now_sql(connection)},"  # noqa: S608 - constants only
+                f" waits_for = NULL WHERE stage = %s AND {ids} AND {OPEN.sql()}",
+                [stage, *values],
+            )
+            return int(cursor.rowcount)
+
+    def ask(self, stage: str, *, skips: bool, soon: bool = False) -> int:
+        """Recheck a stage's due waiting rows, and postpone those whose turn has not
+        come, by a second if they must be rechecked `soon`. Returns how many were
+        postponed."""
+        longest = FIRST_PAUSE if soon else LONGEST_PAUSE
+        connection, table = connections[self.db], self._table
+        now, waited = now_sql(connection), "clock_timestamp() - o.waits_since"
+        passed = passed_sql("c.waits_for", "c.stage", skips=skips)
+        if connection.vendor == "postgresql":
+            pause = (
+                f"{now} + greatest(make_interval(secs => {FIRST_PAUSE}),"
+                f" least(make_interval(secs => {longest}), {waited}))"
+            )
+        else:
+            waited = "(julianday('now') - julianday(o.waits_since)) * 86400"
+            pause = (
+                "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('+%%.3f seconds',"
+                f" max({FIRST_PAUSE}, min({longest}, {waited}))))"
+            )
+        # Read first, and changed only if unchanged since: a message that ended after
+        # this statement began has released it already.
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"""
+                WITH found AS MATERIALIZED (
+                    SELECT c.id, c.due_at, {behind_sql("c")} AS behind FROM {table} c
+                    WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
+                      AND {waits_sql("c")} AND NOT {passed}
+                    ORDER BY c.due_at, c.id LIMIT {ASKED})
+                UPDATE {table} AS o
+                SET due_at = CASE WHEN o.id IN (SELECT id FROM found WHERE behind)
+                                  THEN {never_sql(connection)} ELSE {pause} END
+                WHERE o.id IN (
+                    SELECT i.id FROM {table} i JOIN found ON found.id = i.id
+                    WHERE i.due_at = found.due_at AND {waits_sql("i")}
+                    {skip_locked_sql(connection) and "FOR UPDATE OF i SKIP LOCKED"})
+                """,  # noqa: S608 - constants only
+                [stage],
+            )
+            return int(cursor.rowcount)
+
+    def despair(
+        self,
+        stage: str,
+        *,
+        skips: bool,
+        patience: float,
+        retention: dt.timedelta | None,
+        link: str,
+    ) -> int:
+        """Release messages whose predecessor is missing and whose wait has expired, if
+        no earlier message of their key is open here. `link` is the header that names
+        the predecessor. Returns how many."""
+        connection, table = connections[self.db], self._table
+        held = "e.dead_at IS NULL"
+        lost, parameters = "", [stage, later_value(connection, -patience)]
+        if not skips:
+            held = (
+                f"({held} OR NOT {passed_sql('e.message_id', 'e.stage', skips=False)})"
+            )
+            lost = (
+                " AND (c.after_at < (SELECT s.ordered_since"
+                " FROM django_txmsg_stagestate s WHERE s.stage = c.stage)"
+            )
+            parameters[1] = later_value(connection, -min(patience, ON_ITS_WAY))
+            if retention is not None:
+                lost += f" OR c.after_at < {later_sql(connection)}"
+                parameters.append(later_value(connection, -retention.total_seconds()))
+            lost += ")"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"""
+                UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,
+                    headers = {_without(connection, link)}
+                WHERE id IN (
+                    SELECT c.id FROM {table} c
+                    WHERE c.stage = %s AND c.due_at <= {began_sql(connection)}
+                      AND {waits_sql("c")}
+                      AND c.waits_since <= {later_sql(connection)}
+                      AND NOT EXISTS (SELECT 1 FROM {table} p
+                          WHERE p.message_id = c.waits_for AND p.stage = c.stage)
+                      {lost}
+                      AND NOT EXISTS (SELECT 1 FROM {table} e
+                          WHERE e.stage = c.stage AND e.key = c.key AND NOT e.key = ''
+                            AND e.processed_at IS NULL AND {held} AND e.id <> c.id
+                            AND (e.after_at IS NULL OR e.after_at < c.after_at))
+                    ORDER BY c.due_at, c.id LIMIT {ASKED} {skip_locked_sql(connection)})
+                """,  # noqa: S608 - constants only
+                parameters,
+            )
+            return int(cursor.rowcount)
+
+    def let_go(self, stage: str, key: str, *, link: str) -> int:
+        """Release the first waiting message of a key on an operator's request, whatever
+        it waits for. Returns how many were released: 1, or 0 if none waits, or if the
+        first one was released meanwhile.
+
+        Raises OperationalError if a worker holds it for longer than PATIENCE: it is
+        running.
+        """
+        connection, table = connections[self.db], self._table
+        # The first one is chosen once, even if a worker holds it: no other one is
+        # meant. Its lease is removed, so that a worker that is about to put it back
+        # changes nothing.
+        with transaction.atomic(using=self.db), connection.cursor() as cursor:
+            limit_waits(connection, PATIENCE)
+            cursor.execute(
+                f"UPDATE {table} SET due_at = {now_sql(connection)}, waits_for = NULL,"  # noqa: S608 - constants only
+                " lease_until = NULL, lease_token = NULL,"
+                f" headers = {_without(connection, link)} WHERE id = (SELECT c.id"
+                f" FROM {table} c WHERE c.stage = %s AND c.key = %s AND NOT c.key = ''"
+                " AND c.waits_for IS NOT NULL AND c.processed_at IS NULL"
+                " AND c.dead_at IS NULL ORDER BY c.after_at, c.id LIMIT 1)"
+                f" AND waits_for IS NOT NULL AND {OPEN.sql()}",
+                [stage, key],
+            )
+            return int(cursor.rowcount)
+
+    def wait_no_more(self, stage: str) -> int:
+        """Release all waiting messages of a stage that is no longer ordered."""
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {self._table} SET due_at = {now_sql(connection)},"  # noqa: S608 - constants only
+                " waits_for = NULL WHERE stage = %s AND waits_for IS NOT NULL"
+                f" AND {OPEN.sql()}",
+                [stage],
+            )
+            return int(cursor.rowcount)
+
+    @property
+    def _table(self) -> str:
+        table: str = self.model._meta.db_table
+        return table
+
+
+def _without(connection: Any, header: str) -> str:
+    """Return SQL for the headers of a row without one of them."""
+    if connection.vendor == "postgresql":
+        return f"headers - '{header}'"
+    return f"json_remove(headers, '$.\"{header}\"')"
