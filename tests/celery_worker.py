@@ -14,7 +14,7 @@ from typing import Any
 from celery.backends.redis import RedisBackend
 from kombu import pools
 
-from django_txmsg.celery import publishing
+from django_txmsg.celery import following
 from tests.celery_shop import app
 from tests.faults import ROOT, wait_until
 from tests.services.keeper import KEEPER
@@ -42,7 +42,7 @@ def environment(url: str, **more: str) -> dict[str, str]:
 
 def forget_connections() -> None:
     """Close what this process's app has open, so that its settings count anew."""
-    publishing.close()
+    following.close()
     backend = vars(app._local).pop("backend", None)
     app._backend_cache = None
     if isinstance(backend, RedisBackend):

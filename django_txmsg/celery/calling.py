@@ -25,13 +25,101 @@ from ..brokers.celery.publication import HEADER, Publication
 from ..django_internals import in_block
 from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
-from . import masks
-from .backends import without_asking
 from .running import Run, current_run
 
 if TYPE_CHECKING:
     from ..models.outbox_store import NewMessage, Origin
     from ..sending.scope import Scope
+
+
+import weakref
+
+from celery.utils.saferepr import saferepr
+from kombu.utils import json
+
+from ..dead_letters import masking
+
+
+def without_asking(app: Any) -> None:
+    """In this thread, let only callers that wait contact the app's result backend."""
+    backend = app.backend
+    if getattr(backend, "is_async", False) and not hasattr(backend, "txmsg"):
+        backend.txmsg = _Patience(backend)
+
+
+class _Patience:
+    """Wraps four methods of one backend."""
+
+    def __init__(self, backend: Any) -> None:
+        self._call = backend.on_task_call
+        self._add = backend.add_pending_result
+        self._wait, self._iterate = backend.wait_for_pending, backend.iter_native
+        #: Results that no caller has waited for yet, while one could.
+        self._results: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+        backend.on_task_call = self.on_task_call
+        backend.add_pending_result = self.add_pending_result
+        backend.wait_for_pending = self.wait_for_pending
+        backend.iter_native = self.iter_native
+
+    def on_task_call(self, producer: Any, task_id: str) -> Any:
+        """A task is called; it is only stored if its producer is our stand-in."""
+        return {} if hasattr(producer, "published") else self._call(producer, task_id)
+
+    def add_pending_result(self, result: Any, **options: Any) -> Any:
+        """A result is to be watched, like each of a group's."""
+        if not any(map(in_block, connections.all(initialized_only=True))):
+            return self._add(result, **options)
+        number, results = id(result), self._results
+        gone = weakref.ref(result, lambda _: results.pop(number, None))
+        results[number] = gone, options
+        return result
+
+    def wait_for_pending(self, result: Any, **options: Any) -> Any:
+        """A caller waits for one."""
+        self._catch_up()
+        return self._wait(result, **options)
+
+    def iter_native(self, result: Any, **options: Any) -> Any:
+        """A caller waits for a group's results."""
+        self._catch_up()
+        return self._iterate(result, **options)
+
+    def _catch_up(self) -> None:
+        while self._results:
+            reference, options = self._results.popitem()[1]
+            result = reference()
+            if result is not None:
+                self._add(result, **options)
+
+
+HIDDEN = "(masked)"
+#: As long as Celery's own.
+_LONGEST = 1024
+#: The third part of a body, if nothing follows the task.
+_NOTHING = dict.fromkeys(("callbacks", "errbacks", "chain", "chord"))
+
+
+# `argsrepr` and `kwargsrepr` travel in headers and events, to the logs of workers and
+# to monitors. The arguments themselves are in the body, which is masked where it is
+# shown.
+def hidden(destination: str, arguments: tuple[Any, Any]) -> dict[str, str]:
+    """Return Celery's options with the masked texts of a call's arguments; none without
+    a mask."""
+    if conf.get().MASK is None:
+        return {}
+    args, kwargs = arguments
+    shown: Any = None
+    try:
+        body = json.dumps([args or [], kwargs or {}, _NOTHING]).encode()
+    except Exception:
+        body = None  # it is for another serializer, and not to be shown
+    if body is not None:
+        _, shown = masking.shown(destination, {}, body, wire.JSON)
+    texts = (HIDDEN, HIDDEN)
+    if isinstance(shown, list | tuple) and len(shown) == 3:
+        texts = (saferepr(shown[0], _LONGEST), saferepr(shown[1], _LONGEST))
+    return dict(zip(("argsrepr", "kwargsrepr"), texts, strict=True))
+
 
 #: Takes the task's id and the producer, and further options by name.
 Send = Callable[..., Any]
@@ -84,12 +172,12 @@ def call(
     """
     if stands_in(producer) or not apps.models_ready:
         return send(task_id, producer)
-    hidden = masks.hidden(place(name), arguments)
+    masked = hidden(place(name), arguments)
     if _continues(task_id, nesting):
         if (run := current_run()) is None:
-            return send(task_id, producer, **hidden)
+            return send(task_id, producer, **masked)
         refuse_another_broker(app, name, producer, *leads)
-        return _send_later(send, app, task_id, run, hidden)
+        return _send_later(send, app, task_id, run, masked)
     # Imported here: an app is created before Django's models can be imported.
     from ..sending.scope import current_scope
 
@@ -101,7 +189,7 @@ def call(
                 f'{alias!r}, and TXMSG["CELERY"]["REQUIRE_ATOMIC"] is True. Wrap the '
                 f"call and your own queries in transaction.atomic(using={alias!r})."
             )
-        return send(task_id, producer, **hidden)
+        return send(task_id, producer, **masked)
     refuse_another_broker(app, name, producer, *leads)
     origin: Origin = "caller"
     if task_id is None:
@@ -110,7 +198,7 @@ def call(
         task_id = str(_derived(current) if derived and current else new_id())
     stand_in = StoringProducer()
     without_asking(app)
-    result = send(task_id, stand_in, **hidden)
+    result = send(task_id, stand_in, **masked)
     _store(app, name, task_id, stand_in.published, alias, current, origin)
     return result
 
@@ -163,12 +251,12 @@ def _continues(task_id: str | None, nesting: int) -> bool:
 
 
 def _send_later(
-    send: Send, app: Any, task_id: str | None, run: Run, hidden: dict[str, str]
+    send: Send, app: Any, task_id: str | None, run: Run, masked: dict[str, str]
 ) -> Any:
     """Send when the transaction of the running OnceTask has ended."""
     stand_in = StoringProducer()
     without_asking(app)
-    result = send(task_id, stand_in, **hidden)
+    result = send(task_id, stand_in, **masked)
     run.later += stand_in.published
     return result
 

@@ -7,16 +7,123 @@ them, without running the task again.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from celery import signature
 from celery.exceptions import ImproperlyConfigured, Reject
 from kombu.exceptions import EncodeError
 
-from ..brokers.celery.publication import Publication
-from . import publishing, running
-from .link_ids import cause_of, identified
+from .. import wire
+from ..brokers.base import Outgoing
+from ..brokers.celery.broker import open_session
+from ..brokers.celery.publication import HEADER, Publication
+from ..brokers.celery.session import CelerySession
+from ..errors import DestinationUnavailable, DispatchRejected
+from . import running
+
+#: Each thread's session, by its process and its broker.
+_open = threading.local()
+
+
+def publish(app: Any, publications: Sequence[Publication]) -> None:
+    """Send messages to the app's broker. Raises BrokerError if it has not confirmed all
+    of them; some may have been sent."""
+    left = [
+        Outgoing(
+            one.headers.get("task", ""),
+            {HEADER: one.text(), wire.CONTENT_TYPE: one.content_type},
+            one.body,
+        )
+        for one in publications
+    ]
+    while True:
+        session, used = _session(app)
+        outcomes = session.send(left)
+        unsure = [
+            (one, error)
+            for one, error in zip(left, outcomes, strict=True)
+            if error is not None
+        ]
+        if not unsure:
+            return
+        close()
+        left = [one for one, _ in unsure]
+        error = unsure[0][1]
+        # An idle session may have been closed by the broker meanwhile.
+        if not used or isinstance(error, DispatchRejected | DestinationUnavailable):
+            raise error
+
+
+def close() -> None:
+    """Close this thread's session, unless it belongs to the parent process."""
+    kept, _open.kept = getattr(_open, "kept", None), None
+    if kept is not None and kept[0][0] == os.getpid():
+        kept[1].close()
+
+
+def _session(app: Any) -> tuple[CelerySession, bool]:
+    """Return this thread's session, and whether it was open before."""
+    place = app.connection_for_write().as_uri(include_password=True)
+    key = os.getpid(), app, place
+    kept = getattr(_open, "kept", None)
+    if kept is not None and kept[0] == key:
+        return kept[1], True
+    close()
+    session = open_session(app)
+    _open.kept = key, session
+    return session, False
+
+
+# Celery creates the id of a link when it calls the link: a copy of the task would call
+# it under another id, and the link's work would be done twice.
+def cause_of(request: Any) -> str:
+    """Return the value from which the ids of a request's links are derived. It differs
+    between a task and its replacement, which has the same id."""
+    return f"celery/{request.id}/{request.replaced_task_nesting or 0}"
+
+
+def identified(calls: Iterable[Any] | Mapping[str, Any] | None, cause: str) -> Any:
+    """Return copies of signatures in which each task has an id: the caller's, or one
+    derived from `cause` and the task's place.
+
+    Groups keep no id of their own: a chord counts its tasks for each call, and its
+    tasks and its body have the same ids in each.
+    """
+    if not calls:
+        return []
+    if isinstance(calls, Mapping):  # Celery also takes one that is in no list
+        calls = [calls]
+    return [_one(call, f"{cause}/{place}") for place, call in enumerate(calls)]
+
+
+def _one(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    options = dict(call.get("options") or {})
+    kwargs = dict(call.get("kwargs") or {})
+    kind = call.get("subtask_type")
+    if kind in ("chain", "group"):
+        kwargs["tasks"] = identified(kwargs["tasks"], place)
+    elif kind == "chord":
+        header = kwargs["header"]
+        if isinstance(header, Mapping):
+            kwargs["header"] = _one(header, f"{place}/header")
+        else:
+            kwargs["header"] = identified(header, f"{place}/header")
+        if kwargs.get("body"):
+            kwargs["body"] = _one(kwargs["body"], f"{place}/body")
+    else:
+        options.setdefault("task_id", str(uuid.uuid5(wire.NAMESPACE, place)))
+        # Not those of a chain or a chord: Celery passes them to each of its tasks, of
+        # which several may fail.
+        if "link_error" in options:
+            options["link_error"] = identified(options["link_error"], f"{place}/error")
+    if "link" in options:
+        options["link"] = identified(options["link"], f"{place}/link")
+    return {**call, "options": options, "kwargs": kwargs}
+
 
 log = logging.getLogger("django_txmsg.celery")
 
@@ -76,7 +183,7 @@ def send(task: Any, later: list[Publication]) -> None:
     if not later:
         return
     try:
-        publishing.publish(task.app, later)
+        publish(task.app, later)
     except Exception as error:
         raise _not_yet(task, error) from error
 

@@ -6,14 +6,16 @@ alone; if the transaction as a whole fails, each message is processed separately
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 
-from django.db import connections
+from django.db import Error, connections, transaction
 
 from .. import tracing
-from ..django_internals import must_roll_back, raw
+from ..django_internals import must_roll_back, raw, under_savepoint
 from ..envelope.message import Message
 from ..errors import DecodeError
 from ..models.inbox import Seen
@@ -22,8 +24,55 @@ from . import decoding, failure, inbox, modes, ordering, protocol
 from .arrival import Arrival
 from .attempt import announce_processed, is_handlers
 from .outcomes import Outcome, Processed
-from .savepoints import Savepoints
 from .transaction import Undecided, is_outage, lost_conflict
+
+
+class Savepoints:
+    """The savepoints of one transaction, which must be open on `using`: one for each
+    message, one after another.
+
+    Like those of `transaction.atomic()`, with one difference: a savepoint is released
+    together with the start of the next one, and the last one by the commit. On
+    PostgreSQL that is one round trip for each message instead of two
+    (docs/decisions/djangos-private-api.md).
+    """
+
+    def __init__(self, using: str) -> None:
+        self._using = using
+        self._numbers = itertools.count(1)
+        self._last = ""
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        """Around the work of one message: an exception rolls back only that work.
+
+        If even this fails, the transaction must roll back, as with `atomic()`.
+        """
+        name = f"txmsg_{next(self._numbers)}"
+        self._begin(name)
+        try:
+            with under_savepoint(connections[self._using], name):
+                yield
+        except BaseException:
+            try:
+                transaction.savepoint_rollback(name, using=self._using)
+            except Error:
+                transaction.set_rollback(True, using=self._using)
+            else:
+                transaction.set_rollback(False, using=self._using)
+            raise
+
+    def _begin(self, name: str) -> None:
+        sql = [f"SAVEPOINT {name}"]
+        if self._last:
+            sql.insert(0, f"RELEASE SAVEPOINT {self._last}")
+        if connections[self._using].vendor == "postgresql":
+            sql = ["; ".join(sql)]
+        with connections[self._using].cursor() as cursor:
+            for statement in sql:
+                cursor.execute(statement)
+        self._last = name
+
 
 Work = tuple[Arrival, Message, Seen]
 

@@ -29,7 +29,7 @@ from ..envelope.message import new_id
 from ..errors import BrokerError
 from ..runtime.per_process import PerProcess
 from . import commit_status, control_group_lock, control_send, database_identity
-from .control_connections import control_channel
+from .control_connection import control_channel
 
 log = logging.getLogger("django_txmsg.control")
 

@@ -21,7 +21,7 @@ from ..envelope.message import new_id
 from ..errors import BrokerError, CommitTimedOut
 from ..models import SessionRecord
 from . import commit_status, database_identity
-from .control_connections import control_channel
+from .control_connection import control_channel
 from .control_message import ControlMessage
 
 log = logging.getLogger("django_txmsg.control")

@@ -7,30 +7,137 @@ the control message: any number of lanes may run side by side.
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import math
 import threading
+import time
 import uuid
 from collections import Counter
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+
+from django.db import transaction
 
 from .. import conf, signals, tracing, wire
 from ..brokers import get_broker
 from ..brokers.base import Outgoing, Session
 from ..errors import BrokerError, BrokerUnavailable
-from ..models import OutboxMessage
+from ..models import KeyTail, OutboxMessage
+from ..models.key_tail import Chain
 from ..models.outbox import OutboxManager
 from ..models.outbox_claim import Claimed
 from ..runtime.connections import shed
 from ..runtime.leases import Lease
 from . import pauses
 from .budget import Budget, Part
-from .key_chain import link
 from .pauses import Trial
 from .receipts import Receipts, judge, split
 from .settlement import Settlement
-from .sweep import Sweep
 from .turn import Turn
+
+_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+
+
+class _Lost(Exception):
+    """The lease has ended: another relay may have linked these messages."""
+
+
+def link(
+    claimed: Sequence[Claimed], token: uuid.UUID, *, using: str, broker: str
+) -> list[Claimed]:
+    """Link messages that have a key and no place in its order yet, in the given order,
+    and return all with the links in their headers.
+
+    Expired messages get no place. The commit waits for the disk: if a crash lost a
+    place, it would be given twice. Messages whose lease has ended are left out.
+    """
+    chains: dict[Chain, list[Claimed]] = {}
+    for row in claimed:
+        if row.unlinked and not row.expired:
+            chains.setdefault((row.destination, row.key), []).append(row)
+    if not chains:
+        return list(claimed)
+    try:
+        links = _link(chains, token, using, broker)
+    except _Lost:
+        return [row for row in claimed if not row.unlinked or row.expired]
+    return [_linked(row, links[row.id]) if row.id in links else row for row in claimed]
+
+
+def _link(
+    chains: dict[Chain, list[Claimed]], token: uuid.UUID, using: str, broker: str
+) -> dict[int, str | None]:
+    links: dict[int, str | None] = {}
+    ends = {chain: uuid.UUID(rows[-1].message_id) for chain, rows in chains.items()}
+    longest = max(map(len, chains.values()))
+    with transaction.atomic(using=using):
+        joints = KeyTail.objects.db_manager(using).advance(broker, ends, longest)
+        for chain, rows in chains.items():
+            joint = joints[chain]
+            before: uuid.UUID | str | None = joint.previous_id
+            at = joint.previous_at
+            for place, row in enumerate(rows, joint.last_at - len(rows) + 1):
+                links[row.id] = _text(before, at)
+                before, at = row.message_id, place
+        outbox = OutboxMessage.objects.db_manager(using)
+        if outbox.link(links, token, wire.AFTER) < len(links):
+            raise _Lost
+    return links
+
+
+def _text(before: uuid.UUID | str | None, at: int | None) -> str | None:
+    if before is None or at is None:
+        return None
+    instant = _EPOCH + dt.timedelta(microseconds=at)
+    return f"{before};at={wire.format_instant(instant)}"
+
+
+def _linked(row: Claimed, after: str | None) -> Claimed:
+    headers = row.headers if after is None else {**row.headers, wire.AFTER: after}
+    return row._replace(headers=headers, unlinked=False)
+
+
+Claim = Callable[[str | None], list[Claimed]]
+
+
+class Sweep:
+    """The place at which one lane's next search may begin: where the last one ended.
+
+    Settled rows leave dead index entries behind, which cannot be removed while an old
+    snapshot is open anywhere. See docs/decisions/dispatch-floor-and-sweep.md."""
+
+    #: The share of a busy lane's time that may be spent on looking for late commits.
+    SHARE = 0.05
+
+    def __init__(self) -> None:
+        self._floor: str | None = None
+        self._swept_at = self._cost = 0.0
+
+    def rewind(self) -> None:
+        """Start from the beginning next time: there is more to claim."""
+        self._floor = None
+
+    def claim(self, claim: Claim) -> list[Claimed]:
+        """Claim from where the last search ended; from the beginning if that finds
+        nothing, or if enough time has passed."""
+        began = time.monotonic()
+        due = began - self._swept_at >= max(1.0, self._cost / self.SHARE)
+        claimed = claim(self._floor) if self._floor and not due else []
+        if not claimed:
+            began = time.monotonic()
+            claimed = claim(None)
+            self._swept_at = time.monotonic()
+            self._cost = self._swept_at - began
+            if not claimed:
+                self._floor = None
+        if claimed:
+            # Texts of one database sort like their instants, except after a change of
+            # its clock's zone, which the next sweep corrects.
+            first = claimed[0].floor
+            self._floor = max(self._floor, first) if self._floor else first
+        return claimed
+
 
 log = logging.getLogger("django_txmsg.relay")
 

@@ -8,10 +8,260 @@ is executed and receipted, or refused as the imitated broker would. The commands
 
 from __future__ import annotations
 
-from .commands import COMMANDS, RefusedError
+import time
+from collections.abc import Callable
+
 from .frames import Frame
 from .script import Held, Rule, Verb
 from .session import Session
+from .store import StoredMessage, Subscription
+from .transaction import Transaction
+
+#: Headers of SEND that belong to the protocol and do not reach the receiver.
+_NOT_PASSED_ON = frozenset(
+    {"receipt", "transaction", "message-id", "redelivered", "subscription", "ack"}
+)
+
+
+class RefusedError(Exception):
+    """The broker refuses a frame; the text goes into the ERROR frame."""
+
+
+def _connect(talk: Session, frame: Frame) -> None:
+    if talk.version is not None:
+        raise RefusedError("already connected")
+    offered = frame.headers.get("accept-version", "1.0").split(",")
+    common = [v for v in talk.broker.versions if v in offered]
+    if not common:
+        raise RefusedError(f"Supported versions are {','.join(talk.broker.versions)}")
+    hosts = talk.profile.virtual_hosts
+    if hosts is not None and frame.headers.get("host", "/") not in hosts:
+        raise RefusedError(f"Virtual host '{frame['host']}' access denied")
+    login, passcode = frame.headers.get("login", ""), frame.headers.get("passcode", "")
+    users = talk.broker.users
+    if users is not None and (login not in users or users[login] != passcode):
+        raise RefusedError(f"User name [{login}] or password is invalid.")
+    version = max(common)
+    talk.client_id = frame.headers.get("client-id", "")
+    sends, wants = talk.peer.agree_heartbeats(frame.headers.get("heart-beat", "0,0"))
+    headers = {
+        "version": version,
+        "server": talk.profile.server,
+        "session": f"scripted-{talk.peer.number}",
+    }
+    if version != "1.0":
+        headers["heart-beat"] = f"{sends},{wants}"
+    talk.peer.send(Frame("CONNECTED", headers))
+    talk.peer.decoder.version = talk.version = version
+
+
+def _send(talk: Session, frame: Frame) -> None:
+    if not frame.destination:
+        raise RefusedError("SEND without a destination")
+    headers = {k: v for k, v in frame.headers.items() if k not in _NOT_PASSED_ON}
+    if frame.receipt is not None and talk.profile.passes_receipt_on:
+        headers["receipt"] = frame.receipt
+    expires_at = None
+    if talk.profile.expires_relative and "expiration" in headers:
+        expires_at = time.time() + int(headers["expiration"]) / 1000
+    elif not talk.profile.expires_relative and int(headers.get("expires", 0)):
+        expires_at = int(headers["expires"]) / 1000
+    message = StoredMessage(
+        frame.destination, headers, frame.body, expires_at=expires_at
+    )
+    if frame.transaction is None:
+        _store(talk, message)
+    else:
+        _transaction(talk, frame).sends.append(message)
+
+
+def _store(talk: Session, message: StoredMessage) -> None:
+    headers = message.headers
+    delay = headers.get(talk.profile.delay_header or "")
+    if talk.profile.expires_relative and "x-dead-letter-routing-key" in headers:
+        # An expired message in this queue goes to another one, by the queue's
+        # arguments.
+        kind = "topic" if headers["x-dead-letter-exchange"] == "amq.topic" else "queue"
+        name = headers["x-dead-letter-routing-key"]
+        delay = headers["expiration"]
+        message = StoredMessage(f"/{kind}/{name}", headers, message.body)
+    if delay is None:
+        talk.broker.store_message(message)
+    else:
+        talk.broker.loop.call_later(
+            int(delay) / 1000, lambda: talk.broker.store_message(message)
+        )
+
+
+def _subscribe(talk: Session, frame: Frame) -> None:
+    name = frame.headers.get("id", frame.destination if talk.version == "1.0" else "")
+    if not name or not frame.destination:
+        raise RefusedError("SUBSCRIBE needs an id and a destination")
+    if name in talk.subscriptions:
+        raise RefusedError(f"There already is a subscription for: {name}")
+    ack = frame.headers.get("ack", "auto")
+    if ack not in {"auto", "client", "client-individual"}:
+        raise RefusedError(f"Unknown ack mode: {ack}")
+    profile, store = talk.profile, talk.broker.store
+    prefetch: int | None = profile.default_prefetch
+    if profile.prefetch_header in frame.headers:
+        prefetch = int(frame.headers[profile.prefetch_header])
+        if prefetch == profile.unlimited_prefetch:
+            prefetch = None
+    if talk.broker.is_topic(frame.headers):
+        durable = frame.headers.get(profile.durable_header)
+        if durable is None:
+            own = f"{talk.peer.number}:{name}"
+            talk.temporary.append((frame.destination, own))
+        elif profile.durable_needs_client_id and not talk.client_id:
+            raise RefusedError("A durable subscription needs a client-id on CONNECT")
+        else:
+            own = f"{talk.client_id}:{durable}"
+        queue = store.topic_queue(frame.destination, own, durable=durable is not None)
+    else:
+        queue = store.queue(frame.destination)
+    subscription = Subscription(
+        name, queue, ack, prefetch,
+        lambda *delivery: _deliver(talk, *delivery),
+        prefetch_in_bytes=profile.prefetch_in_bytes,
+    )  # fmt: skip
+    talk.subscriptions[name] = subscription
+    subscription.start()
+
+
+def _deliver(
+    talk: Session, subscription: Subscription, ack_id: str, message: StoredMessage
+) -> None:
+    headers = {
+        **message.headers,
+        "destination": message.destination,
+        "subscription": subscription.name,
+        "message-id": f"ID:scripted-{message.number}",
+        "content-length": str(len(message.body)),
+    }
+    if talk.version == "1.2" and subscription.ack != "auto":
+        headers["ack"] = ack_id
+    if message.redelivered or talk.profile.always_says_redelivered:
+        headers["redelivered"] = str(message.redelivered).lower()
+    talk.peer.send(Frame("MESSAGE", headers, message.body))
+
+
+def _unsubscribe(talk: Session, frame: Frame) -> None:
+    name = frame.headers.get("id", frame.destination)
+    durable = frame.headers.get(talk.profile.durable_header)
+    subscription = talk.subscriptions.pop(name, None)
+    if subscription is None:
+        if durable is None or not talk.profile.durable_needs_client_id:
+            raise RefusedError(f"No subscription matched: {name}")
+        # An inactive durable subscription is deleted by its name.
+        talk.broker.store.forget(frame.destination, f"{talk.client_id}:{durable}")
+        return
+    subscription.stop()
+    if talk.profile.unsubscribe_gives_back:
+        subscription.give_back()
+    else:
+        talk.ended_subscriptions.append(subscription)
+    if durable is not None:
+        talk.broker.store.forget(frame.destination, f"{talk.client_id}:{durable}")
+
+
+def _acknowledge(talk: Session, frame: Frame) -> None:
+    acknowledged = _find_delivered(talk, frame)
+    if frame.transaction is not None:
+        transaction = _transaction(talk, frame)
+        if talk.profile.acks_join_transaction:
+            transaction.settles += acknowledged
+            return
+    for subscription, ack_id in acknowledged:
+        subscription.settle(ack_id)
+
+
+def _reject(talk: Session, frame: Frame) -> None:
+    if frame.transaction is not None and talk.profile.refuses_nack_in_transaction:
+        raise RefusedError("NACK is not allowed inside a transaction")
+    for subscription, ack_id in _find_delivered(talk, frame):
+        message = subscription.settle(ack_id)
+        requeue = frame.headers.get("requeue") != "false"
+        if talk.profile.nack == "requeue" and requeue:
+            subscription.queue.put_back([message])
+        elif talk.profile.nack == "bury" and message.persistent:
+            name = subscription.queue.name.rpartition("/")[2]
+            target = talk.profile.dead_letter_queue.format(name=name)
+            talk.broker.store.queue(target).put(message)
+
+
+def _find_delivered(talk: Session, frame: Frame) -> list[tuple[Subscription, str]]:
+    """Find the delivery of an ACK or NACK; each STOMP version identifies it
+    differently."""
+    wanted = frame.headers.get("id" if talk.version == "1.2" else "message-id", "")
+    in_transactions = {one[1] for t in talk.transactions.values() for one in t.settles}
+    for subscription in talk.subscriptions.values():
+        for ack_id, message in subscription.pending.items():
+            known_as = f"ID:scripted-{message.number}"
+            if (
+                wanted == (ack_id if talk.version == "1.2" else known_as)
+                and ack_id not in in_transactions
+            ):
+                covered = subscription.covered(ack_id)
+                if frame.command == "NACK" and talk.profile.nack == "bury":
+                    covered = [ack_id]
+                return [(subscription, one) for one in covered]
+    talk.broker.violations.append(
+        f"connection {talk.peer.number}: {frame.command} of {wanted!r}, "
+        "which is not delivered, or settled already"
+    )
+    raise RefusedError(f"Unexpected {frame.command} received for message-id [{wanted}]")
+
+
+def _transaction(talk: Session, frame: Frame) -> Transaction:
+    name = frame.transaction or ""
+    if name not in talk.transactions:
+        raise RefusedError(f"Invalid transaction id: {name}")
+    return talk.transactions[name]
+
+
+def _begin(talk: Session, frame: Frame) -> None:
+    name = frame.transaction
+    if not name or name in talk.transactions:
+        raise RefusedError(f"The transaction was already started: {name}")
+    talk.transactions[name] = Transaction()
+
+
+def _commit(talk: Session, frame: Frame) -> None:
+    transaction = _transaction(talk, frame)
+    del talk.transactions[frame["transaction"]]
+    if transaction.spoilt:
+        raise RefusedError("Transaction rolled back: a frame of it was refused")
+    for message in transaction.sends:
+        _store(talk, message)
+    for subscription, ack_id in transaction.settles:
+        if ack_id in subscription.pending:
+            subscription.settle(ack_id)
+    talk.replay = transaction.kept
+
+
+def _abort(talk: Session, frame: Frame) -> None:
+    _transaction(talk, frame)
+    del talk.transactions[frame["transaction"]]
+
+
+def _disconnect(talk: Session, frame: Frame) -> None:
+    """Nothing to do before the receipt; after it the conversation hangs up."""
+
+
+COMMANDS: dict[str, Callable[[Session, Frame], None]] = {
+    "CONNECT": _connect,
+    "STOMP": _connect,
+    "SEND": _send,
+    "SUBSCRIBE": _subscribe,
+    "UNSUBSCRIBE": _unsubscribe,
+    "ACK": _acknowledge,
+    "NACK": _reject,
+    "BEGIN": _begin,
+    "COMMIT": _commit,
+    "ABORT": _abort,
+    "DISCONNECT": _disconnect,
+}
 
 
 class Conversation(Session):

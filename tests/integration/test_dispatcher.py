@@ -22,6 +22,7 @@ from django_txmsg.models.queue import QueueMessage
 from django_txmsg.relaying import dispatcher
 from django_txmsg.relaying.lane import AFTER_COMMIT_LEASE
 from django_txmsg.runtime import leases
+from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.testing.profiles import RABBITMQ
 from django_txmsg.testing.scripted_broker import ScriptedBroker
@@ -263,7 +264,7 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
         start(thread)
 
     with ScriptedBroker(RABBITMQ) as rabbitmq, caplog.at_level("WARNING"):
-        monkeypatch.setattr(leases, "_keepers", {})
+        monkeypatch.setattr(leases, "_keeper", PerProcess(leases._Keeper))
         monkeypatch.setattr(threading.Thread, "start", refuse)
         url = rabbitmq.url if broker == "stomp" else "database://"
         with txmsg(DISPATCH_ON_COMMIT="thread", BROKERS={"default": {"URL": url}}):

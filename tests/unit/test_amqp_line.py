@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from django_txmsg.brokers.amqp import frames, heart
-from django_txmsg.brokers.amqp.transport import Transport
+from django_txmsg.brokers.amqp import frames, session
+from django_txmsg.brokers.amqp.link import Transport
 from tests.faults import wait_until
 
 
@@ -118,14 +118,13 @@ def test_a_full_line_delays_no_other_s_heart_beat(line: Line) -> None:
     try:
         for one in links:
             one.transport.written_at = 0.0
-            heart._links.add(one)
+            session._heart()._links.add(one)
         began = time.monotonic()
-        heart._beat()
+        session._heart()._beat()
         assert time.monotonic() - began < 5
         other.far.settimeout(5)
         assert other.far.recv(100) == frames.HEARTBEAT
     finally:
-        for one in links:
-            heart._links.discard(one)
+        links.clear()  # which the heart forgets
         other.transport.close()
         other.far.close()

@@ -22,7 +22,7 @@ from django_txmsg.brokers import Broker, Session, get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
 from django_txmsg.brokers.database import DatabaseBroker, DatabaseSession
 from django_txmsg.errors import BrokerUnavailable, CommitTimedOut
-from django_txmsg.http_outbox import control_message, control_receive, control_state
+from django_txmsg.http_outbox import control_message, control_receive
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.relaying.lane import Lane
 from tests.app.models import Order
@@ -541,7 +541,7 @@ def test_what_can_never_be_looked_at_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
     """As for a database without our tables. Logged, and no place is held for ever."""
-    monkeypatch.setattr(control_state, "PATIENCE", 0.5)
+    monkeypatch.setattr(control_receive, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:
         raise LookupError("no such thing")

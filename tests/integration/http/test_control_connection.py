@@ -15,9 +15,8 @@ from django.test import override_settings
 from django_txmsg import wire
 from django_txmsg.brokers.base import Outgoing
 from django_txmsg.errors import BrokerError, BrokerUnavailable, DestinationUnavailable
-from django_txmsg.http_outbox import control_connections
-from django_txmsg.http_outbox.control_connection import Channel
-from django_txmsg.http_outbox.control_connections import control_channel
+from django_txmsg.http_outbox import control_connection
+from django_txmsg.http_outbox.control_connection import Channel, control_channel
 from tests.faults import ANSWERS, Proxy, wait_until
 from tests.running import drained
 from tests.services import ActiveMQ
@@ -37,7 +36,7 @@ def together(activemq: ActiveMQ, proxy: Proxy) -> Iterator[Channel]:
     brokers = {"default": {"URL": activemq.url(port=proxy.port)}}
     with override_settings(TXMSG={"SERVICE": "a", "BROKERS": brokers}):
         yield control_channel()
-        control_connections.close_channels()
+        control_connection.close_channels()
 
 
 def send_all(
@@ -112,7 +111,7 @@ def test_one_that_is_refused_takes_no_other_along(activemq, destination) -> None
             *outcomes, refused = send_all(limited, messages, lambda: None)
             assert outcomes == [None] * THREADS
             assert isinstance(refused, DestinationUnavailable)
-        control_connections.close_channels()
+        control_connection.close_channels()
 
 
 def test_one_that_is_interrupted_leaves_no_gap(together, proxy, destination) -> None:
@@ -171,7 +170,7 @@ def test_two_silent_hosts_cost_a_request_its_timeout_and_no_more(destination) ->
             took = time.monotonic() - began
             assert all(isinstance(error, BrokerError) for error in outcomes)
             assert 0.5 <= took < 30
-            control_connections.close_channels()
+            control_connection.close_channels()
     # With the hosts gone, so is who was still connecting to them.
     wait_until(lambda: silent.leader is None)
 
@@ -183,4 +182,4 @@ def test_a_silent_host_does_not_hide_the_next(activemq, destination) -> None:
         settings = {"SERVICE": "a", "BROKERS": {"default": {"URL": url}}}
         with override_settings(TXMSG=settings):
             control_channel().send(outgoing(destination, 1))
-            control_connections.close_channels()
+            control_connection.close_channels()

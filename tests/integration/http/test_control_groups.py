@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from django_txmsg import outbox_session, send_message, signals
 from django_txmsg.http_outbox import (
-    control_connections,
+    control_connection,
     control_group,
     control_group_lock,
     control_thread,
@@ -71,7 +71,7 @@ def settings_for(
         )
 
     yield settings
-    control_connections.close_channels()
+    control_connection.close_channels()
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_where_no_thread_can_start_requests_go_on(grouped, monkeypatch, heard) -
         wait_until(lambda: store() is None and "txmsg-control-group" in refused)
         store()
         # One that has to connect meanwhile is as one without a broker.
-        control_connections.close_channels()
+        control_connection.close_channels()
         control_group._groups.clear()
         store()
     assert "txmsg-control-connect" in refused

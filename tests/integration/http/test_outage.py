@@ -11,7 +11,7 @@ from django.core.management import call_command
 from django.test import Client, override_settings
 
 from django_txmsg.errors import BrokerUnavailable
-from django_txmsg.http_outbox import control_connections
+from django_txmsg.http_outbox import control_connection
 from django_txmsg.models import OutboxMessage
 from tests.app.models import Order
 from tests.faults import ANSWERS, Proxy, wait_until
@@ -49,7 +49,7 @@ def serve(
         )
 
     yield settings
-    control_connections.close_channels()
+    control_connection.close_channels()
 
 
 def place(number: str) -> int:
