@@ -1,21 +1,40 @@
 """A link to one broker, through which sessions, producers and consumers write.
 
-Hop 4 and 6 of a message: frames with a receipt, frames without one, barriers, and
-DISCONNECT.
+Hop 4 and 6 of a message. The reader thread settles frames and feeds consumers, the
+writer thread writes; neither runs user code. One lock guards all state. It is never
+held during a callback or blocking I/O, including log handlers. A lost link stays lost:
+a reconnect is a new link, so nothing is ever replayed silently.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from weakref import WeakMethod
 
 from . import frames
-from .errors import MessagingError
-from .ledger import Owner, Pending
-from .line import Line
+from .closing import Whole
+from .dialects import BY_NAME, recognize
+from .errors import (
+    ConnectionFailedError,
+    ConnectionLostError,
+    IllegalStateError,
+    MessagingError,
+)
+from .ledger import Ledger, Owner, Pending
+from .options import Options
+from .pool import CompletionPool
+from .transport import Transport
+from .writer import Writer
 
 logger = logging.getLogger("django_txmsg.jms.link")
+Deliver = WeakMethod[Callable[[frames.Frame], None]]
+_epochs = itertools.count(1)
 
 
 class Request(Pending):
@@ -44,8 +63,271 @@ class Request(Pending):
             raise self.error
 
 
-class Link(Line):
-    """Logged in when created; ended by ``close``, or lost."""
+class Link:
+    """Logged in when created; ended by ``close``, or lost.
+
+    The socket connection to one broker, its two threads and its pending frames.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        options: Options,
+        on_lost: Callable[[MessagingError], None],
+    ) -> None:
+        """Connect; raises ``ConnectionFailedError`` or ``OSError`` within the timeout.
+
+        ``on_lost``, a method, is called at most once, with the lock held, and does not
+        keep its object alive.
+        """
+        self.address = address
+        self.options = options
+        self.dialect = BY_NAME[options.dialect or "activemq"].told(options.existing)
+        self.server = ""
+        self.lock = threading.RLock()
+        #: Notified when room, an outcome or an end may concern a waiting thread.
+        self.changed = threading.Condition(self.lock)
+        self.whole = Whole(self.lose)
+        #: Why the link was lost; ``None`` while it is not.
+        self.error: ConnectionLostError | None = None
+        #: Whether consumers return messages.
+        self.delivering = True
+        self.closed = False
+        self.ledger = Ledger(next(_epochs), lambda: self.description)
+        self.pool = CompletionPool(options.callback_threads)
+        self._on_lost = WeakMethod(on_lost)
+        # Created under the lock, logged without it: a log handler may block.
+        self._to_log: deque[str] = deque()
+        self._logged = ""
+        self._pid = os.getpid()
+        self._numbers = itertools.count(1)
+        self._routes: dict[str, tuple[Deliver, threading.Condition]] = {}
+        self._connected = threading.Event()
+        self._refusal = ""
+        self._said = ""
+        self._leaving = False
+        self._send_every: float | None = None
+        self._transport = Transport(
+            address, self, tls=options.tls, connect_timeout=options.connect_timeout
+        )
+        self.writer = Writer(
+            self._transport, self.lock, self.ledger, options, self.tick, self.on_lost
+        )
+        try:
+            self._log_in()
+        except BaseException:
+            self.closed = True
+            self._transport.disconnect_socket()
+            self._transport.join(1.0)
+            raise
+        self.writer.start(self._send_every)
+
+    @property
+    def description(self) -> str:
+        """The broker and address, for error texts."""
+        return f"broker {self.address[0]}:{self.address[1]} ({self.dialect.name})"
+
+    @property
+    def inherited(self) -> bool:
+        """Whether a fork copied this link; its locks and socket then belong to the
+        parent."""
+        return self._pid != os.getpid()
+
+    def check_alive(self) -> None:
+        """Raise ``IllegalStateError``, or ``ConnectionLostError`` once it is lost."""
+        if self._pid != os.getpid():
+            self.check_own()
+        if self.error is not None:
+            text = str(self.error)
+            raise ConnectionLostError(
+                text,
+                written=False,
+                broker_said=self._said,
+                silent=self.error.silent,
+            )
+        if self.closed:
+            raise IllegalStateError("The connection is closed.")
+
+    def check_own(self) -> None:
+        """Raise ``IllegalStateError`` in a forked child."""
+        if self.inherited:
+            raise IllegalStateError(
+                "This connection was inherited through a fork; its socket belongs to "
+                "the parent process. Make a new connection in the child."
+            )
+
+    def refuse_inside(self) -> None:
+        """Raise ``IllegalStateError`` where waiting would never end: in a signal
+        handler that interrupted a send of its thread, which holds the lock."""
+        if self.lock._is_owned() and not self.inherited:  # type: ignore[attr-defined]  # RLock's own
+            raise IllegalStateError(
+                "A signal handler has interrupted this thread in the middle of a send, "
+                "and would wait for it. Set a flag, or an event, in the handler."
+            )
+
+    def _log_in(self) -> None:
+        options = self.options
+        login = frames.encode_connect(options.connect_headers(self.address[0]))
+        give_up = time.monotonic() + options.connect_timeout
+        self._transport.start()
+        left = max(0.01, give_up - time.monotonic())
+        self._transport.write(login, timeout=left)
+        answered = self._connected.wait(max(0.0, give_up - time.monotonic()))
+        if self._refusal or not answered:
+            why = (
+                f"{self._refusal.rstrip('.')}. Check the URL's port, user, password "
+                "and virtual host"
+                if self._refusal
+                else f"no CONNECTED within {options.connect_timeout:g} s"
+            )
+            raise ConnectionFailedError(
+                f"{self.address[0]}:{self.address[1]} refused the connection: {why}."
+            )
+
+    # -- calls of the transport, on its I/O thread ---------------------------------
+
+    def on_frames(self, arrived: list[frames.Frame | frames.Receipt]) -> None:
+        """Settle receipts and pass messages to their consumers."""
+        with self.lock:
+            for frame in arrived:
+                if isinstance(frame, frames.Receipt):
+                    self.ledger.receipt(frame)
+                elif frame.command == "MESSAGE":
+                    self._deliver(frame)
+                elif frame.command == "RECEIPT":
+                    self.ledger.receipt(frame.headers.get("receipt-id", "").encode())
+                elif frame.command == "ERROR":
+                    self._on_error(frame)
+                elif frame.command == "CONNECTED" and not self._connected.is_set():
+                    self._on_connected(frame.headers)
+            if self.ledger.answered:
+                self.ledger.answered = False
+                self.ledger.silent_since = time.monotonic()
+        self._log()
+
+    def _deliver(self, frame: frames.Frame) -> None:
+        route = self._routes.get(frame.headers.get("subscription", ""))
+        deliver = None if route is None else route[0]()
+        if deliver is not None:
+            deliver(frame)
+
+    def _log(self) -> None:
+        while self._to_log:
+            self._logged = self._to_log.popleft()
+            logger.warning("%s", self._logged)
+
+    def _on_connected(self, headers: dict[str, str]) -> None:
+        self.server = headers.get("server", "")
+        if self.options.dialect is None:
+            self.dialect = recognize(self.server).told(self.options.existing)
+        version = headers.get("version", "1.0")
+        if version != "1.2":
+            self._refusal = f"it speaks STOMP {version}, not 1.2"
+        sends, wants = (
+            int(ms) / 1000 for ms in headers.get("heart-beat", "0,0").split(",")
+        )
+        # A broker that is silent for twice the agreed interval is dead. Our own pauses
+        # are half of that at most, so a busy machine does not count as dead.
+        ours = self.options.heartbeat
+        if ours and wants:
+            self._send_every = max(ours, wants) / 2
+        if ours and sends:
+            self._transport.silence_limit = 2 * max(ours, sends)
+        self._connected.set()
+
+    def _on_error(self, frame: frames.Frame) -> None:
+        body = frame.body[:400].decode(errors="replace").strip()
+        said = ": ".join(filter(None, (frame.headers.get("message"), body)))
+        if not self._connected.is_set():
+            self._refusal = said or "ERROR"
+            self._connected.set()
+            return
+        receipt = frame.headers.get("receipt-id", "")
+        names = self.dialect.errors_name_receipts
+        blames = self.dialect.blames_frame(said)
+        if not self.ledger.error(receipt, said, names_receipts=names, blames=blames):
+            self._said = said
+            self.lose(f"the broker answered ERROR: {said}")
+        elif not receipt:
+            self.changed.notify_all()
+            line = f"{self.description} answered ERROR: {said}"
+            # A full queue sends one for each frame.
+            if line not in self._to_log and line != self._logged:
+                self._to_log.append(line)
+
+    def on_progress(self) -> None:
+        """Extend the deadlines of pending frames: the broker is still reading."""
+        with self.lock:
+            self.ledger.defer(time.monotonic())
+
+    def on_lost(self, reason: str, *, silent: bool = False) -> None:
+        """Record the end of the connection; the reader reports it in any case."""
+        with self.lock:
+            if self._connected.is_set():
+                self.lose(reason, silent=silent)
+            else:
+                self._refusal = reason
+                self._connected.set()
+        self._log()
+
+    def tick(self) -> None:
+        """Settle late frames; give up a broker that answers nothing at all."""
+        if self.pool.stranded:
+            self.pool.start_thread()
+        with self.lock:
+            now, ledger = time.monotonic(), self.ledger
+            ledger.expire(now)
+            limit = self.options.give_up_after_timeouts
+            silent_until = ledger.silent_since + self.options.send_timeout
+            if limit and ledger.timeouts_in_a_row >= limit and silent_until <= now:
+                self.lose(f"{limit} frames in a row had no answer in time", silent=True)
+
+    def lose(self, reason: str, *, silent: bool = False) -> None:
+        """Give the link up, once: nothing on it can be trusted any more. ``silent``:
+        the broker did not end it."""
+        with self.lock:
+            if self.closed or self._refusal or self.error is not None:
+                return
+            if self._leaving:  # after DISCONNECT the broker may well be the first to go
+                self.ledger.lose(reason, self._said, silent=silent)
+                return
+            self.error = ConnectionLostError(
+                f"Connection to {self.description} is lost: {reason}. "
+                "Make a new one with the factory.",
+                broker_said=self._said,
+                silent=silent,
+            )
+            self._to_log.append(str(self.error))
+            self.writer.stop()
+            self.ledger.lose(reason, self._said, silent=silent)
+            self._transport.disconnect_socket()
+            self.wake_all()
+            tell = self._on_lost()
+            if tell is not None:
+                tell(self.error)
+
+    def wake_all(self) -> None:
+        """Let waiting threads check again; with the lock held."""
+        self.changed.notify_all()
+        for _, arrived in self._routes.values():
+            arrived.notify_all()
+
+    def route(
+        self,
+        name: str,
+        deliver: Callable[[frames.Frame], None],
+        arrived: threading.Condition,
+    ) -> None:
+        """Pass the deliveries of a subscription to a method, on the reader thread with
+        the lock held, while its object lives; ``arrived`` wakes the threads that wait
+        for them."""
+        with self.lock:
+            self._routes[name] = WeakMethod(deliver), arrived
+
+    def unroute(self, name: str) -> None:
+        """Pass on no more deliveries of the subscription."""
+        with self.lock:
+            self._routes.pop(name, None)
 
     def next_name(self, kind: str) -> str:
         """Return a name that no other transaction or subscription of this link has."""

@@ -1,6 +1,6 @@
 """Hop 3's record of the last message of each key that has left for a destination.
 
-The relay links each new message of the key to it: `relaying/key_chain.py`.
+The relay links each new message of the key to it: `relaying/lane.py`.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def test_a_synchronous_send_from_a_callback_does_not_deadlock(
 def test_callbacks_that_send_without_end_meet_a_hard_cap(
     broker: ScriptedBroker, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("django_txmsg.jms.window._HARD_CAP", 0)
+    monkeypatch.setattr("django_txmsg.jms.sends._HARD_CAP", 0)
     session = connect(broker, max_in_flight=1).create_session()
     producer = session.create_producer(DESTINATION)
     broker.on("SEND", where=lambda f: f.text == "inner").drop_receipt()
