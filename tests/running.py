@@ -20,7 +20,7 @@ from django.test import override_settings
 from django_txmsg import conf, stages, wire
 from django_txmsg.brokers import get_broker
 from django_txmsg.brokers.base import Delivery, Outgoing
-from django_txmsg.consuming.due_messages import wake_for_parked
+from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.consuming.stage_thread import StageThread
 from django_txmsg.consuming.throttle import Throttle
 from django_txmsg.envelope.message import Message

@@ -7,7 +7,7 @@ import threading
 import pytest
 from django.db import connection
 
-from django_txmsg.consuming.due_messages import wake_for_parked
+from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy
 from django_txmsg.models import Attempt, DeadLetter, InboxMessage

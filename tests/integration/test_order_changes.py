@@ -15,7 +15,7 @@ from django.db import connections, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.consuming import ordering
-from django_txmsg.consuming.due_messages import wake_for_parked
+from django_txmsg.consuming.consumer import wake_for_parked
 from django_txmsg.dead_letters import bulk
 from django_txmsg.dead_letters.unread import bury_unread
 from django_txmsg.envelope.message import Message

@@ -18,8 +18,7 @@ from typing_extensions import TypeAliasType, TypedDict
 from django_txmsg import Message, codecs, message_type, upgrade
 from django_txmsg.envelope import upgraders
 from django_txmsg.envelope.handler import accepted, bound
-from django_txmsg.envelope.type_header import TypeHeader
-from django_txmsg.envelope.typed_body import BodyReader
+from django_txmsg.envelope.typed_body import BodyReader, TypeHeader
 from django_txmsg.errors import (
     ConfigurationError,
     DecodeError,
