@@ -50,6 +50,7 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
     ("http_outbox", ["--apart"], []),
     ("jms_send", [], ["--messages", "2000", "--rounds", "1"]),
     ("celery_outbox", [], ["--calls", "200", "--rounds", "2"]),
+    ("workers", [], []),
 ]  # fmt: skip
 
 

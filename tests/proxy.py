@@ -32,6 +32,8 @@ class _Link:
         self.cut = False
         self.reset = False
         self.open_ways = 2
+        #: The way that the last piece went.
+        self.last = ANSWERS
 
     def close(self) -> None:
         """Close both ends: with a reset as after a crash, or in good order."""
@@ -71,6 +73,8 @@ class Proxy:
         self.accepted = 0
         #: How many bytes were forwarded, per way.
         self.forwarded = dict.fromkeys(BOTH, 0)
+        #: How often a client asked after an answer: the round trips.
+        self.round_trips = 0
         self._hung: set[str] = set()
         self._lost: set[str] = set()
         self._budget: dict[str, int] = {}
@@ -182,6 +186,10 @@ class Proxy:
     ) -> None:
         with contextlib.suppress(OSError):
             while piece := link.receive(source):
+                with self._changed:
+                    asked = way == REQUESTS and link.last == ANSWERS
+                    self.round_trips += asked
+                    link.last = way
                 link.send(sink, self._through(link, way, piece))
                 with self._changed:
                     if self._budget.get(way) == 0:

@@ -1,0 +1,92 @@
+"""One Django project with one task, on each backend: the settings of a process of
+`benchmarks.workers`, chosen by BENCH_BACKEND alone.
+
+As a program: `enqueue N`, `alone N SECONDS` (one at a time, for the latency of an idle
+system), or a command of `manage.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import environ
+
+BACKEND = os.environ.get("BENCH_BACKEND", "txmsg")
+AMQP = os.environ.get("BENCH_AMQP", "amqp://")
+
+DATABASES = {
+    "default": {
+        **environ.Env.db_url_config(os.environ["BENCH_DATABASE"]),
+        "CONN_MAX_AGE": int(os.environ.get("BENCH_MAX_AGE", "600")),
+    }
+}
+INSTALLED_APPS = ["django.contrib.contenttypes", "django_tasks"]
+SECRET_KEY = "bench"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+LOGGING = {"version": 1, "root": {"level": "ERROR"}}
+TASKS: dict[str, Any] = {}
+if BACKEND == "txmsg":
+    INSTALLED_APPS.append("django_txmsg")
+    TASKS = {
+        "default": {
+            "BACKEND": "django_txmsg.tasks_backend.TransactionalBackend",
+            "OPTIONS": {"MODULES": ["benchmarks._workers_tasks"]},
+        }
+    }
+    TXMSG = {
+        "SERVICE": "bench",
+        "BROKERS": {"default": {"URL": os.environ.get("BENCH_URL", "database://")}},
+    }
+elif BACKEND == "django-tasks-db":
+    INSTALLED_APPS.append("django_tasks_db")
+    TASKS = {"default": {"BACKEND": "django_tasks_db.DatabaseBackend"}}
+elif BACKEND == "procrastinate":
+    INSTALLED_APPS.append("procrastinate.contrib.django")
+    PROCRASTINATE_IMPORT_PATHS = ["benchmarks._workers_tasks"]
+elif BACKEND == "dramatiq":
+    INSTALLED_APPS.append("django_dramatiq")
+    DRAMATIQ_AUTODISCOVER_MODULES: list[str] = []
+    DRAMATIQ_BROKER = {
+        "BROKER": "dramatiq.brokers.rabbitmq.RabbitmqBroker",
+        "OPTIONS": {"url": AMQP},
+        "MIDDLEWARE": [
+            "dramatiq.middleware.AgeLimit",
+            "dramatiq.middleware.Retries",
+            "django_dramatiq.middleware.DbConnectionsMiddleware",
+        ],
+    }
+
+
+def main() -> None:
+    """Do what the arguments say."""
+    os.environ["DJANGO_SETTINGS_MODULE"] = "benchmarks._workers_project"
+    import django
+
+    django.setup()
+    if sys.argv[1] not in ("enqueue", "alone"):
+        from django.core.management import execute_from_command_line
+
+        execute_from_command_line(sys.argv)
+        return
+    from django.db import transaction
+
+    from benchmarks import _workers_tasks as tasks
+
+    pause = float(sys.argv[3]) if sys.argv[1] == "alone" else 0.0
+    began = time.perf_counter()
+    for number in range(int(sys.argv[2])):
+        with transaction.atomic():
+            tasks.begin(number)
+            tasks.call(number)
+        time.sleep(pause)
+    seconds = time.perf_counter() - began
+    time.sleep(1.0 if BACKEND == "txmsg" else 0.0)  # what leaves after the commit
+    print(int(sys.argv[2]) / seconds)
+
+
+if __name__ == "__main__":
+    main()

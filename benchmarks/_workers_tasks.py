@@ -1,0 +1,69 @@
+"""The task of `benchmarks.workers`: a row in a transaction, by each backend's API."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from django.db import connection, transaction
+
+from benchmarks._workers_project import AMQP, BACKEND
+
+
+def insert(number: int) -> None:
+    """Insert a row; the database tells when."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("INSERT INTO bench_effect (task) VALUES (%s)", [number])
+
+
+def begin(number: int) -> None:
+    """Insert the row of the caller, in its transaction."""
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO bench_call (task) VALUES (%s)", [number])
+
+
+if BACKEND in ("txmsg", "django-tasks-db"):
+    from django_tasks import task
+
+    @task
+    def effect(number: int) -> None:
+        """Do it as a task."""
+        insert(number)
+
+    def call(number: int) -> Any:
+        """Enqueue the task."""
+        return effect.enqueue(number)
+
+elif BACKEND == "procrastinate":
+    from procrastinate.contrib.django import app
+
+    deferred = app.task(name="effect")(insert)
+
+    def call(number: int) -> Any:
+        """Defer the task."""
+        return deferred.defer(number=number)
+
+elif BACKEND == "dramatiq":
+    dramatiq: Any = import_module("dramatiq")
+
+    actor = dramatiq.actor(insert)
+
+    def call(number: int) -> Any:
+        """Send the actor's message once the transaction has committed."""
+        transaction.on_commit(lambda: actor.send(number))
+
+else:
+    from celery import Celery
+
+    celery = Celery("bench", broker=AMQP, set_as_current=True)
+    celery.conf.update(
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_default_queue="bench.workers",
+        worker_prefetch_multiplier=4,
+    )
+    celery_task = celery.task(name="effect")(insert)
+
+    def call(number: int) -> Any:
+        """Call the task once the transaction has committed."""
+        transaction.on_commit(lambda: celery_task.delay(number))
