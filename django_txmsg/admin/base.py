@@ -83,6 +83,11 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
         """Set the list's title to its content: nothing is selected for a change."""
+        if any("\x00" in value for value in request.GET.values()):
+            query = request.GET.copy()
+            for name, values in query.lists():
+                query.setlist(name, [plain(value) for value in values])
+            request.GET = query  # type: ignore[assignment]  # as Django itself does
         title = str(self.opts.verbose_name_plural).capitalize()
         answer: HttpResponse = super().changelist_view(
             request, {"title": title, **(extra_context or {})}
@@ -103,7 +108,8 @@ class MessageAdmin(ReadOnlyAdmin):
     """A list of rows whose details are shown only on their message's page, where bodies
     and headers are masked and need permissions."""
 
-    list_display_links: Any = ("message",)
+    # The first column too: on a phone, the others are off the screen.
+    list_display_links: Any = ("state", "message")
     search_fields = ("message_id",)
     ordering = ("-id",)
     #: The columns by which a search finds rows without that message id.

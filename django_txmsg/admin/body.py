@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,10 @@ from . import display
 
 #: Most of a body that its message's page shows.
 SHOWN = 64 * 1024
+
+#: A larger body is loaded only when asked for, and never to be masked: a mask needs it
+#: decoded, which takes dozens of times its size.
+LARGE = 1024 * 1024
 
 #: The tables that keep whole messages, by their name in an address.
 TABLES: dict[str, type[Model]] = {
@@ -36,7 +41,11 @@ class Content:
     size: int
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
+    raw: bytes | None = None
+    """A large body that was asked for, as it is stored."""
     cut: bool = False
+    unmaskable: bool = False
+    """Whether nothing of the body is shown, as it is too large to be masked."""
     call: str = ""
     """A task as a call, masked."""
 
@@ -46,13 +55,22 @@ class Content:
         return display.size(self.size)
 
 
-def read(table: str, pk: int, *, using: str, bodies: bool, whole: bool = False) -> Any:
-    """Return the Content of a row, or None if the row does not exist or has no body.
+def read(
+    table: str,
+    pk: int,
+    *,
+    using: str,
+    message_id: uuid.UUID,
+    bodies: bool,
+    whole: bool = False,
+) -> Any:
+    """Return the Content of a message's row; None if it does not exist or has no body.
 
     Without `bodies`, headers only. Unless `whole`, the body is cut, by the database
     already if nothing must be masked.
     """
-    rows: Any = TABLES[table]._default_manager.using(using).filter(pk=pk)
+    rows: Any = TABLES[table]._default_manager.using(using)
+    rows = rows.filter(pk=pk, message_id=message_id)
     rows = rows.filter(body__isnull=False).annotate(
         size=Length("body"), head=Substr("body", 1, SHOWN, output_field=BinaryField())
     )
@@ -67,6 +85,13 @@ def read(table: str, pk: int, *, using: str, bodies: bool, whole: bool = False) 
     if not bodies:
         content.headers, _ = masking.shown(row.destination, headers, None, kind)
         content.call = masking.call_shown(content.headers, None)
+        return content
+    if row.size > LARGE and (whole or conf.get().MASK is not None):
+        content.headers, _ = masking.shown(row.destination, headers, None, kind)
+        content.call = masking.call_shown(content.headers, None)
+        content.unmaskable = conf.get().MASK is not None
+        if not content.unmaskable:
+            content.raw = bytes(row.body)
         return content
     cut = row.size > SHOWN and not whole
     if cut and conf.get().MASK is None:

@@ -58,7 +58,10 @@ class CopyPages:
         if problem:
             messages.warning(request, problem)
             return led(request, MESSAGE, letter.message_id)
-        before = headers_text(wire.senders(letter.headers))
+        sent = wire.senders(letter.headers)
+        # One header a line: values with line ends cannot be edited, and stay as is.
+        fixed = {name: value for name, value in sent.items() if not _one_line(value)}
+        before = headers_text({n: v for n, v in sent.items() if n not in fixed})
         form: dict[str, Any] = {
             "headers": before,
             "body": body_text(letter),
@@ -68,15 +71,17 @@ class CopyPages:
         if request.method == "POST":
             # Browsers send line ends as CR LF, whatever the original had.
             for name in ("headers", "body"):
-                form[name] = request.POST.get(name, "").replace("\r\n", "\n")
+                form[name] = by_lines(request.POST.get(name, ""))
             try:
-                headers = check_headers(parse_headers(str(form["headers"])))
+                headers = check_headers(parse_headers(str(form["headers"])) | fixed)
                 encoded = encode(str(form["body"]), letter)
                 serializers.decode(encoded, letter.content_type)
                 if "send" in request.POST:
                     return self._send(request, letter, headers, encoded)
                 form["diff"] = [
-                    *difference("headers", before, headers_text(headers)),
+                    *difference(
+                        "headers", before, headers_text(parse_headers(form["headers"]))
+                    ),
                     *difference("body", body_text(letter), str(form["body"])),
                 ]
                 form["checked"] = True
@@ -89,7 +94,7 @@ class CopyPages:
             "locked": [
                 (name, value)
                 for name, value in sorted(letter.headers.items())
-                if name not in wire.senders(letter.headers)
+                if name not in sent or name in fixed
             ],
             "masked": conf.get().MASK is not None,
         }
@@ -119,10 +124,29 @@ def unfit(letter: DeadLetter) -> str:
     if len(letter.body) > LONGEST:
         return "Its body is too long to be edited here."
     try:
-        bytes(letter.body).decode()
+        text = bytes(letter.body).decode()
     except UnicodeDecodeError:
         return "Its body is not text, so it cannot be edited here."
+    if line_end(text) is None:
+        return "The lines of its body end in several ways, so it cannot be edited here."
     return ""
+
+
+def by_lines(text: str) -> str:
+    """Return a text as a browser's text field has it: a line ends with LF."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def line_end(text: str) -> str | None:
+    """Return how the lines of a text end, or None if they end in several ways."""
+    bare = text.replace("\r\n", "")
+    found = {"\r\n": "\r\n" in text, "\r": "\r" in bare, "\n": "\n" in bare}
+    ends = [end for end, is_there in found.items() if is_there]
+    return None if len(ends) > 1 else (ends or ["\n"])[0]
+
+
+def _one_line(value: str) -> bool:
+    return not set(value) & set("\r\n")
 
 
 def body_text(letter: DeadLetter) -> str:
@@ -136,11 +160,12 @@ def body_text(letter: DeadLetter) -> str:
 
 
 def encode(text: str, letter: DeadLetter) -> bytes:
-    """Return the edited text as the body to send; unchanged text as the original
-    bytes."""
-    if text == body_text(letter).replace("\r\n", "\n"):
+    """Return the edited text as the body to send, its lines ended as they were;
+    unchanged text as the original bytes."""
+    before = body_text(letter)
+    if text == by_lines(before):
         return bytes(letter.body)
-    return text.encode()
+    return text.replace("\n", line_end(before) or "\n").encode()
 
 
 def headers_text(headers: Any) -> str:
@@ -152,13 +177,13 @@ def parse_headers(text: str) -> dict[str, str]:
     """Return the headers in these lines. Raises ValueError for a line that is not a
     header."""
     headers: dict[str, str] = {}
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if not line.strip():
             continue
         name, colon, value = line.partition(":")
         if not colon or not name.strip():
             raise ValueError(f"Not a header: {line!r}. Write one a line, name: value.")
-        headers[name.strip()] = value.strip()
+        headers[name.strip()] = value.removeprefix(" ")
     return headers
 
 

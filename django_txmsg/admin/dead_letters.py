@@ -52,7 +52,7 @@ class DeadLetterAdmin(MessageAdmin):
         "message",
     )
     list_filter = FILTERS
-    list_display_links = ("error", "message")
+    list_display_links = ("state", "error", "message")
     search_help_text = "Exact message id, correlation id, key or fingerprint"
     actions = ("redeliver_selected", "discard_selected", "restore_selected")
     change_list_template = "admin/django_txmsg/dead_letters.html"

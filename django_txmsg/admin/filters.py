@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
@@ -40,6 +40,8 @@ class StateFilter(CountingFilter):
 
     title = "state"
     parameter_name = "state"
+    #: The words of a choice, where its name in the address would not do.
+    labels: ClassVar[dict[str, str]] = {}
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -52,7 +54,8 @@ class StateFilter(CountingFilter):
         """Count each state."""
         rows = model_admin.get_queryset(request)
         for name, condition in self.conditions().items():
-            yield name, name, count(rows.filter(condition))
+            label = self.labels.get(name, name)
+            yield name, label, count(rows.filter(condition))
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         """Narrow the list."""

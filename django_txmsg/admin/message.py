@@ -102,11 +102,16 @@ class MessagePages:
         if not may["body"] or not may[table]:
             raise PermissionDenied
         using = router.db_for_read(OutboxMessage)
-        content = bodies.read(table, pk, using=using, bodies=True, whole=True)
+        content = bodies.read(
+            table, pk, using=using, message_id=message_id, bodies=True, whole=True
+        )
         if content is None:
             raise Http404
+        if content.unmaskable:
+            text = f"{content.size_text}: too large to be masked, so it is not shown.\n"
+            return HttpResponse(text, status=413, content_type="text/plain")
         return HttpResponse(
-            content.text,
+            content.text if content.raw is None else content.raw,
             content_type="text/plain; charset=utf-8",
             headers={
                 "X-Content-Type-Options": "nosniff",
@@ -177,7 +182,10 @@ class MessagePages:
     ) -> bodies.Content | None:
         for table, rows in (("outbox", outbox), ("dead", letters), ("inbox", inbox)):
             for row in rows:
-                content = bodies.read(table, row.pk, using=using, bodies=allowed)
+                content = bodies.read(
+                    table, row.pk, using=using, message_id=row.message_id,
+                    bodies=allowed,
+                )  # fmt: skip
                 if content is not None:
                     found: bodies.Content = content
                     return found
@@ -225,7 +233,8 @@ def raw(rows: list[Any]) -> str:
     """Return rows as text, without values that are long or shown elsewhere."""
     shown = []
     for row in rows:
-        deferred = row.get_deferred_fields() | {"traceback"}
+        # Headers are shown elsewhere, masked.
+        deferred = row.get_deferred_fields() | {"traceback", "headers"}
         fields = [
             f"  {field.name} = {getattr(row, field.attname)!s}"
             for field in row._meta.concrete_fields

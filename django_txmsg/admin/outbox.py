@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.db.models import Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import path
@@ -14,13 +14,13 @@ from django.utils.safestring import SafeString
 from django.views.decorators.http import require_POST
 
 from .. import conf
-from ..models import OutboxMessage
+from ..models import DeadLetter, InboxMessage, OutboxMessage
 from ..models.fields import Later
 from ..models.holds import Holds
 from ..models.outbox import PENDING
 from ..monitoring import recent
 from ..monitoring.waiting import OVERDUE
-from ..rules import lease, outbox
+from ..rules import dead_letters, inbox, lease, outbox
 from . import display, message
 from .base import MessageAdmin
 from .filters import AgeFilter, PlaceFilter, StateFilter
@@ -33,6 +33,8 @@ def is_overdue() -> Holds:
 
 class OutboxStateFilter(StateFilter):
     """Pending, overdue, in flight, dispatched or dead."""
+
+    labels: ClassVar[dict[str, str]] = {"dead": "refused or expired"}
 
     @staticmethod
     def conditions() -> dict[str, Q]:
@@ -59,7 +61,7 @@ class OutboxAdmin(MessageAdmin):
     """Messages stored here, newest first. Bodies are not in the list."""
 
     list_display = (
-        "state", "age", "place", "message", "due", "tries", "flow",
+        "state", "outcome", "age", "place", "message", "due", "tries", "flow",
     )  # fmt: skip
     list_filter = (OutboxStateFilter, DestinationFilter, AgeFilter)
     search_help_text = "Exact message id, correlation id or key"
@@ -92,7 +94,23 @@ class OutboxAdmin(MessageAdmin):
     def get_queryset(self, request: HttpRequest) -> QuerySet[OutboxMessage]:
         """Add whether a row should have left by now."""
         rows: QuerySet[OutboxMessage] = super().get_queryset(request)
-        return rows.annotate(overdue=is_overdue())
+        here: Any = InboxMessage.objects.filter(message_id=OuterRef("message_id"))
+        letters = DeadLetter.objects.filter(message_id=OuterRef("message_id"))
+        return rows.annotate(
+            overdue=is_overdue(),
+            died=Exists(letters.filter(Holds(dead_letters.OPEN))),
+            waits=Exists(here.filter(Holds(inbox.OPEN))),
+            processed=Exists(here.filter(Holds(inbox.PROCESSED))),
+        )
+
+    @admin.display(description="at its stages")
+    def outcome(self, row: Any) -> SafeString | str:
+        """What became of it after it left, as far as it is known here."""
+        if row.died:
+            return display.badge("dead")
+        if row.waits:
+            return display.badge("received")
+        return display.badge("processed") if row.processed else "-"
 
     @admin.display(description="state")
     def state(self, row: OutboxMessage) -> SafeString:

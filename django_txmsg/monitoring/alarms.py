@@ -60,7 +60,8 @@ def _nobody_consumes(status: Status) -> Iterator[Alarm]:
     if not status.attendance.consumed:
         yield Alarm(
             "bad", "worker", "", "No consumer is running.",
-            " No stage is processed: start manage.py consume.",
+            " No stage is processed: start manage.py consume, or "
+            "manage.py txmsg run.",
         )  # fmt: skip
         return
     many = len(unattended) > 1
@@ -97,7 +98,7 @@ def _outbox(status: Status) -> Iterator[Alarm]:
     why = (
         "Does the broker answer?"
         if status.attendance.relayed
-        else "No relay is running: start manage.py relay."
+        else "No relay is running: start manage.py relay, or manage.py txmsg run."
     )
     late = {name: one.waiting for name, one in status.destinations.items()}
     many = waiting.overdue != 1
@@ -247,7 +248,7 @@ def _nobody_relays(status: Status) -> Iterator[Alarm]:
         yield Alarm(
             "warn", "worker", "", "No relay is running.",
             " Messages are sent right after their commit; failed ones are not retried: "
-            "start manage.py relay.",
+            "start manage.py relay, or manage.py txmsg run.",
         )  # fmt: skip
 
 

@@ -152,3 +152,50 @@ def test_it_needs_two_permissions(
     client = somebody("view_deadletter", *(wanted - {missing}))
 
     assert client.get(url(letter)).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "body", ["\n\nUNB+UNOC:3\nUNH+1", "MSH|^~\r\nPID|1\r\n", "MSH|^~\rPID|1\r", "a"]
+)
+def test_a_text_keeps_its_first_lines_and_how_its_lines_end(
+    operator: Client, body: str
+) -> None:
+    letter = letter_with(body=body.encode(), content_type="text/plain")
+    page = operator.get(url(letter))
+    shown = page.context["form"]["body"].replace("\r\n", "\n").replace("\r", "\n")
+    # A browser drops one line end right after the tag, and sends CR LF.
+    assert f">\n{shown}".replace("'", "&#x27;") in page.content.decode().replace(
+        "\r\n", "\n"
+    ).replace("\r", "\n")
+    sent = shown.replace("\n", "\r\n")
+
+    form = {"headers": "tenant: north", "send": "1"}
+    operator.post(url(letter), {**form, "body": f"{sent}X"})
+
+    assert bytes(OutboxMessage.objects.get().body) == f"{body}X".encode()
+
+
+def test_a_body_whose_lines_end_in_several_ways_is_not_edited(
+    operator: Client,
+) -> None:
+    letter = letter_with(body=b"a\r\nb\nc", content_type="text/plain")
+    page = operator.get(url(letter), follow=True).content.decode()
+    assert "end in several ways" in page
+
+
+def test_a_header_with_a_line_end_stays_what_it_is(operator: Client) -> None:
+    letter = letter_with()
+    odd = {"tenant": " north ", "note": "one\ntwo: three", "line": "a\u2028b: c"}
+    letter.headers |= odd
+    letter.save()
+    page = operator.get(url(letter))
+    assert ("note", odd["note"]) in page.context["locked"]
+    form = page.context["form"]
+    given = {"headers": form["headers"].replace("\n", "\r\n"), "body": '{"order": 2}'}
+
+    asked = operator.post(url(letter), given)
+    lines = [line for _, line in asked.context["form"]["diff"]]
+    assert "headers" not in lines
+    operator.post(url(letter), {**given, "send": "1"})
+
+    assert OutboxMessage.objects.get().headers == odd

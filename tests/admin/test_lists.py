@@ -210,3 +210,39 @@ def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
     for page in templates.rglob("*.html"):
         text = page.read_text()
         assert not re.search(r"style=|<style|<script(?! src=)|\son\w+=", text), page
+
+
+def test_the_outbox_says_what_became_of_a_message_at_its_stages(
+    viewer: Client,
+) -> None:
+    for kind in ("dead", "processed", "away"):
+        row = factories.OutboxMessageFactory(destination=kind, dispatched=True)
+        if kind == "dead":
+            factories.DeadLetterFactory(message_id=row.message_id)
+        if kind == "processed":
+            factories.InboxMessageFactory(message_id=row.message_id)
+
+    page = viewer.get("/admin/django_txmsg/outboxmessage/").content.decode()
+
+    shown = re.findall(r'field-outcome">(.*?)</td>.*?field-place">(\w+)', page, re.S)
+    assert {place: re.sub("<.*?>", "", html) for html, place in shown} == {
+        "dead": "dead", "processed": "processed", "away": "-",
+    }  # fmt: skip
+    assert "refused or expired (0)" in page
+
+
+@pytest.mark.parametrize("name", ["outboxmessage", "inboxmessage", "deadletter"])
+def test_a_nul_in_the_address_is_no_error(admin_client: Client, name: str) -> None:
+    """PostgreSQL stores none, and finds none."""
+    for query in ("stage", "destination", "reason", "fingerprint", "q", "state"):
+        url = f"/admin/django_txmsg/{name}/?{query}=%00x"
+        assert admin_client.get(url).status_code < 500, url
+    for query in ("stage", "search", "destination"):
+        url = f"/admin/django_txmsg/deadletter/confirm/?kind=discard&{query}=%00"
+        assert admin_client.get(url).status_code in (200, 302)
+    for url, form in (
+        ("stagestate/pause/", {"stage": "\x00", "why": "\x00"}),
+        ("deadletter/note/", {"fingerprint": "\x00", "note": "\x00"}),
+    ):
+        answer = admin_client.post(f"/admin/django_txmsg/{url}", form)
+        assert answer.status_code == 302

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import json
+import tracemalloc
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from django.core.management import call_command
 from django.test import Client
 from django.utils import timezone
 
@@ -289,3 +293,68 @@ def test_the_number_of_queries_is_fixed(
         factories.AttemptFactory.create_batch(count, message_id=letter.message_id)
         with django_assert_num_queries(11):
             operator.get(url(letter.message_id))
+
+
+def hide(destination: str, headers: Any, body: Any) -> Any:
+    return dict.fromkeys(headers, "***"), body
+
+
+def test_the_mask_covers_headers_wherever_the_page_shows_them(
+    operator: Client, settings: Any
+) -> None:
+    letter = factories.DeadLetterFactory()
+    letter.headers["authorization"] = "Bearer s3cr3t"
+    letter.save()
+    settings.TXMSG = {"SERVICE": "tests", "MASK": f"{__name__}.hide"}
+
+    page = operator.get(page_of(letter)).content.decode()
+
+    assert "***" in page
+    assert "s3cr3t" not in page
+
+
+def page_of(row: Any) -> str:
+    return f"/admin/django_txmsg/outboxmessage/{row.message_id}/"
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_large_body_is_not_loaded_to_show_its_beginning(
+    operator: Client, settings: Any, masked: bool
+) -> None:
+    body = json.dumps({"lines": ["x" * 100] * 160_000}).encode()
+    letter = factories.DeadLetterFactory(body=body)
+    if masked:
+        settings.TXMSG = {"SERVICE": "tests", "MASK": f"{__name__}.hide"}
+    operator.get(page_of(factories.DeadLetterFactory()))  # everything is imported
+    tracemalloc.start()
+    try:
+        page = operator.get(page_of(letter)).content.decode()
+        whole = operator.get(f"{page_of(letter)}body/dead/{letter.pk}/")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 64 * 1024 * 1024
+    assert ("too large to be masked" in page.lower()) == masked
+    assert whole.status_code == (413 if masked else 200)
+    assert (whole.content == body) == (not masked)
+
+
+def test_groups_load_no_body(operator: Client) -> None:
+    for number in range(20):
+        factories.DeadLetterFactory(fingerprint=f"{number:016}", body=b"x" * 4_000_000)
+    operator.get("/admin/django_txmsg/deadletter/")
+    tracemalloc.start()
+    try:
+        operator.get("/admin/django_txmsg/deadletter/")
+        call_command("dead_letters", "list", "--limit", "2", stdout=io.StringIO())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 16 * 1024 * 1024
+
+
+def test_a_body_is_that_of_the_message_in_the_address(operator: Client) -> None:
+    one, other = factories.DeadLetterFactory.create_batch(2)
+    answer = operator.get(f"{page_of(one)}body/dead/{other.pk}/")
+    assert answer.status_code == 404

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from django.core.management.base import OutputWrapper
@@ -74,8 +75,18 @@ class Report:
                 f"{' (muted)' if group['muted'] else ''}"
             )
 
-    def letter(self, letter: DeadLetter) -> None:
-        """Print everything about one dead letter, masked."""
+    def shown(self, letters: Iterable[DeadLetter]) -> None:
+        """Print dead letters whole; as JSON one object, or an array of several."""
+        if not self._as_json:
+            for letter in letters:
+                for name, value in self._facts(letter).items():
+                    text = value if isinstance(value, str) else _json(value)
+                    self._out.write(f"{name}: {printable_lines(text)}")
+            return
+        facts = [self._facts(letter) for letter in letters]
+        self._print(facts[0] if len(facts) == 1 else facts)
+
+    def _facts(self, letter: DeadLetter) -> dict[str, Any]:
         headers, body = masking.shown(
             letter.destination, letter.headers, bytes(letter.body), letter.content_type
         )
@@ -89,12 +100,7 @@ class Report:
             facts["body_base64"] = base64.b64encode(body).decode()
         else:
             facts["body"] = body
-        if self._as_json:
-            self._print(facts)
-            return
-        for name, value in facts.items():
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            self._out.write(f"{name}: {printable_lines(text)}")
+        return facts
 
     def dry_run(self, action: str, shown: Shown) -> None:
         """Print how many dead letters an action would change."""
@@ -124,7 +130,7 @@ class Report:
             self._out.write(f"  {pk}: {printable(why)}")
 
     def _print(self, value: Any) -> None:
-        self._out.write(json.dumps(value, default=str, indent=2, ensure_ascii=False))
+        self._out.write(_json(value, indent=2, ensure_ascii=False))
 
 
 def _facts(letter: DeadLetter) -> dict[str, Any]:
@@ -135,6 +141,10 @@ def _facts(letter: DeadLetter) -> dict[str, Any]:
         "resolved_by", "replaced_by",
     )  # fmt: skip
     return {name: getattr(letter, name) for name in names}
+
+
+def _json(value: Any, **options: Any) -> str:
+    return json.dumps(value, default=str, **options)
 
 
 def _first(error: str) -> str:

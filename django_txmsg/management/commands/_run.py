@@ -94,7 +94,7 @@ class Command(BaseCommand):
         if options["reload"] and not options["processes"] and not child.is_child():
             sys.exit(reloading.Reloader(self.stderr).run())
         databases, brokers = with_tables(), sorted(conf.get().BROKERS)
-        require_tables(*databases)
+        require_tables(*databases, waits=True)
         stages = all_stages()
         try:
             service = Service(databases, brokers, stages)

@@ -46,7 +46,7 @@ class Command(BaseCommand):
             if limit is not None and not limit >= 0:
                 option = name.replace("_", "-")
                 raise CommandError(f"--{option} must be 0, for no limit, or more.")
-        require_tables(router.db_for_write(InboxMessage))
+        require_tables(router.db_for_write(InboxMessage), waits=True)
         try:
             stages = find(options["stages"])
             consumer = Consumer(stages, concurrency=concurrency, **limits)

@@ -58,7 +58,7 @@ class Command(BaseCommand):
             "--again", action="store_true", help="died again after a redelivery"
         )
         parser.add_argument("--search", help="message id, correlation id or key")
-        parser.add_argument("--limit", type=int, default=50, help="of list")
+        parser.add_argument("--limit", type=_count, default=50, help="of list")
         parser.add_argument("--why", default="", help="kept with the bulk operation")
         parser.add_argument("--rate", type=float, help="messages a second at most")
         parser.add_argument(
@@ -95,8 +95,8 @@ class Command(BaseCommand):
             elif action == "show":
                 if not options["ids"]:
                     raise CommandError("Which one? Give its id or its message's id.")
-                for letter in selection.filtered(filters, using=using).order_by("pk"):
-                    report.letter(letter)
+                found = selection.filtered(filters, using=using).order_by("pk")
+                report.shown(found.iterator(chunk_size=1))
             elif action in _NOTING:
                 self._note(action, using, options)
             else:
@@ -233,6 +233,12 @@ class Command(BaseCommand):
         share = min(1.0, handled / operation.total) if operation.total else 1.0
         bar = "#" * round(share * 40)
         self.stderr.write(f"\r[{bar:<40}] {handled} of {operation.total}", ending="")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
+    return int(text)
 
 
 def _age(text: str) -> dt.timedelta:

@@ -53,7 +53,7 @@ class Command(BaseCommand):
         unknown = [name for name in brokers if name not in conf.get().BROKERS]
         if unknown:
             raise CommandError(f"No broker {unknown[0]!r} under TXMSG['BROKERS'].")
-        require_tables(*databases)
+        require_tables(*databases, waits=True)
         supervise(options, self.stderr)
         relay = Relay(databases, brokers, batch_size=batch_size)
         presence = Presence("relay", router.db_for_write(Worker))

@@ -33,6 +33,11 @@
   };
   const refresh = async () => {
     if (!parts(document).some((part) => part.dataset.txmsgLive === "on")) return;
+    if (document.hidden) {
+      // Nobody sees it: what is shown again is renewed then.
+      document.addEventListener("visibilitychange", refresh, { once: true });
+      return;
+    }
     let trouble = "";
     try {
       const answer = await fetch(location.href, {
