@@ -48,9 +48,14 @@ lint: $(FOR_TOX)
 bench: $(FOR_TOX)
 	$(TOX) run -e dev -- python -m benchmarks
 
-docs: $(FOR_TOX)
+docs: $(FOR_TOX) build/mermaid
 	$(TOX) run -e docs
 	@echo "build/site/index.html"
+
+# What draws the site's diagrams in a browser.
+build/mermaid:
+	@mkdir -p $@ && cd $@ && npm pack --silent mermaid@11.12.1 && tar -xzf mermaid-*.tgz \
+		|| { cd $(CURDIR); rm -rf $@; echo "Without npm the site's diagrams are text."; }
 
 pictures: $(FOR_TOX)
 	$(TOX) run -e dev -- python -m tests.docs.pictures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -64,3 +65,40 @@ def test_no_page_links_out_of_the_site_to_a_file() -> None:
     }
 
     assert out == set()
+
+
+def test_the_site_asks_nobody_else_for_what_it_shows(site: Path) -> None:
+    foreign = {
+        f"{page.relative_to(site)}: {address}"
+        for page in site.rglob("*.html")
+        for address in re.findall(
+            r"""(?:src=|import\(?\s*|from\s+)["'](https?://[^"']+)""", page.read_text()
+        )
+    }
+
+    assert foreign == set()
+    assert "./_static/mermaid/mermaid.esm.min.mjs" in (
+        site / "explanation" / "states.html"
+    ).read_text().replace("../", "./")
+
+
+def test_every_page_has_its_markdown_beside_it_and_is_listed(site: Path) -> None:
+    listed = re.findall(r"\]\((.+)\)", (site / "llms.txt").read_text())
+    docs = ROOT / "docs"
+
+    assert sorted(listed) == sorted(
+        str(page.relative_to(docs)) for page in docs.rglob("*.md")
+    )
+    for page in listed:
+        assert (site / page).read_text() == (docs / page).read_text()
+
+
+def test_who_searches_dead_letters_is_sent_to_them(site: Path) -> None:
+    """A main entry of the index comes before all pages that contain the words."""
+    index = (site / "searchindex.js").read_text()
+    entries = json.loads(index[index.index("(") + 1 : index.rindex(")")])
+    (place,) = entries["indexentries"]["dead letters"]
+    page, _, main = place
+
+    assert entries["docnames"][page] == "how-to/operate"
+    assert main
