@@ -16,6 +16,9 @@ TxmsgError
 │   ├── DeliveryLost            another worker has taken the delivery
 │   ├── DispatchHeld            not sent: an earlier message of its key is not stored
 │   └── DispatchUnknown         no proof came; the message may have arrived
+├── FlowError           a flow cannot do what was asked for
+│   ├── AlreadyRunning          a run of this key is open
+│   └── AlreadyResumed          nothing waits for this token any more
 ├── SessionError            an outbox session was used before it began, or too late
 ├── WorkerFailed            a thread of `consume` or `relay` ended by an error
 ├── TaskGivenUp             a Celery OnceTask killed its worker too often
@@ -141,6 +144,23 @@ class DispatchUnknown(BrokerError):
         super().__init__(detail)
         self.written = written
         self.hung_up = hung_up
+
+
+class FlowError(TxmsgError):
+    """A flow cannot do what was asked for; nothing was stored."""
+
+
+class AlreadyRunning(FlowError):
+    """A run of this flow with this key is open: `run_id` says which."""
+
+    def __init__(self, detail: str, run_id: uuid.UUID) -> None:
+        super().__init__(detail)
+        self.run_id = run_id
+
+
+class AlreadyResumed(FlowError):
+    """Nothing waits for this token any more: somebody has resumed the run before, its
+    deadline has passed, or it has ended."""
 
 
 class SessionError(TxmsgError):

@@ -22,6 +22,8 @@ from .envelope.transaction_definition import (
 from .envelope.transaction_definition import TransactionMode, check_mode
 from .envelope.typed_body import BodyReader
 from .errors import ConfigurationError
+from .sending import undoing
+from .sending.answering import replying
 from .sending.destination import Destination
 
 #: Longest time-out of a handler, in seconds: PostgreSQL counts milliseconds in an
@@ -50,8 +52,11 @@ class Stage:
     timeout: float | None = None
     #: Whether messages of one key run in order, and whether a dead one blocks them.
     ordered: Order | None = None
-    #: The annotation of the body that the handler takes; None: it takes the message.
+    #: The annotation of the body that the handler takes, or what reads it; None: it
+    #: takes the message.
     accepts: Any = None
+    #: The destination of the requests that it undoes.
+    undoes: str | None = None
     #: What `resolved()` has determined.
     _definition: TransactionDefinition | None = None
     #: Middlewares around its transaction (`consuming/stage_middleware.py`).
@@ -73,7 +78,9 @@ class Stage:
         """The codec that turns a body into the handler's argument; None if the handler
         takes the message, whose body is parsed JSON. Raises ConfigurationError if no
         codec fits."""
-        return None if self.accepts is None else codecs.reader(self.accepts)
+        if self.accepts is None or isinstance(self.accepts, BodyReader):
+            return self.accepts
+        return codecs.reader(self.accepts)
 
     @property
     def reads(self) -> Sequence[tuple[str, int]] | None:
@@ -143,7 +150,7 @@ _providers: list[Callable[[], Iterable[Stage]]] = []
 
 @overload
 def stage(
-    destination: Destination[Body],
+    destination: Destination[Body, Any],
     *,
     name: str | None = None,
     transaction: TransactionMode = "outbox",
@@ -155,6 +162,7 @@ def stage(
     batch: int = 1,
     timeout: float | None = None,
     ordered: Order | None = None,
+    undoes: Destination[Any, Any] | None = None,
 ) -> Declaring[Body]: ...
 @overload
 def stage(
@@ -170,9 +178,10 @@ def stage(
     batch: int = 1,
     timeout: float | None = None,
     ordered: Order | None = None,
+    undoes: Destination[Any, Any] | None = None,
 ) -> Callable[[Decorated], Decorated]: ...
 def stage(
-    destination: str | Destination[Any],
+    destination: str | Destination[Any, Any],
     *,
     name: str | None = None,
     transaction: TransactionMode = "outbox",
@@ -184,6 +193,7 @@ def stage(
     batch: int = 1,
     timeout: float | None = None,
     ordered: Order | None = None,
+    undoes: Destination[Any, Any] | None = None,
 ) -> Callable[[Any], Any]:
     """Declare a function as the consumer of `destination`, a name or a Destination.
 
@@ -199,18 +209,35 @@ def stage(
     is cancelled, it can run no other, and the attempt fails with StageTimedOut.
     `ordered`: messages of one key run one at a time, in the order in which they left; a
     dead one blocks its followers ("block") or does not ("skip").
+    What the handler returns is the answer, where a flow has asked for one. `undoes` is
+    the destination of the requests that it undoes: it runs once, if that request was
+    processed here, and a request that was not never will be.
 
     Raises ConfigurationError if the name is taken or the options contradict each other.
     """
+    reply = getattr(destination, "reply", None)
     destination = _named(destination)
     _check(transaction, isolation, concurrency, batch, timeout, ordered)
+    if undoes is not None and transaction != "outbox":
+        raise ConfigurationError(
+            f"The stage of {destination!r} undoes {undoes} and has "
+            f"transaction={transaction!r}: whether there is anything to undo is "
+            f'decided in the transaction of its work. Use transaction="outbox".'
+        )
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
         check(handler)
+        work = bound(handler)
+        if undoes is not None:
+            work = undoing.if_done(
+                work,
+                lambda: _consumers(str(undoes), broker),
+                lambda: declared.definition.using,
+            )
         declared = Stage(
             name=name or destination,
             destination=destination,
-            handler=bound(handler),
+            handler=replying(work, reply, broker),
             accepts=accepted(handler),
             transaction=transaction,
             redelivery=redelivery,
@@ -221,6 +248,7 @@ def stage(
             batch=batch,
             timeout=timeout,
             ordered=ordered,
+            undoes=None if undoes is None else str(undoes),
         )
         register(declared)
         return handler
@@ -272,6 +300,15 @@ def find(names: Sequence[str]) -> list[Stage]:
                 f"No stage {name!r}; known: {', '.join(sorted(known)) or 'none'}."
             )
     return [known[name] for name in names or sorted(known)]
+
+
+def _consumers(destination: str, broker: str) -> list[str]:
+    """Return the names of the stages that consume a destination here."""
+    return [
+        one.name
+        for one in all_stages()
+        if (one.destination, one.broker) == (destination, broker)
+    ]
 
 
 def _named(destination: Any) -> str:

@@ -13,6 +13,7 @@ from django.db import router
 
 from . import conf
 from .errors import BrokerUnavailable, DestinationUnavailable
+from .flows.deadlines import Deadlines
 from .models import OutboxMessage, Worker
 from .monitoring import retention
 from .monitoring.databases import with_tables
@@ -53,6 +54,7 @@ def relay_outbox(
         batch_size=batch_size,
     )
     Timekeeper(using).tick()
+    Deadlines(using).tick()
     # relay.unavailable names them.
     with contextlib.suppress(BrokerUnavailable, DestinationUnavailable):
         relay.run(once=True)

@@ -38,6 +38,7 @@ def check() -> list[CheckMessage]:
             _codec,
             _middleware,
             _order,
+            _undo,
         ):
             found += look(stage)
     return [*found, *_misnamed(), *_databases(), *_retention()]
@@ -195,6 +196,36 @@ def _order(stage: Stage) -> Iterator[CheckMessage]:
             f"some of its messages, and waits for the others.",
             hint="Give the queue one stage, or send to a topic.",
             id="txmsg.E061",
+        )
+
+
+def _undo(stage: Stage) -> Iterator[CheckMessage]:
+    if stage.undoes is None:
+        return
+    doing = [
+        one
+        for one in stages.all_stages()
+        if (one.broker, one.destination) == (stage.broker, stage.undoes)
+    ]
+    using = databases.of_stage(stage)
+    apart = [
+        one.name
+        for one in doing
+        if databases.of_stage(one) != using or one.transaction != "outbox"
+    ]
+    if not doing or apart:
+        yield Error(
+            f"Stage {stage.name!r} undoes {stage.undoes!r}, and "
+            + (
+                f"{', '.join(map(repr, apart))} works in another database, or without "
+                f"an inbox"
+                if apart
+                else "no stage here consumes that"
+            )
+            + ": whether there is anything to undo is decided in the inbox of both.",
+            hint="Declare both in one service, for one database, with the transaction "
+            '"outbox".',
+            id="txmsg.E062",
         )
 
 

@@ -110,6 +110,8 @@ class RetentionSettings:
     INBOX: float | None = 14
     DEAD_LETTERS: float | None = None
     IDEMPOTENCY: float | None = 1
+    FLOWS: float | None = 30
+    """Runs that have ended, with their steps."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,14 @@ class LakeSettings:
     READER: str | None = None
     """A replica of the default database for jobs that only read: its alias in DATABASES
     or its URL."""
+
+
+@dataclass(frozen=True)
+class FlowSettings:
+    """Flows: conversations of several steps."""
+
+    HISTORY: bool = True
+    """Whether each step of a run leaves a row, with the state after it."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,10 @@ class Settings:
     CONSUME: ConsumeSettings = field(default_factory=ConsumeSettings)
     HTTP: HttpSettings = field(default_factory=HttpSettings)
     CELERY: CelerySettings = field(default_factory=CelerySettings)
+    FLOWS: FlowSettings = field(default_factory=FlowSettings)
+    REPLY_TO: tuple[str, ...] = ()
+    """Destinations that requests may name for their answers, beside the steps of flows
+    (`*.steps`) and the answers to views (`*.answers`)."""
     LAKE: LakeSettings | None = None
     """The pipeline's lake: its URI, or a dict of its settings."""
     RETENTION: RetentionSettings = field(default_factory=RetentionSettings)

@@ -91,6 +91,7 @@ def _message(delivery: Delivery, stage: Stage, body: object) -> Message:
         redelivered=came_before(delivery),
         correlation_id=_correlation_id(headers),
         service=headers.get(wire.SERVICE),
+        conversation=wire.conversation(headers),
     )
 
 

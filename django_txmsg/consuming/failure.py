@@ -30,6 +30,7 @@ from ..models import Attempt
 from ..models.inbox import Seen
 from ..runtime import liveness
 from ..runtime.connections import close_broken
+from ..sending import answering
 from . import decoding, modes
 from .arrival import Arrival
 from .outcomes import Duplicate, Interrupted, Outcome, Postponed
@@ -174,7 +175,7 @@ def bury(
         if note is not None:
             note()
         attempts = min(seen.attempt, stage.policy.max_begun) if seen else 0
-        burial.bury(
+        letter = burial.bury(
             using=arrival.using,
             message_id=seen.message_id if seen else arrival.message_id,
             stage=stage.name,
@@ -185,6 +186,14 @@ def bury(
             reason=reason,
             failure=failure,
             attempts=attempts,
+        )
+        answering.answer_dead(
+            delivery.headers,
+            reason,
+            message_id=letter.message_id,
+            stage=stage.name,
+            using=arrival.using,
+            broker=stage.broker,
         )
         if seen is not None:
             mode.put_aside(arrival, seen)

@@ -138,6 +138,9 @@ def _worked(
                     return _given_back(arrival, seen)
                 message, short = _read(arrival)
                 continue
+            if isinstance(error, NewerCodeNeeded):
+                # Not the body, but what the handler read for it.
+                return unreadable(arrival, error, seen)
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
             if outcome is not None:

@@ -21,7 +21,7 @@ from ..models import DeadLetter, InboxMessage, Worker
 from ..models.dead_letter import Resolution
 from ..models.outbox_store import NewMessage
 from ..models.worker import living
-from ..sending import storing
+from ..sending import answering, storing
 from ..stages import all_stages
 
 
@@ -55,7 +55,11 @@ def redeliver(
     for letter in batch:
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
         topic = wire.is_topic(letter.destination)
-        if row is not None and row.processed_at is not None and not force:
+        if row is not None and row.revoked_at is not None:
+            tally.skipped[letter.pk] = (
+                f"whoever asked for message {letter.message_id} has gone on without it"
+            )
+        elif row is not None and row.processed_at is not None and not force:
             tally.skipped[letter.pk] = (
                 f"stage {stage!r} has processed message {letter.message_id} in the "
                 f"meantime"
@@ -87,7 +91,7 @@ def _known(
 ) -> dict[tuple[uuid.UUID, str], InboxMessage]:
     """Return the inbox rows of dead letters, by message and stage."""
     inbox = InboxMessage.objects.using(using)
-    inbox = inbox.only("message_id", "stage", "processed_at", "dead_at")
+    inbox = inbox.only("message_id", "stage", "processed_at", "dead_at", "revoked_at")
     pairs = {(one.message_id, one.stage) for one in batch if one.stage}
     known = {
         (row.message_id, row.stage): row
@@ -122,6 +126,15 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
     """Discard open dead letters that the caller's transaction has locked."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
+    for one in batch:
+        answering.answer_dead(
+            one.headers,
+            "discarded",
+            message_id=one.message_id,
+            stage=one.stage,
+            using=using,
+            broker=one.broker,
+        )
     order = InboxMessage.order.db_manager(using)
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:
@@ -251,12 +264,14 @@ def _sender(letter: DeadLetter) -> str:
 
 
 def _copied_headers(letter: DeadLetter, headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of an edited copy: the edited ones, and the type of the body,
-    which cannot be edited."""
-    kept = wire.of_a_copy(letter.headers)
+    """Return the headers of an edited copy: the edited ones, and those that cannot be
+    edited, the type of the body and the conversation."""
+    kept = wire.conversation(letter.headers)
+    if wire.TYPE in letter.headers:
+        kept[wire.TYPE] = letter.headers[wire.TYPE]
     given = check_headers(wire.senders(headers))
     given.pop(wire.CORRELATION_ID, None)  # a column of its own
-    return given | {name: kept[name] for name in (wire.TYPE,) if name in kept}
+    return given | kept
 
 
 def _resolve(

@@ -200,4 +200,5 @@ def _named_message(annotation: Any) -> bool:
 
 def path_of(handler: Callable[..., Any]) -> str:
     """Return the dotted path of a function."""
+    handler = inspect.unwrap(handler)
     return f"{handler.__module__}.{getattr(handler, '__qualname__', handler)}"

@@ -61,6 +61,9 @@ class Message:
     redelivered: bool = False
     correlation_id: str | None = None
     service: str | None = None
+    #: The headers that say whom it answers, and who waits for its answer
+    #: (`wire.conversation()`).
+    conversation: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = self.headers

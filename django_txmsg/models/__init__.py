@@ -16,12 +16,15 @@ from .bulk_operation import BulkOperation
 from .database_identity import DatabaseIdentity
 from .dead_letter import DeadLetter
 from .failure_note import FailureNote
+from .flow_step import FlowStep
+from .flow_undo import FlowUndo
 from .idempotency_key import IdempotencyKey
 from .inbox import InboxMessage
 from .key_tail import KeyTail
 from .outbox import OutboxMessage
 from .period_count import PeriodCount
 from .queue import QueueMessage, QueueSubscription
+from .run import Run
 from .schedule import Schedule
 from .session_record import SessionRecord
 from .stage_state import StageState
@@ -35,6 +38,8 @@ __all__ = [
     "DatabaseIdentity",
     "DeadLetter",
     "FailureNote",
+    "FlowStep",
+    "FlowUndo",
     "IdempotencyKey",
     "InboxMessage",
     "KeyTail",
@@ -42,6 +47,7 @@ __all__ = [
     "PeriodCount",
     "QueueMessage",
     "QueueSubscription",
+    "Run",
     "Schedule",
     "SessionRecord",
     "StageState",

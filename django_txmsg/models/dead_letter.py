@@ -89,7 +89,7 @@ class DeadLetterManager(models.Manager):  # type: ignore[type-arg]  # not generi
                     due_at = excluded.due_at, headers = excluded.headers,
                     body = excluded.body, lease_until = NULL, lease_token = NULL,
                     last_error = ''
-                WHERE i.due_at IS NULL AND {settled}
+                WHERE i.due_at IS NULL AND i.revoked_at IS NULL AND {settled}
                 """,  # noqa: S608 - constants only
                 [json.dumps(list(again))],
             )

@@ -35,6 +35,7 @@ from .fields import (
     skip_locked_sql,
 )
 from .inbox_order import OrderManager, Turn, held_sql, turn_sql
+from .inbox_revoked import RevokingManager
 
 if TYPE_CHECKING:
     from ..envelope.message import Message
@@ -101,7 +102,7 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+class InboxManager(RevokingManager):
     """The transitions of received messages, each in a single statement, of many where
     they come together."""
 
@@ -522,6 +523,11 @@ class InboxMessage(models.Model):
     )
     processed_at = models.DateTimeField(null=True, blank=True)
     dead_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(
+        null=True,
+        blank=True,
+        help_text="When whoever asked for it took it back; it is dead from then on.",
+    )
     due_at = models.DateTimeField(
         null=True, blank=True, help_text="Parked until then; empty when not parked."
     )

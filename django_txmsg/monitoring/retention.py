@@ -28,6 +28,7 @@ from ..models import (
     KeyTail,
     OutboxMessage,
     QueueMessage,
+    Run,
     SessionRecord,
     TaskRun,
     Worker,
@@ -99,6 +100,14 @@ def kinds() -> list[Kind]:
             keep.IDEMPOTENCY,
             _old,
             by="created_at",
+            logged=False,
+        ),
+        Kind(
+            "runs of flows",
+            Run,
+            keep.FLOWS,
+            _ended,
+            by="ended_at",
             logged=False,
         ),
         # They record the outcome of the transactions that filled the outbox.
@@ -195,6 +204,9 @@ def _doomed(kind: Kind, using: str, cutoff: dt.datetime) -> QuerySet[Any]:
 
 def _delete(doomed: QuerySet[Any], using: str) -> int:
     """Delete in one transaction, which checks again whether each row is settled."""
+    if doomed.model is Run:
+        # With its steps and its undos.
+        return int(doomed.delete()[1].get(Run._meta.label, 0))
     if doomed.model is not InboxMessage:
         return delete_where(doomed)
     attempts = Attempt.objects.using(using)
@@ -229,6 +241,10 @@ def _by(rule: Rule) -> Callable[[dt.datetime], Q]:
 
 def _old(cutoff: dt.datetime) -> Q:
     return Q(created_at__lt=cutoff)
+
+
+def _ended(cutoff: dt.datetime) -> Q:
+    return Q(ended_at__lt=cutoff)
 
 
 def _of_no_use(cutoff: dt.datetime) -> Q:

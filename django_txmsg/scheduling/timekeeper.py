@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 from django.db import DataError, IntegrityError, transaction
 from django.db import Error as AnyDatabaseError
@@ -196,13 +197,27 @@ class Timekeeper:
         return True
 
 
+class KeepsTime(Protocol):
+    """What stores messages when they are due: ours, and the deadlines of flows."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to keep the time for."""
+
+    def run(self) -> None:
+        """Store what is due, until stopped."""
+
+    def stop(self) -> None:
+        """Finish what is in hand."""
+
+
 @contextmanager
-def keeping_time(timekeeper: Timekeeper, stop: Callable[[], None]) -> Iterator[None]:
-    """Run a thread that stores due messages for the duration of the block, if anything
-    recurs. If it fails, calls `stop`, and raises its error."""
+def keeping_time(timekeeper: KeepsTime, stop: Callable[[], None]) -> Iterator[None]:
+    """Run a thread that stores due messages for the duration of the block, unless the
+    timekeeper is idle. If it fails, calls `stop`, and raises its error."""
     crew = Crew(stop)
     if not timekeeper.idle:
-        crew.add("txmsg-timekeeper", timekeeper.run)
+        crew.add(f"txmsg-{type(timekeeper).__name__.lower()}", timekeeper.run)
     crew.start()
     try:
         yield

@@ -5,30 +5,51 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any, Generic, Literal, overload
 
 from ..envelope.message import Message
 from .outbox import send_message
 from .typed_name import Body, TypedName
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeForm
+    from typing_extensions import TypeForm, TypeVar
 
-_declared: list[Destination[Any]] = []
+    Reply = TypeVar("Reply", default=None)
+else:
+    from typing import TypeVar
+
+    Reply = TypeVar("Reply")
+
+_declared: list[Destination[Any, Any]] = []
 
 
-class Destination(TypedName[Body]):
+class Destination(TypedName[Body], Generic[Body, Reply]):
     """A queue or a topic, and the type of its bodies.
 
     `orders_place = Destination("orders.place", PlaceOrder)`: `orders_place.send(…)`
     takes a PlaceOrder, for a type checker and at run time; `@stage(orders_place)`
-    passes one to the handler. The type may be a union. Raises InvalidMessage for a name
-    that some broker cannot carry.
+    passes one to the handler. `reply` is the type of what its stage answers to a flow
+    that asks. Both may be unions. Raises InvalidMessage for a name that some broker
+    cannot carry.
     """
 
-    def __init__(self, name: str, body: TypeForm[Body]) -> None:
+    @overload
+    def __init__(
+        self: Destination[Body, None], name: str, body: TypeForm[Body]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self, name: str, body: TypeForm[Body], *, reply: TypeForm[Reply]
+    ) -> None: ...
+    def __init__(self, name: str, body: Any, *, reply: Any = None) -> None:
         super().__init__(name, body)
+        self.reply: Any = reply
         _declared.append(self)
+
+    if not TYPE_CHECKING:
+        # With the type of the body alone, too: a checker knows the other's default.
+        __class_getitem__ = classmethod(GenericAlias)
 
     def send(
         self,
@@ -61,6 +82,6 @@ class Destination(TypedName[Body]):
         )
 
 
-def declared() -> list[Destination[Any]]:
+def declared() -> list[Destination[Any, Any]]:
     """Return every destination that was declared with its type."""
     return list(_declared)

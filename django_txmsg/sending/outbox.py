@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from django.db import connections, router, transaction
@@ -90,6 +91,35 @@ def send_messages(
     send_message(); after a DuplicateMessage, none of them is stored.
     """
     return _send([_from_dict(one, broker) for one in messages], using)
+
+
+def send_part(
+    destination: str | TypedName[Any],
+    body: object,
+    conversation: Mapping[str, str],
+    *,
+    correlation_id: str = "",
+    message_id: uuid.UUID | None = None,
+    key: str | None = None,
+    delay: dt.timedelta | None = None,
+    using: str | None = None,
+    broker: str = "default",
+) -> Message:
+    """Store a message that is part of a conversation, as its headers say.
+
+    Raises what send_message() raises.
+    """
+    row = _new_message(
+        destination,
+        body,
+        headers={wire.CORRELATION_ID: correlation_id} if correlation_id else None,
+        message_id=message_id,
+        key=key,
+        delay=delay,
+        broker=broker,
+    )
+    row.headers |= conversation
+    return _send([row], using)[0]
 
 
 def _send(rows: list[NewMessage], using: str | None) -> list[Message]:
@@ -228,9 +258,19 @@ def _new_message(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A body that was encoded before, as JSON, and its `txmsg-type`."""
+
+    body: bytes
+    type: str
+
+
 def encoded(destination: object, body: object) -> tuple[bytes, str, str]:
     """Return a body's bytes, their content type and their `txmsg-type`, which is empty
     for an untyped body."""
+    if isinstance(body, Encoded):
+        return body.body, wire.JSON, body.type
     typed = (
         destination.type_of(body)
         if isinstance(destination, TypedName)

@@ -32,8 +32,9 @@ from ..consuming.stage_middleware import Chain, prepared
 from ..envelope.handler import Handler
 from ..envelope.message import Message
 from ..envelope.redelivery import Dead, RedeliverAfter
-from ..errors import Redeliver, Refuse
-from ..models import InboxMessage, OutboxMessage
+from ..errors import DecodeError, Redeliver, Refuse
+from ..flows.deadlines import Deadlines
+from ..models import InboxMessage, OutboxMessage, Run
 from ..models.inbox import Parked
 from ..models.outbox import PENDING
 from ..models.queue import QueueMessage
@@ -68,7 +69,7 @@ class Drained:
         """Record exceptions raised inside, except Refuse and Redeliver."""
         try:
             yield
-        except (Refuse, Redeliver):
+        except (Refuse, Redeliver, DecodeError):
             raise
         except Exception as error:
             self.errors.append(error)
@@ -95,10 +96,11 @@ def drain(
 ) -> Drained:
     """Dispatch stored messages and run the stages until nothing is left.
 
-    `stages` names the ones to run (default: all). `ahead`: delays and redeliveries due
-    within that time happen now, as if it had passed. `raises`: raise the first
-    exception of a handler at the end, except Refuse and Redeliver, which are verdicts.
-    More than `limit` outcomes count as an endless loop, and raise AssertionError.
+    `stages` names the ones to run (default: all). `ahead`: delays, redeliveries and
+    deadlines of flows due within that time happen now, as if it had passed. `raises`:
+    raise the first exception of a handler at the end, except Refuse and Redeliver,
+    which are verdicts. More than `limit` outcomes count as an endless loop, and raise
+    AssertionError.
 
     A `TestCase` never commits, so on_commit hooks of handlers do not run; wrap the call
     in `captureOnCommitCallbacks(execute=True)` if they matter.
@@ -124,10 +126,12 @@ def drain(
             # Before anything is dispatched: a topic copies only to existing
             # subscriptions.
             stack.enter_context(worker.open())
+        deadlines = Deadlines(sorted(aliases))
         moved = True
         while moved:
             if ahead:
                 _hasten(aliases, ahead, until)
+            deadlines.tick()
             sent = sum(lane.dispatch() for lane in lanes)
             handled = sum(worker.work(limit) for worker in workers)
             moved = bool(sent or handled)
@@ -303,6 +307,7 @@ def _hasten(aliases: set[str], ahead: dt.timedelta, until: dt.datetime) -> None:
         earlier = F("due_at") - ahead
         OutboxMessage.objects.using(alias).filter(PENDING, later).update(due_at=earlier)
         InboxMessage.objects.using(alias).filter(later).update(due_at=earlier)
+        Run.objects.using(alias).filter(later).update(due_at=earlier)
         QueueMessage.objects.using(alias).filter(
             available_at__gt=Now(), available_at__lte=until, lease_token=None
         ).update(available_at=F("available_at") - ahead)

@@ -14,6 +14,15 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from .conversation import FLOW as FLOW
+from .conversation import HOP as HOP
+from .conversation import PROP as PROP
+from .conversation import REPLY_TO as REPLY_TO
+from .conversation import TICKET as TICKET
+from .conversation import UNDOES as UNDOES
+from .conversation import Undone as Undone
+from .conversation import conversation as conversation
+from .conversation import of_conversation as of_conversation
 from .destinations import OF_TASKS as OF_TASKS
 from .destinations import TOPIC_PREFIX as TOPIC_PREFIX
 from .destinations import control_destination as control_destination
@@ -220,9 +229,9 @@ def digest(headers: Mapping[str, str], body: bytes) -> str:
 
 def of_a_copy(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers to store with a copy that keeps the body: the sender's
-    headers, those that tell how to read the body, and the place in the order of its
-    key."""
-    kept = senders(headers)
+    headers, those that tell how to read the body, the place in the order of its key,
+    and the conversation that it is part of."""
+    kept = senders(headers) | conversation(headers)
     kept.pop(CORRELATION_ID, None)  # a column of its own
     for name in (TYPE, AFTER):
         if name in headers:

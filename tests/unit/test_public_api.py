@@ -60,8 +60,12 @@ PUBLIC = {
         DecodeError DeliveryLost DestinationUnavailable DispatchHeld DispatchRejected
         DispatchUnknown DuplicateMessage DurableInStage InvalidMessage MiddlewareMisused
         NewerCodeNeeded Redeliver Refuse SessionError StageError StageTimedOut
-        StoreError SwallowedDatabaseError
+        AlreadyResumed AlreadyRunning FlowError StoreError SwallowedDatabaseError
         TaskGivenUp TransactionRequired TxmsgError WorkerFailed
+    """,
+    "django_txmsg.flows": """
+        AlreadyResumed AlreadyRunning Ask Cancelled Dead Fail Flow HandOver Later Next
+        Sleep TimedOut Wait cancel resume signal start step
     """,
     "django_txmsg.health": "health",
     "django_txmsg.jms": """
@@ -78,13 +82,14 @@ PUBLIC = {
     "django_txmsg.middleware": "OutboxMiddleware no_outbox",
     "django_txmsg.models": """
         Attempt AuditEntry BulkOperation DatabaseIdentity DeadLetter FailureNote
-        IdempotencyKey InboxMessage KeyTail OutboxMessage PeriodCount QueueMessage
-        QueueSubscription Schedule SessionRecord StageState TaskRun Worker
+        FlowStep FlowUndo IdempotencyKey InboxMessage KeyTail OutboxMessage PeriodCount
+        QueueMessage QueueSubscription Run Schedule SessionRecord StageState TaskRun
+        Worker
     """,
     "django_txmsg.signals": """
         control_message_handled control_message_sent dangerous_window lease_lost
         message_buried message_dispatched message_duplicate message_processed
-        message_redelivered message_stored messages_committed outcome_unknown
+        flow_late message_redelivered message_stored messages_committed outcome_unknown
         session_ended
     """,
     "django_txmsg.spark": "register",
@@ -105,7 +110,8 @@ PUBLIC = {
     "django_txmsg.urls": "app_name urlpatterns",
     "django_txmsg.wire": """
         CONTENT_LENGTH CONTENT_TYPE CORRELATION_ID CREATED EXPIRES FAILED_ATTEMPT KEY
-        MESSAGE_ID PERSISTENT SERVICE TRACEPARENT TYPE
+        FLOW HOP MESSAGE_ID PERSISTENT PROP REPLY_TO SERVICE TICKET TRACEPARENT TYPE
+        UNDOES
     """,
 }
 
@@ -122,6 +128,7 @@ LOGGERS = {
     "django_txmsg.deadline",
     "django_txmsg.demarcation",
     "django_txmsg.dispatcher",
+    "django_txmsg.flows",
     "django_txmsg.inbox",
     "django_txmsg.intake",
     "django_txmsg.jms.callbacks",

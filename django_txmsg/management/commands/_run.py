@@ -17,6 +17,7 @@ from django.db import router
 from ... import conf
 from ...consuming.consumer import Consumer
 from ...errors import ConfigurationError, TxmsgError
+from ...flows.deadlines import Deadlines
 from ...models import Worker
 from ...monitoring.databases import with_tables
 from ...monitoring.presence import Presence
@@ -47,9 +48,11 @@ class Service:
         self._crew.add("txmsg-relay", self.relay.run)
         self._crew.add("txmsg-consumer", self._consume)
         self._crew.add("txmsg-pruning", Pruner(databases, self._stop).run)
-        self._timekeeper = Timekeeper(databases)
+        self._timekeeper, self._deadlines = Timekeeper(databases), Deadlines(databases)
         if not self._timekeeper.idle:
             self._crew.add("txmsg-timekeeper", self._timekeeper.run)
+        if not self._deadlines.idle:
+            self._crew.add("txmsg-deadlines", self._deadlines.run)
 
     def _consume(self) -> None:
         self.consumer.run()
@@ -65,6 +68,7 @@ class Service:
         signal."""
         self._stop.set()
         self._timekeeper.stop()
+        self._deadlines.stop()
         self.relay.stop()
         self.consumer.stop()
 

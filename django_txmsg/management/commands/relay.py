@@ -12,6 +12,7 @@ from django.db import router
 
 from ... import conf
 from ...errors import TxmsgError
+from ...flows.deadlines import Deadlines
 from ...models import Worker
 from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
@@ -59,7 +60,7 @@ class Command(BaseCommand):
         presence = Presence("relay", router.db_for_write(Worker))
         if not options["once"]:
             stay_light()
-        timekeeper = Timekeeper(databases)
+        timekeeper, deadlines = Timekeeper(databases), Deadlines(databases)
         beating = heartbeat(presence, relay, databases)
         with ExitStack() as stack:
             stack.enter_context(stop_on_signals(relay.stop, self.stderr))
@@ -67,6 +68,7 @@ class Command(BaseCommand):
             stack.enter_context(beating)
             if not options["once"]:
                 stack.enter_context(keeping_time(timekeeper, relay.stop))
+                stack.enter_context(keeping_time(deadlines, relay.stop))
             if options["verbosity"] > 0 and not options["once"]:
                 self.stderr.write(
                     f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. "
@@ -75,6 +77,7 @@ class Command(BaseCommand):
             try:
                 if options["once"]:
                     timekeeper.tick()
+                    deadlines.tick()
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(

@@ -1,0 +1,299 @@
+"""What a flow's class says, checked when it is declared: its state, steps and signals.
+
+Everything that cannot work is an error here, and not in the night when a run comes to
+that step.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime as dt
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+from .. import codecs, wire
+from ..envelope.handler import accepted, path_of
+from ..envelope.message_type import is_name, message_type
+from ..envelope.typed_body import BodyReader, TypeHeader
+from ..errors import ConfigurationError, NewerCodeNeeded
+from ..sending.destination import Destination
+from .values import Cancelled
+
+#: Bytes of a run's state, as JSON.
+MAX_STATE = 64 * 1024
+STEPS = ".steps"
+#: What a step takes that takes nothing.
+NOTHING: Any = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What `@step` and `@signal` note of a method."""
+
+    is_signal: bool
+    was: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One method of a flow, and the type of what it is called with."""
+
+    name: str
+    call: Callable[..., Any]
+    annotation: Any
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether it is called without an argument."""
+        return self.annotation is NOTHING
+
+    @cached_property
+    def reader(self) -> BodyReader:
+        """What makes a body its argument."""
+        return codecs.reader(self.annotation)
+
+    def reads(self, name: str) -> bool:
+        """Return whether it takes bodies of a type of this name."""
+        if self.takes_nothing:
+            return False
+        return any(one.name == name for one in self.reader.types)
+
+
+@dataclass
+class Declaration:
+    """One flow as its class declares it."""
+
+    name: str
+    version: int
+    cls: type[Any]
+    destination: Destination[Any, Any]
+    using: str
+    broker: str
+    #: Seconds an ask or a wait lasts that does not say so itself.
+    within: dt.timedelta | types.EllipsisType | None
+    state: type[Any]
+    fields: tuple[str, ...]
+    steps: dict[str, Step] = field(default_factory=dict)
+    signals: dict[str, Step] = field(default_factory=dict)
+
+    @property
+    def steps_name(self) -> str:
+        """The destination of what makes a run go on."""
+        return self.name + STEPS
+
+    @property
+    def reads(self) -> Sequence[tuple[str, int]]:
+        """What this code knows: the version of the state, and each name of a step."""
+        known = [*self.steps, *self.signals]
+        return [(self.name, self.version), *((self._address(one), 1) for one in known)]
+
+    def step(self, name: str) -> Step:
+        """Return the step of a name. Raises NewerCodeNeeded: it waits for code that has
+        one."""
+        return self._found(self.steps, name)
+
+    def signal(self, name: str) -> Step:
+        """Return the signal of a name. Raises NewerCodeNeeded."""
+        return self._found(self.signals, name)
+
+    @property
+    def on_cancel(self) -> Step | None:
+        """The signal that takes `Cancelled`, if there is one."""
+        taking = (one for one in self.signals.values() if one.annotation is Cancelled)
+        return next(taking, None)
+
+    def name_of(self, method: object, of: object) -> str:
+        """Return the name of a step, given as a method of a flow's object.
+
+        Raises ConfigurationError for anything else.
+        """
+        called = getattr(method, "__func__", None)
+        if getattr(method, "__self__", None) is of:
+            for one in self.steps.values():
+                if one.call is called:
+                    return one.name
+        raise ConfigurationError(
+            f"{method!r} is no step of the flow {self.name!r}. Give one of its methods "
+            f"under @step, as self.{next(iter(self.steps))}."
+        )
+
+    def encode(self, flow: object) -> str:
+        """Return a flow's state as JSON. Raises InvalidMessage for what does not fit
+        its fields, ConfigurationError where it is too long."""
+        values = {name: getattr(flow, name) for name in self.fields}
+        text = codecs.body_type(self.state).encode(self.state(**values))
+        if len(text) > MAX_STATE:
+            raise ConfigurationError(
+                f"The state of flow {self.name!r} has {len(text)} bytes, and at most "
+                f"{MAX_STATE} are kept. Keep the data in rows of your own, and their "
+                f"ids in the state."
+            )
+        return text.decode()
+
+    def decode(self, text: str, version: int) -> dict[str, Any]:
+        """Return the values of the state's fields, upgraded to this version.
+
+        Raises NewerCodeNeeded, and DecodeError for what does not fit.
+        """
+        header = str(TypeHeader(self.name, version, version))
+        state = codecs.reader(self.state).read(text.encode(), wire.JSON, header)
+        return {name: getattr(state, name) for name in self.fields}
+
+    def _found(self, among: dict[str, Step], name: str) -> Step:
+        if name not in among:
+            raise NewerCodeNeeded(self._address(name), 1, 0)
+        return among[name]
+
+    def _address(self, step: str) -> str:
+        return f"{self.name}/{step}"
+
+
+_declared: dict[str, Declaration] = {}
+
+
+def declare(declared: Declaration) -> None:
+    """Make a flow known. Raises ConfigurationError when its name is taken."""
+    known = _declared.get(declared.name)
+    if known is not None and _path(known.cls) != _path(declared.cls):
+        raise ConfigurationError(
+            f"Two flows are named {declared.name!r}: {_path(known.cls)} and "
+            f"{_path(declared.cls)}. Give one of them another name=."
+        )
+    _declared[declared.name] = declared
+
+
+def declarations() -> list[Declaration]:
+    """Return every flow that is declared here."""
+    return list(_declared.values())
+
+
+def forget(name: str) -> None:
+    """Forget a flow, as tests do with the ones they declare."""
+    _declared.pop(name, None)
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigurationError for what cannot be the name of a flow."""
+    if not is_name(name) or name.endswith(STEPS):
+        raise ConfigurationError(
+            f"{name!r} is no name of a flow: it is a destination of letters, digits, "
+            f"'.', '-' and '_', and does not end in {STEPS!r}."
+        )
+
+
+def state_of(
+    cls: type[Any], base: type[Any], name: str, version: int
+) -> tuple[type[Any], tuple[str, ...]]:
+    """Return a dataclass of a flow's fields, and their names.
+
+    Raises ConfigurationError for a field without a default, one that hides what a flow
+    has, and one that does not come back from JSON as it was.
+    """
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError as error:
+        raise ConfigurationError(
+            f"A field of flow {name!r} has an annotation that names nothing: {error}."
+        ) from None
+    made: list[Any] = []
+    for one, annotation in hints.items():
+        if typing.get_origin(annotation) is ClassVar or annotation is ClassVar:
+            continue
+        if hasattr(base, one) or one.startswith("_"):
+            raise ConfigurationError(
+                f"The field {one!r} of flow {name!r} hides what every flow has, or "
+                f"begins with '_'. Call it otherwise."
+            )
+        if not hasattr(cls, one):
+            raise ConfigurationError(
+                f"The field {one!r} of flow {name!r} has no default, and a run begins "
+                f"with one: write `{one}: … = …`."
+            )
+        fresh = partial(copy.deepcopy, getattr(cls, one))
+        made.append((one, annotation, field(default_factory=fresh)))
+    state = dataclasses.make_dataclass(f"{cls.__name__}State", made)
+    state.__module__ = cls.__module__
+    message_type(name, version=version)(state)
+    fields = tuple(one for one, _, _ in made)
+    try:
+        body = codecs.body_type(state)
+        body.encode(state())
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"The state of flow {name!r} is not what JSON makes of it: {error}"
+        ) from error
+    return state, fields
+
+
+def methods_of(
+    cls: type[Any], name: str, accepts: Any
+) -> tuple[dict[str, Step], dict[str, Step]]:
+    """Return the steps and the signals of a flow by name, former names included.
+
+    Raises ConfigurationError.
+    """
+    steps: dict[str, Step] = {}
+    signals: dict[str, Step] = {}
+    for attribute in dir(cls):
+        call = inspect.getattr_static(cls, attribute)
+        mark = getattr(call, "__txmsg_flow__", None)
+        if not isinstance(mark, Mark):
+            continue
+        found = Step(attribute, call, _annotation(call, name))
+        if mark.is_signal and found.takes_nothing:
+            raise ConfigurationError(f"{path_of(call)} is a signal and takes no body.")
+        among = signals if mark.is_signal else steps
+        for address in (attribute, *mark.was):
+            if address in steps or address in signals:
+                raise ConfigurationError(
+                    f"Two steps of flow {name!r} are named {address!r}, with was=."
+                )
+            among[address] = found
+    if "start" not in steps:
+        raise ConfigurationError(
+            f"Flow {name!r} has no first step: a method `start` under @step."
+        )
+    if steps["start"].annotation != accepts:
+        raise ConfigurationError(
+            f"Flow {name!r} is started by {accepts!r}, and its first step takes "
+            f"{steps['start'].annotation!r}."
+        )
+    taken = {one.name: one.annotation for one in signals.values()}
+    if len(taken) > len(set(map(repr, taken.values()))):
+        raise ConfigurationError(f"Two signals of flow {name!r} take one type.")
+    return steps, signals
+
+
+def _annotation(call: Any, name: str) -> Any:
+    if not inspect.isfunction(call) or inspect.iscoroutinefunction(call):
+        raise ConfigurationError(
+            f"{call!r} of flow {name!r} is no plain method: a step runs in a "
+            f"transaction, and nothing waits in it."
+        )
+    _, *taken = inspect.signature(call).parameters.values()
+    if not taken:
+        return NOTHING
+    if len([one for one in taken if one.default is one.empty]) > 1:
+        raise ConfigurationError(
+            f"{path_of(call)} takes {len(taken)} arguments; a step takes one, or none."
+        )
+    found = accepted(types.MethodType(call, call))
+    if found is None:
+        raise ConfigurationError(
+            f"{path_of(call)} does not say what it takes: annotate {taken[0].name!r} "
+            f"with a type that JSON carries."
+        )
+    codecs.reader(found)
+    return found
+
+
+def _path(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

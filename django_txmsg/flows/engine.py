@@ -1,0 +1,545 @@
+"""How a run goes on: one message, one transaction, one step.
+
+The stage's inbox drops copies of the message. The row, taken under the turn that the
+message brings, lets exactly one of a reply, its deadline and everybody else go on.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+import uuid
+from typing import Any
+
+from django.db.models.functions import Now
+from django.utils import timezone
+
+from .. import codecs, conf, signals, wire
+from ..envelope.message import Message
+from ..errors import ConfigurationError, DecodeError, FlowError
+from ..models import FlowStep, FlowUndo, Run
+from ..models.run import Outcome, WaitsFor
+from ..sending.answering import Address, hop
+from ..sending.outbox import Encoded, encoded, send_part
+from ..sending.typed_name import TypedName
+from ..sending.undoing import was_done
+from .declaration import STEPS, Declaration, Step
+from .sending import SIGNAL, send_signal
+from .unread import Unread
+from .values import (
+    Ask,
+    Cancelled,
+    Continuation,
+    Dead,
+    Fail,
+    HandOver,
+    Later,
+    Sleep,
+    TimedOut,
+    Wait,
+    deadline_id,
+    read_ticket,
+    ticket,
+)
+
+log = logging.getLogger("django_txmsg.flows")
+
+#: Steps since the last sleep or wait, over all flows of a conversation.
+MAX_HOPS = 200
+#: The reason that `otherwise` is told of a flow that was cancelled.
+CANCELLED = "cancelled"
+#: How long a signal waits for its run, and how long at a time.
+SIGNAL_WAITS = dt.timedelta(minutes=15)
+MAX_PAUSE = dt.timedelta(minutes=1)
+MIN_PAUSE = dt.timedelta(seconds=1)
+
+#: Answers of ours, which any step may get.
+_OURS: dict[str, Any] = {
+    "txmsg.TimedOut": TimedOut,
+    "txmsg.Dead": Dead,
+    "txmsg.Cancelled": Cancelled,
+}
+
+
+def begin(declared: Declaration, message: Message) -> None:
+    """Start a run by a message: of a row that `start()` has stored, or of a new one."""
+    runs = Run.objects.db_manager(declared.using)
+    run = runs.locked(message.id)
+    if run is None:
+        caller = Address.of(message.conversation)
+        run = Run(
+            run_id=message.id,
+            service=conf.get().SERVICE,
+            flow=declared.name,
+            version=declared.version,
+            state=declared.encode(declared.cls()),
+            caller={} if caller is None else _back(message),
+            first_run=_uuid(message.conversation.get(wire.FLOW)) or message.id,
+            baggage=_baggage(message),
+            correlation_id=message.correlation_id or str(message.id),
+        )
+        run.wait(WaitsFor.START, "start")
+        run.save(using=declared.using, force_insert=True)
+    elif run.waits_for != WaitsFor.START:
+        return _late(declared, message, run.run_id)
+    going = Going(declared, run, message)
+    going.apply(going.call(declared.step("start"), message.body))
+    return None
+
+
+def go_on(declared: Declaration, message: Message) -> None:
+    """Let a run go on by a message for its steps."""
+    given = message.conversation
+    if wire.UNDOES in given:
+        return _cancelled(declared, message)
+    text = given.get(wire.TICKET, "")
+    if text.startswith(f"{SIGNAL};"):
+        return _signalled(declared, message)
+    try:
+        run_id, turn = read_ticket(text)
+    except ValueError:
+        raise DecodeError("ticket", "it names no run and no turn") from None
+    run = Run.objects.db_manager(declared.using).take(run_id, turn)
+    if run is None or run.waits_for == WaitsFor.START:
+        return _late(declared, message, run_id)
+    going = Going(declared, run, message)
+    if not run.failing:
+        going.continued()
+    elif message.body.type == "txmsg.Dead":
+        # No undo is confirmed by that: it is to be done.
+        return _late(declared, message, run_id)
+    else:
+        going.undone()
+    return None
+
+
+def _signalled(declared: Declaration, message: Message) -> None:
+    _, name, at, key = message.conversation[wire.TICKET].split(";", 3)
+    runs = Run.objects.using(declared.using).filter(
+        service=conf.get().SERVICE, flow=declared.name, key=key
+    )
+    taken = declared.signal(name)
+    run = runs.filter(ended_at=None).select_for_update().first()
+    if run is not None and not run.failing:
+        going = Going(declared, run, message)
+        result = going.call(taken, message.body.read(taken.reader))
+        if result is None:
+            going.store()
+        else:
+            going.apply(result)
+        return
+    since = wire.parse_instant(at)
+    if run is not None or runs.filter(ended_at__gte=since).exists():
+        _late(declared, message, None if run is None else run.run_id)
+        return
+    age = timezone.now() - since
+    if age >= SIGNAL_WAITS:
+        raise DecodeError(
+            "no_run", f"no run of {declared.name!r} with the key {key!r} has begun"
+        )
+    pause = min(max(age, MIN_PAUSE), MAX_PAUSE)
+    body = message.body.read(taken.reader)
+    send_signal(declared, key, body, since=since, delay=pause)
+
+
+def _cancelled(declared: Declaration, message: Message) -> None:
+    """Cancel a run, for its caller who undoes, or for somebody of the home."""
+    try:
+        undone = wire.Undone.parse(message.conversation[wire.UNDOES])
+    except ValueError:
+        raise DecodeError("undoes", "it names no run") from None
+    caller = Address.of(message.conversation)
+    runs = Run.objects.db_manager(declared.using)
+    if not runs.filter(run_id=undone.request_id).exists():
+        # Waits for whoever starts it; if nobody does, nobody ever will.
+        was_done(undone, declared.name, declared.using)
+    run = runs.locked(undone.request_id)
+    why = message.body.read(codecs.reader(Cancelled))
+    if run is not None and run.outcome == Outcome.HANDED_OVER:
+        # Who answers the caller now is to be cancelled.
+        send_part(
+            run.asked + STEPS,
+            why,
+            dict(message.conversation)
+            | {
+                wire.UNDOES: str(
+                    wire.Undone(run.request_id or uuid.uuid4(), undone.at, False)
+                )
+            },
+            using=declared.using,
+            broker=declared.broker,
+        )
+    elif run is None or run.ended_at is not None:
+        if caller is not None:
+            caller.send(why, using=declared.using, broker=declared.broker)
+    else:
+        going = Going(declared, run, message)
+        if caller is not None:
+            # Who has asked has gone on from that; the answer says that all is undone.
+            run.caller = _back(message)
+        if run.failing:
+            going.store()
+            return
+        on_cancel = declared.on_cancel
+        result = Fail(why) if on_cancel is None else going.call(on_cancel, why)
+        if result is None:
+            going.store()
+        else:
+            going.apply(result)
+
+
+class Going:
+    """A run in the hands of one message, until its transaction ends."""
+
+    def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
+        self.declared, self.run, self._message = declared, run, message
+        self._turn = run.turn
+        self._hop = hop(message.conversation)
+        if self._hop > MAX_HOPS:
+            raise DecodeError(
+                "hops",
+                f"more than {MAX_HOPS} steps without a sleep or a wait: do they go in "
+                f"a circle?",
+            )
+        self._flow: Any = declared.cls(**declared.decode(run.state, run.version))
+        self._flow._run_id, self._flow.baggage = run.run_id, dict(run.baggage)
+        self._step = run.step
+
+    def call(self, step: Step, *values: Any) -> Any:
+        """Return what a step returns. Raises FlowError if it made another one."""
+        self._step = step.name
+        arguments = () if step.takes_nothing else values
+        result = step.call(self._flow, *arguments)
+        made = self._flow._made
+        if (made and made[-1] is not result) or len(made) > 1:
+            raise FlowError(
+                f"Step {step.name!r} of flow {self.declared.name!r} made "
+                f"{len(made)} continuations and returned {type(result).__name__}: it "
+                f"makes one, and returns it."
+            )
+        return result
+
+    def continued(self) -> None:
+        """Call the step that the run waits for with what has come."""
+        run, body = self.run, self._message.body
+        assert isinstance(body, Unread)
+        assert run.turn is not None
+        timed_out = self._message.id == deadline_id(run.turn)
+        step = self.declared.step(run.step)
+        if run.waits_for == WaitsFor.TIME:
+            if timed_out:
+                return self.apply(self.call(step))
+            return _late(self.declared, self._message, run.run_id)
+        ours = _OURS.get(body.type)
+        if ours is not None and (timed_out or not step.reads(body.type)):
+            value = body.read(codecs.reader(ours))
+            if not run.otherwise:
+                return self.apply(Fail(value))
+            if isinstance(value, Cancelled):
+                value = Dead(CANCELLED)
+            return self.apply(self.call(self.declared.step(run.otherwise), value))
+        if run.waits_for == WaitsFor.ANSWER and ours is not Dead:
+            self._answered()
+        if step.takes_nothing:
+            return self.apply(self.call(step))
+        return self.apply(self.call(step, body.read(step.reader)))
+
+    def undone(self) -> None:
+        """Note that the undo at hand is confirmed, and go on to the one before it."""
+        self._open_undos().filter(number=self._undoing().number).update(
+            confirmed_at=Now()
+        )
+        self._step = "undo"
+        self._undo_next()
+        self.store()
+
+    def apply(self, result: Any) -> None:
+        """Do what a step has returned, and store the run."""
+        for destination, body in self._flow._undos:
+            self._register(destination, body, None)
+        run, turn = self.run, uuid.uuid4()
+        match result:
+            case Ask():
+                asked = self._send(result.destination, result.body, turn, result.key)
+                if result.undo is not None:
+                    self._register(result.undo, result.body, asked.id)
+                if result.of_flow:
+                    self._register_cancel(result.destination.name, asked.id)
+                run.wait(
+                    WaitsFor.ANSWER,
+                    result.then,
+                    turn=turn,
+                    otherwise=result.otherwise,
+                    within=result.within,
+                    asked=result.destination.name,
+                    request_id=asked.id,
+                )
+            case Wait():
+                self._hop = 0
+                run.wait(
+                    WaitsFor.RESUME,
+                    result.then,
+                    turn=result.turn,
+                    otherwise=result.otherwise,
+                    within=result.within,
+                )
+            case Sleep():
+                self._hop = 0
+                run.wait(WaitsFor.TIME, result.then, within=result.duration)
+            case Later():
+                step = self.declared.step(result.then)
+                to: Any = self.declared.steps_name
+                if not step.takes_nothing:
+                    to = TypedName(to, step.annotation)
+                run.wait(WaitsFor.ITSELF, result.then, turn=turn)
+                self._send(to, result.value, turn, None, replies=False)
+            case HandOver():
+                self._hand_over(result)
+            case Fail():
+                self._fail(result)
+            case Continuation():
+                raise FlowError(f"A step returned {result!r}, which is not known here.")
+            case _:
+                self._keep_answer(result)
+                self._deliver()
+                self._forget_undos()
+                run.end(Outcome.ANSWERED)
+        self.store()
+
+    def store(self) -> None:
+        """Write the run, and what it has gone through."""
+        run, using = self.run, self.declared.using
+        run.state, run.version = self.declared.encode(self._flow), self.declared.version
+        run.baggage, run.hop = _checked(self._flow.baggage), self._hop
+        moved = run.turn != self._turn
+        values = {name: getattr(run, name) for name in _WRITTEN}
+        if moved:
+            values["since"] = Now()
+        else:
+            values.pop("due_at")
+        rows = Run.objects.using(using).filter(pk=run.pk, turn=self._turn)
+        if not rows.update(**values):
+            raise FlowError(f"Run {run.run_id} is not in the hands of this message.")
+        if conf.get().FLOWS.HISTORY:
+            FlowStep.objects.using(using).create(
+                run=run,
+                step=self._step,
+                message_id=self._message.id,
+                version=run.version,
+                state=run.state,
+                then=_then(run) if moved else "",
+            )
+
+    def _send(
+        self,
+        destination: Any,
+        body: Any,
+        turn: uuid.UUID,
+        key: str | None,
+        *,
+        replies: bool = True,
+        undoes: wire.Undone | None = None,
+    ) -> Message:
+        """Store a message that brings the run on, or whose answer does."""
+        given = self._headers()
+        given[wire.TICKET] = ticket(self.run.run_id, turn)
+        if undoes is not None:
+            given[wire.UNDOES] = str(undoes)
+        if replies:
+            given[wire.REPLY_TO] = self.declared.steps_name
+        return send_part(
+            destination,
+            body,
+            given,
+            correlation_id=self.run.correlation_id,
+            key=key,
+            using=self.declared.using,
+            broker=self.declared.broker,
+        )
+
+    def _headers(self) -> dict[str, str]:
+        given = {wire.PROP + k: v for k, v in _checked(self._flow.baggage).items()}
+        given[wire.FLOW] = str(self.run.first_run)
+        given[wire.HOP] = str(self._hop + 1)
+        return given
+
+    def _answered(self) -> None:
+        """Note that a request was certainly done; a run that was asked has ended."""
+        if not self.run.undos:
+            return
+        rows = self._open_undos().filter(request_id=self.run.request_id)
+        rows.filter(cancels=True).delete()
+        rows.update(answered=True)
+
+    def _keep_answer(self, value: Any) -> None:
+        destination: Any = self.declared.name
+        if not isinstance(value, (TimedOut, Dead, Cancelled)):
+            answers = self.declared.destination.reply
+            if value is None and answers not in (None, type(None)):
+                raise FlowError(
+                    f"Step {self._step!r} of flow {self.declared.name!r} returned "
+                    f"nothing. It returns an answer, or how the run goes on."
+                )
+            if value is not None:
+                destination = TypedName(self.declared.name, answers)
+        body, _, of = encoded(destination, value)
+        self.run.answer, self.run.answer_type = body.decode(), of
+
+    def _deliver(self) -> None:
+        """Answer whoever asked, if nobody has yet."""
+        run = self.run
+        if not run.caller:
+            return
+        given = {**run.caller, wire.FLOW: str(run.first_run), wire.HOP: str(self._hop)}
+        Address(run.caller[wire.REPLY_TO], given).send(
+            Encoded(run.answer.encode(), run.answer_type),
+            using=self.declared.using,
+            broker=self.declared.broker,
+        )
+        run.caller = {}
+
+    def _hand_over(self, result: HandOver) -> None:
+        run = self.run
+        asked = send_part(
+            result.destination,
+            result.body,
+            self._headers() | run.caller,
+            correlation_id=run.correlation_id,
+            using=self.declared.using,
+            broker=self.declared.broker,
+        )
+        self._forget_undos()
+        run.end(Outcome.HANDED_OVER)
+        run.asked, run.request_id = result.destination.name, asked.id
+
+    def _fail(self, result: Fail) -> None:
+        self._keep_answer(result.value)
+        self.run.failing = True
+        if result.answer_first:
+            self._deliver()
+        self._undo_next()
+
+    def _register(self, undo: Any, body: Any, request_id: uuid.UUID | None) -> None:
+        content, _, of = encoded(undo, body)
+        self._undo_row(undo.name, content, of, request_id)
+
+    def _register_cancel(self, flow: str, request_id: uuid.UUID) -> None:
+        content, _, of = encoded(flow, Cancelled(f"by {self.declared.name}"))
+        self._undo_row(flow + STEPS, content, of, request_id, cancels=True)
+
+    def _undo_row(
+        self,
+        destination: str,
+        body: bytes,
+        of: str,
+        request_id: uuid.UUID | None,
+        cancels: bool = False,
+    ) -> None:
+        self.run.undos += 1
+        FlowUndo.objects.using(self.declared.using).create(
+            run=self.run,
+            number=self.run.undos,
+            destination=destination,
+            body=body,
+            body_type=of,
+            request_id=request_id,
+            cancels=cancels,
+        )
+
+    def _open_undos(self) -> Any:
+        rows = FlowUndo.objects.using(self.declared.using)
+        return rows.filter(run=self.run, confirmed_at=None)
+
+    def _undoing(self) -> Any:
+        return self._open_undos().order_by("-number").first()
+
+    def _forget_undos(self) -> None:
+        if self.run.undos:
+            self._open_undos().delete()
+
+    def _undo_next(self) -> None:
+        """Have the newest undone that is not yet, or end."""
+        row = self._undoing() if self.run.undos else None
+        if row is None:
+            self._deliver()
+            self.run.end(Outcome.FAILED)
+            return
+        undone: wire.Undone | None = None
+        if row.request_id is not None:
+            undone = wire.Undone(row.request_id, row.created_at, row.answered)
+        turn, self._hop = uuid.uuid4(), 0
+        body = Encoded(bytes(row.body), row.body_type)
+        sent = self._send(row.destination, body, turn, None, undoes=undone)
+        self.run.wait(
+            WaitsFor.UNDO,
+            self.run.step,
+            turn=turn,
+            asked=row.destination,
+            request_id=sent.id,
+        )
+
+
+#: The columns that a step writes.
+_WRITTEN = (
+    "version", "state", "step", "otherwise", "turn", "waits_for", "asked",
+    "request_id", "due_at", "resumed_at", "failing", "undos", "answer", "answer_type",
+    "outcome", "caller", "hop", "baggage", "ended_at",
+)  # fmt: skip
+
+
+def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
+    """Drop what came after its run had gone on."""
+    log.info(
+        "flow %s: message %s came after run %s had gone on, and is dropped",
+        declared.name,
+        message.id,
+        run_id,
+    )
+    signals.flow_late.send_robust(
+        sender=None, id=message.id, flow=declared.name, run_id=run_id
+    )
+
+
+def _then(run: Run) -> str:
+    waits = f"{run.waits_for} {run.asked}".strip()
+    return (waits or str(run.outcome))[:300]
+
+
+def _back(message: Message) -> dict[str, str]:
+    """Return the headers by which whoever asked gets the answer."""
+    return {
+        name: value
+        for name, value in message.conversation.items()
+        if name in (wire.REPLY_TO, wire.TICKET)
+    }
+
+
+def _baggage(message: Message) -> dict[str, str]:
+    return {
+        name.removeprefix(wire.PROP): value
+        for name, value in message.conversation.items()
+        if name.startswith(wire.PROP)
+    }
+
+
+def _checked(baggage: dict[str, str]) -> dict[str, str]:
+    """Return what travels along. Raises ConfigurationError for what no header has."""
+    for name, value in baggage.items():
+        fits = isinstance(name, str) and isinstance(value, str)
+        if not fits or not name.isascii() or not value.isprintable():
+            raise ConfigurationError(
+                f"The baggage of a flow is text by name, of one line; {name!r} is not."
+            )
+    if sum(len(name) + len(value) for name, value in baggage.items()) > MAX_BAGGAGE:
+        raise ConfigurationError(f"The baggage is longer than {MAX_BAGGAGE}.")
+    return dict(baggage)
+
+
+MAX_BAGGAGE = 4096
+
+
+def _uuid(text: str | None) -> uuid.UUID | None:
+    try:
+        return None if text is None else uuid.UUID(text)
+    except ValueError:
+        return None

@@ -1,0 +1,325 @@
+"""`Flow`, and the marks of its methods: what a user writes.
+
+A subclass is two stages, declared with it: `NAME` takes what starts runs, and
+`NAME.steps` what makes them go on.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import typing
+import uuid
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any, ClassVar, Generic, TypeVar, overload
+
+from .. import stages
+from ..envelope.redelivery import RedeliveryPolicy
+from ..errors import ConfigurationError
+from ..sending.destination import Destination
+from . import engine
+from .declaration import (
+    Declaration,
+    Mark,
+    check_name,
+    declare,
+    methods_of,
+    state_of,
+)
+from .sending import send_signal
+from .unread import UnreadReader
+from .values import (
+    Ask,
+    Cancelled,
+    Continuation,
+    Dead,
+    Fail,
+    HandOver,
+    Later,
+    Out,
+    Sleep,
+    TimedOut,
+    Wait,
+)
+
+In = TypeVar("In")
+Body = TypeVar("Body")
+Reply = TypeVar("Reply")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@overload
+def step(method: Method, /) -> Method: ...
+@overload
+def step(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
+def step(
+    method: Any = None, /, *, was: str | tuple[str, ...] = ()
+) -> Callable[[Any], Any] | Any:
+    """Make a method a step of its flow. It returns an answer, or how the run goes on.
+
+    Its name is an address: runs wait for it. `was`: names that it had before.
+    """
+    return _marked(method, is_signal=False, was=was)
+
+
+@overload
+def signal(method: Method, /) -> Method: ...
+@overload
+def signal(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
+def signal(
+    method: Any = None, /, *, was: str | tuple[str, ...] = ()
+) -> Callable[[Any], Any] | Any:
+    """Make a method what takes signals of a type, at any time between two steps. What
+    it returns replaces what the run waits for; None leaves that as it is."""
+    return _marked(method, is_signal=True, was=was)
+
+
+def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
+    former = (was,) if isinstance(was, str) else tuple(was)
+
+    def mark(given: Any) -> Any:
+        if isinstance(given, (staticmethod, classmethod, property)):
+            raise ConfigurationError(f"{given!r} is no plain method of a flow.")
+        given.__txmsg_flow__ = Mark(is_signal, former)
+        return given
+
+    return mark if method is None else mark(method)
+
+
+class Flow(Generic[In, Out]):
+    """A conversation of several steps between services, that no process waits in.
+
+    `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")`: PlaceOrder
+    starts it, by the step `start`; Answer goes back to whoever asked. Its annotated
+    fields are its state: JSON of one row, at most 64 KiB. `version` is the state's, as
+    a message type has one. `within` is the deadline of an ask or a wait that names
+    none; None is for ever. `using` and `broker` are those of its stages, `concurrency`
+    is threads a process for each of them.
+    """
+
+    destination: ClassVar[Destination[Any, Any]]
+    _declaration: ClassVar[Declaration]
+
+    def __init_subclass__(
+        cls,
+        *,
+        name: str,
+        version: int = 1,
+        within: dt.timedelta | EllipsisType | None = ...,
+        using: str = "default",
+        broker: str = "default",
+        concurrency: int = 1,
+        redelivery: RedeliveryPolicy | None = None,
+    ) -> None:
+        super().__init_subclass__()
+        check_name(name)
+        accepts, answers = _types_of(cls, name)
+        state, fields = state_of(cls, Flow, name, version)
+        steps, signals = methods_of(cls, name, accepts)
+        cls.destination = Destination(name, accepts, reply=answers)
+        declared = cls._declaration = Declaration(
+            name=name,
+            version=version,
+            cls=cls,
+            destination=cls.destination,
+            using=using,
+            broker=broker,
+            within=within,
+            state=state,
+            fields=fields,
+            steps=steps,
+            signals=signals,
+        )
+        declare(declared)
+        for address, accepted, work in (
+            (name, accepts, engine.begin),
+            (declared.steps_name, UnreadReader(lambda: declared.reads), engine.go_on),
+        ):
+            stages.register(
+                stages.Stage(
+                    name=address,
+                    destination=address,
+                    handler=_handler(cls, work, declared),
+                    accepts=accepted,
+                    redelivery=redelivery,
+                    using=using,
+                    broker=broker,
+                    concurrency=concurrency,
+                )
+            )
+
+    def __init__(self, **state: Any) -> None:
+        """Make an object with this state, as a test of a step does."""
+        values = self._declaration.state(**state)
+        for one in self._declaration.fields:
+            setattr(self, one, getattr(values, one))
+        #: Travels along with what the run asks, as headers do: text by name.
+        self.baggage: dict[str, str] = {}
+        self._run_id = uuid.uuid4()
+        self._undos: list[tuple[Destination[Any, Any], Any]] = []
+        self._made: list[Continuation] = []
+
+    @classmethod
+    def signal(cls, key: str, body: object) -> None:
+        """Store a signal for the open run of this key, in the caller's transaction.
+
+        The step that takes its type runs between two others. Raises InvalidMessage for
+        a body that no signal takes, TransactionRequired.
+        """
+        send_signal(cls._declaration, key, body)
+
+    @overload
+    def ask(
+        self,
+        destination: Destination[Body, Reply],
+        body: Body,
+        *,
+        then: Callable[[Reply], Out | Continuation] | Callable[[], Out | Continuation],
+        undo: Destination[Body, Any] | None = None,
+        within: dt.timedelta | EllipsisType | None = ...,
+        otherwise: Callable[[TimedOut | Dead], Out | Continuation]
+        | Callable[[], Out | Continuation]
+        | None = None,
+        key: str | None = None,
+    ) -> Ask: ...
+    @overload
+    def ask(
+        self,
+        destination: type[Flow[Body, Reply]],
+        body: Body,
+        *,
+        then: Callable[[Reply], Out | Continuation] | Callable[[], Out | Continuation],
+        undo: Destination[Body, Any] | None = None,
+        within: dt.timedelta | EllipsisType | None = ...,
+        otherwise: Callable[[TimedOut | Dead], Out | Continuation]
+        | Callable[[], Out | Continuation]
+        | None = None,
+        key: str | None = None,
+    ) -> Ask: ...
+    def ask(
+        self,
+        destination: Any,
+        body: Any,
+        *,
+        then: Any,
+        undo: Any = None,
+        within: dt.timedelta | EllipsisType | None = ...,
+        otherwise: Any = None,
+        key: str | None = None,
+    ) -> Ask:
+        """Send a request, to a stage or a flow, and go on with its answer.
+
+        `undo` takes the same body, once, if the run fails and the request was done.
+        `otherwise` gets TimedOut when the deadline commits first, and Dead when the
+        request is given up; without it, the run fails by that. Raises
+        ConfigurationError for a `then` that is no step, and without a deadline.
+        """
+        of_flow = isinstance(destination, type) and issubclass(destination, Flow)
+        return self._note(
+            Ask(
+                destination.destination if of_flow else destination,
+                body,
+                then=self._step(then),
+                undo=undo,
+                within=self._deadline(within),
+                otherwise="" if otherwise is None else self._step(otherwise),
+                key=key,
+                of_flow=of_flow,
+            )
+        )
+
+    def wait(
+        self,
+        *,
+        then: Callable[[Any], Out | Continuation] | Callable[[], Out | Continuation],
+        within: dt.timedelta | EllipsisType | None = ...,
+        otherwise: Callable[[TimedOut | Dead], Out | Continuation]
+        | Callable[[], Out | Continuation]
+        | None = None,
+    ) -> Wait:
+        """Wait until somebody calls `resume()` with the token of what this returns."""
+        return self._note(
+            Wait(
+                then=self._step(then),
+                within=self._deadline(within),
+                otherwise="" if otherwise is None else self._step(otherwise),
+                run_id=self._run_id,
+            )
+        )
+
+    def sleep(
+        self, duration: dt.timedelta, *, then: Callable[[], Out | Continuation]
+    ) -> Sleep:
+        """Go on after a time, in a transaction of its own."""
+        return self._note(Sleep(duration, self._step(then)))
+
+    @overload
+    def later(self, then: Callable[[], Out | Continuation]) -> Later: ...
+    @overload
+    def later(
+        self, then: Callable[[Body], Out | Continuation], value: Body
+    ) -> Later: ...
+    def later(self, then: Any, value: Any = None) -> Later:
+        """Go on at once, in a transaction of its own."""
+        return self._note(Later(self._step(then), value))
+
+    def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:
+        """End, and let another flow answer whoever asked this one. What was registered
+        to be undone is forgotten, as by an answer."""
+        return self._note(HandOver(flow.destination, body))
+
+    def undo(self, destination: Destination[Body, Any], body: Body) -> None:
+        """Register what undoes this step's own work, if the run fails."""
+        self._undos.append((destination, body))
+
+    def fail(
+        self, value: Out | TimedOut | Dead | Cancelled, *, answer_first: bool = False
+    ) -> Fail:
+        """Undo everything, newest first and each confirmed, then answer. With
+        `answer_first` the answer leaves at once."""
+        return self._note(Fail(value, answer_first))
+
+    def _step(self, method: object) -> str:
+        return self._declaration.name_of(method, self)
+
+    def _deadline(
+        self, within: dt.timedelta | EllipsisType | None
+    ) -> dt.timedelta | None:
+        found = self._declaration.within if within is ... else within
+        if found is ...:
+            raise ConfigurationError(
+                f"Flow {self._declaration.name!r} asks or waits without a deadline. "
+                f"Say within=timedelta(…) there or for the class, or None for ever."
+            )
+        return found
+
+    def _note(self, made: Made) -> Made:
+        self._made.append(made)
+        return made
+
+
+Made = TypeVar("Made", bound=Continuation)
+
+
+def _types_of(cls: type[Any], name: str) -> tuple[Any, Any]:
+    """Return what starts a flow and what it answers, as its base class says."""
+    for base in getattr(cls, "__orig_bases__", ()):
+        if typing.get_origin(base) is Flow:
+            accepts, answers = typing.get_args(base)
+            if not isinstance(accepts, TypeVar):
+                return accepts, answers
+    raise ConfigurationError(
+        f"Flow {name!r} does not say what starts it and what it answers: write "
+        f"class {cls.__name__}(Flow[Order, Answer], name={name!r})."
+    )
+
+
+def _handler(
+    cls: type[Any], work: Callable[[Declaration, Any], None], declared: Declaration
+) -> Callable[[Any], None]:
+    def handle(message: Any) -> None:
+        work(declared, message)
+
+    handle.__module__ = cls.__module__
+    handle.__qualname__ = f"{cls.__qualname__}.{work.__name__}"
+    return handle

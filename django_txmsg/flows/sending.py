@@ -1,0 +1,173 @@
+"""What goes to a flow from outside of its steps: a start, a signal, a word, an end."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any, Literal
+
+from django.db import IntegrityError, transaction
+from django.db.models.functions import Now
+from django.utils import timezone
+
+from .. import conf, wire
+from ..envelope.message import check_destination, check_key
+from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
+from ..models import Run
+from ..models.run import WaitsFor
+from ..sending.outbox import require_transaction, send_part
+from ..sending.typed_name import TypedName
+from .declaration import Declaration, declarations
+from .values import Cancelled, read_ticket
+
+#: Begins what a signal has in place of a turn.
+SIGNAL = "signal"
+
+
+def start_run(
+    declared: Declaration,
+    body: object,
+    *,
+    key: str | None,
+    on_conflict: Literal["error", "skip"],
+    answer_to: str | None,
+) -> Run:
+    """Store a run and the message that starts it, in the caller's transaction."""
+    using = declared.using
+    require_transaction(using, declared.name)
+    caller = {} if answer_to is None else {wire.REPLY_TO: check_destination(answer_to)}
+    run = Run(
+        service=conf.get().SERVICE,
+        flow=declared.name,
+        key=check_key(key),
+        version=declared.version,
+        state=declared.encode(declared.cls()),
+        caller=caller,
+    )
+    run.wait(WaitsFor.START, "start")
+    try:
+        with transaction.atomic(using=using):
+            message = send_part(
+                declared.destination, body, {}, using=using, broker=declared.broker
+            )
+            run.run_id = run.first_run = message.id
+            run.correlation_id = message.correlation_id or str(message.id)
+            run.save(using=using, force_insert=True)
+            return run
+    except IntegrityError:
+        open_runs = Run.objects.using(using).filter(
+            service=run.service, flow=run.flow, key=run.key, ended_at=None
+        )
+        found: Run | None = open_runs.first() if run.key else None
+        if found is None:
+            raise
+    if on_conflict == "skip":
+        return found
+    raise AlreadyRunning(
+        f"A run of {declared.name!r} with the key {key!r} is open: {found.run_id}. "
+        f'Wait for its end, use another key, or say on_conflict="skip".',
+        found.run_id,
+    )
+
+
+def send_signal(
+    declared: Declaration,
+    key: str,
+    body: object,
+    *,
+    since: dt.datetime | None = None,
+    delay: dt.timedelta | None = None,
+) -> None:
+    """Store a signal. `since`: when it was first stored, of one that waits for its run
+    for `delay` again."""
+    taking = {one.name: one for one in declared.signals.values()}.values()
+    fitting = [
+        one
+        for one in taking
+        if any(type(body) is known.cls for known in one.reader.types)
+    ]
+    if len(fitting) != 1:
+        raise InvalidMessage(
+            f"No signal of flow {declared.name!r} takes {type(body).__name__}; it has "
+            f"{', '.join(one.name for one in taking) or 'none'}."
+        )
+    at = wire.format_instant(since or timezone.now())
+    send_part(
+        TypedName(declared.steps_name, fitting[0].annotation),
+        body,
+        {wire.TICKET: f"{SIGNAL};{fitting[0].name};{at};{check_key(key)}"},
+        delay=delay,
+        using=declared.using,
+        broker=declared.broker,
+    )
+
+
+def resume(token: str, value: object = None) -> None:
+    """Let the run go on that waits for this token, in the caller's transaction.
+
+    `value` is what the step takes. Raises AlreadyResumed when somebody was first, or
+    the run has gone on otherwise; InvalidMessage for another value.
+    """
+    try:
+        run_id, turn = read_ticket(token)
+    except ValueError:
+        raise FlowError("This is no token of a run that waits.") from None
+    for using in sorted({one.using for one in declarations()}):
+        runs = Run.objects.using(using).filter(
+            run_id=run_id, turn=turn, waits_for=WaitsFor.RESUME, failing=False
+        )
+        run = runs.first()
+        if run is not None:
+            break
+    else:
+        raise AlreadyResumed(_RESUMED)
+    declared = declaration_of(run)
+    taken = declared.step(run.step)
+    require_transaction(using, declared.steps_name)
+    if not runs.filter(resumed_at=None).update(resumed_at=Now()):
+        raise AlreadyResumed(_RESUMED)
+    destination: Any = declared.steps_name
+    if not taken.takes_nothing:
+        destination = TypedName(declared.steps_name, taken.annotation)
+    send_part(
+        destination,
+        value,
+        {wire.TICKET: token, wire.FLOW: str(run.first_run)},
+        correlation_id=run.correlation_id,
+        using=using,
+        broker=declared.broker,
+    )
+
+
+_RESUMED = (
+    "Nothing waits for this token any more: the run was resumed before, its deadline "
+    "has passed, or it has ended."
+)
+
+
+def cancel(run: Run, why: str = "") -> None:
+    """Cancel a run, in the caller's transaction: its signal for `Cancelled` decides;
+    without one it fails, and undoes what it has done. Nothing happens to a run that
+    has ended."""
+    declared = declaration_of(run)
+    send_part(
+        declared.steps_name,
+        Cancelled(why),
+        {
+            wire.UNDOES: str(wire.Undone(run.run_id, timezone.now(), False)),
+            wire.FLOW: str(run.first_run),
+        },
+        correlation_id=run.correlation_id,
+        using=declared.using,
+        broker=declared.broker,
+    )
+
+
+def declaration_of(run: Run) -> Declaration:
+    """Return the declaration of a run's flow. Raises FlowError where it has none."""
+    for one in declarations():
+        if one.name == run.flow:
+            return one
+    raise FlowError(
+        f"Flow {run.flow!r} is not declared in this process. Its module is to be "
+        f"imported by the stages module of an app."
+    )

@@ -1,0 +1,32 @@
+"""What a run has gone through: a row for each step that was committed."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models.functions import Now
+
+from .run import Run
+
+
+class FlowStep(models.Model):
+    """One step of a run, and the state after it."""
+
+    id = models.BigAutoField(primary_key=True)
+    run = models.ForeignKey(Run, models.CASCADE, related_name="steps")
+    step = models.CharField(max_length=200)
+    message_id = models.UUIDField(help_text="The message that made the run go on.")
+    created_at = models.DateTimeField(db_default=Now())
+    version = models.PositiveIntegerField()
+    state = models.TextField(help_text="JSON, after the step.")
+    then = models.CharField(
+        max_length=300, default="", blank=True, help_text="What the run waits for next."
+    )
+
+    objects: models.Manager[FlowStep] = models.Manager()
+
+    class Meta:
+        verbose_name = "step of a run"
+        verbose_name_plural = "steps of runs"
+
+    def __str__(self) -> str:
+        return self.step

@@ -1,0 +1,194 @@
+"""A flow under way: what it knows, what it waits for, and who waits for it.
+
+States: `waiting → undoing → ended`, or at once from waiting to ended. A run goes on
+for whoever takes its row under the present turn, and gives it another one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+from django.db import connections, models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from .fields import Later
+
+
+class WaitsFor(models.TextChoices):
+    """What makes a run go on."""
+
+    START = "start", "its first step"
+    ANSWER = "answer", "an answer"
+    RESUME = "resume", "somebody's word"
+    TIME = "time", "an instant"
+    ITSELF = "itself", "a transaction of its own"
+    UNDO = "undo", "an undo"
+    NOTHING = "", "nothing"
+
+
+class Outcome(models.TextChoices):
+    """How a run has ended."""
+
+    OPEN = "", "open"
+    ANSWERED = "answered", "answered"
+    FAILED = "failed", "failed, and undone"
+    HANDED_OVER = "handed_over", "handed over"
+
+
+class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
+    """The transitions of runs."""
+
+    def locked(self, run_id: uuid.UUID) -> Run | None:
+        """Return a run, held until the transaction ends; None if there is none."""
+        found: Run | None = (
+            self.select_for_update().filter(run_id=run_id).order_by("pk").first()
+        )
+        return found
+
+    def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
+        """Return the run that waits under this turn, held until the transaction ends.
+        None when it has gone on. On SQLite the transaction is the only one that
+        writes."""
+        found: Run | None = (
+            self.select_for_update()
+            .filter(run_id=run_id, turn=turn)
+            .order_by("pk")
+            .first()
+        )
+        return found
+
+    def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
+        """Return runs of these flows whose deadline has passed, and put it off by a
+        minute: for as long as nobody has gone on by then. Inside the caller's
+        transaction."""
+        skips = connections[self.db].vendor == "postgresql"
+        due = (
+            self.select_for_update(skip_locked=skips)
+            .filter(service=service, flow__in=flows, due_at__lte=Now())
+            .order_by("due_at", "pk")[:limit]
+        )
+        runs = list(due)
+        self.filter(pk__in=[run.pk for run in runs]).update(due_at=Later(60))
+        return runs
+
+    def next_due(self, service: str, flows: Collection[str]) -> dt.datetime | None:
+        """Return the earliest deadline of these flows."""
+        rows = self.filter(service=service, flow__in=flows, due_at__isnull=False)
+        rows = rows.order_by("due_at")
+        found: dt.datetime | None = rows.values_list("due_at", flat=True).first()
+        return found
+
+
+class Run(models.Model):
+    """One run of a flow, at home in the database of the service that runs it."""
+
+    id = models.BigAutoField(primary_key=True)
+    run_id = models.UUIDField(
+        unique=True, help_text="The id of the message that started it."
+    )
+    service = models.CharField(max_length=100)
+    flow = models.CharField(max_length=200)
+    key = models.CharField(max_length=255, default="", blank=True)
+    version = models.PositiveIntegerField(help_text="Of its state.")
+    state = models.TextField(help_text="JSON.")
+    step = models.CharField(max_length=200, help_text="The one that comes next.")
+    otherwise = models.CharField(
+        max_length=200,
+        default="",
+        blank=True,
+        help_text="The step for a deadline, or a request that is given up.",
+    )
+    turn = models.UUIDField(
+        null=True, blank=True, help_text="Whoever brings it makes the run go on."
+    )
+    waits_for = models.CharField(
+        max_length=16, choices=WaitsFor.choices, default="", blank=True
+    )
+    asked = models.CharField(
+        max_length=255, default="", blank=True, help_text="Where its request went."
+    )
+    request_id = models.UUIDField(null=True, blank=True)
+    since = models.DateTimeField(db_default=Now())
+    due_at = models.DateTimeField(
+        null=True, blank=True, help_text="Its deadline, while it waits."
+    )
+    resumed_at = models.DateTimeField(
+        null=True, blank=True, help_text="When somebody's word was stored."
+    )
+    failing = models.BooleanField(
+        default=False, help_text="Whether it undoes what it has done."
+    )
+    undos = models.PositiveIntegerField(
+        default=0, help_text="How many undos were registered."
+    )
+    answer = models.TextField(default="", blank=True, help_text="JSON.")
+    answer_type = models.CharField(max_length=255, default="", blank=True)
+    outcome = models.CharField(
+        max_length=16, choices=Outcome.choices, default="", blank=True
+    )
+    caller = models.JSONField(
+        default=dict,
+        blank=True,
+        help_text="The headers by which whoever asked gets the answer.",
+    )
+    first_run = models.UUIDField(help_text="The run that has caused all the others.")
+    hop = models.PositiveIntegerField(default=0)
+    baggage = models.JSONField(default=dict, blank=True)
+    correlation_id = models.CharField(max_length=255, default="", blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    objects = RunManager()
+
+    class Meta:
+        verbose_name = "run of a flow"
+        verbose_name_plural = "runs of flows"
+        constraints = [
+            models.UniqueConstraint(
+                fields=["service", "flow", "key"],
+                condition=Q(ended_at__isnull=True) & ~Q(key=""),
+                name="txmsg_run_open_key",
+            ),
+            models.CheckConstraint(
+                condition=Q(ended_at__isnull=True, turn__isnull=False)
+                | Q(ended_at__isnull=False, turn__isnull=True, due_at__isnull=True),
+                name="txmsg_run_ends_once",
+            ),
+        ]
+        indexes = [
+            # Only those that wait for an instant, in the order in which it comes.
+            models.Index(
+                fields=["service", "due_at"],
+                condition=Q(due_at__isnull=False),
+                name="txmsg_run_due",
+            ),
+            models.Index(fields=["flow", "key"], name="txmsg_run_key"),
+            models.Index(
+                fields=["ended_at"],
+                condition=Q(ended_at__isnull=False),
+                name="txmsg_run_ended",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.flow} {self.key or self.run_id}"
+
+    def wait(self, waits_for: WaitsFor, step: str, **more: Any) -> None:
+        """Wait for something, under a new turn unless one is given."""
+        self.waits_for, self.step = waits_for, step
+        self.turn = more.get("turn") or uuid.uuid4()
+        self.otherwise = more.get("otherwise", "")
+        self.asked, self.request_id = more.get("asked", ""), more.get("request_id")
+        within: dt.timedelta | None = more.get("within")
+        # An expression, as the database reckons it.
+        self.due_at = None if within is None else Later(within.total_seconds())
+        self.resumed_at = None
+
+    def end(self, outcome: Outcome) -> None:
+        """Wait for nothing any more."""
+        self.wait(WaitsFor.NOTHING, self.step)
+        self.turn, self.outcome, self.ended_at = None, outcome, Now()

@@ -1,0 +1,128 @@
+"""Hop 9 of a request: what its stage returns goes back to whoever asked."""
+
+from __future__ import annotations
+
+import functools
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import conf, wire
+from ..envelope.handler import Handler
+from ..envelope.message import Message
+from ..envelope.message_type import message_type
+from ..errors import DecodeError
+from ..models import InboxMessage
+from .outbox import send_part
+from .typed_name import TypedName
+
+#: Where answers may go: to the steps of a flow, and to those who wait in a view.
+_ANSWERED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(steps|answers)")
+#: The longest ticket that is carried back, in characters.
+MAX_TICKET = 300
+#: Ends of a request that an operator, or a deployment, can still turn to the good.
+_UNDECIDED = frozenset({"attempts_exhausted", "worker_lost", "expired"})
+
+
+@message_type("txmsg.Dead")
+@dataclass(frozen=True)
+class Dead:
+    """The answer to a request that is given up: it was refused, it is unreadable, or
+    an operator has discarded it. `reason` is the dead letter's code."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the answer to a message goes, and what it brings back."""
+
+    destination: str
+    given: Mapping[str, str]
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Address | None:
+        """Return the address that headers name; None where nobody asks for an answer.
+        Raises DecodeError where it is none that answers go to."""
+        destination = given.get(wire.REPLY_TO)
+        if destination is None:
+            return None
+        allowed = destination in conf.get().REPLY_TO
+        if not allowed and not _ANSWERED.fullmatch(destination):
+            raise DecodeError(
+                "reply_to",
+                f"no answer goes to {destination[:80]!r}: it is neither the steps of a "
+                f'flow nor in TXMSG["REPLY_TO"]',
+            )
+        if len(given.get(wire.TICKET, "")) > MAX_TICKET:
+            raise DecodeError("ticket", f"longer than {MAX_TICKET} characters")
+        return cls(destination, given)
+
+    def send(
+        self,
+        answer: object,
+        annotation: Any = None,
+        *,
+        using: str | None = None,
+        broker: str = "default",
+    ) -> Message:
+        """Store the answer, as an object of the annotation where that is known."""
+        destination: str | TypedName[Any] = self.destination
+        if annotation is not None and not isinstance(answer, Dead):
+            destination = TypedName(self.destination, annotation)
+        back = {
+            name: value
+            for name, value in self.given.items()
+            if name in (wire.TICKET, wire.FLOW)
+        }
+        back[wire.HOP] = str(hop(self.given) + 1)
+        return send_part(destination, answer, back, using=using, broker=broker)
+
+
+def hop(given: Mapping[str, str]) -> int:
+    """Return how many steps led here since the last sleep or wait."""
+    text = given.get(wire.HOP, "0")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def replying(handler: Handler, annotation: Any, broker: str) -> Handler:
+    """Return a handler whose result is the answer, where one is asked for."""
+
+    @functools.wraps(handler)
+    def handle(message: Message) -> Any:
+        if wire.REPLY_TO not in message.conversation:
+            return handler(message)
+        address = Address.of(message.conversation)  # before there is work to lose
+        result = handler(message)
+        if address is not None:
+            address.send(result, annotation, broker=broker)
+        return result
+
+    return handle
+
+
+def answer_dead(
+    headers: Mapping[str, str],
+    reason: str,
+    *,
+    message_id: uuid.UUID,
+    stage: str,
+    using: str,
+    broker: str,
+) -> None:
+    """Tell whoever asked that a request is given up, inside the caller's transaction,
+    and let nobody process it any more. Nothing is told where somebody can still mend
+    it, nor of an undo, which has to be done."""
+    if reason in _UNDECIDED or wire.UNDOES in headers:
+        return
+    try:
+        address = Address.of(headers)
+    except DecodeError:
+        return
+    if address is None or wire.TICKET not in headers:
+        return
+    if stage:
+        InboxMessage.objects.db_manager(using).revoke(stage, message_id)
+    address.send(Dead(reason), using=using, broker=broker)

@@ -1,0 +1,86 @@
+"""Around hop 8 of an undo: it runs if its request was done, and never before it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from django.db.models.functions import Now
+
+from .. import conf, wire
+from ..envelope.handler import Handler
+from ..envelope.message import Message
+from ..errors import DecodeError
+from ..models import DeadLetter, InboxMessage
+from ..models.dead_letter import Resolution
+from ..models.fields import clock
+
+
+def if_done(
+    handler: Handler, stages: Callable[[], Iterable[str]], using: Callable[[], str]
+) -> Handler:
+    """Return a handler that runs once its request was processed by one of `stages`.
+    Otherwise that request is revoked: it is never processed, and there is nothing to
+    undo. Both are decided in the transaction of the undo, on database `using()`."""
+
+    @functools.wraps(handler)
+    def undo(message: Message) -> Any:
+        given = message.conversation.get(wire.UNDOES)
+        if given is None:
+            return handler(message)
+        try:
+            undone = wire.Undone.parse(given)
+        except ValueError as error:
+            raise DecodeError("undoes", f"illegible: {given[:80]!r}") from error
+        consumers = list(stages())
+        if not consumers:
+            raise DecodeError(
+                "undo_in_doubt",
+                f"no stage here consumes what request {undone.request_id} was sent to",
+            )
+        # Each of them: a topic's request may have been done by one and not by another.
+        done = [was_done(undone, stage, using()) for stage in consumers]
+        return handler(message) if any(done) else None
+
+    return undo
+
+
+def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
+    """Return whether a stage has processed a request. If not, it never will.
+
+    Raises DecodeError where the inbox may have forgotten it: that is for a person.
+    """
+    if undone.answered:
+        return True
+    inbox = InboxMessage.objects.db_manager(using)
+    days = conf.get().RETENTION.INBOX
+    old = days is not None and undone.at < clock(using) - dt.timedelta(days=days)
+    known = inbox.filter(message_id=undone.request_id, stage=stage)
+    if old and not known.exists():
+        raise DecodeError(
+            "undo_in_doubt",
+            f"request {undone.request_id} is older than what the inbox of stage "
+            f"{stage!r} remembers: nobody can tell whether it was done",
+        )
+    copies = _copies(undone, stage, using)
+    revoked = [inbox.revoke(stage, one) for one in copies]
+    return not all(revoked)
+
+
+def _copies(undone: wire.Undone, stage: str, using: str) -> Iterator[uuid.UUID]:
+    """Yield the request's id, and those of the edited copies sent in its place."""
+    one: uuid.UUID | None = undone.request_id
+    while one is not None:
+        # Its letter first: who redelivers it holds that one, too.
+        letters = DeadLetter.objects.using(using).filter(message_id=one, stage=stage)
+        letters.filter(resolution=Resolution.OPEN).update(
+            resolution=Resolution.DISCARDED,
+            resolved_at=Now(),
+            resolved_by="revoked by its flow",
+        )
+        yield one
+        replaced = letters.filter(resolution=Resolution.REPLACED)
+        one = replaced.values_list("replaced_by", flat=True).first()

@@ -1,0 +1,59 @@
+"""The headers by which a message belongs to a conversation: whom it answers, who waits
+for its answer, which flow it is part of, what it undoes."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .instants import format_instant, parse_instant
+
+#: Where the answer to a request goes. RabbitMQ makes something of its own of
+#: `reply-to`.
+REPLY_TO = "txmsg-reply-to"
+#: What the answer brings back: the run that waits, and its turn.
+TICKET = "txmsg-ticket"
+#: The id of the first run, which has caused all the others.
+FLOW = "txmsg-flow"
+#: Steps since the last sleep or wait.
+HOP = "txmsg-hop"
+#: The request that an undo is for.
+UNDOES = "txmsg-undoes"
+#: Begins the names of what travels along with a flow.
+PROP = "txmsg-prop-"
+
+_NAMES = frozenset({REPLY_TO, TICKET, FLOW, HOP, UNDOES})
+
+
+def of_conversation(name: str) -> bool:
+    """Return whether a header is one of a conversation's."""
+    return name in _NAMES or name.startswith(PROP)
+
+
+def conversation(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return what a message's headers say of the conversation that it is part of."""
+    return {name: value for name, value in headers.items() if of_conversation(name)}
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """The request that an undo is for: its id, when it was stored, and whether its
+    answer has come, so that it was certainly processed."""
+
+    request_id: uuid.UUID
+    at: dt.datetime
+    answered: bool
+
+    def __str__(self) -> str:
+        answered = ";answered" if self.answered else ""
+        return f"{self.request_id};at={format_instant(self.at)}{answered}"
+
+    @classmethod
+    def parse(cls, text: str) -> Undone:
+        """Return what a header says. Raises ValueError."""
+        request_id, at, *more = text.split(";")
+        if not at.startswith("at=") or more not in ([], ["answered"]):
+            raise ValueError(text)
+        return cls(uuid.UUID(request_id), parse_instant(at[3:]), bool(more))

@@ -1,0 +1,754 @@
+"""Flows: each answered once, each failed one undone once and newest first."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from django.db import transaction
+from django.db.models import F
+
+from django_txmsg import Destination, Message, Refuse, send_message, stages, wire
+from django_txmsg.checks.stages import check
+from django_txmsg.dead_letters import bulk
+from django_txmsg.flows import (
+    AlreadyResumed,
+    AlreadyRunning,
+    Cancelled,
+    Dead,
+    Flow,
+    Next,
+    TimedOut,
+    cancel,
+    engine,
+    resume,
+    signal,
+    start,
+    step,
+)
+from django_txmsg.models import (
+    DeadLetter,
+    FlowStep,
+    FlowUndo,
+    InboxMessage,
+    OutboxMessage,
+    Run,
+)
+from django_txmsg.models.run import Outcome, WaitsFor
+from django_txmsg.monitoring import retention
+from django_txmsg.signals import flow_late
+from django_txmsg.testing import drain
+from tests.app.models import Effect, Order
+from tests.running import committing, put, ship
+from tests.running import step as take
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient", "shop")]
+
+MINUTE = dt.timedelta(minutes=1)
+HOUR = dt.timedelta(hours=1)
+DAY = dt.timedelta(days=1)
+
+
+@dataclass
+class PlaceOrder:
+    number: str
+    rest: str = ""
+
+
+@dataclass
+class Reserve:
+    number: str
+
+
+@dataclass
+class Reserved:
+    shelf: str
+
+
+@dataclass
+class SoldOut:
+    number: str
+
+
+@dataclass
+class Placed:
+    number: str
+    shelf: str
+
+
+@dataclass
+class Stop:
+    why: str
+
+
+@dataclass
+class Note:
+    text: str
+
+
+Answer = Placed | SoldOut | Cancelled
+
+stock_reserve = Destination("shop.reserve", Reserve, reply=Reserved | SoldOut)
+stock_release = Destination("shop.release", Reserve)
+invoice = Destination("shop.invoice", Reserve)
+invoice_void = Destination("shop.void", Reserve)
+
+
+@shelved
+class Checkout(Flow[PlaceOrder, Answer], name="shop.checkout", within=5 * MINUTE):
+    number: str = ""
+    shelf: str = ""
+    notes: list[str] = []
+
+    @step
+    def start(self, order: PlaceOrder) -> Next[Answer]:
+        self.number = order.number
+        Order.objects.create(number=order.number)
+        return self.ask(
+            stock_reserve,
+            Reserve(order.number),
+            then=self.reserved,
+            undo=stock_release,
+            otherwise=self.expired,
+        )
+
+    @step
+    def reserved(self, reply: Reserved | SoldOut) -> Next[Answer]:
+        if isinstance(reply, SoldOut):
+            return self.fail(reply)
+        self.shelf = reply.shelf
+        wait = self.wait(then=self.approved, within=30 * DAY, otherwise=self.expired)
+        Order.objects.filter(number=self.number).update(note=wait.token)
+        return wait
+
+    @step
+    def approved(self, yes: bool) -> Next[Answer]:
+        return Placed(self.number, self.shelf) if yes else self.expired()
+
+    @step
+    def expired(self, why: TimedOut | Dead | None = None) -> Next[Answer]:
+        return self.fail(SoldOut(self.number))
+
+    @signal
+    def stopped(self, by: Stop) -> Next[Answer]:
+        return self.fail(Cancelled(by.why))
+
+    @signal
+    def noted(self, note: Note) -> None:
+        self.notes = [*self.notes, note.text]
+
+
+class Stock:
+    """The participant: what it was told, and what it says."""
+
+    said: ClassVar[list[str]] = []
+    answer: ClassVar[Any] = None
+
+    @classmethod
+    def reserve(cls, request: Reserve) -> Reserved | SoldOut:
+        Effect.objects.create(name=f"reserve {request.number}", message_id="")
+        if isinstance(cls.answer, Exception):
+            raise cls.answer
+        return cls.answer or Reserved("A7")
+
+    @staticmethod
+    def release(request: Reserve) -> None:
+        Effect.objects.create(name=f"release {request.number}", message_id="")
+
+
+def reserve(request: Reserve) -> Reserved | SoldOut:
+    return Stock.reserve(request)
+
+
+def release(request: Reserve) -> None:
+    Stock.release(request)
+
+
+@pytest.fixture
+def shop() -> Iterator[None]:
+    Stock.answer = None
+    with ExitStack() as stack:
+        stack.enter_context(at_hand(Checkout))
+        stages.stage(stock_reserve)(reserve)
+        stages.stage(stock_release, undoes=stock_reserve)(release)
+        stack.callback(stages.unregister, "shop.reserve")
+        stack.callback(stages.unregister, "shop.release")
+        yield
+
+
+def place(number: str = "1", **more: Any) -> Run:
+    with transaction.atomic():
+        return start(Checkout, PlaceOrder(number), key=number, **more)
+
+
+def again(run: Run) -> Run:
+    run.refresh_from_db()
+    return run
+
+
+def effects() -> list[str]:
+    return list(Effect.objects.values_list("name", flat=True))
+
+
+def token(number: str = "1") -> str:
+    return Order.objects.get(number=number).note
+
+
+def say(yes: object, number: str = "1") -> None:
+    with transaction.atomic():
+        resume(token(number), yes)
+
+
+def operate(kind: str, **options: Any) -> int:
+    """Let an operator have his way with all dead letters; return how many he had."""
+    return bulk.finish(bulk.start(kind, {}, **options)).done
+
+
+def answered(run: Run) -> dict[str, Any]:
+    assert again(run).outcome == Outcome.ANSWERED
+    return json.loads(run.answer)
+
+
+def failed(run: Run) -> dict[str, Any]:
+    assert again(run).outcome == Outcome.FAILED
+    assert not FlowUndo.objects.filter(run=run, confirmed_at=None).exists()
+    return json.loads(run.answer)
+
+
+def test_a_run_asks_waits_and_answers() -> None:
+    run = place()
+    drain()
+    assert (again(run).waits_for, run.step) == (WaitsFor.RESUME, "approved")
+    assert json.loads(run.state) == {"number": "1", "shelf": "A7", "notes": []}
+
+    say(True)
+    drain()
+
+    assert answered(run) == {"number": "1", "shelf": "A7"}
+    assert effects() == ["reserve 1"]
+    steps = FlowStep.objects.filter(run=run).order_by("id")
+    assert [one.step for one in steps] == ["start", "reserved", "approved"]
+    assert not FlowUndo.objects.exists(), "an answer forgets the undos"
+
+
+def test_it_starts_only_if_its_transaction_commits() -> None:
+    with transaction.atomic():
+        start(Checkout, PlaceOrder("1"))
+        transaction.set_rollback(True)
+    drain()
+    assert not Run.objects.exists()
+    assert not Order.objects.exists()
+
+
+def test_one_run_of_a_key_is_open() -> None:
+    run = place()
+    with pytest.raises(AlreadyRunning) as raised, transaction.atomic():
+        start(Checkout, PlaceOrder("2"), key="1")
+    assert raised.value.run_id == run.run_id
+    assert place(on_conflict="skip").pk == run.pk
+    drain()
+    say(True)
+    drain()
+    Order.objects.all().delete()
+    assert place().pk != run.pk
+
+
+def test_what_is_refused_by_the_participant_fails_the_run_and_is_undone() -> None:
+    Stock.answer = SoldOut("1")
+    run = place()
+    drain()
+    assert failed(run) == {"number": "1"}
+    assert effects() == ["reserve 1", "release 1"]
+
+
+def test_who_asked_gets_the_answer_once_all_is_undone() -> None:
+    Stock.answer = SoldOut("1")
+    got: list[Message] = []
+    stages.stage("tests.answers")(got.append)
+    try:
+        place(answer_to="tests.answers")
+        drain()
+    finally:
+        stages.unregister("tests.answers")
+    assert [one.body for one in got] == [{"number": "1"}]
+
+
+def test_a_deadline_goes_on_once_and_revokes_what_has_not_come() -> None:
+    run = place()
+    take_start()
+    request = OutboxMessage.objects.get(destination="shop.reserve")
+    OutboxMessage.objects.filter(pk=request.pk).update(due_at=F("due_at") + DAY)
+
+    drain(ahead=HOUR)
+
+    assert failed(run) == {"number": "1"}
+    assert effects() == [], "neither done nor undone"
+    row = InboxMessage.objects.get(stage="shop.reserve", message_id=request.message_id)
+    assert row.revoked_at is not None
+    drain(ahead=2 * DAY)
+    assert effects() == [], "what comes late does nothing"
+
+
+def test_an_answer_that_is_late_is_dropped_and_what_was_done_is_undone() -> None:
+    late: list[uuid.UUID] = []
+
+    def note(run_id: uuid.UUID, **_: Any) -> None:
+        late.append(run_id)
+
+    flow_late.connect(note)
+    try:
+        run = place()
+        take_start()
+        ship()
+        take(stages.find(["shop.reserve"])[0])
+        answer = OutboxMessage.objects.get(destination="shop.checkout.steps")
+        OutboxMessage.objects.filter(pk=answer.pk).update(due_at=F("due_at") + DAY)
+        drain(ahead=HOUR)
+        assert failed(run)
+        assert effects() == ["reserve 1", "release 1"]
+        drain(ahead=2 * DAY)
+    finally:
+        flow_late.disconnect(note)
+    assert late == [run.run_id]
+    assert effects() == ["reserve 1", "release 1"]
+
+
+def take_start() -> None:
+    ship()
+    take(stages.find(["shop.checkout"])[0])
+
+
+def test_an_unreadable_answer_does_not_disarm_the_deadline() -> None:
+    run = place()
+    take_start()
+    OutboxMessage.objects.filter(destination="shop.reserve").update(
+        due_at=F("due_at") + DAY
+    )
+    ticket = f"{run.run_id.hex}.{again(run).turn.hex}"
+    message_id = uuid.uuid4()
+    headers = {
+        "txmsg-id": str(message_id),
+        "content-type": "application/json",
+        wire.TICKET: ticket,
+    }
+    put("shop.checkout.steps", b'{"nonsense": 1}', headers, message_id=message_id)
+    drain()
+    letter = DeadLetter.objects.get()
+    assert (letter.reason, letter.stage) == ("invalid_body", "shop.checkout.steps")
+    assert again(run).waits_for == WaitsFor.ANSWER
+
+    drain(ahead=HOUR)
+
+    assert failed(run) == {"number": "1"}
+
+
+def test_a_request_that_is_refused_is_answered_at_once_and_revoked() -> None:
+    Stock.answer = Refuse("never")
+    run = place()
+    drain(raises=False)
+    assert failed(run) == {"number": "1"}
+    assert effects() == [], "its work was rolled back, and there is nothing to undo"
+
+    Stock.answer = None
+    letter = DeadLetter.objects.get(stage="shop.reserve")
+    assert letter.reason == "refused"
+    assert operate("redeliver", force=True) == 0
+    drain()
+    assert effects() == []
+
+
+def test_a_request_that_fails_is_mended_by_an_operator() -> None:
+    Stock.answer = ValueError("broken")
+    run = place()
+    drain(raises=False)
+    assert again(run).waits_for == WaitsFor.ANSWER
+    Stock.answer = None
+    operate("redeliver")
+    drain()
+    assert again(run).waits_for == WaitsFor.RESUME
+
+
+def test_a_request_that_an_operator_discards_is_answered() -> None:
+    Stock.answer = ValueError("broken")
+    run = place()
+    drain(raises=False)
+    operate("discard")
+    drain()
+    assert failed(run) == {"number": "1"}
+    assert effects() == []
+
+
+def test_the_first_who_resumes_is_the_only_one() -> None:
+    run = place()
+    drain()
+    say(False)
+    with pytest.raises(AlreadyResumed):
+        say(True)
+    drain()
+    assert failed(run) == {"number": "1"}
+    with pytest.raises(AlreadyResumed):
+        say(True)
+
+
+def test_a_signal_replaces_what_the_run_waits_for() -> None:
+    run = place()
+    drain()
+    with transaction.atomic():
+        Checkout.signal("1", Note("wrap it"))
+    drain()
+    assert json.loads(again(run).state)["notes"] == ["wrap it"]
+    assert run.waits_for == WaitsFor.RESUME
+    with transaction.atomic():
+        Checkout.signal("1", Stop("changed my mind"))
+    drain()
+    assert failed(run) == {"why": "changed my mind"}
+    assert effects() == ["reserve 1", "release 1"]
+
+
+def test_a_signal_before_its_run_waits_for_it_and_for_no_other() -> None:
+    with transaction.atomic():
+        Checkout.signal("1", Note("early"))
+    drain()
+    run = place()
+    drain(ahead=5 * MINUTE)
+    assert json.loads(again(run).state)["notes"] == ["early"]
+
+    with transaction.atomic():
+        Checkout.signal("nobody", Note("lost"))
+    ticket = OutboxMessage.objects.order_by("-id").first()
+    old = ticket.headers[wire.TICKET].replace(
+        ticket.headers[wire.TICKET].split(";")[2],
+        wire.format_instant(ticket.created_at - HOUR),
+    )
+    OutboxMessage.objects.filter(pk=ticket.pk).update(
+        headers={**ticket.headers, wire.TICKET: old}
+    )
+    drain()
+    assert DeadLetter.objects.get().reason == "no_run"
+
+
+def test_cancelling_undoes_and_answers() -> None:
+    run = place()
+    drain()
+    with transaction.atomic():
+        cancel(run, "closed")
+        cancel(run, "twice")
+    drain()
+    assert failed(run) == {"why": "closed"}
+    assert effects() == ["reserve 1", "release 1"]
+
+
+def test_cancelling_what_has_not_begun_ends_it() -> None:
+    with transaction.atomic():
+        run = start(Checkout, PlaceOrder("1"), key="1")
+        cancel(run, "at once")
+    ship()
+    take(stages.find(["shop.checkout.steps"])[0])
+    assert again(run).outcome == Outcome.FAILED
+    drain()
+    assert not Order.objects.exists(), "its start came late"
+
+
+def test_an_undo_that_is_dead_stops_there_and_goes_on_when_redelivered() -> None:
+    run = place()
+    drain()
+    stages.unregister("shop.release")
+    broken = [ValueError("not now")] * 3
+
+    def unsure(request: Reserve) -> None:
+        if broken:
+            raise broken.pop()
+        Stock.release(request)
+
+    stages.stage(stock_release, undoes=stock_reserve)(unsure)
+    say(False)
+    drain(raises=False)
+    assert again(run).waits_for == WaitsFor.UNDO
+    assert run.ended_at is None
+    operate("redeliver")
+    drain()
+    assert failed(run) == {"number": "1"}
+    assert effects() == ["reserve 1", "release 1"]
+
+
+def test_copies_of_everything_change_nothing() -> None:
+    run = place()
+    drain()
+    say(True)
+    drain()
+    for row in OutboxMessage.objects.all():
+        headers = wire.headers_of(row, "tests", wire.format_instant(row.created_at))
+        put(row.destination, bytes(row.body), headers)
+        put(
+            row.destination, bytes(row.body), {**headers, "txmsg-id": str(uuid.uuid4())}
+        )
+    drain(raises=False)
+    assert answered(run) == {"number": "1", "shelf": "A7"}
+    # A request under another id is another one; its answer comes late.
+    assert effects() == ["reserve 1", "reserve 1"]
+
+
+def test_a_plain_message_without_an_asker_starts_a_run() -> None:
+    with transaction.atomic():
+        send_message(Checkout.destination, PlaceOrder("9"))
+    drain()
+    assert Run.objects.get().waits_for == WaitsFor.RESUME
+
+
+@dataclass
+class Pack:
+    number: str
+    how: str = "well"
+
+
+@shelved
+class Packing(Flow[Pack, Reserved | Cancelled], name="shop.packing", within=HOUR):
+    number: str = ""
+
+    @step
+    def start(self, pack: Pack) -> Next[Reserved | Cancelled]:
+        self.number = pack.number
+        if pack.how == "another way":
+            return self.hand_over(Packing, Pack(pack.number))
+        return self.ask(
+            stock_reserve, Reserve(pack.number), then=self.packed, undo=stock_release
+        )
+
+    @step
+    def packed(self, reply: Reserved | SoldOut) -> Next[Reserved | Cancelled]:
+        if isinstance(reply, SoldOut):
+            return self.fail(Cancelled("sold out"))
+        return self.sleep(2 * MINUTE, then=self.sealed)
+
+    @step
+    def sealed(self) -> Next[Reserved | Cancelled]:
+        return Reserved(f"box of {self.number}, {self.baggage.get('tenant')}")
+
+
+@shelved
+class Shipping(Flow[Pack, str], name="shop.shipping", within=None):
+    said: str = ""
+    rounds: int = 0
+
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        self.baggage["tenant"] = "blue"
+        self.undo(invoice_void, Reserve("0"))
+        return self.ask(Packing, pack, then=self.packed, otherwise=self.given_up)
+
+    @step
+    def packed(self, box: Reserved) -> Next[str]:
+        self.said = box.shelf
+        return self.later(self.count, 2)
+
+    @step
+    def count(self, left: int) -> Next[str]:
+        self.rounds += 1
+        return self.later(self.count, left - 1) if left else self.said
+
+    @step
+    def given_up(self, why: TimedOut | Dead) -> Next[str]:
+        return self.fail(f"given up: {getattr(why, 'reason', 'late')}")
+
+
+def void(request: Reserve) -> None:
+    Effect.objects.create(name=f"void {request.number}", message_id="")
+
+
+@pytest.fixture
+def shipping() -> Iterator[None]:
+    with at_hand(Packing, Shipping):
+        stages.stage(invoice_void)(void)
+        try:
+            yield
+        finally:
+            stages.unregister("shop.void")
+
+
+def ship_it(how: str = "well") -> Run:
+    with transaction.atomic():
+        return start(Shipping, Pack("7", how))
+
+
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize("how", ["well", "another way"])
+def test_a_flow_asks_a_flow_which_may_hand_over(how: str) -> None:
+    run = ship_it(how)
+    drain(ahead=HOUR)
+    assert again(run).outcome == Outcome.ANSWERED
+    assert json.loads(run.answer) == "box of 7, blue"
+    assert json.loads(run.state)["rounds"] == 3
+    outcomes = Run.objects.exclude(pk=run.pk).values_list("outcome", flat=True)
+    assert sorted(outcomes) == ["answered", "handed_over"][: len(outcomes)]
+    assert set(Run.objects.values_list("first_run", flat=True)) == {run.run_id}
+    assert effects() == ["reserve 7"]
+
+
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize("how", ["well", "another way"])
+def test_cancelling_cancels_what_was_asked_before_anything_older(how: str) -> None:
+    run = ship_it(how)
+    drain()
+    assert Run.objects.filter(waits_for=WaitsFor.TIME).count() == 1
+    with transaction.atomic():
+        cancel(run, "stop")
+    drain()
+    assert failed(run) == {"why": "stop"}
+    assert not Run.objects.filter(ended_at=None).exists()
+    assert effects() == ["reserve 7", "release 7", "void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_a_run_that_fails_is_given_up_to_who_asked_it() -> None:
+    Stock.answer = SoldOut("7")
+    run = ship_it()
+    drain()
+    assert again(run).outcome == Outcome.FAILED
+    assert json.loads(run.answer) == "given up: cancelled"
+    assert effects() == ["reserve 7", "release 7", "void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_what_is_cancelled_before_its_start_has_come_never_starts() -> None:
+    run = ship_it()
+    ship()
+    take(stages.find(["shop.shipping"])[0])
+    asked = OutboxMessage.objects.filter(destination="shop.packing")
+    asked.update(due_at=F("due_at") + DAY)
+    with transaction.atomic():
+        cancel(run, "stop")
+    drain()
+    assert failed(run) == {"why": "stop"}
+    drain(ahead=2 * DAY)
+    assert Run.objects.count() == 1
+    assert effects() == ["void 0"]
+
+
+@shelved
+class Circle(Flow[Pack, str], name="shop.circle", within=None):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return self.later(self.again)
+
+    @step
+    def again(self) -> Next[str]:
+        return self.later(self.again)
+
+
+def test_steps_that_go_in_a_circle_end_as_a_dead_letter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "MAX_HOPS", 9)
+    with at_hand(Circle):
+        with transaction.atomic():
+            run = start(Circle, Pack("1"))
+        drain()
+    assert DeadLetter.objects.get().reason == "hops"
+    assert FlowStep.objects.filter(run=run).count() == 10
+
+
+@shelved
+class Careless(Flow[Pack, str], name="shop.careless", within=None):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        self.wait(then=self.after)
+        if pack.how == "nothing":
+            return None  # type: ignore[return-value]
+        return self.wait(then=self.after)
+
+    @step
+    def after(self) -> Next[str]:
+        return "done"
+
+
+@pytest.mark.parametrize("how", ["nothing", "two"])
+def test_a_step_that_forgets_what_it_made_is_an_error(how: str) -> None:
+    with at_hand(Careless):
+        with transaction.atomic():
+            run = start(Careless, Pack("1", how))
+        drained = drain(raises=False)
+    assert "makes one, and returns it" in str(drained.errors[0])
+    assert again(run).waits_for == WaitsFor.START
+
+
+def test_a_step_that_this_code_does_not_have_waits_for_code_that_has() -> None:
+    run = place()
+    drain()
+    Run.objects.update(step="approved_by_two")
+    say_as(run, True)
+    drain()
+    row = InboxMessage.objects.get(needs_version__isnull=False)
+    assert row.needs_type == "shop.checkout/approved_by_two"
+    assert not DeadLetter.objects.exists()
+    assert again(run).waits_for == WaitsFor.RESUME
+
+    Run.objects.update(step="approved")
+    InboxMessage.objects.update(needs_version=None)
+    drain()
+    assert answered(run)
+
+
+def say_as(run: Run, value: object) -> None:
+    with transaction.atomic():
+        send_message("shop.checkout.steps", value)
+    row = OutboxMessage.objects.order_by("-id").first()
+    ticket = f"{run.run_id.hex}.{again(run).turn.hex}"
+    OutboxMessage.objects.filter(pk=row.pk).update(headers={wire.TICKET: ticket})
+
+
+def test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not() -> None:
+    run = place("1")
+    place("2")
+    drain()
+    say(True)
+    drain()
+    Run.objects.filter(pk=run.pk).update(ended_at=F("ended_at") - 31 * DAY)
+    (kind,) = [one for one in retention.kinds() if one.model is Run]
+    assert retention.count(kind, "default") == 1
+    assert retention.prune(kind, "default") == 1
+    assert Run.objects.get().key == "2"
+    assert set(FlowStep.objects.values_list("run__key", flat=True)) == {"2"}
+
+
+def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:
+    run = place()
+    drain()
+    InboxMessage.objects.filter(stage="shop.reserve").delete()
+    FlowUndo.objects.update(created_at=F("created_at") - 15 * DAY, answered=False)
+    say(False)
+    drain()
+    assert DeadLetter.objects.get().reason == "undo_in_doubt"
+    assert again(run).waits_for == WaitsFor.UNDO
+    assert effects() == ["reserve 1"]
+
+
+def test_nobody_makes_us_answer_elsewhere() -> None:
+    headers = {
+        "content-type": "application/json",
+        wire.TYPE: "tests.Reserve;v=1;min=1",
+        wire.REPLY_TO: "payments.charge",
+        wire.TICKET: "x",
+    }
+    put("shop.reserve", b'{"number": "1"}', {"txmsg-id": str(uuid.uuid4()), **headers})
+    drain()
+    assert DeadLetter.objects.get().reason == "reply_to"
+    assert effects() == []
+    assert not OutboxMessage.objects.exists()
+
+
+def test_an_undo_whose_request_is_done_elsewhere_is_an_error_of_the_checks() -> None:
+    def ids() -> list[str]:
+        return [one.id for one in check() if "undoes" in one.msg]
+
+    assert ids() == []
+    stages.unregister("shop.reserve")
+    assert ids() == ["txmsg.E062"]
+    stages.stage(stock_reserve, using="other")(reserve)
+    assert ids() == ["txmsg.E062"]

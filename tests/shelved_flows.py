@@ -1,0 +1,43 @@
+"""Flows of tests, which no other test sees: declared once, known while a test asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from django_txmsg import stages
+from django_txmsg.flows import declaration
+from django_txmsg.flows.declaration import STEPS
+
+Shelved = TypeVar("Shelved", bound=type[Any])
+
+_stages: dict[str, list[stages.Stage]] = {}
+
+
+def shelved(flow: Shelved) -> Shelved:
+    """Take a flow away that was declared just now."""
+    name = flow._declaration.name
+    _stages[name] = stages.find([name, name + STEPS])
+    _withdraw(name)
+    return flow
+
+
+@contextmanager
+def at_hand(*flows: type[Any]) -> Iterator[None]:
+    """Let flows be known for the duration of the block."""
+    for flow in flows:
+        declaration.declare(flow._declaration)
+        for stage in _stages[flow._declaration.name]:
+            stages.register(stage)
+    try:
+        yield
+    finally:
+        for flow in flows:
+            _withdraw(flow._declaration.name)
+
+
+def _withdraw(name: str) -> None:
+    declaration.forget(name)
+    for address in (name, name + STEPS):
+        stages.unregister(address)
