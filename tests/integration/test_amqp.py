@@ -1,5 +1,5 @@
-"""RabbitMQ over AMQP: what its queues and topics are, what comes back, and what STOMP
-and AMQP have of each other."""
+"""RabbitMQ over AMQP: its queues and topics, returned messages, and messages shared
+with STOMP."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opened() -> Iterator[Open]:
 
 @pytest.fixture
 def bare(rabbitmq: RabbitMQ) -> Iterator[amqp.Channel]:
-    """A channel of somebody who knows nothing of us."""
+    """A channel of a foreign client."""
     link = amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD)
     with link:
         yield link.channel()
@@ -132,7 +132,8 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
 def test_a_stream_is_refused_to_who_would_receive_from_it(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """Ten sent before the consumer came: none arrives, and nothing says so."""
+    """Ten messages were sent before the consumer subscribed: none arrives, and RabbitMQ
+    reports no error."""
     bare.queue_declare(
         destination,
         durable=True,
@@ -200,8 +201,8 @@ def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
 def test_whoever_makes_a_queue_first_says_what_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """Between the look for it and the making another one makes it, as something else:
-    it is taken as it is."""
+    """Another client declares the queue with another type between our check and our
+    declaration: it is used as it is."""
     with Proxy(rabbitmq_amqp.port) as proxy, ThreadPoolExecutor(1) as pool:
         quick = opened(rabbitmq_amqp.url(queue_type="classic"))
         slow = opened(rabbitmq_amqp.url(port=proxy.port))
@@ -396,7 +397,8 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
 def test_a_subscription_whose_channel_ends_while_its_session_sends_is_over(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """As after RabbitMQ's consumer_timeout; nobody waits for what can never come."""
+    """As after RabbitMQ's consumer_timeout; no thread may wait for deliveries that can
+    never come."""
     session = opened(rabbitmq_amqp.url())
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]
@@ -539,7 +541,7 @@ def test_a_message_is_the_same_by_either_protocol(
 def test_stomp_sends_nothing_that_amqp_has_no_place_for(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """RabbitMQ would hang up on whoever takes it by AMQP, again and again."""
+    """RabbitMQ would hang up on every AMQP consumer of the message, again and again."""
     name, correlation_id = Outgoing(destination, {"n" * 256: "x"}, b""), "é" * 255
     media_type = Outgoing(destination, {"content-type": "a/" + "b" * 254}, b"")
     headers = {"correlation-id": correlation_id, "x": "y" * 999}

@@ -1,4 +1,5 @@
-"""A batch on the brokers that live in a server of their own: who fails, fails alone."""
+"""A batch on the brokers with a server of their own: a message that fails, fails
+alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the real brokers do, where the design rests on it and no manual says it.
+"""How real brokers behave where the design depends on it and no manual says so.
 
-These tests ask the brokers, not our code: a raw client writes the frames and reads the
-answers. One that fails tells that a broker has changed, and that
-`docs/explanation/broker-facts.md` and a dialect have to change with it.
+These tests query the brokers, not our code: a raw client writes the frames and reads
+the answers. If one fails, a broker has changed, and `docs/explanation/broker-facts.md`
+and a dialect must change with it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def client() -> Iterator[Client]:
 
 
 def queue(prefix: str = ALLOWED) -> str:
-    """Name a queue nobody has used, which the limited user may use too."""
+    """Return the name of an unused queue that the limited user may use too."""
     return f"/queue/{prefix}{uuid.uuid4().hex}"
 
 
@@ -144,8 +144,9 @@ def test_activemq_refuses_the_commit_when_a_send_without_receipt_failed(
 def test_activemq_keeps_a_transaction_whose_commit_it_refused(
     activemq: ActiveMQ, client: Client
 ) -> None:
-    """It no longer knows the name, so ABORT cannot end it, and what was acknowledged
-    in it cannot be acknowledged again: only the end of the connection frees it."""
+    """The broker no longer knows the transaction's name, so ABORT cannot end it, and
+    its acknowledged messages cannot be acknowledged again. Only the end of the
+    connection releases them."""
     name = queue()
     send(client(activemq), name, b"one")
     consumer = client(activemq, LIMITED_USER)
@@ -383,9 +384,11 @@ def test_activemq_holds_the_commit_back_while_a_send_without_receipt_waits(
 
 
 def take(client: RawClient, destination: str, count: int) -> list[bytes]:
-    """Take at least so many messages out of a queue, which makes room for the parked.
+    """Receive at least that many messages from a queue, which makes room for the
+    blocked ones.
 
-    What comes before we have left is taken too, and returned: it is gone from there.
+    Messages that arrive before we disconnect are received too, and returned: they are
+    no longer in the queue.
     """
     client.send("SUBSCRIBE", id="some", destination=destination, ack="auto")
     bodies = [client.expect("MESSAGE").body for _ in range(count)]
@@ -408,7 +411,7 @@ def take(client: RawClient, destination: str, count: int) -> list[bytes]:
 def test_rabbitmq_sends_receipts_out_of_order_over_two_queues(
     rabbitmq: RabbitMQ, client: Client, of_odd_ones: dict[str, str], size: int
 ) -> None:
-    """Each comes once, though: only the order is nobody's promise."""
+    """Each arrives once, though: only the order is not guaranteed."""
     overtaken = 0
     for _ in range(20):
         producer, names = client(rabbitmq), [queue(), queue()]
@@ -447,7 +450,8 @@ def test_rabbitmq_sends_receipts_in_order_over_one_queue(
 def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """So a volatile message is one without the header, never one that denies it."""
+    """So a volatile message has no such header, rather than one with the value
+    false."""
     name, first, second = queue(), client(rabbitmq), client(rabbitmq)
     send(first, name, b"x", receipt="declared")
     read_to(first, "declared")
@@ -513,7 +517,7 @@ def release(rabbitmq: RabbitMQ) -> tuple[int, int]:
 
 @pytest.fixture
 def channel(rabbitmq: RabbitMQ) -> Iterator[amqp.Channel]:
-    """A channel of a user who may do everything."""
+    """A channel of a user with all permissions."""
     with amqp.Connection(
         f"127.0.0.1:{rabbitmq.amqp_port}", userid=USER, password=PASSWORD
     ) as connection:
@@ -596,7 +600,8 @@ def test_rabbitmq_4_3_delays_what_comes_back_by_one_rule_of_the_queue(
 def test_rabbitmq_4_3_answers_who_may_not_configure_as_if_the_queue_was_there(
     rabbitmq: RabbitMQ,
 ) -> None:
-    """Until then a passive declare needed no permission, and told what is missing."""
+    """Before 4.3 a passive declaration needed no permission, and showed whether the
+    queue exists."""
     with amqp.Connection(
         f"127.0.0.1:{rabbitmq.amqp_port}", userid=LIMITED_USER, password=PASSWORD
     ) as connection:

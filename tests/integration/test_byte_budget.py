@@ -125,8 +125,8 @@ def test_a_consumer_takes_so_many_bytes_ahead() -> None:
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """That lane may not take it, and its claim hides it for a moment from the one that
-    may: SKIP LOCKED."""
+    """That lane may not claim it, and its attempt hides the message for a moment from
+    the lane that may: SKIP LOCKED."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

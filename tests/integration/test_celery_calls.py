@@ -1,5 +1,6 @@
-"""A task that is called inside a transaction is a row of the outbox, as it would have
-been sent, and asks neither a broker nor a result backend, which are both down here."""
+"""A task called inside a transaction becomes a row of the outbox with the message that
+Celery would have sent. Neither the broker nor the result backend is contacted: both are
+down here."""
 
 from __future__ import annotations
 
@@ -177,7 +178,7 @@ ELSEWHERE = {
 def test_what_is_stored_never_goes_to_another_broker_than_it_was_given(
     by: str, url: str
 ) -> None:
-    """It would be sent by the app of its row, to a queue that perhaps nobody reads."""
+    """The app of the row would send it, to a queue without a consumer perhaps."""
     calls: list[Callable[..., Any]] = [
         lambda **given: add.apply_async((1, 2), **given),
         lambda **given: app.send_task("elsewhere.task", (3,), **given),

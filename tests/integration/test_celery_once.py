@@ -51,7 +51,7 @@ def celery() -> Iterator[None]:
 
 
 def once_task(work: Any, **options: Any) -> Any:
-    """Return a OnceTask that does the work, under a name of its own."""
+    """Return a OnceTask that runs the function, under a unique name."""
     name = f"tests.once.{uuid.uuid4().hex}"
     work.__name__ = "work"  # Celery writes code with it, which no lambda's is
     return app.task(work, name=name, base=OnceTask, shared=False, **options)
@@ -72,7 +72,7 @@ def effect(name: str) -> None:
 
 @contextmanager
 def away() -> Iterator[None]:
-    """Nobody answers where the app sends, nor where its results are."""
+    """Make the app's broker and its result backend unreachable."""
     before = app.conf.result_backend
     app.conf.update(
         broker_url="amqp://127.0.0.1:1//",
@@ -91,7 +91,7 @@ def away() -> Iterator[None]:
 
 
 def sent() -> list[Any]:
-    """Take what lies in the app's queue."""
+    """Receive the messages in the app's queue."""
     with app.connection_for_read() as connection:
         queue = app.amqp.default_queue(connection.default_channel)
         queue.declare()
@@ -250,7 +250,7 @@ def test_while_what_follows_cannot_be_called_the_message_goes_back(
 
 
 def work_off() -> None:
-    """Do what a worker does until its queue is empty."""
+    """Do the work of a worker until its queue is empty."""
     while messages := sent():
         for message in messages:
             args, kwargs, embedded = message.decode()

@@ -56,7 +56,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 def amqp_url(server: RabbitMQ) -> str:
-    """Return where RabbitMQ speaks AMQP."""
+    """Return the URL of RabbitMQ over AMQP."""
     return f"amqp://{USER}:{PASSWORD}@127.0.0.1:{server.amqp_port}//"
 
 
@@ -204,7 +204,7 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
-    """Called twice, once by the one that was killed: worked once, nested ones too."""
+    """Called twice, once by the killed worker; executed once, nested links too."""
     links = [
         charge.s(2).set(link=charge.s(3)),
         chain(charge.s(4), charge.s(5)),
@@ -315,7 +315,7 @@ def test_a_task_that_the_broker_refuses_is_refused_alone(
 def test_a_queue_that_was_deleted_loses_no_task(
     worker: Start, rabbitmq: RabbitMQ
 ) -> None:
-    """Also where an exchange stands between, which would drop it in silence."""
+    """Also if an exchange stands in between, which would drop it silently."""
     exchange = Exchange("tests.celery.topic", type="topic")
     queue = Queue("tests.celery.eu", exchange, routing_key="eu.#")
     lane = Lane("default", "celery")
@@ -343,7 +343,7 @@ def test_a_queue_that_was_deleted_loses_no_task(
 def test_what_follows_a_once_task_is_confirmed(
     worker: Start, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue that takes no more refuses it, which without confirms nobody hears."""
+    """A full queue refuses the message, which would go unnoticed without confirms."""
     monkeypatch.setattr(following, "PAUSE", 0.0)
     limits = {"x-max-length": 1, "x-overflow": "reject-publish"}
     full = Queue("tests.celery.full", queue_arguments=limits)

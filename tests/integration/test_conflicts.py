@@ -58,7 +58,8 @@ def test_contention_buries_nobody(batch: int) -> None:
 
 
 def test_who_always_loses_has_an_attempt_in_the_end() -> None:
-    """As from a trigger that says so whatever happens: it does not go on for ever."""
+    """For example because of a trigger that always raises a conflict: the retries
+    end."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

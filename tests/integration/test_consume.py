@@ -206,7 +206,7 @@ def test_messages_stored_in_a_savepoint_that_rolls_back_do_not_leave() -> None:
 
 
 def test_a_re_executed_stage_sends_the_same_ids() -> None:
-    """Downstream inboxes catch what a second execution sends."""
+    """Downstream inboxes drop the copies of a second execution."""
     sent: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The contract: a valid document, and what a change of it breaks."""
+"""The contract: a valid document, and its breaking changes."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_how_far_back_a_version_is_readable_is_found_out_and_sent(
 
 
 def invoice(version: int, note: str | None = "") -> type:
-    """Return a version of a type: with a note, one that may be left out, or none."""
+    """Return a version of a type: with a required note, an optional note, or none."""
 
     @dataclass
     class Line:

@@ -1,5 +1,5 @@
-"""The database goes away and comes back: what is in hand stays there, and nobody asks
-the broker for more. Counted at a broker that writes down what it hands out."""
+"""The database goes away and comes back: the consumer keeps its deliveries and takes no
+others. Counted at a broker that records its deliveries."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_handler_that_loses_its_connection_runs_again_at_once(
 
 @pytest.fixture
 def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
-    """The server, which is late to write to its disk what nobody waits for."""
+    """The server, which writes asynchronous commits to its disk late."""
 
     def be(setting: str) -> None:
         with connection.cursor() as cursor:
@@ -147,7 +147,7 @@ def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
 def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
     ends: str, broker: ScriptedBroker, forgetful: services.PostgreSQL
 ) -> None:
-    """The commit of the record waits for no disk, and the handler fails by itself."""
+    """The record's commit does not wait for the disk, and the handler fails."""
     policy = RedeliveryPolicy(
         max_redeliveries=0 if ends == "dead" else 3,
         initial_delay=0.0,
@@ -307,7 +307,8 @@ def test_a_statements_time_out_is_a_failure_of_its_message() -> None:
 
 
 def test_a_slow_stage_acknowledges_each_message_at_once(broker: ScriptedBroker) -> None:
-    """RabbitMQ closes the channel of who keeps a delivery longer than it allows."""
+    """RabbitMQ closes the channel of a consumer that keeps a delivery longer than
+    permitted."""
     go_on = threading.Event()
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""From the grave: what a dead letter keeps, and its three ways out."""
+"""Dead letters: what they keep, and the three ways to resolve them."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_topics_dead_letter_comes_again_to_the_stage_where_it_died() -> None:
 
 
 def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
-    """A queue has one who takes it now, whatever he is called; a topic has many."""
+    """A queue has one present consumer, whatever its name; a topic has many."""
     handler = Stubborn()
     with declared(handler, "tests.kept", name="old") as stage:
         send(stage.destination)

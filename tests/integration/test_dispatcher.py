@@ -1,4 +1,4 @@
-"""What leaves right after a commit, and what waits for the relay."""
+"""Which messages leave right after a commit, and which wait for the relay."""
 
 from __future__ import annotations
 
@@ -171,8 +171,8 @@ def test_a_rollback_wakes_nobody() -> None:
 def test_by_no_thread_where_the_database_is_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in the tests of a project on SQLite: a second connection fails at once where
-    the first one writes, and the first one where the second does."""
+    """As in the tests of a project on SQLite: each of two connections fails at once
+    while the other one writes."""
     connections["other"].ensure_connection()
     name = "file:memorydb_other?mode=memory&cache=shared"
     monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
@@ -282,8 +282,8 @@ def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silen
 def test_without_commits_the_thread_gives_its_connection_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With CONN_MAX_AGE = 0, as by default; the next commit opens another. Who would
-    notify keeps one of its own for a while."""
+    """With CONN_MAX_AGE = 0, the default; the next commit opens another. The notifier
+    keeps a connection of its own for a while."""
     monkeypatch.setattr(dispatcher, "IDLE", 0.1)
     alone = txmsg(DISPATCH_ON_COMMIT="thread", NOTIFY=False)
     with alone, connection.cursor() as cursor:

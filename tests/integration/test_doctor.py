@@ -1,4 +1,4 @@
-"""`txmsg doctor` tries an installation; `txmsg init` prints what it lacks."""
+"""`txmsg doctor` tests an installation; `txmsg init` prints what it lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.services.rabbitmq import READER
 
 
 def doctor() -> tuple[int, list[dict[str, str]]]:
-    """Return the exit code, and what was examined."""
+    """Return the exit code and the results."""
     output, code = StringIO(), 0
     try:
         call_command("txmsg", "doctor", "--json", stdout=output)
@@ -33,12 +33,12 @@ def doctor() -> tuple[int, list[dict[str, str]]]:
 
 
 def of(examined: list[dict[str, str]], subject: str) -> list[dict[str, str]]:
-    """Return what was said of one subject."""
+    """Return the results about one subject."""
     return [one for one in examined if one["subject"] == subject]
 
 
 def printed(command: str) -> str:
-    """Return what a verb of `txmsg` prints."""
+    """Return the output of a verb of `txmsg`."""
     output = StringIO()
     call_command("txmsg", command, stdout=output)
     return output.getvalue()

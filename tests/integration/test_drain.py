@@ -279,7 +279,7 @@ class TestInsideATestCase(TestCase, Declares):
 
 
 class TestWhereTransactionsCommit(TransactionTestCase, Declares):
-    """Beside drain() a dispatcher's thread is at work, as in production."""
+    """A dispatcher's thread runs beside drain(), as in production."""
 
     available_apps: ClassVar[list[str]] = ["django_txmsg", "tests.app"]
 

@@ -1,4 +1,4 @@
-"""Messages without a `txmsg-id` on RabbitMQ, which names each delivery anew."""
+"""Messages without a `txmsg-id` on RabbitMQ, which has no stable id for a message."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_force(settings: dict[str, Any]) -> Iterator[None]:
 
 
 def put_foreign(destination: str, body: bytes, **headers: str) -> None:
-    """Send as somebody does who knows nothing of us: our client would add its id."""
+    """Send like a foreign client: our client would add its id."""
     address = split_url(get_broker()._url)
     assert address.port is not None
     kind, _, name = destination.rpartition(":")

@@ -1,4 +1,4 @@
-"""What somebody forgets to set up is said in the words of what to do."""
+"""A forgotten set-up step gives an error that says what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ EVERYTHING = ["django.contrib.contenttypes", "django.contrib.auth", "django_txms
 
 
 def django(tmp_path: Path, apps: list[str], *command: str) -> str:
-    """Return what a command of a project with these settings says, well or ill."""
+    """Return the output of a command of a project with these settings, whether it
+    succeeds or fails."""
     name = tmp_path / "db.sqlite3"
     (tmp_path / "forgetful.py").write_text(SETTINGS.format(apps=apps, name=name))
     here = {

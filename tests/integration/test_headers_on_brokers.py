@@ -1,5 +1,5 @@
-"""Every header that a caller may set arrives as it was sent, on every broker; the
-names are those that the brokers' own documentation gives a meaning to, and odd ones."""
+"""Every header that a caller may set arrives unchanged, on every broker. The names are
+those with a meaning in the brokers' own documentation, and odd ones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whatever a stranger puts into a queue that we read is processed, or dead with its
-bytes; nothing stops, and nothing is left.
+"""Every foreign message in a queue that we consume is processed, or dead with its
+bytes; consumers go on, and no message is left.
 
-The messages are drawn from what may go wrong in headers and bodies, by a seed that the
-test names, and travel by AMQP, by STOMP without manners, and as rows written by hand.
+The messages combine faults of headers and bodies at random, by a seed that the test
+prints. They travel by AMQP, by a raw STOMP client, and as rows written by hand.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Draw = random.Random
 
 
 def drawn_headers(draw: Draw) -> dict[str, str]:
-    """Headers of text; some messages have an id of ours, and one of its own each."""
+    """Random headers of text; some messages have a valid and unique `txmsg-id`."""
     names = draw.sample(NAMES, draw.randint(0, 6))
     headers = {name: draw.choice(VALUES) for name in names}
     if draw.random() < 0.8:
@@ -133,8 +133,8 @@ def by_stomp(
 
 
 def by_stomp_beside(server: ByAmqp, queue: str, draw: Draw) -> bytes | None:
-    """Send one to what is read by AMQP: RabbitMQ takes longer names by STOMP than it
-    can hand over, and hangs up on the consumer."""
+    """Send one by STOMP to a queue that is consumed by AMQP: RabbitMQ accepts longer
+    names by STOMP than it can deliver, and hangs up on the consumer."""
     return by_stomp(server.node, queue, draw, longest=255)
 
 

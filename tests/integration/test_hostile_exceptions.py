@@ -32,7 +32,7 @@ TWICE = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0)
 def run(
     error: Any, policy: RedeliveryPolicy, batch: int = 1, mode: Any = "outbox"
 ) -> DeadLetter:
-    """Have the second of three messages fail; return what became of it."""
+    """Let the second of three messages fail; return the result."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=str(message.body), message_id=str(message.id))

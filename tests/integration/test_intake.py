@@ -35,7 +35,7 @@ class WithDeadLetters(DatabaseBroker):
 
 @contextmanager
 def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
-    """Take in what lies there until there is a dead letter."""
+    """Take in messages until there is a dead letter."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         crew = Crew(stop.set)

@@ -1,7 +1,7 @@
-"""A message that was accepted is stored, however late in its transaction it was sent.
+"""Every accepted message is stored, however late in its transaction it was sent.
 
 Hooks and receivers of signals run before, between and after the package's own last
-steps. What they send leaves, or the sender hears of it: never neither.
+steps. Their messages leave, or the send raises.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Act once, on a signal's first coming; what that raised is in the list."""
+    """Act once, at a signal's first arrival; the exception, if any, is in the list."""
     failed: list[Exception] = []
     acted: list[bool] = []
 
@@ -171,7 +171,7 @@ def test_a_receiver_of_a_sessions_signal(signal: Signal, key: str | None) -> Non
 def test_the_dispatcher_is_woken_though_nobody_can_be_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The look for what is there, after the commit, fails."""
+    """The query for the stored rows, after the commit, fails."""
     woken = list[int]()
 
     def refuse(execute: Any, sql: str, *given: Any) -> Any:

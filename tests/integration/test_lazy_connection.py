@@ -1,7 +1,7 @@
-"""What a stage costs the database: nothing, if it asks it nothing.
+"""A stage that runs no query costs the database nothing.
 
-Counted by what PostgreSQL says it received, and on both databases by whether Django
-has opened a connection.
+Counted by the statements that PostgreSQL received, and on both databases by whether
+Django opened a connection.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Received:
         return mark
 
     def statements(self) -> list[str]:
-        """Return what came since, with connections as CONNECT."""
+        """Return the statements since the last call, with connections as CONNECT."""
         end = self._mark()
         lines = self._server.log().rpartition(self._begin)[2].partition(end)[0]
         found = re.findall(

@@ -1,4 +1,4 @@
-"""What an operator does to the very rows that workers have in hand just then."""
+"""Actions of operators on rows that workers are processing."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 
 def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
-    """Return what an operator's action returns that begins while a worker's transaction
-    is open, which commits when the action waits for it or is done."""
+    """Return the result of an operator's action that starts while a worker's
+    transaction is open. The worker commits when the action waits for it or is done."""
 
     def act() -> T:
         with closing(connections["default"]):
@@ -65,7 +65,7 @@ def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
 
 
 def held_up() -> bool:
-    """Return whether somebody waits for a lock."""
+    """Return whether a session waits for a lock."""
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
         return bool(cursor.fetchone()[0])
@@ -253,7 +253,8 @@ def test_one_that_dies_again_while_its_letter_is_pruned_is_kept() -> None:
 def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since() -> (
     None
 ):
-    """As one that was stopped for a while. What has failed before is sent last."""
+    """Like a relay that was stopped for a while. A message that failed before is sent
+    last."""
     with transaction.atomic():
         sent, taken_back = send_message("tests.lapsed", 1), send_message("tests.b", 2)
     OutboxMessage.objects.filter(message_id=taken_back.id).update(attempts=1)

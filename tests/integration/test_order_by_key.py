@@ -1,4 +1,5 @@
-"""Messages of one key leave in the order they were stored; others wait for nobody."""
+"""Messages of one key leave in the order in which they were stored; others do not
+wait."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_rows_of_other_brokers_and_services_are_not_among_what_is_held_back() ->
 
 
 def test_across_two_relays_with_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent in order of each key, whoever sends, and whatever has to be tried again."""
+    """Sent in the order of each key, by any relay, and despite retries."""
     dice, lock = random.Random(7), threading.Lock()
     sent: dict[str, list[int]] = defaultdict(list)
 

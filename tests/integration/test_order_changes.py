@@ -1,5 +1,5 @@
-"""Order where something changes under way: a stage's name, who commits when, and who
-has a key in hand; and what strangers say of an order."""
+"""Order under changes: a stage is renamed, transactions commit late, a worker holds a
+key; and order headers of foreign senders."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 def test_a_stage_that_is_renamed_under_traffic() -> None:
-    """The new one has never seen what the old one has processed, and does not wait for
-    that for long."""
+    """The renamed stage has no record of what the old one has processed, and waits for
+    it only for a short time."""
     destination, sent = "tests.renamed", 0
 
     def send(count: int) -> None:
@@ -71,7 +71,7 @@ def test_a_stage_that_is_renamed_under_traffic() -> None:
 
 @pytest.mark.postgresql
 def test_one_that_commits_late_has_the_place_in_which_it_left() -> None:
-    """Its number is lower than those of what left before it."""
+    """It has a lower number than messages that left before it."""
     destination = "tests.late"
     began, commit = threading.Event(), threading.Event()
 
@@ -173,8 +173,9 @@ STRANGE = [
 
 @pytest.mark.parametrize(("ordered", "batch"), [("block", 7), ("skip", 1)])
 def test_a_stranger_holds_up_no_key_and_no_stage(ordered: Order, batch: int) -> None:
-    """Links to anything, to itself and in circles, under the keys of others: what is
-    linked by its own sender goes its way, and the rest can be let go."""
+    """Links to any message, to the message itself and in circles, under the keys of
+    others: messages with their sender's links are processed, and the rest can be
+    released."""
     draw = random.Random(f"{ordered} {batch}")
     ids = [uuid.UUID(int=draw.getrandbits(128)) for _ in range(30)]
     with declared(effect, ordered=ordered, batch=batch) as stage:
@@ -259,8 +260,8 @@ def test_what_names_itself_as_its_predecessor_waits_for_nobody() -> None:
 
 
 def test_what_lay_in_the_queue_while_the_stage_was_paused_comes_first() -> None:
-    """One that has been waiting for longer than the patience is not let go before the
-    stage has had a chance to receive what it waits for."""
+    """A message that has waited longer than ORDER_PATIENCE is not released before the
+    stage has had a chance to receive its predecessor."""
     with txmsg(ORDER_PATIENCE=60.0), declared(effect, ordered="skip") as stage:
         send_chain(stage.destination, [0, 1])
         zero, one = taken(stage.destination)

@@ -1,4 +1,5 @@
-"""Where too many messages wait at an ordered stage, it stops receiving, and says so."""
+"""If too many messages wait at an ordered stage, it stops receiving, and reports
+that."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def waiting() -> int:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts as often as it is asked."""
+    """It counts at each call."""
     monkeypatch.setattr(rooms, "LOOK", 0.0)
     monkeypatch.setattr(rooms, "SHARE", 0)
 
@@ -85,7 +86,8 @@ def test_it_stops_receiving_at_a_limit_and_goes_on_when_they_have_gone(
 def test_a_full_stage_takes_one_message_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the others wait for may lie in its queue, behind what it would not take."""
+    """Its queue may contain the predecessor of the others, behind messages that would
+    wait."""
     monkeypatch.setattr(rooms, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(rooms, "LONGEST_PAUSE", 0.01)
     with txmsg(ORDER_MAX_WAITING=5), declared(effect, ordered="block") as stage:

@@ -73,7 +73,7 @@ def send_chain(
 
 
 def taken(destination: str) -> list[tuple[bytes, dict[str, str]]]:
-    """Take what lies in a queue, in its order, as a broker that reorders needs it."""
+    """Receive the messages of a queue in order, for a broker that reorders."""
     rows = list(QueueMessage.objects.filter(queue=destination).order_by("id"))
     QueueMessage.objects.filter(pk__in=[row.pk for row in rows]).delete()
     return [(bytes(row.body), dict(row.headers)) for row in rows]
@@ -85,7 +85,7 @@ def deliver(destination: str, *messages: tuple[bytes, dict[str, str]]) -> None:
 
 
 def settle(stage: stages.Stage, wanted: int) -> None:
-    """Let two consumers work until so many effects are there."""
+    """Let two consumers run until there are that many effects."""
     with running(stage, concurrency=2):
         wait_until(lambda: Effect.objects.count() >= wanted, deadline=60)
 
@@ -303,7 +303,7 @@ def test_dead_with_skip_holds_up_nobody_and_runs_late() -> None:
 
 @pytest.mark.parametrize("batch", [1, 10])
 def test_skip_passes_a_dead_one_of_its_own_batch_at_once(batch: int) -> None:
-    """`drain()` waits for nothing: whoever is put off is left behind by it."""
+    """`drain()` does not wait: it would leave a postponed message behind."""
     handler = refusing(1, 3)
     with declared(handler, ordered="skip", batch=batch) as stage:
         with transaction.atomic():
@@ -477,8 +477,8 @@ def test_with_block_a_lost_predecessor_is_waited_for() -> None:
 def test_with_block_what_a_stage_cannot_have_seen_is_not_waited_for(
     because: str,
 ) -> None:
-    """Its predecessor left before the stage first ran in order here, or before what the
-    inbox remembers."""
+    """Its predecessor left before the stage was first ordered here, or before the
+    inbox's retention."""
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)
@@ -502,8 +502,8 @@ def test_with_block_what_a_stage_cannot_have_seen_is_not_waited_for(
 
 
 def test_nothing_passes_one_of_its_key_that_is_open_here() -> None:
-    """One whose predecessor is lost does not overtake an earlier one that waits for
-    its redelivery."""
+    """A message whose predecessor is lost does not overtake an earlier one that waits
+    for its redelivery."""
 
     def handler(message: Message) -> None:
         effect(message)

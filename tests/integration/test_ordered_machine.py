@@ -253,7 +253,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(minutes=st.sampled_from([1, 60]))
     def minutes_pass(self, minutes: int) -> None:
-        """Bring everything nearer that is due, but what nobody asks any more."""
+        """Bring all due times nearer, except those of rows that are not rechecked any
+        more."""
         by = dt.timedelta(minutes=minutes)
         rows = InboxMessage.objects.filter(due_at__year__lt=9000)
         rows.update(due_at=F("due_at") - by)
@@ -287,7 +288,8 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def every_key_is_in_order(self) -> None:
-        """What was dead and skipped may run late; all else runs as it was stored."""
+        """Messages that were dead and skipped may run late; all others run in the order
+        of storing."""
         late = set(
             DeadLetter.objects.values_list("message_id", flat=True)
             if self.ordered == "skip"

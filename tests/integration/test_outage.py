@@ -38,7 +38,7 @@ def forgotten() -> Iterator[None]:
 
 
 def error_of(question: Callable[[], object]) -> BaseException:
-    """Return what the question raises."""
+    """Return the error that the query raises."""
     with pytest.raises((DatabaseError, InterfaceError)) as caught:
         question()
     return caught.value
@@ -87,7 +87,7 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
 
 @pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
 def test_either_driver_tells_the_servers_code(name: str) -> None:
-    """psycopg 3 says it by the one name, psycopg2 by the other."""
+    """psycopg 3 and psycopg2 have it under different names."""
 
     def told(code: str) -> OperationalError:
         error, cause = OperationalError(), Exception()

@@ -1,5 +1,5 @@
-"""Code that outlives its session or stage, as a task of an async view may, has taken
-its context along: what it sends then is its own transaction's affair."""
+"""Code that outlives its session or stage, such as a task of an async view, still has
+its context: its messages belong to its own transaction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def nothing_is_wrong(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def later() -> Message:
-    """Send in a transaction; tell that it was stored before the commit."""
+    """Send in a transaction; report that it was stored before the commit."""
     with transaction.atomic():
         message = send_message("tests.later", None)
         assert OutboxMessage.objects.filter(message_id=message.id).exists()

@@ -1,4 +1,4 @@
-"""Parked messages: what failed is in the inbox, whole, until its time has come."""
+"""Parked messages: a failed message is in the inbox, complete, until it is due."""
 
 from __future__ import annotations
 

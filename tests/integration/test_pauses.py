@@ -303,7 +303,7 @@ def test_relay_once_says_what_was_not_taken() -> None:
 def test_a_message_that_is_cancelled_ends_the_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody waits any more, so nobody can say that it works."""
+    """No message waits any more, so no trial can prove that the destination works."""
     monkeypatch.setattr(pauses, "SETTLED", 0.0)
     ROOM[FULL] = 0
     store((FULL, None))

@@ -239,8 +239,8 @@ def test_tasks_are_found_by_priority_and_not_sorted() -> None:
 
 @pytest.mark.parametrize("model", [OutboxMessage, InboxMessage])
 def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
-    """A server with a large table takes a second index for a help, and reads for each
-    batch what that one has to say of the whole table."""
+    """On a large table, a server would combine a second index, and for each batch read
+    its entries for the whole table."""
     OutboxMessage.objects.all().delete()
     store(1)
     InboxMessage.objects.create(

@@ -142,7 +142,7 @@ def test_a_broker_that_goes_away_behind_the_hang_up_costs_the_others_nothing(
 
 @pytest.mark.parametrize("way", ["one lane", "the Celery task"])
 def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None:
-    """So it does, by STOMP, where a queue is full: no message is blamed."""
+    """By STOMP it does so for a full queue: no message counts an attempt."""
     with (
         ScriptedBroker(RABBITMQ) as broker,
         txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),

@@ -1,4 +1,4 @@
-"""The pytest plugin, in the tests of a project of its own."""
+"""The pytest plugin, in the tests of a separate project."""
 
 from __future__ import annotations
 

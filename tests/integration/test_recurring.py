@@ -1,4 +1,4 @@
-"""Recurring messages: each tick is stored once, whoever keeps the time."""
+"""Recurring messages: each tick is stored once, by any number of processes."""
 
 from __future__ import annotations
 

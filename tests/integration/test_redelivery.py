@@ -130,7 +130,7 @@ def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
 
 @how
 def test_many_that_succeed_fail_once_or_always(mode: Any) -> None:
-    """Each is executed exactly as often as it must be; none starves."""
+    """Each is executed exactly as often as its policy requires; none starves."""
     runs: Counter[int] = Counter()
 
     def handler(message: Message) -> None:
@@ -193,7 +193,8 @@ def test_blocking_keeps_the_order() -> None:
 
 @modes
 def test_a_stop_during_a_blocking_wait_loses_nothing(transaction: Any) -> None:
-    """The attempts made so far count; the one that was waited for does not."""
+    """The attempts made so far count; the next one, which was being waited for, does
+    not."""
     slow = policy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

@@ -1,4 +1,4 @@
-"""Redelivery and rejection where the broker matters: its own hands are in it."""
+"""Redelivery and rejection where the broker takes part."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def empty(destination: str) -> bool:
 def test_exactly_so_many_attempts(
     transaction_mode: Any, mode: Any, destination: str
 ) -> None:
-    """And to the handler each is the same message, whoever has held it meanwhile."""
+    """And the handler sees the same message each time, wherever it waited."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -114,7 +114,8 @@ def test_of_many_that_always_fail_none_is_tried_too_often(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """In each mode, whoever does the waiting. Lower bounds: a busy machine is late."""
+    """In each mode, wherever the message waits. Lower bounds: a busy machine is
+    late."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
 
@@ -183,7 +184,7 @@ def test_a_foreign_message_keeps_its_identity_in_the_broker_s_hands(
 def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
     destination: str,
 ) -> None:
-    """A long wait holds up neither a shorter one nor what has not failed."""
+    """A long delay blocks neither a shorter one nor messages that have not failed."""
     done: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -206,8 +207,8 @@ def test_the_broker_keeps_each_delay_and_lets_the_others_pass(
 def test_heart_beats_flow_while_a_blocking_stage_waits(
     destination: str, broker: StompServer
 ) -> None:
-    """A broker that heard nothing for so long would have hung up, and delivered it to
-    somebody else."""
+    """Without heartbeats for that long, the broker would have hung up and delivered the
+    message to another consumer."""
 
     def handler(message: Message) -> None:
         if message.delivery_attempt == 1:
@@ -264,8 +265,8 @@ def test_a_cut_connection_during_a_handler(
 def test_a_destination_that_must_not_be_written_and_its_companions(
     destination: str, broker: StompServer
 ) -> None:
-    """This user may only send to names that begin with `allowed.` The others wait, at
-    no attempt, until somebody who may sends them."""
+    """This user may only send to names that begin with `allowed.` The other messages
+    wait, without counting attempts, until a user with the permission sends them."""
     good, bad = f"allowed.{destination}", destination
     limited = {"default": {"URL": broker.url(user="limited")}}
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2}

@@ -77,7 +77,7 @@ def outage(kind: str, words: str) -> None:
 
 
 def stays(tried: Callable[[], int], seconds: float) -> None:
-    """Let the state last until it has been met four times, and so many seconds."""
+    """Let the state last for at least four refusals and that many seconds."""
     end, begin = time.monotonic() + seconds, tried()
     wait_until(
         lambda: tried() >= begin + 4 and time.monotonic() > end,
@@ -102,7 +102,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 def arrived(destination: str) -> list[int]:
-    """Take what has arrived, each message once, in the order of the first copies."""
+    """Receive the arrived messages, each once, in the order of the first copies."""
     found: dict[str, int] = {}
     for one in drained(destination):
         found.setdefault(one.headers["txmsg-id"], int(one.body))
@@ -270,9 +270,9 @@ def test_a_full_queue_of_activemq(
 def test_no_refused_transaction_keeps_a_queue_of_activemq_full(
     small_activemq: SmallActiveMQ, destination: str
 ) -> None:
-    """Its word on a SEND may come after the barrier's receipt. Then COMMIT is refused,
-    and the broker keeps the transaction, and the memory of what it took of it, until
-    the connection ends."""
+    """ActiveMQ's ERROR for a SEND may come after the barrier's receipt. Then COMMIT is
+    refused, and the broker keeps the transaction, and the memory of its accepted
+    messages, until the connection ends."""
     full = f"{CRAMPED}{destination}"
     padding = {"txmsg-id": str(uuid.uuid4()), "padding": "x" * 2000}
 

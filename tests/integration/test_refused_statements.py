@@ -58,7 +58,7 @@ def ask(*statements: str) -> None:
 
 @contextmanager
 def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
-    """A quota, say: what is written there is refused."""
+    """A quota, say: the trigger refuses inserts."""
     if connection.vendor != "postgresql":
         sql = f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
         ask(f"{sql} BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END")
@@ -108,7 +108,7 @@ def privilege(table: str) -> Iterator[None]:
 
 @contextmanager
 def policy(table: str) -> Iterator[None]:
-    """Row-level security lets nobody insert there."""
+    """Row-level security refuses inserts."""
     ask(
         f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY",
         f"CREATE POLICY reading ON {table} FOR SELECT USING (true)",
@@ -145,7 +145,7 @@ def limits(limit: str) -> Iterator[None]:
 
 
 def handler(message: Message) -> None:
-    """Leave an effect; fail the first time, or each time, if the message says so."""
+    """Leave an effect; fail the first time, or each time, depending on the message."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     first = message.delivery_attempt == 1
     if message.body == "always" or (message.body == "fails" and first):
@@ -232,7 +232,7 @@ def test_a_lock_that_is_held_for_longer(
 @batches
 @pytest.mark.postgresql
 def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
-    """Time does not mend it, and its letter says what happened."""
+    """Waiting does not help, and the dead letter has the reason."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         trigger("INSERT", ATTEMPT, "22000"),
@@ -248,7 +248,7 @@ def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
 
 
 def test_a_dead_letter_that_cannot_be_stored() -> None:
-    """It dies of what its handler raised, as soon as that can be told."""
+    """The message dies of its handler's error, as soon as that can be recorded."""
 
     def failing(message: Message) -> None:
         raise ValueError("always")

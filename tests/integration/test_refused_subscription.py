@@ -1,5 +1,5 @@
-"""One stage that may not subscribe is that stage's affair: the others of its broker do
-not notice, by what the broker sees of them."""
+"""If one stage may not subscribe, the other stages of its broker are not affected, as
+the broker's view of them shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lease, send, settle: what a relay does with rows, brokers and databases that fail."""
+"""Lease, send, settle: a relay with failing rows, brokers and databases."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_lease_is_counted_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fence: who comes too late does not settle what another has claimed."""
+    """The fence: a relay that is too late does not settle rows that another has
+    claimed."""
     lost: list[int] = []
     other = uuid.uuid4()
     real = DatabaseSession.send
@@ -209,7 +210,7 @@ def test_a_lease_that_ran_out_is_taken_by_another() -> None:
 def test_a_database_outage_between_claim_and_settle(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay waits and goes on; what it could not settle goes again."""
+    """The relay waits and goes on; rows that it could not settle are sent again."""
     real, left = getattr(OutboxManager, method), [3]
 
     def failing(manager: Any, *given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Two services in one database, each with a broker of its own under one alias."""
+"""Two services in one database, each with its own broker under the same alias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping: what is in hand is finished, what is not begun is not touched."""
+"""Stopping: messages in progress are finished, others are not started."""
 
 from __future__ import annotations
 

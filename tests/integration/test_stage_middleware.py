@@ -132,7 +132,7 @@ def done() -> list[str]:
 
 
 def attempt(stage: Stage) -> str:
-    """Return what its only attempt failed with."""
+    """Return the error of the only attempt."""
     return Attempt.objects.get(stage=stage.name).exception
 
 

@@ -56,7 +56,7 @@ def proxy(server: StompServer) -> Iterator[Proxy]:
 
 
 def taken(destination: str) -> list[bytes]:
-    """Take what is waiting there."""
+    """Receive the waiting messages."""
     return [one.body for one in drained(destination)]
 
 
@@ -211,8 +211,8 @@ class ClientDecidesIds:
 def test_the_hazard_of_1pc_with_ids_from_the_client(
     destination: str, proxy: Proxy
 ) -> None:
-    """Documented: the second run meets the first one's row, and what the stage should
-    have sent is never sent."""
+    """Documented: the second run collides with the first one's row, and the stage's
+    outgoing message is never sent."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination, transaction="best_effort_1pc") as stage:
         put(destination)

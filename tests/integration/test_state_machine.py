@@ -1,8 +1,8 @@
-"""Store, commit, roll back, claim, lose a lease, send, lose a receipt, settle: in any
-order, and what must never happen does not.
+"""Store, commit, roll back, claim, lose a lease, send, lose a receipt, settle, in any
+order: the invariants hold.
 
-Hypothesis plays two relays and two consumers against one outbox, one step at a time,
-and lets any of them die between two steps.
+Hypothesis runs two relays and two consumers on one outbox, one step at a time, and may
+kill any of them between two steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""send_message(): what is stored, what is refused; it leaves by the commit only."""
+"""send_message(): stores, refuses, and lets messages leave only by the commit."""
 
 from __future__ import annotations
 
@@ -238,7 +238,8 @@ def test_an_error_of_a_bodys_own_is_not_taken_for_a_wrong_argument() -> None:
 
 
 def test_without_a_transaction_when_that_is_allowed() -> None:
-    """Many are still all or none: no relay may see a part of what is refused."""
+    """Several messages are still all or none: a relay must not see some of them if one
+    is refused."""
     twice = uuid.uuid4()
     with txmsg(REQUIRE_ATOMIC=False):
         send_message("orders", 1)

@@ -1,8 +1,8 @@
-"""A message that was accepted is a row, whatever is rolled back around it and how.
+"""Every accepted message is a row, whatever is rolled back around it.
 
-Random programs run beside a model, which is a few lists and their copies. After each
-step the transaction sees what the model has; after the end the tables, the queue, the
-hooks and the signals do.
+Random programs are compared with a model, which consists of a few lists and their
+copies. After each step the transaction sees the model's messages; after the end, so do
+the tables, the queue, the hooks and the signals.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class World:
     rows: list[Row] = field(default_factory=list)
 
     def leaves(self, row: Row) -> bool:
-        """Tell whether a row is due, and no delayed one of its key stands before it."""
+        """Return whether a row is due, and no delayed row of its key is before it."""
         before = self.rows[: self.rows.index(row) + 1]
         held = [one for one in before if one.delayed and not one.cancelled]
         return not row.cancelled and not any(
@@ -381,7 +381,7 @@ def empty() -> None:
 
 @contextlib.contextmanager
 def announced() -> Iterator[list[uuid.UUID]]:
-    """Collect the ids of the messages that are said to be stored."""
+    """Collect the ids of the messages announced as stored."""
     ids: list[uuid.UUID] = []
 
     def hear(id: uuid.UUID, destination: str, **_: Any) -> None:

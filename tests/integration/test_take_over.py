@@ -90,7 +90,7 @@ Theirs = Callable[..., str]
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Iterator[Theirs]:
-    """Run code where django-outbox-pattern is installed, on the test's database."""
+    """Run code in an environment with django-outbox-pattern, on the test's database."""
     if not OTHERS.exists():
         if os.environ.get("CI") == "true":
             pytest.fail(f"{OTHERS} is missing: tox run -e sqlite")

@@ -1,6 +1,5 @@
-"""The backend of django.tasks: what Django's own tests ask of a backend, and what is
-promised beyond that: nothing without a commit, nothing lost, nothing twice.
-"""
+"""The backend of django.tasks: the requirements of Django's own backend tests, and
+further promises: no task without a commit, none lost, none executed twice."""
 
 from __future__ import annotations
 
@@ -74,13 +73,13 @@ def mode(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def settings_of_tests() -> Iterator[None]:
-    """Nothing leaves by itself, and nothing is waited for."""
+    """No message is dispatched automatically, and nothing waits."""
     with txmsg(), tasks():
         yield
 
 
 def finished(result: Any, **options: Any) -> Any:
-    """Work what is to be done, and return what became of a task."""
+    """Process all messages, and return a task's result."""
     drain(raises=False, **options)
     result.refresh()
     return result

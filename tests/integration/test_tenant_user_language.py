@@ -1,4 +1,4 @@
-"""The middlewares of the how-to *set tenant, user and language*, at work."""
+"""The middlewares of the how-to *set tenant, user and language*, in use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""No thread ends unnoticed: a handler's worst is its message's failure, and what does
-end a thread ends its process, for a supervisor to start another."""
+"""No thread ends unnoticed: any exception of a handler is its message's failure, and
+another error that ends a thread ends its process, so that a supervisor restarts it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WORST: dict[str, type[BaseException]] = {
 
 
 def handler(message: Message) -> None:
-    """Leave an effect, and raise what the message's body names."""
+    """Leave an effect, and raise the exception that the message's body names."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     if message.body in WORST:
         raise WORST[str(message.body)]
@@ -132,7 +132,7 @@ def test_a_thread_that_ends_ends_its_process(
 
 
 def declare() -> None:
-    """In the worker: a stage that leaves effects, and raises what it is told to."""
+    """In the worker: a stage that leaves effects, and raises as instructed."""
     stages.stage("tests.crew")(handler)
 
 
@@ -159,7 +159,7 @@ def test_a_handlers_own_keyboard_interrupt_fails_its_message_and_ctrl_c_still_st
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ctrl_c_in_a_test_ends_the_test(batch: int) -> None:
-    """A stage runs in the main thread there, where Python raises it."""
+    """In a test the stage runs in the main thread, where Python raises Ctrl-C."""
 
     def pressed(message: Message) -> None:
         signal.raise_signal(signal.SIGINT)

@@ -1,7 +1,7 @@
-"""Time: what outlasts every lease, clocks that jump, processes that stand still.
+"""Time: work longer than every lease, clocks that jump, stopped processes.
 
-The leases are made short here. What holds one renews it; who stands still does not, and
-is fenced off when it goes on.
+The leases are short here. A running process renews its leases; a stopped one does not,
+and is fenced off when it resumes.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def slow() -> None:
 
 
 def stand_still(process: ManageProcess) -> None:
-    """Stop it outside of a write: of SQLite's one writer there is no second, and who
-    stands still in a renewal or a heartbeat would hold up everybody."""
+    """Stop it outside of a write: on SQLite, which has one writer, a process stopped in
+    a renewal or a heartbeat would block all others."""
 
     def writable(alias: str) -> bool:
         if connections[alias].vendor != "sqlite":
@@ -164,8 +164,8 @@ def stand_still(process: ManageProcess) -> None:
 def test_who_stood_still_for_longer_than_its_lease_is_fenced(
     mode: str, fails: str, manage: Manage, destination: str, tmp_path: Path
 ) -> None:
-    """Another has taken its message and processed it; what the first then says of it
-    counts no more, be it that it failed for the last time."""
+    """Another worker has taken its message and processed it; the stopped one's result
+    is then ignored, even a last failure."""
     go = tmp_path / "go"
 
     def consume(fails: str) -> Any:
@@ -243,7 +243,7 @@ def test_who_stood_still_in_a_transaction_is_the_only_one(
 def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
     days: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process's clock, that is. The database's is the one that counts."""
+    """This is the process's clock. Only the database's clock matters."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

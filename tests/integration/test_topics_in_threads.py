@@ -1,4 +1,5 @@
-"""A topic consumed by several threads: where the broker allows it, and where not."""
+"""A topic consumed by several threads: on brokers that permit it, and on those that do
+not."""
 
 from __future__ import annotations
 

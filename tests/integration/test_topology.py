@@ -1,6 +1,6 @@
-"""Who is there: services, topics, stages and databases, in every shape a system has.
+"""Services, topics, stages and databases, in every arrangement of a system.
 
-Services are told apart by TXMSG["SERVICE"] alone, as processes of their own are.
+Only TXMSG["SERVICE"] distinguishes the services, as if they were separate processes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_two_services_on_one_topic_send_two_messages_to_a_third(
 
 
 def told(*arguments: str) -> str:
-    """What the command prints."""
+    """Return the command's output."""
     out = StringIO()
     call_command(*arguments, stdout=out)
     return out.getvalue()
@@ -156,7 +156,7 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
 
 
 def test_a_subscription_that_is_not_there_is_not_said_to_be_removed() -> None:
-    """But what was put into its queue just as it ended is."""
+    """But messages that were put into its queue just as it ended are removed."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():
         assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")

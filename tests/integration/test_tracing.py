@@ -30,7 +30,7 @@ CALLERS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @dataclass
 class Telemetry:
-    """What OpenTelemetry has been told."""
+    """The spans that OpenTelemetry has received."""
 
     exporter: InMemorySpanExporter
     reader: InMemoryMetricReader

@@ -150,7 +150,7 @@ def test_a_broker_that_died_before_the_database_commit_costs_nothing(
 
 
 class LostCommit:
-    """The broker's commit, lost once on its way: what best effort cannot exclude."""
+    """The broker's commit is lost once: best effort cannot exclude that."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = DatabaseSession.commit
@@ -172,8 +172,8 @@ def client_decides_ids(message: Message) -> None:
 def test_the_hazard_of_1pc_with_ids_from_the_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Documented: the second run meets the first one's row, and what the stage should
-    have sent is never sent."""
+    """Documented: the second run collides with the first one's row, and the stage's
+    outgoing message is never sent."""
     with declared(client_decides_ids, transaction="best_effort_1pc") as stage:
         send(stage.destination)
         LostCommit(monkeypatch)

@@ -1,4 +1,4 @@
-"""A pending message holds its unique key alone, whoever asks for it and however."""
+"""Only one pending message has a unique key, whichever transactions ask for it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def test_what_is_settled_frees_its_key(end: str) -> None:
 @committing
 @pytest.mark.postgresql
 def test_what_another_transaction_goes_on_with_leaves_after_its_commit() -> None:
-    """Or its receiver would not see what that one has changed, and nobody told it."""
+    """Otherwise its receiver would not see that transaction's changes, of which no
+    other message notifies it."""
     with transaction.atomic():
         first = send(1)
     done: list[int] = []
@@ -136,7 +137,7 @@ def test_what_another_transaction_goes_on_with_leaves_after_its_commit() -> None
 def test_who_changes_what_is_gone_on_with_waits_for_that_transaction(
     change: str, commits: bool
 ) -> None:
-    """Or what that one has changed would be told to nobody."""
+    """Otherwise no message would notify the receiver of that transaction's changes."""
     with transaction.atomic():
         first = send(1)
     changed: list[bool] = []
@@ -165,7 +166,8 @@ def test_who_changes_what_is_gone_on_with_waits_for_that_transaction(
 
 
 def waiting() -> int:
-    """Return how many wait for a lock. Asked anew: a transaction sees one moment."""
+    """Return how many sessions wait for a lock. Queried anew: a transaction sees one
+    snapshot."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_stat_clear_snapshot()")
         cursor.execute(

@@ -31,7 +31,7 @@ NEEDED = {
 
 
 def leaves(parser: argparse.ArgumentParser, *before: str) -> Iterator[list[str]]:
-    """Return every way to a parser that has no verbs of its own."""
+    """Return every path to a parser that has no verbs of its own."""
     found = [
         action
         for action in parser._actions

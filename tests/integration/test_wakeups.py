@@ -1,6 +1,7 @@
-"""LISTEN and NOTIFY: who waits in another process is woken, and nothing depends on it.
+"""LISTEN and NOTIFY wake waiting processes, and nothing depends on them.
 
-The processes poll once in ten minutes here: what comes soon has been told of.
+The processes poll once in ten minutes here, so whatever happens sooner was caused by a
+notification.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_what_ends_the_thread_ends_no_later_notification(
 
 
 def hook() -> None:
-    """In the process: a stage, and as long as the test says nobody looks by himself."""
+    """In the process: a stage; while the test requires it, no thread polls."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
     idle_clock.CALM = 0.0
@@ -137,7 +138,7 @@ def test_a_handler_begins_when_another_process_commits(
 def test_what_nobody_has_told_of_is_found_by_a_look(
     process: Callable[..., ManageProcess],
 ) -> None:
-    """As after a notification that was lost, and what is due later."""
+    """As after a lost notification, and for rows that are due later."""
     run = process("txmsg", "run", look=0.5)
     with txmsg(NOTIFY=False):
         store()
@@ -215,7 +216,8 @@ def test_a_paused_stage_is_heard_of(process: Callable[..., ManageProcess]) -> No
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """The payloads of all notifications, as another client of the server gets them."""
+    """The payloads of all notifications, as another client of the server receives
+    them."""
     settings = connection.get_connection_params()
     names = ("host", "port", "user", "password", "dbname")
     payloads: list[str] = []
@@ -321,7 +323,7 @@ def _listens() -> bool:
 
 
 def checked() -> list[str]:
-    """What the check of the database finds, in a thread of its own."""
+    """The result of the database check, in a thread of its own."""
     found: list[str] = []
 
     def ask() -> None:
