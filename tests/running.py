@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.test import override_settings
 
 from django_txmsg import conf, stages, wire
@@ -220,3 +220,22 @@ def put(
         (outcome,) = session.send([Outgoing(destination, headers, body)])
         assert outcome is None
     return message_id
+
+
+@contextmanager
+def record_lost_at(statement: str) -> Iterator[None]:
+    """Lose the one record of the inbox just before the first statement that begins like
+    this, as in a crash of the server that a pooler hides."""
+    lost: list[str] = []
+
+    def execute(run: Any, sql: str, *rest: Any) -> Any:
+        if not lost and sql.replace('"', "").lstrip().startswith(statement):
+            lost.append(sql)
+            with connection.cursor() as cursor:
+                cursor.execute("DELETE FROM django_txmsg_inboxmessage")
+                assert cursor.rowcount == 1
+        return run(sql, *rest)
+
+    with connection.execute_wrapper(execute):
+        yield
+    assert lost

@@ -155,13 +155,7 @@ class _Once:
 
     def process(self) -> Any:
         """Take the delivery from its record to its result."""
-        seen, begun = protocol.record(
-            self.inbox,
-            self.message.destination,
-            self.message,
-            runs=lambda seen: not self._too_often(seen),
-        )
-        self._seen = seen
+        seen, begun = self._record()
         if seen.processed:
             return self._again(seen)
         if seen.dead:
@@ -177,7 +171,13 @@ class _Once:
             try:
                 return self._attempt(seen, begun)
             except protocol.LostRace:
-                return self._again(seen)
+                if self.inbox.recall(
+                    seen.id, self.message.destination, seen.message_id
+                ):
+                    return self._again(seen)
+                # A crash of the server has lost the record, whose commit does not wait
+                # for the disk; a transaction pooler in between hid the crash.
+                seen, begun = self._record()
             except Reject as rejected:
                 if rejected.requeue:
                     self.take_back()
@@ -197,6 +197,15 @@ class _Once:
                     # A soft time limit, say, that came after the commit.
                     return self._again(seen)
                 raise
+
+    def _record(self) -> tuple[Seen, bool]:
+        self._seen, begun = protocol.record(
+            self.inbox,
+            self.message.destination,
+            self.message,
+            runs=lambda seen: not self._too_often(seen),
+        )
+        return self._seen, begun
 
     def take_back(self) -> None:
         """Uncount the attempt, which did not fail because of the task."""

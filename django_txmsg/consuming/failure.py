@@ -120,34 +120,12 @@ def unreadable(
     if arrival.parked is not None:
         seen = arrival.parked.seen
     if isinstance(error, NewerCodeNeeded):
-        return _wait_for_newer_code(arrival, seen, error)
+        return _postpone(arrival, seen, str(error), (error.name, error.version))
     failure = Failure.of(error)
     if error.reason == "invalid_body":
         # By the fault, not by the place in our code that found it.
         failure = Failure.because(error.reason, str(error))
     return bury(arrival, seen, error.reason, failure)
-
-
-def _wait_for_newer_code(
-    arrival: Arrival, seen: Seen | None, error: NewerCodeNeeded
-) -> Outcome:
-    delivery, stage = arrival.delivery, arrival.stage
-    inbox = arrival.inbox
-    if seen is None:
-        message = decoding.envelope(delivery, stage)
-        seen = inbox.record(stage.name, [message], together=True)[message.id]
-        if seen.settled:
-            return Duplicate()
-    parked = inbox.park(
-        seen.id,
-        delay=0.0,
-        headers=arrival.kept_headers,
-        body=delivery.body,
-        error=str(error),
-        token=arrival.token,
-        needs=(error.name, error.version),
-    )
-    return Postponed() if parked else Duplicate()
 
 
 def bury(
@@ -220,18 +198,39 @@ def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
 def keep(arrival: Arrival, reason: str) -> Outcome:
     """Park a message whose copy the broker refuses now, without counting an attempt: it
     runs from the inbox as soon as a thread is free."""
-    stage = arrival.stage
-    message = decoding.envelope(arrival.delivery, stage)
+    return _postpone(arrival, None, reason)
+
+
+def _postpone(
+    arrival: Arrival,
+    seen: Seen | None,
+    error: str,
+    needs: tuple[str, int] | None = None,
+) -> Outcome:
+    """Park a message without counting an attempt. `seen` is its record, if there is
+    one."""
+    delivery, stage = arrival.delivery, arrival.stage
     inbox = arrival.inbox
-    seen = inbox.record(stage.name, [message], together=True)[message.id]
-    parked = inbox.park(
-        seen.id,
-        delay=0.0,
-        headers=arrival.kept_headers,
-        body=arrival.delivery.body,
-        error=reason,
-    )
-    return Postponed() if parked else Duplicate()
+    while True:
+        row = seen
+        if row is None:
+            message = decoding.envelope(delivery, stage)
+            row = inbox.record(stage.name, [message], together=True)[message.id]
+        parked = inbox.park(
+            row.id,
+            delay=0.0,
+            headers=arrival.kept_headers,
+            body=delivery.body,
+            error=error,
+            token=arrival.token,
+            needs=needs,
+        )
+        if parked:
+            return Postponed()
+        # A crash of the server may lose the record, whose commit does not wait for the
+        # disk; a transaction pooler in between hides the crash.
+        if seen or inbox.recall(row.id, stage.name, row.message_id):
+            return Duplicate()
 
 
 def _hand_back(arrival: Arrival, seen: Seen, delay: float) -> bool:

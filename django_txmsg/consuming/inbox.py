@@ -179,6 +179,7 @@ def _unreadable(arrival: Arrival, error: DecodeError) -> Outcome:
         message = decoding.envelope(arrival.delivery, arrival.stage)
         rows = arrival.inbox.record(arrival.stage.name, [message], together=True)
         seen = rows[message.id]
+        arrival.count(seen, attempt=False)
         if seen.settled:
             return Duplicate()
     attempts = 0 if arrival.parked is None else 1

@@ -1,0 +1,56 @@
+"""The record of an arrival commits without waiting for the disk, so that a crash of the
+server may lose it. Behind a transaction pooler a worker notices no crash: it finds
+nothing where it has just written. That is not the work of a copy."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import pytest
+
+from django_txmsg import Message, message_type
+from django_txmsg.models import DeadLetter, InboxMessage
+from tests.running import committing, declared, put, record_lost_at, step
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+
+@message_type("tests.lost.Order")
+@dataclass
+class Order:
+    number: int
+
+
+def order(body: Order) -> None:
+    raise AssertionError("it cannot be read")
+
+
+def foreign(message: Message) -> None:
+    raise AssertionError("it cannot be read")
+
+
+def test_a_message_that_needs_newer_code_is_kept() -> None:
+    headers = {
+        "content-type": "application/json",
+        "txmsg-type": "tests.lost.Order;v=9;min=9",
+        "txmsg-id": str(uuid.uuid4()),
+    }
+    with declared(order) as stage:
+        put(stage.destination, b'{"number": 1}', headers)
+        with record_lost_at("UPDATE django_txmsg_inboxmessage"):
+            step(stage)
+        assert InboxMessage.objects.get().needs_version == 9
+
+
+def test_a_message_that_an_ordered_stage_cannot_read_is_a_dead_letter() -> None:
+    headers = {
+        "content-type": "application/json",
+        "txmsg-key": "one",
+        "txmsg-id": str(uuid.uuid4()),
+    }
+    with declared(foreign, ordered="block") as stage:
+        put(stage.destination, b"{", headers)
+        with record_lost_at("UPDATE django_txmsg_inboxmessage"):
+            step(stage)
+        assert DeadLetter.objects.get().reason == "undecodable_body"
