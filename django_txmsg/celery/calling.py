@@ -25,7 +25,6 @@ from ..brokers.celery.publication import HEADER, Publication
 from ..django_internals import in_block
 from ..envelope.message import new_id
 from ..errors import ConfigurationError, InvalidMessage, TransactionRequired
-from .running import Run, current_run
 
 if TYPE_CHECKING:
     from ..models.outbox_store import NewMessage, Origin
@@ -33,11 +32,35 @@ if TYPE_CHECKING:
 
 
 import weakref
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
 from ..dead_letters import masking
+
+
+@dataclass
+class Run:
+    """One execution: `later` is sent to the broker when its transaction has ended. Once
+    it has `ended`, further calls are sent at once."""
+
+    later: list[Publication] = field(default_factory=list)
+    ended: bool = False
+
+
+_run: ContextVar[Run | None] = ContextVar("django_txmsg_celery_run", default=None)
+
+
+def current_run() -> Run | None:
+    """Return the execution that is open in this context."""
+    return _run.get()
+
+
+def enter(run: Run | None) -> None:
+    """Make `run` the open execution, or none."""
+    _run.set(run)
 
 
 def without_asking(app: Any) -> None:

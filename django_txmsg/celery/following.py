@@ -23,7 +23,7 @@ from ..brokers.celery.broker import open_session
 from ..brokers.celery.publication import HEADER, Publication
 from ..brokers.celery.session import CelerySession
 from ..errors import DestinationUnavailable, DispatchRejected
-from . import running
+from . import calling
 
 #: Each thread's session, by its process and its broker.
 _open = threading.local()
@@ -153,8 +153,8 @@ def go_on(task: Any, result: Any) -> None:
     }
     if app.conf.task_inherit_parent_priority:
         given["priority"] = (request.delivery_info or {}).get("priority")
-    run, outer = running.Run(ended=True), running.current_run()
-    running.enter(run)
+    run, outer = calling.Run(ended=True), calling.current_run()
+    calling.enter(run)
     try:
         for link in links:
             signature(link, app=app).apply_async((result,), **given)
@@ -167,7 +167,7 @@ def go_on(task: Any, result: Any) -> None:
         # The errors of an unreachable backend differ from one to the other.
         raise _not_yet(task, error) from error
     finally:
-        running.enter(outer)
+        calling.enter(outer)
     send(task, run.later)
 
 

@@ -40,7 +40,7 @@ from ..models import InboxMessage
 from ..models.inbox import Seen
 from ..runtime import database_health
 from ..sending.scope import Scope, in_scope
-from . import following, running
+from . import calling, following
 from .calling import identity, place
 
 log = logging.getLogger("django_txmsg.celery")
@@ -219,8 +219,8 @@ class _Once:
         return seen.attempt - int(self.task.request.retries or 0) > _most()
 
     def _attempt(self, seen: Seen, begun: bool) -> Any:
-        run, outer = running.Run(), running.current_run()
-        running.enter(run)
+        run, outer = calling.Run(), calling.current_run()
+        calling.enter(run)
         ignored: list[Ignore] = []
 
         def work() -> Any:
@@ -254,7 +254,7 @@ class _Once:
             following.send(self.task, run.later)
             raise
         finally:
-            running.enter(outer)
+            calling.enter(outer)
         following.send(self.task, run.later)
         if ignored:
             raise ignored[0]

@@ -32,8 +32,7 @@ from ..runtime.leases import Lease
 from . import pauses
 from .budget import Budget, Part
 from .pauses import Trial
-from .receipts import Receipts, judge, split
-from .settlement import Settlement
+from .settlement import Receipts, Settlement, judge, split
 from .turn import Turn
 
 _EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
