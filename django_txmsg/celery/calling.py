@@ -310,7 +310,10 @@ def refuse_another_broker(app: Any, name: str, *leads: Any) -> None:
 def _place(connection: kombu.Connection) -> tuple[Any, ...]:
     """Return the parts of a URL that identify a broker, without the user."""
     info = connection.info()
-    return tuple(info[key] for key in ("transport", "hostname", "port", "virtual_host"))
+    place = [info[key] for key in ("transport", "hostname", "port", "virtual_host")]
+    if "redis" in place[0]:
+        place[3] = str(place[3] or "").strip("/") or "0"  # the database without a name
+    return tuple(place)
 
 
 def _derived(current: Scope) -> uuid.UUID:

@@ -56,9 +56,20 @@ def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
     mine = _ask(using)
     if not mine or identity == mine:
         return True
-    seen_at = _note(using, mine)
-    same_database = identity.rpartition("/")[0] == mine.rpartition("/")[0]
-    return same_database and sent_at <= seen_at + SLACK
+    place, system, start = _parts(identity)
+    my_place, my_system, my_start = _parts(mine)
+    # A user who may not query the system's identifier leaves it out.
+    if place != my_place or (system and my_system and system != my_system):
+        return False
+    return start == my_start or sent_at <= _note(using, mine) + SLACK
+
+
+def _parts(identity: str) -> tuple[str, str, str]:
+    """Return the place of a database, the identifier of its server's files, and the
+    server's start."""
+    files, _, start = identity.rpartition("/")
+    place, _, system = files.rpartition("@")
+    return place, system, start
 
 
 def _ask(using: str) -> str:

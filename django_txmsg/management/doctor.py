@@ -172,14 +172,24 @@ def _database(alias: str) -> Iterator[Examined]:
 
 
 def _migrations(alias: str) -> Examined:
-    executor = MigrationExecutor(connections[alias])
+    subject = f"tables in database {alias!r}"
+    try:
+        executor = MigrationExecutor(connections[alias])
+    except AnyDatabaseError as error:
+        return Examined(
+            subject,
+            WARNING,
+            f"not known, since the list of migrations cannot be read: "
+            f"{_one_line(error)}",
+            "Run manage.py showmigrations as the user that migrates, or allow this "
+            "one to SELECT from django_migrations.",
+        )
     ours = {"django_txmsg", "txmsg_spark"} & {
         one.label for one in apps.get_app_configs()
     }
     ends = [one for one in executor.loader.graph.leaf_nodes() if one[0] in ours]
     missing = [f"{one.app_label}.{one.name}" for one, _ in executor.migration_plan(ends)
                if one.app_label in ours]  # fmt: skip
-    subject = f"tables in database {alias!r}"
     if not missing:
         return Examined(subject, GOOD, "all migrations are applied")
     where = "" if alias == "default" else f" --database {alias}"

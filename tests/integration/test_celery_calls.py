@@ -206,6 +206,21 @@ def test_another_host_of_the_app_s_own_broker_is_no_other_broker() -> None:
     assert len(stored()) == 2
 
 
+def test_a_redis_url_without_a_database_is_that_of_the_first_one() -> None:
+    app.conf.broker_url = "redis://127.0.0.1:1"
+    forget_connections()
+    with Connection("redis://127.0.0.1:1/0") as there, transaction.atomic():
+        add.apply_async((1, 2), connection=there)
+    with (
+        Connection("redis://127.0.0.1:1/1") as elsewhere,
+        transaction.atomic(),
+        pytest.raises(InvalidMessage),
+    ):
+        add.apply_async((1, 2), connection=elsewhere)
+
+    assert len(stored()) == 1
+
+
 def test_how_it_is_published_is_not_the_caller_s_to_say() -> None:
     app.conf.broker_url = "memory://"
     forget_connections()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from io import StringIO
 from typing import Any
 
@@ -203,3 +204,28 @@ def test_init_leaves_out_what_is_there() -> None:
     for word in ("MIDDLEWARE", "LOGGING", "SERVICE"):
         assert word not in said
     assert said.strip().startswith("1. ")
+
+
+@committing
+@pytest.mark.postgresql
+def test_a_user_who_may_not_read_the_list_of_migrations_is_told() -> None:
+    own, name = connection.settings_dict, f"unread_{uuid.uuid4().hex[:8]}"
+    # The settings of a process put "test_" in front.
+    database = str(own["NAME"]).removeprefix("test_")
+    url = f"postgres://{name}:secret@{own['HOST']}:{own['PORT']}/{database}"
+    with connection.cursor() as cursor:
+        cursor.execute(f"CREATE ROLE {name} LOGIN PASSWORD 'secret'")
+        try:
+            cursor.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {name}")
+            cursor.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {name}")
+            cursor.execute(f"REVOKE ALL ON django_migrations FROM {name}")
+            env = {"TXMSG_TEST_DATABASE_URL": url}
+            with ManageProcess("txmsg", "doctor", "--json", env=env) as process:
+                process.wait()
+                said = process.output
+        finally:
+            cursor.execute(f"DROP OWNED BY {name}")
+            cursor.execute(f"DROP ROLE {name}")
+    assert "Traceback" not in said
+    assert "permission denied for table django_migrations" in said
+    assert "SELECT from django_migrations" in said

@@ -145,3 +145,37 @@ def test_of_another_start_what_was_sent_before_is_ours_and_later_a_copys() -> No
     assert not is_ours("shop/5" + mine[mine.index("@") :], seen_at - minute)
     assert not is_ours(mine[: mine.index("@")] + "@7/8", seen_at - minute)
     assert DatabaseIdentity.objects.count() == 1
+
+
+@pytest.fixture
+def role() -> Iterator[str]:
+    """A role that the connection may take on, with every right on the tables."""
+    name = f"role_{uuid.uuid4().hex[:8]}"
+    with connection.cursor() as cursor:
+        cursor.execute(f"CREATE ROLE {name}")
+        cursor.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {name}")
+        cursor.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO {name}")
+    yield name
+    with connection.cursor() as cursor:
+        cursor.execute("RESET ROLE")
+        cursor.execute("GRANT EXECUTE ON FUNCTION pg_control_system() TO PUBLIC")
+        cursor.execute(f"DROP OWNED BY {name}")
+        cursor.execute(f"DROP ROLE {name}")
+
+
+def test_users_with_other_rights_know_one_database(role: str) -> None:
+    """One of them may not query what the server's files are known by."""
+    with connection.cursor() as cursor:
+        known = database_identity.current("default")
+        cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")
+        cursor.execute(f"SET ROLE {role}")
+        hidden = DatabaseIdentity.objects.ask()
+        assert hidden != known
+        now = dt.datetime.now(dt.timezone.utc) + dt.timedelta(hours=1)
+        database_identity._known.clear()
+        assert is_ours(known, now)
+        cursor.execute("RESET ROLE")
+        database_identity._known.clear()
+        assert is_ours(hidden, now)
+        assert not is_ours(hidden.rpartition("/")[0] + "/1700000000000000", now)
+        assert not is_ours("shop/5" + hidden[hidden.rindex("@") :], now)
