@@ -35,7 +35,6 @@ from .fields import (
     skip_locked_sql,
 )
 from .inbox_order import OrderManager, Turn, held_sql, turn_sql
-from .inbox_revoked import RevokingManager
 
 if TYPE_CHECKING:
     from ..envelope.message import Message
@@ -53,6 +52,8 @@ _MARK = "txmsg.arrival"
 SEEN_COLUMNS = (
     "id, message_id, attempts, deliveries, processed_at, dead_at, due_at, {now}"
 )
+#: Why a revoked message is dead.
+REVOKED = "revoked: nobody waits for it any more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class InboxState(models.TextChoices):
     DEAD = "dead", "dead"
 
 
-class InboxManager(RevokingManager):
+class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
     """The transitions of received messages, each in a single statement, of many where
     they come together."""
 
@@ -451,6 +452,41 @@ class InboxManager(RevokingManager):
                 f" WHERE {condition} AND dead_at IS NULL",
                 parameters,
             )
+
+    def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
+        """Let a stage never process a message: one that has not come, that is parked,
+        or that is dead. Waits for whoever has it in hand.
+
+        Returns False, and changes nothing, when it is processed.
+        """
+        connection = connections[self.db]
+        now, table = now_sql(connection), self._table
+        # One that is processed keeps what it has.
+        done = "CASE WHEN i.processed_at IS NULL THEN {} ELSE {} END"
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"""
+                INSERT INTO {table} AS i
+                    (stage, message_id, destination, correlation_id, service,
+                     deliveries, attempts, first_received_at, last_received_at,
+                     dead_at, revoked_at, last_error)
+                VALUES (%s, %s, '', '', '', 0, 0, {now}, {now}, {now}, {now}, %s)
+                ON CONFLICT (message_id, stage) DO UPDATE SET
+                    dead_at = {done.format(f"COALESCE(i.dead_at, {now})", "NULL")},
+                    revoked_at = {done.format(now, "NULL")},
+                    last_error = {done.format("excluded.last_error", "i.last_error")},
+                    due_at = NULL, headers = NULL, body = NULL,
+                    lease_until = NULL, lease_token = NULL,
+                    key = '', waits_for = NULL
+                RETURNING processed_at
+                """,  # noqa: S608 - constants only
+                [
+                    stage,
+                    prepared(self.model, "message_id", message_id, connection),
+                    REVOKED,
+                ],
+            )
+            return cursor.fetchone()[0] is None
 
     def mark_dead(self, pk: int, error: str, token: uuid.UUID | None = None) -> int:
         """Mark a received message as dead. Its bytes are in the dead letter.

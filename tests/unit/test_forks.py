@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import uuid
 from collections.abc import Callable
 
@@ -12,6 +13,7 @@ import pytest
 
 from django_txmsg.envelope.message import Message, new_id
 from django_txmsg.jms.delivery import new_id as new_jms_id
+from django_txmsg.runtime.per_process import PerProcess
 from django_txmsg.sending.scope import (
     Scope,
     current_scope,
@@ -62,3 +64,22 @@ def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
         _, status = os.waitpid(child, 0)
         assert current_scope() is not None
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_forked_process_starts_without_what_its_parent_has_made() -> None:
+    """Even where another thread of the parent has the lock in that moment: a child
+    that inherited it would wait for ever."""
+    made = PerProcess(lambda name: [name, os.getpid()])
+    parents = made("a")
+    with made._lock:
+        child = os.fork()
+        if child == 0:  # pragma: no cover - the other process
+            signal.alarm(20)
+            anew = not made.all() and made("a") == ["a", os.getpid()]
+            os._exit(int(not anew))
+    _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert made("a") is parents
+    assert made.clear() == [parents]
+    assert made("a") is not parents
