@@ -77,7 +77,7 @@ def test_exactly_as_often_as_any_other(
     assert max(one.attempts for one in rows) == 1
 
 
-def test_who_is_tried_once_is_not_buried_for_anothers_death(
+def test_message_of_one_attempt_survives_death_of_its_batch_worker(
     manage: Manage, destination: str
 ) -> None:
     """The first of a batch kills its worker; the others have not run yet."""

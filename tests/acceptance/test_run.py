@@ -119,9 +119,7 @@ def test_it_relays_and_consumes_and_prints_a_line_for_each_message(
 @pytest.mark.parametrize(
     "command", ["txmsg run", "txmsg run --reload", "relay", "consume"]
 )
-def test_when_nobody_reads_its_lines_any_more_it_ends_in_good_order(
-    command: str, code: Path
-) -> None:
+def test_closed_output_drains_the_process(command: str, code: Path) -> None:
     """As after `| head`, or with a terminal that was closed."""
     read, write = os.pipe()
     settings = {**IMPATIENT, "BROKERS": BROKERS}
@@ -195,7 +193,7 @@ def test_a_change_of_the_code_starts_it_again(
 
 
 @pytest.mark.sqlite
-def test_what_does_not_end_is_killed_and_its_message_comes_again(
+def test_child_that_does_not_end_is_killed_and_its_message_redelivered(
     run: Callable[..., ManageProcess], code: Path
 ) -> None:
     process = run("--reload")

@@ -25,7 +25,7 @@ from tests.running import committing
         ),
     ],
 )
-def test_each_tick_is_stored_once_whoever_is_killed(processes: int, ticks: int) -> None:
+def test_each_tick_is_stored_once_despite_kills(processes: int, ticks: int) -> None:
     seed = random.randrange(1_000_000)
     play = [sys.executable, "-m", "tests.acceptance.ticking"]
     arguments = [str(number) for number in (processes, ticks, seed)]

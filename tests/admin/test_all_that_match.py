@@ -47,7 +47,7 @@ def letters(db: None) -> None:
     ],
 )
 @pytest.mark.usefixtures("letters")
-def test_what_is_done_to_all_is_done_to_what_the_list_shows(
+def test_action_on_all_changes_exactly_the_listed_rows(
     operator: Client, query: dict[str, str]
 ) -> None:
     page = operator.get(URL, query)

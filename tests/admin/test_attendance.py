@@ -36,7 +36,7 @@ def told(*arguments: str) -> tuple[str, int]:
     return out.getvalue(), 0
 
 
-def test_nobody_at_work_is_not_well(
+def test_status_without_live_processes_is_not_well(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
     declared("orders.place", "mail.send")
@@ -79,7 +79,7 @@ def test_with_everybody_at_work_all_is_well(
     assert f"{series} 1.0" in metrics
 
 
-def test_a_silent_worker_is_nobody_at_work(
+def test_silent_worker_does_not_count_as_live(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
     declared("orders.place")
@@ -124,7 +124,7 @@ def test_a_worker_lives_by_its_own_heartbeat_on_every_page(
 
 
 @pytest.mark.django_db
-def test_a_process_tells_others_when_it_counts_as_dead() -> None:
+def test_heartbeat_row_says_when_the_worker_counts_as_dead() -> None:
     with txmsg(CONSUME={"HEARTBEAT": 60}):
         Presence("relay", "default").beat(0)
     assert Worker.objects.get().silent_after == dt.timedelta(seconds=195)
@@ -165,7 +165,7 @@ def test_a_paused_stage_is_a_notice_and_no_alarm(
     assert viewer.get(HEALTH).status_code == 503
 
 
-def test_what_nobody_consumes_is_named(
+def test_unconsumed_destination_is_named(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
     declared("orders.place")
@@ -192,7 +192,7 @@ def test_what_nobody_consumes_is_named(
     assert answer.json()["oldest"]["queue"] > 3 * 3600 - 5
 
 
-def test_an_alarm_is_shown_to_whoever_may_see_its_rows(
+def test_alarm_is_shown_only_with_permission_for_its_rows(
     somebody: Callable[..., Client],
 ) -> None:
     factories.WorkerFactory(kind="relay", stages=[])
@@ -260,7 +260,7 @@ def test_without_a_database_probes_are_a_503(
         (["billing.*"], "shipping.send", "names no other consumer"),
     ],
 )
-def test_a_destination_that_nobody_is_known_to_consume_is_told_of(
+def test_destination_without_known_consumer_is_reported(
     viewer: Client,
     declared: Callable[..., None],
     settings: Any,

@@ -40,7 +40,7 @@ def open_letters() -> int:
 
 
 @pytest.mark.parametrize("kind", ["discard", "redeliver"])
-def test_what_dies_between_question_and_press_is_untouched(
+def test_letter_that_dies_after_the_question_is_untouched(
     operator: Client, kind: str
 ) -> None:
     before = factories.DeadLetterFactory(stage="", created_at=ago(minutes=1))
@@ -60,7 +60,7 @@ def test_what_dies_between_question_and_press_is_untouched(
     assert "150 more have died since you were asked" in page
 
 
-def test_what_died_again_between_question_and_press_is_asked_for_again(
+def test_letter_that_died_again_asks_for_confirmation_again(
     operator: Client,
 ) -> None:
     first, _ = factories.DeadLetterFactory.create_batch(2, created_at=ago(minutes=1))
@@ -77,7 +77,7 @@ def test_what_died_again_between_question_and_press_is_asked_for_again(
     assert not AuditEntry.objects.exists()
 
 
-def test_what_a_colleague_resolved_meanwhile_is_asked_for_again(
+def test_letter_resolved_meanwhile_asks_for_confirmation_again(
     operator: Client,
 ) -> None:
     letters = factories.DeadLetterFactory.create_batch(3, created_at=ago(minutes=1))

@@ -27,7 +27,7 @@ def test_progress_is_shown(operator: Client) -> None:
     assert 'data-txmsg-live="on"' in page
 
 
-def test_large_numbers_are_told_to_the_last_one(operator: Client) -> None:
+def test_large_counts_are_exact(operator: Client) -> None:
     operation = bulk.start("discard", {})
     operation.total, operation.done = 200_000, 60_001
     operation.save(update_fields=["total", "done"])

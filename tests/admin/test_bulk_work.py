@@ -179,7 +179,7 @@ def test_the_rate_makes_the_next_batch_wait() -> None:
 
 
 @pytest.mark.django_db
-def test_what_dies_later_is_not_taken_in() -> None:
+def test_operation_excludes_letters_that_die_later() -> None:
     first = factories.DeadLetterFactory.create_batch(2)
     operation = bulk.start("discard", {})
     later = factories.DeadLetterFactory(created_at=factories.ago(seconds=-60))

@@ -73,7 +73,7 @@ def test_show_by_id_or_message_id() -> None:
         ("discard", "discarded", "Discarded 2"),
     ],
 )
-def test_what_matches_is_changed_and_counted(
+def test_matching_letters_are_changed_and_counted(
     action: str, resolution: str, word: str
 ) -> None:
     chosen = factories.DeadLetterFactory.create_batch(2, stage="mail.send")
@@ -182,7 +182,7 @@ def test_messages_older_than_the_inbox_are_warned_about() -> None:
         (["mute", "--fingerprint", "feedfacefeedface"], "why this error is muted"),
     ],
 )
-def test_what_is_not_clear_is_not_done(arguments: list[str], word: str) -> None:
+def test_ambiguous_selection_is_refused(arguments: list[str], word: str) -> None:
     letter = factories.DeadLetterFactory()
 
     with pytest.raises(CommandError, match=word):
@@ -268,7 +268,7 @@ def test_the_list_says_how_many_there_are() -> None:
 EVIL = "\x1b[2J\x1b[1;1H0 open dead letters.\r\x9b2K"
 
 
-def test_what_strangers_wrote_moves_no_cursor() -> None:
+def test_control_characters_of_strangers_do_not_move_the_cursor() -> None:
     letter = factories.DeadLetterFactory(
         exception=f"ValueError: {EVIL}",
         body=json.dumps(EVIL).encode(),

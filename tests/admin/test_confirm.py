@@ -29,7 +29,7 @@ def test_the_question_says_how_many_how_old_and_where(operator: Client) -> None:
     assert OutboxMessage.objects.count() == 0
 
 
-def test_what_the_inbox_may_have_forgotten_is_warned_about(operator: Client) -> None:
+def test_letters_older_than_the_inbox_give_a_warning(operator: Client) -> None:
     factories.DeadLetterFactory(created_at=factories.ago(days=20))
     factories.DeadLetterFactory()
 
@@ -62,7 +62,7 @@ def test_one_is_redelivered_and_its_page_says_so(operator: Client) -> None:
     assert response.redirect_chain[0][0].endswith(f"/{letter.message_id}/")
 
 
-def test_what_was_processed_meanwhile_is_skipped_and_said(operator: Client) -> None:
+def test_message_processed_meanwhile_is_skipped_and_reported(operator: Client) -> None:
     letters = factories.DeadLetterFactory.create_batch(3)
     factories.InboxMessageFactory(message_id=letters[0].message_id)
 
@@ -148,7 +148,7 @@ def test_a_rate_is_left_to_the_background_too(operator: Client) -> None:
         {"kind": "redeliver", "ids": ",".join(map(str, range(1, 6000)))},
     ],
 )
-def test_what_cannot_be_done_leads_back(
+def test_impossible_action_redirects_back(
     operator: Client, query: dict[str, Any]
 ) -> None:
     response = operator.get(URL, query)

@@ -83,5 +83,5 @@ def test_a_broken_file_is_not_taken_for_none(
     assert f"{settings.TXMSG['CONTRACT']} is no " in page
 
 
-def test_only_who_may_see_stages_sees_it(somebody: Callable[..., Client]) -> None:
+def test_page_needs_permission_to_view_stages(somebody: Callable[..., Client]) -> None:
     assert somebody("view_outboxmessage").get(URL).status_code == 403

@@ -93,7 +93,7 @@ def test_an_untouched_body_is_sent_byte_for_byte(operator: Client) -> None:
         ("txmsg-id: mine", "{}", "txmsg-id"),
     ],
 )
-def test_what_cannot_be_sent_is_said_and_not_sent(
+def test_invalid_copy_is_reported_and_not_sent(
     operator: Client, headers: str, body: str, word: str
 ) -> None:
     letter = letter_with()
@@ -116,7 +116,7 @@ def test_what_cannot_be_sent_is_said_and_not_sent(
         ({"body": b'"' + b"x" * 300_000 + b'"'}, "too long"),
     ],
 )
-def test_what_cannot_be_edited_here_says_why(
+def test_uneditable_letter_says_why(
     operator: Client, values: dict[str, Any], word: str
 ) -> None:
     response = operator.get(url(letter_with(**values)), follow=True)

@@ -168,7 +168,7 @@ def agree() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_all_doors_say_what_plain_sql_says(
+def test_all_reports_equal_plain_sql_counts(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chance = random.Random(seed)

@@ -152,7 +152,7 @@ def test_all_that_match_are_confirmed_by_their_filter(operator: Client) -> None:
         ("discard_deadletter", "discard_selected", "redeliver_selected"),
     ],
 )
-def test_actions_are_offered_to_those_who_may(
+def test_actions_are_offered_only_with_permission(
     somebody: Callable[..., Client], permission: str, offered: str, hidden: str
 ) -> None:
     letter = factories.DeadLetterFactory()

@@ -77,7 +77,7 @@ def test_findings_are_acknowledged_with_a_note_and_opened_again(
     assert LogEntry.objects.count() == 4
 
 
-def test_who_may_only_look_acknowledges_nothing(findings: list[Finding]) -> None:
+def test_view_permission_alone_cannot_acknowledge(findings: list[Finding]) -> None:
     client = log_in("view_finding")
     chosen = {ACTION_CHECKBOX_NAME: [str(findings[0].pk)]}
 

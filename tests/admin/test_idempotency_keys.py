@@ -45,7 +45,7 @@ def test_responses_are_not_shown(
     assert somebody("view_outboxmessage").get(URL).status_code == 403
 
 
-def test_keys_are_forgotten_by_whoever_may(
+def test_keys_are_deleted_only_with_permission(
     somebody: Callable[..., Client], keys: list[IdempotencyKey]
 ) -> None:
     chosen = {

@@ -64,7 +64,7 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
     ]
 
 
-def test_ids_of_one_flow_are_told_apart(viewer: Client) -> None:
+def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
     """They begin alike, and end alike once in 65,536 times."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
@@ -178,7 +178,7 @@ def test_the_number_of_queries_is_fixed(
 
 
 @pytest.mark.parametrize("url", [OUTBOX, INBOX, WORKERS])
-def test_nobody_adds_edits_or_deletes(operator: Client, url: str) -> None:
+def test_rows_cannot_be_added_edited_or_deleted(operator: Client, url: str) -> None:
     row = factories.OutboxMessageFactory()
 
     assert operator.get(f"{url}add/").status_code == 403

@@ -174,7 +174,7 @@ def test_bytes_are_shown_in_hexadecimal(operator: Client) -> None:
     assert "00000020  20 21 22" in page
 
 
-def test_a_body_that_is_not_what_it_says_is_shown_as_it_is(operator: Client) -> None:
+def test_body_of_wrong_content_type_is_shown_raw(operator: Client) -> None:
     row = factories.OutboxMessageFactory(body=b"{broken")
 
     assert "{broken" in operator.get(url(row.message_id)).content.decode()

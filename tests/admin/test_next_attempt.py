@@ -12,7 +12,7 @@ INBOX, OUTBOX = (
 )
 
 
-def test_what_waits_says_until_when(viewer: Client) -> None:
+def test_waiting_message_shows_its_due_time(viewer: Client) -> None:
     factories.OutboxMessageFactory(created_at=factories.ago(minutes=30))
     factories.OutboxMessageFactory(due_at=factories.ago(hours=-2))
 
@@ -39,7 +39,7 @@ def test_a_redelivery_is_overdue_unless_its_stage_is_paused(viewer: Client) -> N
     assert "next when the stage is resumed" in shown
 
 
-def test_what_is_discarded_is_not_dead_in_red(viewer: Client) -> None:
+def test_discarded_message_is_not_shown_as_dead(viewer: Client) -> None:
     letter = factories.DeadLetterFactory(discarded=True)
     factories.InboxMessageFactory(message_id=letter.message_id, dead=True)
 
@@ -49,7 +49,7 @@ def test_what_is_discarded_is_not_dead_in_red(viewer: Client) -> None:
         assert 'txmsg-bad">dead</span>' not in page, address
 
 
-def test_a_bulk_operation_that_nobody_works_on_says_so(viewer: Client) -> None:
+def test_bulk_operation_without_consumer_warns(viewer: Client) -> None:
     operation = factories.BulkOperationFactory()
     address = f"/admin/django_txmsg/bulkoperation/{operation.pk}/change/"
 

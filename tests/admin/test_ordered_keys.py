@@ -108,7 +108,7 @@ def test_that_a_skipped_one_runs_late(operator: Client) -> None:
         (None, "has not come"),
     ],
 )
-def test_what_is_the_matter_with_a_predecessor(
+def test_state_of_a_predecessor_is_shown(
     letter: DeadLetter, what: dict[str, Any] | None, why: str
 ) -> None:
     rows = InboxMessage.objects.filter(message_id=letter.message_id)

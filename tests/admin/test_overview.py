@@ -28,7 +28,7 @@ def test_an_idle_system_is_well(viewer: Client) -> None:
     assert "Attention" not in page
 
 
-def test_what_is_wrong_is_said_first_with_a_link(
+def test_alarms_come_first_with_links(
     viewer: Client, declared: Callable[..., None]
 ) -> None:
     declared("mail.send")

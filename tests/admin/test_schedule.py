@@ -126,7 +126,7 @@ def test_the_command_lists_pauses_and_resumes() -> None:
 
 
 @pytest.mark.django_db
-def test_a_tick_that_nobody_stored_is_overdue(operator: Client) -> None:
+def test_tick_without_stored_message_is_overdue(operator: Client) -> None:
     Timekeeper(["default"]).tick()
     assert "OVERDUE" not in told("list")
     Schedule.objects.update(last_tick=timezone.now() - dt.timedelta(days=2))

@@ -62,7 +62,7 @@ def test_a_stage_is_paused_and_resumed(operator: Client, declared: str) -> None:
     ]
 
 
-def test_why_a_stage_is_paused_is_told(operator: Client, declared: str) -> None:
+def test_reason_of_a_pause_is_shown(operator: Client, declared: str) -> None:
     paused = {"stage": declared, "why": "until Hamburg is back"}
 
     page = operator.post(f"{URL}pause/", paused, follow=True).content.decode()
@@ -89,7 +89,7 @@ def test_pausing_needs_its_permission(
 
 
 @pytest.mark.parametrize("name", ["nobody.knows", "", "x" * 5000])
-def test_what_is_no_stage_is_not_paused(operator: Client, name: str) -> None:
+def test_unknown_stage_cannot_be_paused(operator: Client, name: str) -> None:
     response = operator.post(f"{URL}pause/", {"stage": name}, follow=True)
 
     assert "There is no stage" in response.content.decode()

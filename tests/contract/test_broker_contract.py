@@ -148,7 +148,7 @@ def test_a_message_the_broker_refuses_holds_up_no_other(
 
 
 @pytest.mark.parametrize("count", [3, 50])
-def test_what_follows_a_refused_message_of_its_key_is_held_back(
+def test_followers_of_a_refused_message_are_held_back(
     activemq: ActiveMQ, destination: str, count: int
 ) -> None:
     allowed = f"allowed.{destination}"
@@ -203,7 +203,7 @@ def test_a_lost_database_connection_is_an_unavailable_broker_and_comes_back(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_embedded_broker_forgets_who_named_no_subscription_and_left(
+def test_unnamed_subscription_ends_with_its_session(
     destination: str,
 ) -> None:
     broker = make_broker("default", "database://")

@@ -99,6 +99,6 @@ def test_one_that_is_down_keeps_messages_in_the_outbox(destination: str) -> None
         ("RedisBroker", "is not a subclass"),
     ],
 )
-def test_what_is_no_broker_is_named(path: str, why: str) -> None:
+def test_invalid_backend_is_named(path: str, why: str) -> None:
     with named("redis://localhost", path), pytest.raises(ConfigurationError, match=why):
         get_broker()

@@ -285,7 +285,7 @@ def test_a_ping_to_a_hanging_server_fails_in_time(
     assert time.monotonic() - began < 20
 
 
-def test_what_was_proven_outlives_a_killed_server(
+def test_confirmed_messages_survive_a_killed_server(
     served: Party, destination: str
 ) -> None:
     server = server_of(served)

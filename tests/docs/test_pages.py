@@ -137,7 +137,7 @@ def test_the_public_names_are_in_the_api() -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/quickstart.md"])
-def test_what_the_first_example_sends_somebody_consumes(name: str) -> None:
+def test_first_example_has_a_consumer_for_its_message(name: str) -> None:
     """Else a reader's first sight of the console is an alarm that never ends."""
     code = "\n".join(b.code for b in blocks(ROOT / name) if b.language == "python")
     sent = set(re.findall(r'send_message\(\s*"([^"]+)"', code))

@@ -53,7 +53,7 @@ SAID = said(Path(django_txmsg.__file__).parent)
 
 
 @pytest.mark.parametrize("quoted", QUOTED)
-def test_a_symptom_is_what_somebody_says(quoted: str) -> None:
+def test_symptom_quotes_a_real_message(quoted: str) -> None:
     if quoted in OF_OTHERS or hasattr(errors, quoted) or quoted == "message.body":
         return
     pattern = r"[^\0]*".join(map(re.escape, NAMES.split(quoted)))

@@ -129,7 +129,7 @@ def test_a_queue_that_is_there_is_taken_as_it_is(
     assert bodies(received(session, destination, 1)) == [b"x"]
 
 
-def test_a_stream_is_refused_to_who_would_receive_from_it(
+def test_stage_cannot_subscribe_to_a_stream(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
     """Ten messages were sent before the consumer subscribed: none arrives, and RabbitMQ
@@ -198,7 +198,7 @@ def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     assert error.hung_up
 
 
-def test_whoever_makes_a_queue_first_says_what_it_is(
+def test_queue_declared_concurrently_is_used_as_it_is(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     """Another client declares the queue with another type between our check and our
@@ -238,7 +238,7 @@ def test_what_no_queue_takes_is_refused_with_the_reason_and_a_topic_is_not(
 
 
 @pytest.mark.parametrize("isolate", [False, True])
-def test_what_comes_back_is_refused_alone_and_its_queue_is_made_again(
+def test_returned_message_is_refused_alone_and_its_queue_redeclared(
     rabbitmq_amqp: ByAmqp,
     opened: Open,
     bare: amqp.Channel,
@@ -269,7 +269,7 @@ def test_what_comes_back_is_refused_alone_and_its_queue_is_made_again(
     assert len(received(opened(rabbitmq_amqp.url()), stays, 21)) == 21
 
 
-def test_what_amqp_has_no_room_for_is_refused_alone(
+def test_message_too_large_for_amqp_is_refused_alone(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     many = {f"h{n}": "x" * 8000 for n in range(20)}
@@ -333,7 +333,7 @@ def test_a_topic_that_must_not_be_written_is_refused_when_sent_alone(
 # -- receiving ---------------------------------------------------------------------
 
 
-def test_acknowledgements_leave_out_what_is_still_in_hand(
+def test_group_acknowledgement_skips_open_deliveries(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     session = opened(rabbitmq_amqp.url())
@@ -419,7 +419,7 @@ def test_a_subscription_whose_channel_ends_while_its_session_sends_is_over(
         session.receive(0.1)
 
 
-def test_what_waits_in_a_session_goes_back_when_it_subscribes_elsewhere(
+def test_prefetched_deliveries_return_on_another_subscription(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
@@ -487,7 +487,7 @@ def test_a_queue_deleted_before_the_commit_is_made_again_for_what_came_back(
     assert bodies(received(opened(rabbitmq_amqp.url()), target, 1)) == [b"x"]
 
 
-def test_only_what_came_back_is_sent_again_after_the_commit(
+def test_only_returned_messages_are_resent_after_the_commit(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
     """One body to three places, one of which is gone."""
@@ -634,7 +634,7 @@ def test_delays_wait_in_the_same_queues(
 # -- what no sender of ours writes -------------------------------------------------
 
 
-def test_headers_of_any_type_are_text_and_what_is_no_text_is_a_problem(
+def test_headers_become_text_or_a_problem(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
     session = opened(rabbitmq_amqp.url())

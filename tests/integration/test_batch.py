@@ -119,7 +119,7 @@ def test_duplicates_inside_a_batch_and_of_an_earlier_one() -> None:
     assert not InboxMessage.objects.exclude(attempts=1).exists()
 
 
-def test_an_undecodable_member_harms_nobody() -> None:
+def test_undecodable_member_of_a_batch_dies_alone() -> None:
     with declared(effect, batch=10) as stage:
         put(stage.destination, b'"good"')
         put(stage.destination, b'{"broken')

@@ -470,7 +470,7 @@ def test_rabbitmq_makes_a_queue_exclusive_for_a_send_that_says_persistent_false(
 
 
 @pytest.mark.parametrize("nowhere", ["/amq/queue/nobody-made-this", "no-slash"])
-def test_rabbitmq_confirms_what_it_can_route_nowhere(
+def test_rabbitmq_confirms_unroutable_messages(
     rabbitmq: RabbitMQ, client: Client, nowhere: str
 ) -> None:
     producer = client(rabbitmq)
@@ -488,7 +488,7 @@ def test_rabbitmq_receipts_a_subscribe_it_has_just_refused(
     assert consumer.closed_by_peer
 
 
-def test_rabbitmq_confirms_what_it_sent_nowhere_after_its_queue_was_deleted(
+def test_rabbitmq_confirms_messages_to_a_deleted_queue(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
     """A queue is declared once a connection: never delete one under a relay."""

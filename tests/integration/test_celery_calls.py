@@ -175,9 +175,7 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     "url", ["redis://127.0.0.1:1/5", "amqp://127.0.0.1:1/other", "amqp://127.0.0.1:2//"]
 )
-def test_what_is_stored_never_goes_to_another_broker_than_it_was_given(
-    by: str, url: str
-) -> None:
+def test_stored_task_never_goes_to_another_broker(by: str, url: str) -> None:
     """The app of the row would send it, to a queue without a consumer perhaps."""
     calls: list[Callable[..., Any]] = [
         lambda **given: add.apply_async((1, 2), **given),
@@ -350,7 +348,7 @@ def test_a_chord_needs_its_backend() -> None:
 
 
 @pytest.mark.filterwarnings("default:Call to deprecated:DeprecationWarning:celery")
-def test_results_of_a_group_are_watched_once_somebody_waits(redis: Any) -> None:
+def test_results_of_a_group_are_watched_once_a_caller_waits(redis: Any) -> None:
     app.conf.result_backend = redis.url(3)
     forget_connections()
     with transaction.atomic():
@@ -540,7 +538,7 @@ def test_a_test_s_drain_leaves_what_was_called() -> None:
     assert args == [7]
 
 
-def test_tasks_are_not_taken_for_messages_that_nobody_consumes() -> None:
+def test_tasks_are_not_reported_as_unconsumed() -> None:
     with transaction.atomic():
         step.delay(1)
     OutboxMessage.objects.update(dispatched_at=Now())

@@ -126,7 +126,7 @@ def test_a_result_that_cannot_be_kept_is_none_for_a_copy(
     assert deliver(task) is None
 
 
-def test_an_exception_whose_text_raises_is_kept_as_what_it_is() -> None:
+def test_exception_whose_text_raises_keeps_its_type() -> None:
     def work() -> None:
         effect("gone")
         raise SilentError
@@ -219,7 +219,7 @@ def test_eager_it_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("follows", ["link", "chain", "chord"])
-def test_while_what_follows_cannot_be_called_the_message_goes_back(
+def test_unreachable_links_requeue_the_task(
     follows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def work() -> int:
@@ -323,7 +323,7 @@ def test_a_replacement_calls_its_links_under_ids_of_its_own() -> None:
     assert len({message.headers["id"] for message in sent()}) == 2
 
 
-def test_what_is_called_for_a_failure_is_called_under_the_same_ids() -> None:
+def test_errbacks_keep_their_ids_across_deliveries() -> None:
     def work() -> None:
         raise ValueError("no good")
 
@@ -337,7 +337,7 @@ def test_what_is_called_for_a_failure_is_called_under_the_same_ids() -> None:
     assert called == ['charge ["one", 1]', 'charge ["one", 2]']
 
 
-def test_a_retry_is_raised_whatever_it_is_told() -> None:
+def test_retry_is_raised_despite_throw_false() -> None:
     def work(self: Any) -> str:
         effect(f"try {self.request.retries}")
         if not self.request.retries:
@@ -397,7 +397,7 @@ def test_an_error_that_no_database_holds_is_noted_all_the_same() -> None:
     assert (row.state, row.last_error) == ("dead", "ValueError: NUL \\x00 and \\ud800")
 
 
-def test_what_kills_each_worker_is_given_up_and_acknowledged() -> None:
+def test_task_that_kills_each_worker_is_given_up_and_acknowledged() -> None:
     task = once_task(lambda: effect("worked"))
     InboxMessage.objects.db_manager("default").record(
         task.name, [Message(id=identity("one"), destination=task.name, body=None)]
@@ -489,7 +489,7 @@ def test_while_the_database_is_away_the_message_goes_back(
 
 
 @pytest.mark.postgresql
-def test_a_lost_conflict_is_nobody_s_failure() -> None:
+def test_lost_conflict_counts_no_attempt() -> None:
     def work() -> None:
         effect("worked")
         with connection.cursor() as cursor:

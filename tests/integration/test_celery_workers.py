@@ -105,9 +105,7 @@ def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
 
 
 @on_both
-def test_what_is_called_is_worked_once_it_has_committed(
-    worker: Start, redis: Redis
-) -> None:
+def test_called_task_is_executed_after_the_commit(worker: Start, redis: Redis) -> None:
     """Chains, groups, links, a countdown, a chord, retries and replacements."""
     app.conf.result_backend = redis.url(1)
     forget_connections()
@@ -248,7 +246,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_process_called_that_died_after_its_commit_is_worked(
+def test_task_of_a_process_killed_after_commit_is_executed(
     worker: Start, url: str
 ) -> None:
     died = subprocess.run(
@@ -260,7 +258,7 @@ def test_what_a_process_called_that_died_after_its_commit_is_worked(
     worked(worker(), 'step ["of a process that died"]')
 
 
-def test_what_is_called_while_the_broker_is_down_arrives_later(
+def test_task_called_during_an_outage_arrives_later(
     worker: Start, rabbitmq: RabbitMQ
 ) -> None:
     lane = Lane("default", "celery")
@@ -340,7 +338,7 @@ def test_a_queue_that_was_deleted_loses_no_task(
         lane.close()
 
 
-def test_what_follows_a_once_task_is_confirmed(
+def test_messages_after_a_once_task_are_confirmed(
     worker: Start, rabbitmq: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full queue refuses the message, which would go unnoticed without confirms."""

@@ -99,7 +99,7 @@ def test_a_source_and_an_id_are_two_things() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "ce-"])
-def test_what_a_broker_gave_up_on_is_the_event_that_it_was(prefix: str) -> None:
+def test_event_from_broker_dead_letters_is_unchanged(prefix: str) -> None:
     headers = binary(prefix) if prefix else {"content-type": STRUCTURED}
     body = DATA.encode() if prefix else structured()
     with declared(place, "tests.events") as stage:
@@ -170,7 +170,7 @@ def test_a_handler_of_messages_gets_the_data(
          "undecodable_body"),
     ],
 )  # fmt: skip
-def test_what_is_none_is_dead(body: bytes, content_type: str, reason: str) -> None:
+def test_malformed_event_is_buried(body: bytes, content_type: str, reason: str) -> None:
     with declared(place) as stage:
         put(stage.destination, body, {"content-type": content_type})
         step(stage)

@@ -25,7 +25,7 @@ ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_contention_buries_nobody(batch: int) -> None:
+def test_contention_buries_no_message(batch: int) -> None:
     """Four threads read and write one row, serializably; each message has one attempt,
     and there is none that would not have succeeded alone."""
     total = 20
@@ -57,7 +57,7 @@ def test_contention_buries_nobody(batch: int) -> None:
     assert len(runs) > total, "nobody was in anybody's way"
 
 
-def test_who_always_loses_has_an_attempt_in_the_end() -> None:
+def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
     """For example because of a trigger that always raises a conflict: the retries
     end."""
     runs: list[int] = []
@@ -104,7 +104,7 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
     assert (row.state, row.deliveries, row.attempts) == ("processed", 1, 1)
 
 
-def test_what_becomes_of_a_failure_is_said_again_where_that_loses() -> None:
+def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
     """As it may at the level of isolation that OPTIONS gives: the handler does not run
     again for it, and a parked message does not wait for its lease to end."""
     runs: list[int] = []

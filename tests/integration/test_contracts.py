@@ -218,7 +218,7 @@ OUT = comparison.OLD_READERS
          [f"shop.Order: version 2 has become 1; {OUT}"]),
     ],
 )  # fmt: skip
-def test_what_breaks_and_what_does_not(
+def test_breaking_and_compatible_changes(
     before: dict[str, Any], after: dict[str, Any], told: list[str]
 ) -> None:
     assert broken(before, after) == told
@@ -351,7 +351,7 @@ def test_a_file_that_is_no_contract_is_named(
 
 
 @committing
-def test_rows_that_wait_for_what_is_gone_are_told(tmp_path: Path) -> None:
+def test_rows_waiting_for_a_removed_type_are_reported(tmp_path: Path) -> None:
     file = str(tmp_path / "contract.json")
     header = {"txmsg-type": "shop.Cancel;v=1;min=1"}
     factories.OutboxMessageFactory(destination="orders.old")

@@ -86,7 +86,7 @@ def test_a_delivery_in_hand_is_kept_until_the_database_is_back(
     assert set(InboxMessage.objects.values_list("attempts", flat=True)) == {1}
 
 
-def test_nobody_subscribes_while_the_database_is_known_to_be_away(
+def test_no_subscription_opens_while_the_database_is_away(
     broker: ScriptedBroker, postgres: services.PostgreSQL
 ) -> None:
     connections.close_all()
@@ -250,7 +250,7 @@ def declare() -> None:
     stages.stage("tests.away")(effect)
 
 
-def test_a_locks_time_out_keeps_the_delivery_and_stops_nobody(
+def test_lock_timeout_keeps_the_delivery_and_blocks_no_stage(
     broker: ScriptedBroker,
 ) -> None:
     """Somebody else holds the message's row: no outage, and nothing to decide yet."""

@@ -91,7 +91,7 @@ def test_one_that_dies_again_is_the_same_letter_one_death_older() -> None:
     assert len(handler.seen) == 9
 
 
-def test_what_was_processed_meanwhile_is_reported_and_only_forced() -> None:
+def test_processed_message_is_redelivered_only_by_force() -> None:
     handler = Stubborn()
     with declared(handler) as stage:
         send(stage.destination)
@@ -177,7 +177,7 @@ def no_table() -> Iterator[Callable[[], None]]:
         yield stack.close
 
 
-def test_what_cannot_be_buried_is_kept_until_it_can(
+def test_unburiable_message_is_kept_until_it_can_be_buried(
     no_table: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[Message] = []
@@ -322,7 +322,7 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
     ],
     ids=["foreign", "malformed id", "expired"],
 )
-def test_what_could_not_be_read_comes_again_and_dies_again_or_not(
+def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
     """It is the same dead letter then, and stays parked for ever in no case."""

@@ -78,7 +78,7 @@ def test_a_row_follows_soon_when_another_process_has_sent_the_one_before() -> No
     assert QueueMessage.objects.count() == 1
 
 
-def test_a_row_takes_along_earlier_ones_of_its_key_that_nobody_sends() -> None:
+def test_row_takes_along_unsent_earlier_rows_of_its_key() -> None:
     with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
         send_message("tests.q", 1, key="hot")
         send_message("tests.q", 2, key="another")
@@ -112,7 +112,7 @@ def test_inline_before_the_commit_returns() -> None:
 
 
 @pytest.mark.parametrize("mode", ["inline", "thread"])
-def test_what_a_killed_process_held_is_soon_free(
+def test_rows_of_a_killed_process_are_soon_free(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relay may hold rows for a minute, this process for a quarter of that."""
@@ -160,7 +160,7 @@ def test_a_dead_broker_fails_no_commit_and_burns_no_attempt(mode: str) -> None:
         assert ship() == 1
 
 
-def test_a_rollback_wakes_nobody() -> None:
+def test_rollback_wakes_no_dispatcher() -> None:
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         with transaction.atomic():
             send_message("tests.q", 1)

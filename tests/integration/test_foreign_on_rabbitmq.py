@@ -125,7 +125,7 @@ def test_a_topics_message_goes_back_to_its_subscriber_alone(destination: str) ->
 
 
 @pytest.mark.parametrize("mode", ["outbox", "broker_only"])
-def test_what_the_broker_does_not_take_back_is_kept_in_the_inbox(
+def test_message_refused_on_return_is_kept_in_the_inbox(
     rabbitmq: services.RabbitMQ, destination: str, mode: Any
 ) -> None:
     """The consumer may not write: no message goes back to get an id of ours. Each gets

@@ -153,7 +153,7 @@ def uses_no_database(message: Message) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 10])
-def test_who_comes_late_has_failed(batch: int) -> None:
+def test_handler_that_returns_late_has_failed(batch: int) -> None:
     for handler in (
         hides_a_cancelled_query,
         hides_what_is_refused,
@@ -201,7 +201,7 @@ def test_an_error_of_its_own_stays_what_it_is() -> None:
     assert attempts() == ["LookupError: no stock"]
 
 
-def test_who_is_in_time_notices_nothing() -> None:
+def test_handler_in_time_is_not_affected() -> None:
     with txmsg(), declared(effect, timeout=600.0) as quick:
         for _ in range(3):
             put(quick.destination, b'"it"')
@@ -312,7 +312,7 @@ def test_it_is_a_number_of_seconds() -> None:
             stage("tests.never", timeout=seconds)
 
 
-def test_nobody_watches_where_there_is_nothing_to_watch(
+def test_watch_thread_ends_without_deadlines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(deadline, "IDLE", 0.05)

@@ -133,7 +133,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[StompServer]:
         yield found
 
 
-def test_what_may_be_set_arrives_unchanged(
+def test_allowed_headers_arrive_unchanged(
     server: StompServer, destination: str
 ) -> None:
     wanted = [
@@ -162,7 +162,7 @@ def test_what_may_be_set_arrives_unchanged(
 
 
 @pytest.mark.parametrize("text", ["a😀b", "\U00010000", "\U0010ffff"])
-def test_what_activemq_loses_in_a_restart_is_refused(text: str) -> None:
+def test_headers_that_activemq_loses_on_restart_are_refused(text: str) -> None:
     """It writes headers in a form of UTF-8 that has no place for these characters."""
     for headers in ({"name": text}, {text: "value"}):
         with pytest.raises(InvalidMessage, match="U\\+FFFF"):

@@ -37,7 +37,7 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.parametrize("name", sorted(ADDED))
-def test_what_is_not_the_senders_is_none_of_the_handlers(name: str) -> None:
+def test_handler_gets_only_the_senders_headers(name: str) -> None:
     assert not wire.senders({name: "x"})
     assert wire.travels(name) == name.lower().startswith(wire.PREFIX)
 
@@ -83,7 +83,7 @@ def test_a_copy_that_is_handed_back_takes_the_brokers_headers_not_along() -> Non
 @pytest.mark.parametrize(
     "trace", ["", "x" * 70_000, "00-zz-b7-01", f"{TRACE}\n", TRACE.upper()]
 )
-def test_what_a_stage_inherits_from_a_stranger_has_a_place(trace: str) -> None:
+def test_inherited_foreign_headers_fit_their_columns(trace: str) -> None:
     """A correlation id is cut, and a trace context that is none is left behind."""
     long = "ü" * 3000
 

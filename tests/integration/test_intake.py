@@ -145,7 +145,7 @@ def test_amqp_tells_the_broker_s_reason_as_well(
         ("x" * 300, "DLQ"),
     ],
 )
-def test_a_header_sends_nobody_where_no_message_may_go(
+def test_foreign_header_cannot_choose_a_forbidden_destination(
     header: str, destination: str
 ) -> None:
     """A redelivery goes to the dead letter's destination."""

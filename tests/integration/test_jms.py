@@ -99,7 +99,7 @@ def test_a_batch_is_stored_once_and_in_order(
     assert take_all(connection, destination) == list(range(count))
 
 
-def test_what_was_receipted_survives_the_death_of_the_broker(
+def test_receipted_messages_survive_the_brokers_death(
     server: StompServer, connect: Connect, destination: str
 ) -> None:
     if isinstance(server, RabbitMQ):
@@ -257,7 +257,7 @@ def test_prefetch_bounds_the_deliveries_not_acknowledged(
     assert consumer.receive(30) is not None
 
 
-def test_a_durable_subscription_collects_while_nobody_reads(
+def test_durable_subscription_collects_without_a_consumer(
     server: StompServer, connect: Connect, destination: str
 ) -> None:
     topic = f"topic:{destination}"

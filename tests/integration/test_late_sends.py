@@ -106,7 +106,7 @@ def test_a_stages_hooks(mode: Any, batch: int, drained: bool, key: str | None) -
 
 
 @pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc"])
-def test_a_stages_hook_without_a_transaction_hears_of_it(
+def test_stage_hook_without_transaction_raises(
     mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def handler(message: Message) -> None:
@@ -168,7 +168,7 @@ def test_a_receiver_of_a_sessions_signal(signal: Signal, key: str | None) -> Non
     assert inside.exists() == (signal is signals.control_message_sent)
 
 
-def test_the_dispatcher_is_woken_though_nobody_can_be_told(
+def test_dispatcher_is_woken_although_events_cannot_be_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The query for the stored rows, after the commit, fails."""

@@ -183,7 +183,7 @@ def test_an_atomic_of_the_handler_is_a_savepoint_of_a_lazy_transaction(
 
 
 @pytest.mark.postgresql
-def test_isolation_is_the_stages_and_nobody_elses() -> None:
+def test_isolation_level_ends_with_the_stage() -> None:
     levels: list[str] = []
 
     def handler(message: Message) -> None:

@@ -39,7 +39,7 @@ def queued() -> list[int]:
     return [int(bytes(one.body)) for one in QueueMessage.objects.order_by("id")]
 
 
-def test_a_rejected_message_holds_back_its_key_and_nobody_else(
+def test_rejected_message_holds_back_only_its_key(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store(["a", "a", "b", None, "a"])

@@ -219,9 +219,7 @@ def test_a_stranger_holds_up_no_key_and_no_stage(ordered: Order, batch: int) -> 
     assert len(ids_done) + dead == 16 + len(ids)
 
 
-def test_what_is_buried_unread_lets_its_followers_go_where_the_dead_are_skipped() -> (
-    None
-):
+def test_burying_an_unread_message_releases_followers_with_skip() -> None:
     with declared(effect, ordered="skip") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)
@@ -246,7 +244,7 @@ def unseen(destination: str) -> bool:
     return QueueMessage.objects.filter(queue=destination).exists()
 
 
-def test_what_names_itself_as_its_predecessor_waits_for_nobody() -> None:
+def test_message_naming_itself_as_predecessor_runs() -> None:
     with declared(effect, ordered="block") as stage:
         own = uuid.uuid4()
         headers = {
@@ -259,7 +257,7 @@ def test_what_names_itself_as_its_predecessor_waits_for_nobody() -> None:
         settle(stage, 1)
 
 
-def test_what_lay_in_the_queue_while_the_stage_was_paused_comes_first() -> None:
+def test_queue_of_a_paused_stage_is_received_before_waits_expire() -> None:
     """A message that has waited longer than ORDER_PATIENCE is not released before the
     stage has had a chance to receive its predecessor."""
     with txmsg(ORDER_PATIENCE=60.0), declared(effect, ordered="skip") as stage:

@@ -118,7 +118,7 @@ def passes(room: rooms.Room) -> bool:
     return True
 
 
-def test_without_a_limit_nobody_counts() -> None:
+def test_without_a_limit_nothing_is_counted() -> None:
     limits = {"ORDER_MAX_WAITING": 0, "ORDER_MAX_BYTES": 0}
     with txmsg(**limits), declared(effect, ordered="block") as stage:
         chain(stage, 3)

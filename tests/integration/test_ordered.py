@@ -134,7 +134,7 @@ def test_links_can_be_switched_off() -> None:
     assert not KeyTail.objects.exists()
 
 
-def test_what_has_expired_at_its_first_claim_is_nobodys_predecessor() -> None:
+def test_message_expired_at_first_claim_is_no_predecessor() -> None:
     with transaction.atomic():
         first = send_message("tests.expired", 0, key="k")
         send_message("tests.expired", 1, key="k", expires=timedelta(hours=1))
@@ -149,7 +149,7 @@ def test_what_has_expired_at_its_first_claim_is_nobodys_predecessor() -> None:
     assert DeadLetter.objects.get().reason == "expired"
 
 
-def test_what_is_linked_leaves_even_when_it_expires() -> None:
+def test_linked_message_leaves_even_if_expired() -> None:
     with transaction.atomic():
         send_message("tests.late", 0, key="k", expires=timedelta(hours=1))
     ship()
@@ -192,7 +192,7 @@ def test_one_that_waits_is_out_of_the_broker_and_counts_no_attempt() -> None:
     assert InboxMessage.objects.filter(deliveries=3).count() == 1
 
 
-def test_what_waits_behind_one_that_waits_is_not_asked_again() -> None:
+def test_row_behind_a_waiting_row_is_not_rechecked() -> None:
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         _, one, two = taken(stage.destination)
@@ -283,7 +283,7 @@ def test_a_copy_in_place_of_a_dead_message_lets_its_followers_go() -> None:
     assert effects() == ["good", "1", "1"]
 
 
-def test_dead_with_skip_holds_up_nobody_and_runs_late() -> None:
+def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
     bad: list[object] = [1]
 
     def handler(message: Message) -> None:
@@ -316,7 +316,7 @@ def test_skip_passes_a_dead_one_of_its_own_batch_at_once(batch: int) -> None:
 
 
 @pytest.mark.parametrize("ordered", ["block", "skip"])
-def test_what_has_expired_is_buried_in_its_turn_and_passed(
+def test_expired_message_is_buried_in_its_turn_and_passed(
     ordered: stages.Order,
 ) -> None:
     with declared(effect, ordered=ordered) as stage:
@@ -337,7 +337,7 @@ def test_what_has_expired_is_buried_in_its_turn_and_passed(
 
 
 @pytest.mark.parametrize(("ordered", "after"), [("block", ["0"]), ("skip", ["0", "2"])])
-def test_what_cannot_be_read_is_buried_in_its_turn(
+def test_unreadable_message_is_buried_in_its_turn(
     ordered: stages.Order, after: list[str]
 ) -> None:
     with declared(effect, ordered=ordered) as stage:
@@ -371,7 +371,7 @@ def test_a_batch_runs_the_members_of_a_chain_in_its_order(batch: int) -> None:
         assert of_key == [f"{key}{n}" for n in range(10)]
 
 
-def test_what_follows_a_failed_member_of_a_batch_waits() -> None:
+def test_follower_of_a_failed_batch_member_waits() -> None:
     def handler(message: Message) -> None:
         effect(message)
         if message.body == 1 and message.delivery_attempt == 1:
@@ -474,7 +474,7 @@ def test_with_block_a_lost_predecessor_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("because", ["stage", "retention"])
-def test_with_block_what_a_stage_cannot_have_seen_is_not_waited_for(
+def test_block_does_not_wait_for_an_unseen_predecessor(
     because: str,
 ) -> None:
     """Its predecessor left before the stage was first ordered here, or before the
@@ -611,7 +611,7 @@ def test_tails_are_pruned_as_long_after_as_the_inbox_remembers() -> None:
     assert KeyTail.objects.get().key == "young"
 
 
-def test_what_cannot_be_ordered_is_refused() -> None:
+def test_unorderable_stage_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="none of block, skip"):
         stages.stage("tests.wrong", ordered="sometimes")  # type: ignore[call-overload]
     with (

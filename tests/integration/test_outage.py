@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_opened_or_written_is_an_outage_and_a_lock_is_none
 
 
 @pytest.mark.postgresql
-def test_a_connection_that_broke_alone_stops_nobody(
+def test_single_broken_connection_is_no_outage(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     error = error_of(ended_backend)

@@ -35,7 +35,9 @@ def later() -> Message:
 
 @pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_outlives_a_session_is_not_in_it(stores: bool, fails: bool) -> None:
+def test_code_that_outlives_its_session_sends_outside_it(
+    stores: bool, fails: bool
+) -> None:
     with suppress(LookupError), outbox_session() as session:
         if stores:
             send_message("tests.q", "in the session")
@@ -48,7 +50,7 @@ def test_what_outlives_a_session_is_not_in_it(stores: bool, fails: bool) -> None
 
 
 @pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc", "broker_only"])
-def test_what_outlives_a_stage_is_not_in_it(mode: str) -> None:
+def test_code_that_outlives_its_stage_sends_outside_it(mode: str) -> None:
     taken_along: list[contextvars.Context] = []
 
     def handler(message: Message) -> None:

@@ -104,7 +104,7 @@ def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
     ) * 3
 
 
-def test_what_is_parked_for_a_stage_that_nobody_knows_waits_and_is_told_of() -> None:
+def test_messages_of_an_unknown_stage_wait_and_are_reported() -> None:
     """Another process may know it, of another version: it is not given up."""
     script = Script(ValueError())
     with declared(script, "tests.unknown") as stage:

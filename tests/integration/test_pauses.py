@@ -263,7 +263,7 @@ def test_order_per_key_across_destinations_whatever_is_full(seed: int) -> None:
         ),
     ],
 )
-def test_what_dispatches_after_a_commit_obeys(way: Callable[[list[int]], Any]) -> None:
+def test_dispatcher_obeys_the_pause(way: Callable[[list[int]], Any]) -> None:
     ROOM[FULL] = 0
     store((FULL, None))
     lane = Lane("default", "default")
@@ -291,7 +291,7 @@ def test_the_control_thread_s_way_obeys() -> None:
     nothing_is_lost_or_blamed()
 
 
-def test_relay_once_says_what_was_not_taken() -> None:
+def test_relay_once_reports_refused_messages() -> None:
     ROOM[FULL] = 0
     store((FULL, None), (OK, None))
     with pytest.raises(CommandError, match="is full: 0 places left"):
@@ -315,7 +315,7 @@ def test_a_message_that_is_cancelled_ends_the_pause(
         wait_until(lambda: not breaker.outages())
 
 
-def test_the_heartbeat_tells_of_it() -> None:
+def test_heartbeat_reports_the_paused_destination() -> None:
     ROOM[FULL] = 0
     store((FULL, None))
     lane = Lane("default", "default")

@@ -48,7 +48,7 @@ def claim(lease: float = 60.0) -> list[Any]:
 
 
 @pytest.mark.django_db
-def test_a_cancelled_message_never_leaves_and_nobody_looks_after_it() -> None:
+def test_cancelled_message_never_leaves_and_has_no_dead_letter() -> None:
     one, other = stored(), stored()
 
     assert cancel_message(one, why="paid")
@@ -78,7 +78,7 @@ def test_a_cancelled_message_is_pruned_after_the_retention() -> None:
 
 
 @pytest.mark.django_db
-def test_what_has_left_or_is_on_its_way_stays_so() -> None:
+def test_sent_and_claimed_messages_cannot_be_cancelled() -> None:
     gone = stored(delay=None)
     ship()
     flying = stored(delay=None)
@@ -92,7 +92,7 @@ def test_what_has_left_or_is_on_its_way_stays_so() -> None:
 
 
 @pytest.mark.django_db
-def test_what_a_relay_has_lost_can_be_cancelled_and_the_relay_changes_nothing() -> None:
+def test_row_of_an_ended_lease_can_be_cancelled() -> None:
     one, token = stored(delay=None), uuid.uuid4()
     (row,) = OutboxMessage.objects.claim(
         broker="default", token=token, lease=60, limit=1
@@ -132,7 +132,7 @@ def test_a_message_of_a_key_holds_back_its_followers_until_it_is_cancelled() -> 
 
 
 @pytest.mark.django_db
-def test_what_has_a_place_in_the_order_of_its_key_is_only_put_off() -> None:
+def test_linked_message_can_only_be_rescheduled() -> None:
     one = stored(key="k", delay=None)
     OutboxMessage.objects.update(linked_at=timezone.now())
 
@@ -199,7 +199,7 @@ def test_either_the_relay_has_it_or_it_is_cancelled() -> None:
 
 
 @committing
-def test_what_is_to_leave_now_wakes_the_dispatcher_after_the_commit() -> None:
+def test_rescheduling_to_now_wakes_the_dispatcher_after_the_commit() -> None:
     one, two, woken = stored(), stored(), list[int]()
 
     def wake(ids: list[int], **_: object) -> None:
@@ -257,12 +257,12 @@ def test_another_database_is_named() -> None:
         {"delay": 5},
     ],
 )
-def test_what_is_no_time_is_refused(options: dict[str, Any]) -> None:
+def test_invalid_time_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidMessage):
         reschedule_message(uuid.uuid4(), **options)
 
 
-def test_what_is_no_id_is_refused() -> None:
+def test_invalid_id_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="UUID"):
         cancel_message("x")  # type: ignore[arg-type]
 

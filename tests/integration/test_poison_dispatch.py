@@ -105,7 +105,7 @@ def test_a_suspect_takes_no_fresh_message_along(scripted: ScriptedBroker) -> Non
     assert len(scripted.stored("/queue/tests.q")) == 20, "nothing went twice"
 
 
-def test_what_follows_the_poison_of_its_key_waits_for_it(
+def test_followers_of_a_poison_message_wait(
     scripted: ScriptedBroker,
 ) -> None:
     relay = WAYS["one lane"]
@@ -163,7 +163,7 @@ def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None
     assert states() == {"dispatched": 32}
 
 
-def test_who_hangs_up_at_once_leaves_no_connection_behind() -> None:
+def test_broker_that_hangs_up_at_once_leaks_no_connection() -> None:
     with ScriptedBroker(RABBITMQ) as broker:
         broker.on("CONNECT").cut_after(answered=True)
         ends = 0

@@ -68,7 +68,7 @@ def test_dispatched_messages_go_when_their_time_is_over() -> None:
     assert old.pk not in left(OutboxMessage)
 
 
-def test_what_is_pending_stays_for_ever() -> None:
+def test_pending_rows_are_never_pruned() -> None:
     pending = make.OutboxMessageFactory(created_at=ago(days=900))
     leased = make.OutboxMessageFactory(
         created_at=ago(days=900), lease_until=ago(days=899), lease_token=uuid.uuid4()
@@ -99,7 +99,7 @@ def test_a_dead_message_stays_until_its_dead_letter_is_resolved() -> None:
     assert left(OutboxMessage) == set()
 
 
-def test_the_dead_letter_of_another_stage_holds_nobody() -> None:
+def test_dead_letter_of_another_stage_keeps_no_row() -> None:
     row = make.OutboxMessageFactory(dead=True, created_at=ago(days=30))
     make.DeadLetterFactory(message_id=row.message_id, stage="orders.place")
 
@@ -194,7 +194,7 @@ def test_records_of_the_http_outbox_go_too() -> None:
     assert SessionRecord.objects.count() == 4
 
 
-def test_control_messages_that_nobody_receives_are_forgotten_after_a_day() -> None:
+def test_unreceived_control_messages_are_deleted_after_a_day() -> None:
     queues = {"mine.txmsg.control": 30, "orders.place": 30, "other.txmsg.control": 30}
     for queue, hours in [*queues.items(), ("mine.txmsg.control", 20)]:
         row = QueueMessage.objects.create(queue=queue, body=b"")

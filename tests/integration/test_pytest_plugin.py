@@ -67,7 +67,7 @@ def test_a_project_that_is_set_up_late_reaches_no_broker_either(
     result.assert_outcomes(passed=3)
 
 
-def test_where_nobody_asks_for_messages_nothing_is_imported(
+def test_plugin_imports_nothing_unless_asked(
     pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile("""

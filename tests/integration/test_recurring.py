@@ -191,7 +191,7 @@ def test_a_tick_of_a_new_expression_is_missed_as_any_other() -> None:
 
 
 @pytest.mark.django_db
-def test_what_is_paused_is_not_stored_and_not_made_up_for() -> None:
+def test_paused_ticks_are_not_stored_nor_caught_up() -> None:
     rows = Schedule.objects
     with keeping(missed="all") as (clock, timekeeper):
         assert rows.pause("service", "other")  # of another service
@@ -251,7 +251,7 @@ def test_names_services_and_ticks_tell_ids_apart() -> None:
 
 
 @pytest.mark.django_db
-def test_what_cannot_be_stored_is_said_and_tried_again_and_holds_back_nobody(
+def test_unstorable_recurring_message_is_retried_and_blocks_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with keeping(name="bad", body=object()) as (clock, timekeeper), keeping():
@@ -388,7 +388,7 @@ def test_a_tick_that_rolls_back_comes_again() -> None:
 
 @committing
 @pytest.mark.parametrize("command", ["relay", "txmsg run"])
-def test_a_process_keeps_the_time_and_ends_when_it_is_told(command: str) -> None:
+def test_schedule_thread_runs_until_stopped(command: str) -> None:
     schedule = {"tick": {"EVERY": "* * * * * *", "DESTINATION": "tests.second"}}
     settings = {**IMPATIENT, "SCHEDULE": schedule}
     with ManageProcess(*command.split(), txmsg=settings) as relay:
@@ -452,7 +452,7 @@ def test_a_name_is_given_once() -> None:
         ({"destination": "no such place"}, InvalidMessage),
     ],
 )
-def test_what_cannot_recur_is_refused_where_it_is_written(
+def test_invalid_every_is_refused_at_its_declaration(
     arguments: dict[str, Any], error: type[Exception]
 ) -> None:
     known = recurring()

@@ -76,7 +76,7 @@ def test_the_threads_of_a_process_finish_what_they_have() -> None:
     assert Effect.objects.count() == consumer.handled
 
 
-def test_what_runs_beside_it_in_one_process_ends_with_it() -> None:
+def test_limit_ends_the_relay_of_the_same_process() -> None:
     with (
         txmsg(CONSUME={"POLL_INTERVAL": 0.02, "MAX_MESSAGES": 2}),
         declared(effect) as stage,
@@ -88,7 +88,7 @@ def test_what_runs_beside_it_in_one_process_ends_with_it() -> None:
     assert Effect.objects.count() == 2
 
 
-def test_what_fails_counts_as_well() -> None:
+def test_failed_messages_count_towards_the_limit() -> None:
     def handler(message: Message) -> None:
         raise LookupError
 
@@ -144,7 +144,7 @@ def test_the_command_says_why_it_ended() -> None:
     assert "Handled 2 deliveries." in out.getvalue()
 
 
-def test_the_command_refuses_what_is_no_limit() -> None:
+def test_command_refuses_an_invalid_limit() -> None:
     for option in ("max_messages", "max_memory"):
         with pytest.raises(CommandError, match="must be 0, for no limit, or more"):
             call_command("consume", **{option: -1})

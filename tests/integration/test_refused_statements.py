@@ -333,7 +333,7 @@ def test_a_handler_without_room_for_its_work_has_not_failed(
 
 @batches
 @pytest.mark.postgresql
-def test_one_for_which_there_is_never_room_fails_and_holds_up_nobody(
+def test_message_without_room_fails_and_blocks_no_other(
     batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Effect, "room", 10_000, raising=False)
@@ -404,7 +404,7 @@ def test_an_intake_goes_on() -> None:
     assert DeadLetter.objects.count() == 1
 
 
-def test_what_is_refused_is_said_now_and_then(
+def test_refusals_are_logged_at_most_once_a_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By all threads of a process together, however many there are."""

@@ -41,7 +41,7 @@ def effect(message: Message) -> None:
     Effect.objects.create(name="done", message_id=str(message.id))
 
 
-def test_a_stage_that_may_not_subscribe_slows_nobody(
+def test_refused_subscription_slows_no_other_stage(
     broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     destination = wire.control_destination("tests")

@@ -261,7 +261,7 @@ def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
     assert queued() == []
 
 
-def test_what_is_noted_row_by_row_waits_for_no_turn(
+def test_row_by_row_settlement_waits_for_no_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a lane beside two that are held up needs minutes for a batch."""

@@ -129,7 +129,7 @@ def test_a_connection_that_breaks_in_a_handlers_hands_breaks_one_attempt(
 
 
 @pytest.mark.parametrize(("age", "kept"), [(0, False), (None, True), (600, True)])
-def test_a_thread_without_work_keeps_what_its_age_allows(
+def test_idle_thread_keeps_connections_within_their_age(
     age: int | None, kept: bool
 ) -> None:
     with (

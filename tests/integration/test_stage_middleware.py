@@ -222,7 +222,7 @@ def test_what_the_handler_returns_comes_back_inside() -> None:
     assert found == ["result"]
 
 
-def test_what_cannot_be_one_is_told_before_anything_is_received() -> None:
+def test_invalid_middleware_is_refused_before_receiving() -> None:
     for name in ("asynchronous", "Coroutine", "nothing", "no_such"):
         with (
             around(name),
@@ -317,7 +317,7 @@ def test_nor_what_it_does_wrong_around_the_transaction() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_goes_wrong_after_the_commit_changes_nothing_any_more(
+def test_middleware_error_after_the_commit_is_only_logged(
     mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     for wrong, _, _ in WRONG_AFTERWARDS:
@@ -385,7 +385,7 @@ def test_a_query_of_its_own_that_fails_in_silence_fails_the_attempt() -> None:
     assert done() == []
 
 
-def test_what_is_nobodys_fault_is_no_middlewares_affair() -> None:
+def test_outages_and_conflicts_bypass_middlewares() -> None:
     def handler(message: Message) -> None:
         raise BrokerUnavailable("gone")
 
@@ -521,7 +521,7 @@ def test_the_tests_of_a_project_run_them_too() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 10])
-def test_what_a_message_leaves_in_its_context_the_next_one_does_not_find(
+def test_context_variables_do_not_leak_into_the_next_message(
     batch: int,
 ) -> None:
     found: list[tuple[str, str, str]] = []

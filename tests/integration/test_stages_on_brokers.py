@@ -153,7 +153,7 @@ def test_what_a_handler_sends_past_its_transaction_is_out_whatever_follows(
     assert taken(f"{destination}.joined") == []
 
 
-def test_what_is_sent_later_is_what_was_stored(destination: str) -> None:
+def test_message_relayed_later_is_unchanged(destination: str) -> None:
     """The broker was away when the stage had committed."""
     topic, queue = f"topic:{destination}.news", f"{destination}.next"
     name = f"{destination}.reader"
@@ -241,7 +241,7 @@ def test_the_same_stage_under_outbox(destination: str, proxy: Proxy) -> None:
     assert not DeadLetter.objects.exists()
 
 
-def test_a_refused_password_hammers_nobody(
+def test_refused_password_is_retried_with_pauses(
     destination: str, proxy: Proxy, server: StompServer
 ) -> None:
     """However many threads: one login at a time, with growing pauses between."""

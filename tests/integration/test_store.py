@@ -186,7 +186,7 @@ def test_a_thousand_are_a_few_inserts(
         ({"on_conflict": "wait"}, "on_conflict"),
     ],
 )
-def test_what_cannot_travel_is_refused_at_the_call(
+def test_uncarriable_message_is_refused_at_the_call(
     arguments: dict[str, Any], words: str
 ) -> None:
     arguments = {"destination": "orders", "body": 1, **arguments}
@@ -218,9 +218,7 @@ def test_one_bad_message_of_many_stores_none() -> None:
         (None, "mapping"),
     ],
 )
-def test_what_is_no_dict_of_a_messages_arguments_is_refused(
-    given: Any, words: str
-) -> None:
+def test_send_messages_refuses_other_values_than_dicts(given: Any, words: str) -> None:
     good = {"destination": "orders", "body": 1}
     with transaction.atomic(), pytest.raises(InvalidMessage, match=words) as caught:
         send_messages([good, given])

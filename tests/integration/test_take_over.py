@@ -149,7 +149,7 @@ def outbox() -> dict[str, str]:
     return {str(message_id): destination for message_id, destination in rows}
 
 
-def test_what_is_stored_moves_over_once(theirs: Theirs) -> None:
+def test_stored_messages_are_taken_over_once(theirs: Theirs) -> None:
     stored = json.loads(theirs(STORED))
     got: list[Message] = []
 
@@ -235,7 +235,7 @@ def test_without_its_tables_it_says_where_it_has_looked() -> None:
 
 
 @pytest.mark.postgresql
-def test_what_consumers_receive_meanwhile_is_not_counted_as_taken_over(
+def test_messages_received_meanwhile_are_not_counted_as_taken_over(
     published: Callable[..., None],
 ) -> None:
     known, now = uuid.uuid4(), timezone.now()

@@ -565,7 +565,7 @@ HOSTILE: list[dict[str, str]] = [
 ]
 
 
-def test_what_names_no_task_of_ours_is_dead(mode: str) -> None:
+def test_unknown_task_is_buried(mode: str) -> None:
     with transaction.atomic():
         sent = [send_message(QUEUE, SOUND, headers=headers) for headers in HOSTILE]
     drain(raises=False)

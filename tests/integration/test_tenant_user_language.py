@@ -151,7 +151,7 @@ def test_each_tenant_has_its_schema(messaging: ModuleType, batch: int) -> None:
 
 
 @pytest.mark.postgresql
-def test_a_tenant_that_nobody_knows_is_refused(messaging: ModuleType) -> None:
+def test_unknown_tenant_is_refused(messaging: ModuleType) -> None:
     with through("Tenant"), declared(enter) as stage:
         send(stage, tenant='x", pg_catalog; --')
         step(stage)
@@ -212,7 +212,7 @@ def test_an_error_is_reported_with_its_message(
 
 
 @pytest.mark.postgresql
-def test_what_the_commit_raises_is_reported_too(
+def test_errors_of_the_commit_are_reported_too(
     messaging: ModuleType, sentry: Heard
 ) -> None:
     with connection.cursor() as cursor:

@@ -54,7 +54,7 @@ def handler(message: Message) -> None:
 @pytest.mark.parametrize(
     ("mode", "batch"), [("outbox", 1), ("outbox", 4), ("best_effort_1pc", 1)]
 )
-def test_whatever_a_handler_raises_is_a_failure_of_its_message(
+def test_every_exception_of_a_handler_fails_only_its_message(
     mode: Any, batch: int, worst: str
 ) -> None:
     with (

@@ -81,7 +81,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
 
 
 @pytest.mark.postgresql
-def test_who_fails_after_another_has_processed_it_buries_nothing() -> None:
+def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
     """Two copies at once; the last attempt fails, and the other has succeeded."""
     inside = threading.Event()
 
@@ -161,7 +161,7 @@ def stand_still(process: ManageProcess) -> None:
     "mode",
     [pytest.param("best_effort_1pc", marks=pytest.mark.postgresql), "broker_only"],
 )
-def test_who_stood_still_for_longer_than_its_lease_is_fenced(
+def test_process_stopped_beyond_its_lease_is_fenced(
     mode: str, fails: str, manage: Manage, destination: str, tmp_path: Path
 ) -> None:
     """Another worker has taken its message and processed it; the stopped one's result
@@ -198,7 +198,7 @@ def test_who_stood_still_for_longer_than_its_lease_is_fenced(
 
 
 @pytest.mark.postgresql
-def test_who_stood_still_in_a_transaction_is_the_only_one(
+def test_process_stopped_in_its_transaction_keeps_the_message(
     manage: Manage, destination: str, tmp_path: Path
 ) -> None:
     """Mode outbox: the lock on the row lasts longer than the lease."""

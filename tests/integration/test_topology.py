@@ -242,7 +242,9 @@ def test_two_services_in_one_database_do_not_run_stages_of_one_name(
         *("other stages", "ourselves", "unknown"),
     ],
 )
-def test_who_is_in_whose_way(other: dict[str, Any], refused: bool) -> None:
+def test_services_that_conflict_are_refused(
+    other: dict[str, Any], refused: bool
+) -> None:
     given: dict[str, Any] = dict(other)
     if silent_for := given.pop("silent_for", None):
         given["heartbeat_at"] = timezone.now() - silent_for

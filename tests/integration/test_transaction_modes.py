@@ -215,7 +215,7 @@ def test_the_same_stage_under_outbox(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("employed", [True, False])
-def test_the_dangerous_window_is_measured_and_told(
+def test_dangerous_window_is_measured_and_signalled(
     employed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[dict[str, Any]] = []

@@ -273,7 +273,7 @@ def test_a_dead_letter_is_upgraded_when_it_is_redelivered(here: bool) -> None:
     assert got == [UPGRADED, UPGRADED]
 
 
-def test_what_is_too_new_waits_at_no_attempt_and_is_shown() -> None:
+def test_message_needing_newer_code_waits_without_attempts() -> None:
     with declared(first, name="tests.place") as stage:
         sent = send(stage.destination, ORDER)
         send(stage.destination, First("A-2", 1))
@@ -340,7 +340,7 @@ def test_an_older_worker_gives_back_what_a_newer_one_has_parked() -> None:
     assert InboxMessage.objects.get().attempts == 2
 
 
-def test_after_a_quarter_of_an_hour_somebody_is_told() -> None:
+def test_message_needing_newer_code_alarms_after_15_minutes() -> None:
     with declared(first, name="tests.place") as stage:
         send(stage.destination, ORDER)
         step(stage)
@@ -359,7 +359,7 @@ def test_after_a_quarter_of_an_hour_somebody_is_told() -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_after_a_roll_back_an_operator_buries_what_nobody_will_read(
+def test_operator_buries_unreadable_messages_after_a_roll_back(
     named: bool,
 ) -> None:
     with declared(first, name="tests.place") as stage:
@@ -383,7 +383,7 @@ def test_after_a_roll_back_an_operator_buries_what_nobody_will_read(
     assert got == [ORDER, ORDER]
 
 
-def test_draining_leaves_what_is_too_new() -> None:
+def test_drain_leaves_messages_that_need_newer_code() -> None:
     with declared(first, name="tests.place") as stage, txmsg():
         with transaction.atomic():
             send_message(stage.destination, ORDER)

@@ -74,7 +74,7 @@ def test_or_it_is_an_error_and_the_transaction_goes_on() -> None:
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("end", ["dispatched", "dead", "cancelled"])
-def test_what_is_settled_frees_its_key(end: str) -> None:
+def test_settled_message_frees_its_unique_key(end: str) -> None:
     expires = dt.timedelta(0) if end == "dead" else None
     first = send(expires=expires)
     if end == "cancelled":
@@ -87,7 +87,7 @@ def test_what_is_settled_frees_its_key(end: str) -> None:
 
 @committing
 @pytest.mark.postgresql
-def test_what_another_transaction_goes_on_with_leaves_after_its_commit() -> None:
+def test_reused_message_leaves_after_the_reusing_commit() -> None:
     """Otherwise its receiver would not see that transaction's changes, of which no
     other message notifies it."""
     with transaction.atomic():
@@ -134,7 +134,7 @@ def test_what_another_transaction_goes_on_with_leaves_after_its_commit() -> None
 @pytest.mark.postgresql
 @pytest.mark.parametrize("commits", [True, False])
 @pytest.mark.parametrize("change", ["cancel", "reschedule"])
-def test_who_changes_what_is_gone_on_with_waits_for_that_transaction(
+def test_cancelling_a_reused_message_waits_for_the_transaction(
     change: str, commits: bool
 ) -> None:
     """Otherwise no message would notify the receiver of that transaction's changes."""
@@ -179,7 +179,7 @@ def waiting() -> int:
 
 @committing
 @pytest.mark.parametrize("expires", [None, HOUR])
-def test_what_is_gone_on_with_does_not_expire_before_it_could_leave(
+def test_reused_message_expires_no_sooner_than_the_new_one(
     expires: dt.timedelta | None,
 ) -> None:
     with transaction.atomic():
@@ -220,7 +220,7 @@ def test_the_later_expiry_holds(
 
 
 @pytest.mark.django_db
-def test_who_is_refused_changes_no_expiry() -> None:
+def test_refused_send_does_not_change_the_expiry() -> None:
     send(1, expires=HOUR)
     before = OutboxMessage.objects.get().expires_at
     with pytest.raises(AlreadyPending):
@@ -231,7 +231,7 @@ def test_who_is_refused_changes_no_expiry() -> None:
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("given_back", [False, True])
-def test_what_a_relay_has_had_in_hand_may_be_there_and_holds_no_key(
+def test_claimed_message_frees_its_unique_key(
     given_back: bool,
 ) -> None:
     first, token = send(1), uuid.uuid4()
@@ -248,7 +248,7 @@ def test_what_a_relay_has_had_in_hand_may_be_there_and_holds_no_key(
 
 
 @pytest.mark.django_db
-def test_what_has_expired_holds_no_key_even_where_no_relay_has_seen_it() -> None:
+def test_expired_message_frees_its_unique_key() -> None:
     first = send(1, expires=dt.timedelta(0))
     second = send(2, expires=dt.timedelta(hours=1))
     assert second.id != first.id
@@ -295,7 +295,7 @@ def test_a_transaction_that_rolls_back_frees_its_key() -> None:
 @committing
 @pytest.mark.parametrize("commits", [True, False])
 @pytest.mark.postgresql
-def test_who_wants_a_key_waits_for_the_transaction_that_has_it(commits: bool) -> None:
+def test_send_waits_for_the_transaction_holding_the_key(commits: bool) -> None:
     found: list[Any] = []
     asked = threading.Event()
 
@@ -472,6 +472,6 @@ def test_a_destination_takes_it_too() -> None:
         {"unique": "k", "on_conflict": "ignore"},
     ],
 )
-def test_what_is_no_key_is_refused(options: dict[str, Any]) -> None:
+def test_invalid_unique_key_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidMessage):
         send_message(PLACE, 1, **options)

@@ -135,7 +135,7 @@ def test_a_handler_begins_when_another_process_commits(
     run.succeed()
 
 
-def test_what_nobody_has_told_of_is_found_by_a_look(
+def test_rows_without_notification_are_found_by_the_query(
     process: Callable[..., ManageProcess],
 ) -> None:
     """As after a lost notification, and for rows that are due later."""
@@ -255,7 +255,7 @@ def test_many_commits_share_a_notification_and_none_is_left_out() -> None:
     assert len(payloads) <= took / notifier.GAP + 2
 
 
-def test_a_rollback_tells_nobody_and_a_commit_tells_afterwards() -> None:
+def test_only_a_commit_notifies() -> None:
     with heard() as payloads, txmsg(DISPATCH_ON_COMMIT="off"):
         with transaction.atomic():
             send_message("tests.woken", None)
@@ -348,7 +348,7 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
         assert checked() == ["txmsg.W030"]
 
 
-def test_who_listens_at_a_server_that_is_left_notices_and_polls(
+def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As after a switch to another server, while the old one goes on to answer."""
@@ -377,7 +377,7 @@ def test_who_listens_at_a_server_that_is_left_notices_and_polls(
             cursor.execute(f'DROP DATABASE "{elsewhere}" WITH (FORCE)')
 
 
-def test_what_anybody_notifies_of_disturbs_nobody() -> None:
+def test_foreign_notifications_are_ignored() -> None:
     with txmsg(), listener.listening({"default"}):
         wait_until(lambda: notifications.heard("default"))
         with connection.cursor() as cursor:

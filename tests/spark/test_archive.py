@@ -183,7 +183,7 @@ def test_the_next_wave_is_written_while_this_one_is_deleted(
     assert_moved_once(before, pg_log, lake, set(before))
 
 
-def test_what_was_written_ahead_under_a_number_that_is_taken_is_written_anew(
+def test_batch_written_ahead_is_rewritten_if_its_number_is_taken(
     spark, pg_log: Log, lake: LakeSpec
 ) -> None:
     pg_log.send_many(450)
@@ -406,7 +406,7 @@ def test_a_batch_on_its_way_into_one_lake_does_not_go_to_another(
     assert archive(spark, log, lake).rows == 10
 
 
-def test_an_unreachable_database_is_told_without_its_password(
+def test_unreachable_database_is_reported_without_its_password(
     spark, lake: LakeSpec, pg_log: Log
 ) -> None:
     from django_txmsg.spark.spec import SourceSpec

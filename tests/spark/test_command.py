@@ -59,7 +59,7 @@ def test_a_job_for_a_cluster_is_printed_without_the_password(tmp_path: Path) -> 
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_missing_lake_is_told_with_its_exit_code() -> None:
+def test_missing_lake_is_reported_with_its_exit_code() -> None:
     with (
         override_settings(TXMSG={"SERVICE": "shop"}),
         pytest.raises(SystemExit) as ended,
@@ -142,13 +142,13 @@ def test_sqlite_by_another_name_is_read(monkeypatch) -> None:
     assert source_spec("other", "shop").vendor == "sqlite"
 
 
-def test_a_database_of_another_kind_is_told(monkeypatch) -> None:
+def test_unsupported_database_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(connections["other"], "vendor", "mysql")
     with pytest.raises(CommandError, match="'other' is on mysql"):
         source_spec("other", "shop")
 
 
-def test_a_project_without_the_app_is_told() -> None:
+def test_project_without_the_app_gets_an_error() -> None:
     apps = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
     with (
         override_settings(INSTALLED_APPS=apps),
@@ -159,7 +159,7 @@ def test_a_project_without_the_app_is_told() -> None:
     assert refused.value.returncode == 2
 
 
-def test_a_service_without_the_app_is_told(make_log) -> None:
+def test_service_without_the_app_gets_an_error(make_log) -> None:
     log = make_log("sqlite")
     log.execute("DROP TABLE django_txmsg_pipelinerun")
 
@@ -170,7 +170,7 @@ def test_a_service_without_the_app_is_told(make_log) -> None:
         pass
 
 
-def test_an_unknown_database_is_told() -> None:
+def test_unknown_database_is_reported() -> None:
     with pytest.raises(CommandError, match="no database 'nowhere'"):
         call_command("pipeline", "--database", "nowhere", "archive")
 

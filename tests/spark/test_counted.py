@@ -94,7 +94,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(b"PAR1" + bytes(len(content) - 4 - footer) + content[-footer:])
 
 
-def test_what_is_over_is_counted_without_being_read(
+def test_finished_journeys_are_counted_without_reading(
     spark, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")

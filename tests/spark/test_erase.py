@@ -59,9 +59,7 @@ def log_of_a_person(log: Log) -> uuid.UUID:
 
 
 @pytest.mark.parametrize("erased", ["before", "last"])
-def test_what_waits_for_an_erased_message_of_its_key_waits_no_longer(
-    erased: str, log: Log
-) -> None:
+def test_erasing_a_predecessor_releases_its_followers(erased: str, log: Log) -> None:
     before, last = uuid.uuid4(), uuid.uuid4()
     log.receive(
         [{"message_id": last, "processed_at": None, "waits_for": before,
@@ -150,7 +148,7 @@ def test_a_person_is_forgotten_everywhere_files_included(
     [((), "Which messages"), (("--key", ""), "empty"),
      (("--key", PERSON, "--correlation-id", ""), "empty")],
 )  # fmt: skip
-def test_what_to_erase_has_to_be_named(
+def test_erase_needs_a_selection(
     words: tuple[str, ...], why: str, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")
@@ -163,7 +161,7 @@ def test_what_to_erase_has_to_be_named(
 HOSTILE = "50% of 'ä' \"%s\" \\ ü\u2028"
 
 
-def test_what_waits_in_a_queue_alone_and_what_a_task_has_returned_are_erased(
+def test_queued_messages_and_task_results_are_erased(
     log: Log,
 ) -> None:
     keyed, correlated, other = (uuid.uuid4() for _ in range(3))

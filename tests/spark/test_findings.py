@@ -34,7 +34,7 @@ def ids(findings: list[dict[str, Any]]) -> list[int]:
     return sorted(uuid.UUID(one["message_id"]).int for one in findings)
 
 
-def test_what_is_well_by_now_goes_and_what_is_acknowledged_stays(log: Log) -> None:
+def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
     noted, spec = Noted(log.spec), JobSpec((log.spec,))
     noted.keep([finding(number) for number in range(4)], NOW, None)
     some = [

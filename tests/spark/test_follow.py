@@ -243,9 +243,7 @@ def test_killed_at_random_while_messages_settle_nothing_is_lost_or_doubled(
     assert_moved_once(before, log, lake, set(before))
 
 
-def test_an_alert_is_told_when_it_begins_and_when_it_ends(
-    log: Log, lake: LakeSpec
-) -> None:
+def test_alert_is_delivered_at_its_beginning_and_end(log: Log, lake: LakeSpec) -> None:
     now = datetime.now(timezone.utc)
     late = [{"created_at": now - timedelta(hours=1), "dispatched_at": None}]
     log.send(late * 2)
@@ -278,7 +276,7 @@ def test_an_alert_is_told_when_it_begins_and_when_it_ends(
     assert SECRET not in "".join(said + over)
 
 
-def test_killed_when_the_webhook_was_told_it_is_told_again_under_the_same_id(
+def test_kill_after_the_webhook_call_repeats_it_with_the_same_id(
     pg_log: Log, lake: LakeSpec
 ) -> None:
     late = datetime.now(timezone.utc) - timedelta(hours=1)
@@ -354,7 +352,7 @@ def test_a_webhook_that_answers_byte_by_byte_is_given_up() -> None:
     assert taking.tries == 3
 
 
-def test_what_a_webhook_has_taken_is_taken_whatever_becomes_of_its_answer() -> None:
+def test_webhook_delivery_counts_even_if_its_answer_is_lost() -> None:
     with receiver(200) as taking:
         taking.promised = 10
         hooked = Webhook(taking.url, timeout=0.3)
@@ -406,7 +404,7 @@ def test_an_event_waits_until_the_webhook_knows_of_it(log: Log) -> None:
     assert (again.firing, again.news) == (False, False)
 
 
-def test_an_alert_that_comes_again_before_its_end_was_told_is_the_same_one(
+def test_alert_firing_again_before_its_end_was_delivered_is_the_same(
     log: Log,
 ) -> None:
     [first] = weighed(log, True)
@@ -421,7 +419,7 @@ def test_an_alert_that_comes_again_before_its_end_was_told_is_the_same_one(
     assert (second.news, over.news, other.news) == (False, True, True)
 
 
-def test_one_that_stands_by_tells_that_the_database_is_back(
+def test_standby_reports_that_the_database_is_back(
     make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
 ) -> None:
     log = make_log("sqlite")
@@ -494,9 +492,7 @@ def test_a_run_in_the_future_holds_up_no_later_one(log: Log, lake: LakeSpec) -> 
     assert log.count("django_txmsg_pipelinerun") == 3
 
 
-def test_what_reconcile_has_found_while_nobody_followed_is_told(
-    log: Log, lake: LakeSpec
-) -> None:
+def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> None:
     spec = JobSpec((log.spec,), lake)
     with log.connected() as connection:
         assert measures.lost(connection, log.spec, LOST) is None
@@ -549,7 +545,7 @@ def test_an_address_that_is_none_is_refused_and_not_shown(url: str) -> None:
     assert url not in str(refused.value)
 
 
-def test_a_database_that_is_away_is_waited_for_and_told(
+def test_database_outage_is_waited_for_and_reported(
     pg_log: Log, lake: LakeSpec, tmp_path: Path, postgres
 ) -> None:
     pg_log.send_many(20)
@@ -587,7 +583,7 @@ def test_a_database_that_is_away_is_waited_for_and_told(
     assert counts["outages"] == {"database": 1, "lake": 0}
 
 
-def test_a_lake_that_is_away_is_waited_for_and_told(
+def test_lake_outage_is_waited_for_and_reported(
     make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
 ) -> None:
     log = make_log("sqlite")
@@ -704,7 +700,7 @@ def test_a_forgotten_transaction_is_an_alert_and_an_exit_code(
     assert (clean.exit_code, clean.facts["rows"]) == (0, 5)
 
 
-def test_a_dry_run_and_a_fault_in_the_one_round_are_told(
+def test_dry_run_and_failed_round_are_reported(
     log: Log, tmp_path: Path, monkeypatch
 ) -> None:
     log.send_many(5)

@@ -91,7 +91,7 @@ def test_an_id_a_destination_and_a_body_make_a_message(spark, log: Log) -> None:
     assert (content_type, bytes(body)) == ("application/json", b'{"n": 1}')
 
 
-def test_wrong_columns_are_told(spark, log: Log) -> None:
+def test_wrong_columns_are_reported(spark, log: Log) -> None:
     frame = spark.createDataFrame([("x", "y")], "body string, recipient string")
 
     with pytest.raises(
@@ -203,7 +203,7 @@ def test_a_run_is_remembered_when_its_messages_are_archived_and_pruned(
     assert log.count() == 0
 
 
-def test_a_replay_chooses_no_replayed_messages_unless_told(
+def test_replay_excludes_replayed_messages_by_default(
     spark, log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(10)
@@ -303,7 +303,7 @@ def test_a_replay_beside_an_archive_finds_each_message_once(
     assert len(rows) == len({row[0] for row in rows}) == 220
 
 
-def test_messages_archived_without_their_bodies_are_told(
+def test_messages_archived_without_bodies_are_reported(
     spark, log: Log, tmp_path: Path
 ) -> None:
     log.send_many(3)
@@ -317,7 +317,9 @@ def test_messages_archived_without_their_bodies_are_told(
     assert log.count() == 0
 
 
-def test_a_filter_that_does_not_parse_is_told(spark, log: Log, lake: LakeSpec) -> None:
+def test_filter_that_does_not_parse_is_reported(
+    spark, log: Log, lake: LakeSpec
+) -> None:
     log.send_many(1)
     archive(spark, log, lake)
     spec = JobSpec(services=(log.spec,), lake=lake)

@@ -53,7 +53,7 @@ def test_a_message_sent_again_is_judged_by_its_first_receipt_too(
     assert facts["exit_code"] == 0
 
 
-def test_who_listens_since_when_outlives_the_lakes_own_retention(
+def test_subscription_dates_outlive_the_lakes_retention(
     spark, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")
@@ -73,7 +73,7 @@ def test_who_listens_since_when_outlives_the_lakes_own_retention(
     assert lost("old", "new") == 1
 
 
-def test_what_nobody_has_acknowledged_is_told_by_the_exit_code(
+def test_unacknowledged_findings_set_the_exit_code(
     spark, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")

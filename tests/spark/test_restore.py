@@ -168,7 +168,7 @@ def test_where_a_lake_has_gone_in_the_middle_nothing_is_left(
     assert_moved_once(before, log, lake, set(before))
 
 
-def test_a_lake_from_an_older_backup_is_told_and_its_newest_one_goes_on(
+def test_lake_from_an_older_backup_is_reported(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
     here, older, newest = (tmp_path / name for name in ("lake", "older", "newest"))
@@ -309,7 +309,7 @@ def test_a_dump_into_a_new_cluster_goes_on_where_it_was(
     assert set(there) == everything
 
 
-def test_a_forgotten_transaction_anywhere_in_the_cluster_is_told(
+def test_open_transaction_anywhere_in_the_cluster_is_reported(
     spark: Any, pg_log: Log, make_log: Callable[..., Log], lake: LakeSpec
 ) -> None:
     elsewhere = make_log("postgresql", "elsewhere")

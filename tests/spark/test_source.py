@@ -175,7 +175,7 @@ def test_a_password_shows_nowhere(spark, pg_log: Log, capfd) -> None:
         ({"url": "mysql://x/y"}, "reads postgresql:// and sqlite://"),
     ],
 )
-def test_wrong_options_are_told(spark, make_log, wrong, says) -> None:
+def test_wrong_options_are_reported(spark, make_log, wrong, says) -> None:
     log = make_log("sqlite")
 
     with pytest.raises(Exception, match=says):

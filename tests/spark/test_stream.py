@@ -228,9 +228,7 @@ def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("asking")
-def test_a_standstill_is_told_and_then_ends_the_stream(
-    pg_log: Log, monkeypatch, capfd
-) -> None:
+def test_blocked_stream_reports_and_then_fails(pg_log: Log, monkeypatch, capfd) -> None:
     monkeypatch.setattr(stream_module, "LOOK", 0.0)
     patient, strict = Reading(pg_log, stuckAfter="0"), Reading(pg_log)
     with pg_log.connected() as forgotten:

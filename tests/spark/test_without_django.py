@@ -87,7 +87,7 @@ def test_where_the_driver_has_no_such_file_the_specification_comes_itself() -> N
         JobSpec.load("/not/here/job.json")
 
 
-def test_a_spark_connect_server_that_is_not_there_is_told() -> None:
+def test_missing_spark_connect_server_is_reported() -> None:
     remote = f"sc://127.0.0.1:{free_port()}/;token=hidden-token"
 
     with pytest.raises(EnvironmentFault, match="Spark Connect server at sc") as refused:
@@ -225,9 +225,7 @@ def test_the_exit_code_says_what_went_wrong(tmp_path: Path, make_log) -> None:
     assert log.count() == 3
 
 
-def test_what_fails_in_a_task_is_told_in_a_line_and_is_no_finding(
-    tmp_path: Path, make_log
-) -> None:
+def test_error_in_a_task_is_one_line_and_no_finding(tmp_path: Path, make_log) -> None:
     log: Log = make_log("sqlite")
     spec = tmp_path / "job.json"
     spec.write_text(JobSpec(services=(log.spec,)).to_json())

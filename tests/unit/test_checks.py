@@ -73,7 +73,7 @@ def test_manage_check_prints_an_unknown_key_with_the_nearest_one() -> None:
     assert 'Did you mean "BATCH_SIZE"?' in str(raised.value)
 
 
-def test_every_problem_of_the_settings_is_told_at_once() -> None:
+def test_all_settings_errors_are_reported_together() -> None:
     with txmsg(RELAY={"LEASE": "60"}, DISPATCH_ON_COMMIT="later", SERVICE=None):
         found = check()
 
@@ -132,7 +132,7 @@ except ConfigurationError as error:
 """
 
 
-def test_a_missing_extra_is_told_with_the_command_that_installs_it() -> None:
+def test_missing_extra_names_its_install_command() -> None:
     environment = {
         **os.environ,
         "DJANGO_SETTINGS_MODULE": "tests.settings",
@@ -174,7 +174,7 @@ def test_a_transaction_definition_that_fails_is_an_error() -> None:
     assert "'tests.failing': LookupError: no tenant" in found.msg
 
 
-def test_a_stage_on_a_database_nobody_knows_is_an_error() -> None:
+def test_stage_with_an_unknown_database_is_an_error() -> None:
     with stage(name="tests.lost", using="archive"), txmsg():
         found = only(check())
 
@@ -182,7 +182,7 @@ def test_a_stage_on_a_database_nobody_knows_is_an_error() -> None:
     assert "stage 'tests.lost' uses the database 'archive'" in found.msg
 
 
-def test_requests_on_a_database_nobody_knows_are_an_error() -> None:
+def test_requests_with_an_unknown_database_are_an_error() -> None:
     with txmsg(HTTP={"USING": "archive"}):
         assert only(check()).id == "txmsg.E006"
 
@@ -221,7 +221,7 @@ def test_an_sqlite_without_returning_is_an_error(
         assert {one.id for one in check()} == {"txmsg.E007"}
 
 
-def test_a_stage_at_a_broker_nobody_knows_is_an_error() -> None:
+def test_stage_with_an_unknown_broker_is_an_error() -> None:
     with stage(broker="backup"), txmsg():
         found = only(check())
 
@@ -578,7 +578,7 @@ def test_every_check_is_documented() -> None:
     assert ids == {row.split("`")[1] for row in page.splitlines() if row[:3] == "| `"}
 
 
-def test_a_pool_smaller_than_what_runs_is_told_with_the_size_it_needs(
+def test_small_pool_warns_with_the_needed_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {"pool": True, "transaction_mode": "IMMEDIATE", "timeout": 20}
@@ -598,7 +598,7 @@ def test_a_pool_smaller_than_what_runs_is_told_with_the_size_it_needs(
         assert not [one for one in check() if one.id == "txmsg.W005"]
 
 
-def test_a_lake_without_the_pipelines_app_is_told() -> None:
+def test_lake_without_the_pipelines_app_is_an_error() -> None:
     apps = [one for one in settings.INSTALLED_APPS if one != "django_txmsg.spark"]
     with txmsg(LAKE="file:///var/lake"):
         assert check() == []

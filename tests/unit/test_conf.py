@@ -115,7 +115,7 @@ def test_what_is_wrong_is_named_with_a_way_out(
         },
     )
 )
-def test_what_no_policy_can_be_is_no_setting_either(values: dict[str, Any]) -> None:
+def test_invalid_policy_values_are_invalid_settings(values: dict[str, Any]) -> None:
     try:
         RedeliveryPolicy(**{name.lower(): value for name, value in values.items()})
     except ValueError:

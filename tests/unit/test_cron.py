@@ -93,12 +93,12 @@ def test_the_last_of_many_ticks_is_found_at_once() -> None:
 
 
 @pytest.mark.parametrize("expression", ["", "* * * *", "61 * * * *", "0 0 30 2 *", "x"])
-def test_what_is_no_expression_says_so(expression: str) -> None:
+def test_invalid_expression_is_refused(expression: str) -> None:
     with pytest.raises(ConfigurationError, match="cron expression"):
         Cron(expression, "UTC")
 
 
 @pytest.mark.parametrize("name", ["Europe/Bärlin", "", "../etc", "/etc/passwd"])
-def test_what_is_no_time_zone_says_so(name: str) -> None:
+def test_unknown_time_zone_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match="No time zone"):
         Cron("* * * * *", name)

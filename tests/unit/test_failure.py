@@ -93,7 +93,7 @@ def test_text_and_traceback_are_there_and_bounded() -> None:
     assert "in raised" in Failure.of(raised(ValueError())).traceback
 
 
-def test_what_no_database_can_hold_is_written_out() -> None:
+def test_unstorable_characters_are_escaped() -> None:
     failure = Failure.of(raised(ValueError("nul \x00 lone \ud800")))
     assert "\x00" not in failure.exception
     assert failure.exception.encode()

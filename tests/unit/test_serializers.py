@@ -48,14 +48,14 @@ def test_any_bytes_are_decoded_or_refused_by_name(data: bytes, kind: str) -> Non
         (dt.timedelta(days=1, seconds=2), "P1DT2S"),
     ],
 )
-def test_what_json_has_no_word_for_travels_as_text(value: object, text: str) -> None:
+def test_types_unknown_to_json_travel_as_text(value: object, text: str) -> None:
     assert serializers.decode(*serializers.encode({"v": value})) == {"v": text}
 
 
 @pytest.mark.parametrize(
     "bad", [object(), {1, 2}, float("nan"), float("inf"), {"a": "\ud800"}, {(1,): 2}]
 )
-def test_what_cannot_travel(bad: object) -> None:
+def test_unencodable_bodies_are_refused(bad: object) -> None:
     with pytest.raises(InvalidMessage):
         serializers.encode(bad)
 

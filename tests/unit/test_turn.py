@@ -89,7 +89,7 @@ def test_all_for_whom_there_is_room_go_as_soon_as_the_broker_is_left() -> None:
             leave.set()
 
 
-def test_nobody_waits_for_one_who_does_not_come_back() -> None:
+def test_lane_goes_on_when_a_turn_is_never_returned() -> None:
     turn = Turn()
     with turn.at_broker(), turn.at_database(), another(turn) as came:
         assert came.wait(5)

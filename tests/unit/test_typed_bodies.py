@@ -209,7 +209,7 @@ def test_a_float_beside_a_decimal_stays_one() -> None:
         (None, "$: dataclass_type"),
     ],
 )
-def test_what_does_not_fit_is_told_by_path_and_kind(body: object, errors: str) -> None:
+def test_misfit_reports_path_and_kind(body: object, errors: str) -> None:
     error = refused(Order, body)
 
     assert (error.reason, str(error)) == ("invalid_body", errors)
@@ -227,7 +227,7 @@ def test_lax_readings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"number": NaN}', b"[" * 100_000])
-def test_what_is_no_json_is_undecodable(body: bytes) -> None:
+def test_invalid_json_is_undecodable(body: bytes) -> None:
     assert refused(Order, body).reason == "undecodable_body"
 
 
@@ -568,7 +568,7 @@ def test_a_decimal_keeps_its_digits_wherever_it_is_read_from(
         (Constant(ratio=float("inf")), "json_invalid"),
     ],
 )
-def test_what_would_arrive_as_something_else_is_refused(value: Any, error: str) -> None:
+def test_body_that_would_arrive_changed_is_refused(value: Any, error: str) -> None:
     found = codecs.type_of(value)
     assert found is not None
 

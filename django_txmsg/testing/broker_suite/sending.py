@@ -80,7 +80,7 @@ class Sending(Talk):
         if odd is None:
             assert found[b"odd"].headers.items() >= bad.items()
 
-    def test_what_follows_a_refused_message_of_its_key_is_held_back(
+    def test_followers_of_a_refused_message_are_held_back(
         self, destination: str
     ) -> None:
         batch = [

@@ -140,7 +140,7 @@ def test_metadata_reaches_the_receiver(arrivals, heard) -> None:
     assert heard["handled"][0]["headers"]["tenant"] == "north"
 
 
-def test_a_rolled_back_session_tells_nobody(arrivals) -> None:
+def test_rolled_back_session_sends_no_control_message(arrivals) -> None:
     with suppress(RuntimeError), outbox_session():
         send_two()
         raise RuntimeError
@@ -148,7 +148,7 @@ def test_a_rolled_back_session_tells_nobody(arrivals) -> None:
     assert not OutboxMessage.objects.exists()
 
 
-def test_a_session_without_messages_tells_nobody(arrivals) -> None:
+def test_session_without_messages_sends_no_control_message(arrivals) -> None:
     with outbox_session():
         Order.objects.create(number="1")
     assert arrivals.receive(0.3) is None
@@ -397,7 +397,7 @@ def test_the_embedded_broker_tells_by_arriving() -> None:
         assert not SessionRecord.objects.exists()
 
 
-def test_what_somebody_else_is_sending_is_waited_for(arrivals) -> None:
+def test_messages_claimed_elsewhere_are_waited_for(arrivals) -> None:
     with outbox_session() as session:
         send_two()
     manager = OutboxMessage.objects.db_manager("default")
@@ -537,7 +537,7 @@ def test_it_does_not_outlive_its_use_on_the_broker() -> None:
     assert 86_400 < left <= 86_415
 
 
-def test_what_can_never_be_looked_at_is_left_to_the_relay(
+def test_session_that_can_never_be_checked_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
     """As for a database without our tables. Logged, and no place is held for ever."""

@@ -136,7 +136,7 @@ def test_one_that_is_interrupted_leaves_no_gap(together, proxy, destination) -> 
     assert sorted(arrived(destination)) == ["m-1", "m-3", "m-4", "m-99"]
 
 
-def test_an_outage_is_told_to_each_of_them(together, proxy, destination) -> None:
+def test_outage_is_reported_to_each_sender(together, proxy, destination) -> None:
     messages = [outgoing(destination, number) for number in range(THREADS)]
     proxy.refuse()
     outcomes = send_all(together, messages, lambda: None)

@@ -205,7 +205,7 @@ def test_a_transaction_around_it_may_take_its_time(grouped, receiver, heard) -> 
     wait_until(lambda: pending() == 0)
 
 
-def test_under_traffic_nobody_waits_for_a_receipt(grouped, heard) -> None:
+def test_requests_under_traffic_wait_for_no_receipt(grouped, heard) -> None:
     """After the first, messages are sent by a thread beside the requests."""
     store("opens")
     mine = threading.get_ident()
@@ -434,7 +434,7 @@ def _inserted(one: uuid.UUID, count: int) -> dt.datetime:
     return stored.locked_at
 
 
-def test_what_the_broker_has_is_one_message_a_window(grouped, destination) -> None:
+def test_broker_gets_one_control_message_per_window(grouped, destination) -> None:
     for _ in range(20):
         store()
     found = drained(f"{destination}.txmsg.control")

@@ -22,7 +22,7 @@ def server(request: pytest.FixtureRequest) -> StompServer:
     return found
 
 
-def test_one_that_nobody_receives_is_gone_in_time(server, destination) -> None:
+def test_unreceived_control_message_expires(server, destination) -> None:
     """A service without a consumer leaves no more than what its life allows."""
     brokers = {"default": {"URL": server.url()}}
     with override_settings(TXMSG={"SERVICE": destination, "BROKERS": brokers}):

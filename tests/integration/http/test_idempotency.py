@@ -121,7 +121,7 @@ def test_keys_of_different_callers_do_not_meet() -> None:
     assert Order.objects.count() == 4
 
 
-def test_what_was_rolled_back_can_be_tried_again() -> None:
+def test_rolled_back_request_frees_its_key() -> None:
     assert post("a-key", then="500").status_code == 500
     assert post("a-key", then="raise").status_code == 500
     assert not IdempotencyKey.objects.exists()
@@ -156,7 +156,7 @@ def test_uploads_are_compared_by_their_content() -> None:
 
 
 @pytest.mark.postgresql
-def test_a_concurrent_one_is_told_to_wait() -> None:
+def test_concurrent_request_gets_a_409() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def hold(**_: object) -> None:
@@ -208,7 +208,7 @@ def by_api_key(request: HttpRequest) -> str | None:
     return request.headers.get("X-Api-Key")
 
 
-def test_nobody_gets_a_response_who_is_not_the_same_for_sure() -> None:
+def test_stored_response_needs_a_certain_caller() -> None:
     """Callers that the view alone could tell apart, and who would see one another's."""
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
         client = Client(headers=headers)

@@ -108,7 +108,7 @@ def test_an_exception_or_a_response_of_500_rolls_back(
     assert [one["outcome"] for one in heard["ended"]] == ["rolled_back"]
 
 
-def test_a_returned_4xx_commits_unless_told_otherwise(client, web) -> None:
+def test_returned_4xx_commits_by_default(client, web) -> None:
     assert client.post("/order?number=1&then=409").status_code == 409
     assert Order.objects.count() == 1
 
@@ -238,7 +238,7 @@ def test_a_sync_view_under_asgi_gets_the_session(async_client) -> None:
     assert current_scope() is None
 
 
-def test_an_async_view_is_told_what_to_do(async_client) -> None:
+def test_async_view_gets_an_error_with_advice(async_client) -> None:
     post = async_to_sync(async_client.post)
 
     async_client.raise_request_exception = True
@@ -249,7 +249,7 @@ def test_an_async_view_is_told_what_to_do(async_client) -> None:
     assert control_messages() == 1
 
 
-def test_an_async_view_under_wsgi_is_told_too(client) -> None:
+def test_async_view_under_wsgi_gets_the_error_too(client) -> None:
     client.raise_request_exception = True
     with pytest.raises(TransactionRequired, match="sync_to_async"):
         client.post("/async")

@@ -83,7 +83,7 @@ def test_what_a_viewset_creates_and_sends_is_stored_together(client: Client) -> 
     assert OutboxMessage.objects.get().destination == "payments.charge"
 
 
-def test_a_late_validation_error_rolls_back_if_told(client: Client, web) -> None:
+def test_late_validation_error_rolls_back_with_the_setting(client: Client, web) -> None:
     with web(ROLLBACK_ON_4XX=True), override_settings(ROOT_URLCONF=__name__):
         assert order(client, "A-1", 900) == 400
     assert nothing_happened()

@@ -389,14 +389,14 @@ def test_a_durable_block_wants_a_view_that_is_left_alone(client) -> None:
     assert OutboxMessage.objects.count() == 2
 
 
-def test_messages_on_another_database_are_told_of(client, caplog) -> None:
+def test_messages_on_another_database_send_a_control_message(client, caplog) -> None:
     assert client.post("/two_databases").status_code == 201
     assert OutboxMessage.objects.count() == 2
     assert OutboxMessage.objects.using("other").count() == 1
     assert "1 of its messages are on 'other'" in caplog.text
 
 
-def test_what_a_framework_answers_with_400_is_rolled_back_if_told(client, web) -> None:
+def test_framework_400_rolls_back_with_the_setting(client, web) -> None:
     with web(ROLLBACK_ON_4XX=True):
         assert client.post("/api").status_code == 400
     assert nothing_happened()

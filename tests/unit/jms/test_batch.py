@@ -93,7 +93,7 @@ def test_a_refused_transaction_ends_the_connection_when_each_message_has_its_out
         session.send_batch(batch_of(1))
 
 
-def test_what_cannot_be_encoded_is_rejected_alone(
+def test_unencodable_message_is_rejected_alone(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
     outcomes = session.send_batch(

@@ -138,7 +138,7 @@ def test_ping_proves_that_the_broker_handles_our_frames(
     assert connection.ping() >= 0
 
 
-def test_failure_listeners_are_told_once_and_on_another_thread(
+def test_failure_listeners_are_called_once_on_another_thread(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
     connection = connect(broker)

@@ -207,7 +207,7 @@ def test_a_lost_connection_wakes_receive_and_hands_out_nothing_buffered(
     consumer.close()
 
 
-def test_what_was_not_acknowledged_comes_again_on_the_next_connection(
+def test_unacknowledged_messages_arrive_on_the_next_connection(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
     broker.put("/queue/in", "x")
@@ -280,7 +280,7 @@ def test_a_delivery_without_an_ack_header_cannot_be_acknowledged(
         session.acknowledge(message)
 
 
-def test_a_delivery_for_nobody_is_ignored(
+def test_delivery_without_a_consumer_is_ignored(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
     broker.write(b"MESSAGE\nsubscription:unknown\nack:1\n\nx\x00")
@@ -307,7 +307,7 @@ def test_a_subscription_without_an_answer_times_out(
 
 
 @pytest.mark.parametrize("profile", ["classic", "rabbitmq", "artemis"])
-def test_a_durable_subscription_collects_while_nobody_reads(
+def test_durable_subscription_collects_without_a_consumer(
     scripted: Scripted, connect: Connect, profile: str
 ) -> None:
     broker = scripted(profile)

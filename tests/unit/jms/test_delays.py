@@ -73,9 +73,7 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
         (MAX_EXPIRATION, "x.delay-8388608s"),
     ],
 )
-def test_what_waits_for_long_holds_up_only_what_waits_nearly_as_long(
-    milliseconds: int, queue: str
-) -> None:
+def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
     """One queue for each power of two: at its head is never twice somebody's delay."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue

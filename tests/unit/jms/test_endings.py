@@ -84,7 +84,7 @@ def test_a_subscription_without_an_answer_is_ended_and_takes_no_messages(
     assert ended["id"] == broker.received("SUBSCRIBE")[0]["id"]
 
 
-def test_a_connection_that_nobody_holds_ends_with_a_warning(
+def test_unreferenced_connection_ends_with_a_warning(
     broker: ScriptedBroker,
 ) -> None:
     before = ours()
@@ -243,7 +243,7 @@ def test_what_was_received_can_be_sent_on_as_a_copy(
     assert received.copy().body == {"a": 1}
 
 
-def test_a_batch_holds_what_is_no_message_against_that_one_alone(
+def test_non_message_in_a_batch_is_rejected_alone(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
     deep: list[object] = []

@@ -121,7 +121,7 @@ def test_a_password_with_a_line_break_is_an_error_of_the_url_that_hides_it() -> 
     assert "cret" not in str(caught.value)
 
 
-def test_an_encrypted_key_asks_nobody_for_its_password(tmp_path: Path) -> None:
+def test_encrypted_key_prompts_for_no_password(tmp_path: Path) -> None:
     make = "req -x509 -newkey rsa:2048 -subj /CN=me -days 1 -passout pass:secret"
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(

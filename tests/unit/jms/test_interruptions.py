@@ -255,7 +255,7 @@ def test_a_writer_that_dies_takes_its_connection_along(
     assert "MemoryError" in str(connection.error)
 
 
-def test_a_log_handler_that_blocks_holds_nobody_up(
+def test_blocking_log_handler_blocks_no_sender(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
     connection = connect(broker)

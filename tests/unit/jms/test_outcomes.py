@@ -84,7 +84,7 @@ def test_an_error_with_our_receipt_id_reaches_on_exception_once(
     assert not producer.session.connection.failed
 
 
-def test_receipts_late_repeated_or_for_nobody_are_ignored_and_counted(
+def test_unmatched_receipts_are_ignored_and_counted(
     broker: ScriptedBroker, session: jms.Session
 ) -> None:
     connection, listener = session.connection, Listener()

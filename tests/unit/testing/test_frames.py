@@ -88,7 +88,7 @@ def test_end_of_lines_between_frames_are_heartbeats() -> None:
         b"SEND\ncontent-length:\xc2\xb2\n\n\0",  # a digit, but no number
     ],
 )
-def test_what_is_no_frame_is_refused(wrong: bytes) -> None:
+def test_invalid_frame_is_refused(wrong: bytes) -> None:
     with pytest.raises(FrameError):
         Decoder().feed(wrong + b"\n\n\0\n\0")
 

@@ -112,7 +112,7 @@ def test_rabbitmq_knows_its_virtual_hosts_only(broker: ScriptedBroker) -> None:
 
 
 @ANY
-def test_what_is_not_acknowledged_comes_again_after_a_cut(
+def test_unacknowledged_message_is_redelivered_after_a_cut(
     broker: ScriptedBroker, client: Open
 ) -> None:
     first = client(broker)
@@ -363,7 +363,7 @@ def test_a_restart_keeps_persistent_messages_only(
         ("DANCE", {}),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_senseless_frame_is_refused(
     broker: ScriptedBroker, client: Open, command: str, headers: dict[str, str]
 ) -> None:
     c = client(broker)
