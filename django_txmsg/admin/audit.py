@@ -52,7 +52,7 @@ class WhenFilter(AgeFilter):
 class SourceFilter(admin.SimpleListFilter):
     """By whether a page or a command was used."""
 
-    title, parameter_name = "by way of", "via"
+    title, parameter_name = "source", "via"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Any:
         """Return the two ways."""

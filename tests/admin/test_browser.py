@@ -37,7 +37,13 @@ NAMES = {
     "/admin/django_txmsg/worker/": "workers",
     "/admin/django_txmsg/stagestate/": "stages",
     "/admin/django_txmsg/bulkoperation/": "bulk-operations",
+    "/admin/django_txmsg/auditentry/": "audit",
 }
+
+
+#: What must be readable for weak eyes, and links that stand within a text.
+READ = ".txmsg-badge, .txmsg-banner a:not(.button), .txmsg .bad"
+IN_TEXT = ".txmsg p a:not(.button), .txmsg-updated a, .breadcrumbs a"
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +116,11 @@ def test_every_page_in_light_dark_and_at_phone_width(
             assert heading, path
             assert not walker.overflows(), f"{path} scrolls sideways{suffix}"
             assert walker.errors() == [], path
+            for text in walker.driver.find_elements(By.CSS_SELECTOR, READ)[:40]:
+                assert walker.contrast(text) >= 4.5, f"{path}{suffix}: {text.text}"
+            for link in walker.driver.find_elements(By.CSS_SELECTOR, IN_TEXT):
+                line = link.value_of_css_property("text-decoration-line")
+                assert line == "underline", f"{path}: {link.text}"
             name = NAMES.get(path, "message" if path == message else "flow")
             walker.photograph(pictures, f"{name}{suffix}")
 
