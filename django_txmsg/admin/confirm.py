@@ -119,7 +119,7 @@ class ConfirmPages:
             audit(
                 request,
                 operation,
-                f"{kind.capitalize()} {operation.total} dead letters"
+                f"{kind.capitalize()} {operation.letters}"
                 f"{', even if processed in the meantime' if forced else ''}; "
                 f"filter: {filter_text(filters)}{f'; why: {why}' if why else ''}.",
             )

@@ -93,8 +93,8 @@ def start(
     if conf.get().NOTIFY:
         notify(using, {notifications.WORK})
     log.info(
-        "bulk operation %d: %s %d dead letters, asked for by %s, filter %s",
-        operation.pk, kind, operation.total, by or "unknown", dict(filters),
+        "bulk operation %d: %s %s, asked for by %s, filter %s",
+        operation.pk, kind, operation.letters, by or "unknown", dict(filters),
     )  # fmt: skip
     return operation
 

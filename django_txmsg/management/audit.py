@@ -10,7 +10,7 @@ from django.core.management.base import BaseCommand
 from django.db import router
 
 from ..models import AuditEntry
-from .terminal import printable
+from .terminal import local, printable
 
 
 class Command(BaseCommand):
@@ -40,4 +40,4 @@ class Command(BaseCommand):
         for one in found:
             text = printable(one.text)
             by = printable(one.by)
-            self.stdout.write(f"{one.at:%Y-%m-%d %H:%M:%S}  {by}: {text}")
+            self.stdout.write(f"{local(one.at)}  {by}: {text}")

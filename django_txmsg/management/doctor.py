@@ -28,7 +28,7 @@ from django.db.migrations.executor import MigrationExecutor
 from django.utils import timezone
 
 from .. import conf, wire
-from ..brokers import Outgoing, Session, get_broker
+from ..brokers import Outgoing, Session, find_broker, get_broker
 from ..envelope.message import new_id
 from ..errors import TxmsgError
 from ..models import OutboxMessage, Worker
@@ -109,6 +109,9 @@ def examine() -> Iterator[Examined]:
         if not any(one.state == BAD for one in found):
             reached.append(alias)
     for alias in sorted(conf.get().BROKERS):
+        broker = find_broker(alias)
+        if broker and broker.stored_in and broker.stored_in not in reached:
+            continue  # its queues are tables there
         yield from _broker(alias)
     home = router.db_for_write(Worker)
     if home in reached:
@@ -155,8 +158,10 @@ def _database(alias: str) -> Iterator[Examined]:
         )
         return
     yield Examined(subject, GOOD, f"{connection.display_name} {version} answers")
-    yield _migrations(alias)
-    yield _writes(alias)
+    tables = _migrations(alias)
+    yield tables
+    if tables.state == GOOD:
+        yield _writes(alias)
     skew = abs((timezone.now() - there).total_seconds())
     if skew > SKEW:
         yield Examined(

@@ -1,6 +1,10 @@
-"""What a stranger wrote, on a terminal: an error, a header, a body, a name."""
+"""Texts of others and instants on a terminal."""
 
 from __future__ import annotations
+
+import datetime as dt
+
+from django.utils import timezone
 
 
 def printable(text: str) -> str:
@@ -18,3 +22,8 @@ def printable_lines(text: str) -> str:
     """Return a text of several lines likewise, with its line ends and tabs."""
     lines = text.replace("\r\n", "\n").split("\n")
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in lines)
+
+
+def local(instant: dt.datetime) -> str:
+    """Return an instant to the second, in `TIME_ZONE`, whose name stands behind it."""
+    return f"{timezone.localtime(instant):%Y-%m-%d %H:%M:%S %Z}"

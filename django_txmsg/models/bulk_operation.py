@@ -103,4 +103,9 @@ class BulkOperation(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.total} dead letters"
+        return f"{self.kind} {self.letters}"
+
+    @property
+    def letters(self) -> str:
+        """How many dead letters were asked for, in words."""
+        return f"{self.total:,} dead letter{'s' * (self.total != 1)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.test import override_settings
 
 from django_txmsg.models import (
     AuditEntry,
@@ -50,6 +51,14 @@ def test_list_and_groups() -> None:
     (group,) = as_json("dead_letters", "groups")
     assert (group["count"], group["exception"]) == (1, "ValueError: no stock")
     assert "feedfacefeedface" in run("dead_letters", "groups")
+
+
+def test_instants_are_in_the_projects_zone_with_its_name() -> None:
+    factories.DeadLetterFactory()
+    with override_settings(TIME_ZONE="Asia/Tokyo"):
+        text = run("dead_letters", "list") + run("dead_letters", "groups")
+
+    assert text.count(" JST") == 3
 
 
 def test_list_is_limited_and_says_so() -> None:

@@ -29,7 +29,7 @@ from ...models.dead_letter import Resolution
 from ...monitoring import turns
 from ...stages import all_stages
 from .. import operator
-from ..terminal import printable, printable_lines
+from ..terminal import local, printable, printable_lines
 from ._tables import require_tables
 
 _PAST = {"redeliver": "Redelivered", "discard": "Discarded", "restore": "Restored"}
@@ -51,7 +51,7 @@ class Report:
             again = f", died {one.deaths} times" if one.deaths > 1 else ""
             self._out.write(
                 f"{one.pk:>8}  {one.message_id}  {printable(_place(one)):<24} "
-                f"{one.created_at:%Y-%m-%d %H:%M:%S}  "
+                f"{local(one.created_at)}  "
                 f"{_first(one.exception)}{again}"
             )
         count = letters.count()
@@ -85,7 +85,7 @@ class Report:
         for group in groups:
             self._out.write(
                 f"{group['count']:>8}  {group['fingerprint']}  "
-                f"{group['first']:%Y-%m-%d %H:%M} to {group['last']:%Y-%m-%d %H:%M}  "
+                f"{local(group['first'])} to {local(group['last'])}  "
                 f"{_first(group['exception'])}"
                 f"{' (muted)' if group['muted'] else ''}"
             )
@@ -357,7 +357,7 @@ class Command(BaseCommand):
             )
             operator.record(
                 using,
-                f"{action.capitalize()} {operation.total} dead letters"
+                f"{action.capitalize()} {operation.letters}"
                 f"{', even if processed in the meantime' if operation.force else ''}; "
                 f"filter: {filters or 'all'}{f'; why: {why}' if why else ''}.",
             )
