@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*
 
 #: A block that cannot run in a test has a comment above it that says why.
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
-_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^( *)```(\w*)[^\n`]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
