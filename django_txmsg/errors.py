@@ -159,8 +159,8 @@ class AlreadyRunning(FlowError):
 
 
 class AlreadyResumed(FlowError):
-    """Nothing waits for this token any more: somebody has resumed the run before, its
-    deadline has passed, or it has ended."""
+    """No run waits for this token any more: it was resumed before, its deadline has
+    passed, or it has ended."""
 
 
 class SessionError(TxmsgError):

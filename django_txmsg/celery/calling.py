@@ -89,7 +89,7 @@ class _Patience:
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """A result is to be watched, like each of a group's."""
+        """A result is to be watched; a group has each of its own watched."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results
@@ -98,7 +98,7 @@ class _Patience:
         return result
 
     def wait_for_pending(self, result: Any, **options: Any) -> Any:
-        """A caller waits for one."""
+        """A caller waits for a result."""
         self._catch_up()
         return self._wait(result, **options)
 

@@ -1,7 +1,7 @@
-"""Stores the time-outs of runs: a thread of `relay` does, one a process.
+"""Stores the time-outs of runs, in one thread of each `relay` process.
 
-A deadline is an instant of the run's row, so that an ask that is answered costs no
-timer. Any number of processes may look; what they store for one turn has one id.
+A deadline is a column of the run's row, so an answered request needs no timer. Any
+number of processes may do this; the time-out of one turn always has the same id.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ..sending.outbox import send_part
 from .declaration import declarations
 from .values import TimedOut, deadline_id, ticket
 
-#: Seconds between two looks at most: another process may have stored a nearer deadline.
+#: Longest time, in seconds, between two checks: another process may have stored a
+#: nearer deadline.
 LONGEST_WAIT = 1.0
 #: Runs whose time-outs are stored in one transaction.
 AT_ONCE = 200
 
 
 class Deadlines:
-    """Stores what is due in the databases `using`, until stopped."""
+    """Stores due time-outs in the databases `using`, until stopped."""
 
     def __init__(self, using: Sequence[str]) -> None:
         self._using = using
@@ -42,11 +43,12 @@ class Deadlines:
         return not any(one.using in self._using for one in declarations())
 
     def stop(self) -> None:
-        """Finish what is in hand. From any thread or signal."""
+        """Finish the current transaction. Callable from any thread or signal."""
         self._stop.set()
 
     def run(self) -> None:
-        """Store what is due until stopped. What the database refuses is tried again."""
+        """Store due time-outs until stopped. Statements that the database refuses are
+        tried again."""
         while not self._stop.is_set():
             wait = LONGEST_WAIT
             for using in self._using:
@@ -59,7 +61,7 @@ class Deadlines:
             self._stop.wait(wait)
 
     def tick(self) -> int:
-        """Store what is due now, and return how many. Raises database errors."""
+        """Store the time-outs due now, and return how many. Raises database errors."""
         fired = 0
         for using in self._using:
             while more := self._fire(using):
@@ -67,7 +69,8 @@ class Deadlines:
         return fired
 
     def _keep(self, using: str) -> float:
-        """Store what is due in a database, and return for how long nothing is."""
+        """Store the due time-outs of a database, and return the seconds until the next
+        one."""
         if self._fire(using) == AT_ONCE:
             return 0.0
         names = [one.name for one in declarations() if one.using == using]
@@ -86,7 +89,7 @@ class Deadlines:
             for run in due:
                 declared = known[run.flow]
                 assert run.turn is not None  # by a constraint
-                # Stored already where nobody has gone on for a minute.
+                # Stored already, if the run was not continued within a minute.
                 with suppress(DuplicateMessage):
                     send_part(
                         declared.steps_name,

@@ -1,7 +1,7 @@
-"""What a flow's class says, checked when it is declared: its state, steps and signals.
+"""The declaration in a flow's class, checked when the class is created: its state,
+steps and signals.
 
-Everything that cannot work is an error here, and not in the night when a run comes to
-that step.
+Mistakes are errors here, not later, when a run reaches that step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..errors import ConfigurationError, NewerCodeNeeded
 from ..sending.destination import Destination
 from .values import Cancelled
 
-#: Bytes of a run's state, as JSON.
+#: Most bytes of a run's state, as JSON.
 MAX_STATE = 64 * 1024
 STEPS = ".steps"
-#: What a step takes that takes nothing.
+#: The argument type of a step that takes none.
 NOTHING: Any = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
 class Mark:
-    """What `@step` and `@signal` note of a method."""
+    """What `@step` and `@signal` record about a method."""
 
     is_signal: bool
     was: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Step:
-    """One method of a flow, and the type of what it is called with."""
+    """One method of a flow, and the type of its argument."""
 
     name: str
     call: Callable[..., Any]
@@ -55,11 +55,11 @@ class Step:
 
     @cached_property
     def reader(self) -> BodyReader:
-        """What makes a body its argument."""
+        """The codec that turns a body into its argument."""
         return codecs.reader(self.annotation)
 
     def reads(self, name: str) -> bool:
-        """Return whether it takes bodies of a type of this name."""
+        """Return whether it takes bodies of the type with this name."""
         if self.takes_nothing:
             return False
         return any(one.name == name for one in self.reader.types)
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass
 class Declaration:
-    """One flow as its class declares it."""
+    """The declaration of one flow, from its class."""
 
     name: str
     version: int
@@ -75,7 +75,7 @@ class Declaration:
     destination: Destination[Any, Any]
     using: str
     broker: str
-    #: Seconds an ask or a wait lasts that does not say so itself.
+    #: Default deadline, in seconds, of an ask or a wait.
     within: dt.timedelta | types.EllipsisType | None
     state: type[Any]
     fields: tuple[str, ...]
@@ -84,18 +84,19 @@ class Declaration:
 
     @property
     def steps_name(self) -> str:
-        """The destination of what makes a run go on."""
+        """The destination of the messages that continue a run."""
         return self.name + STEPS
 
     @property
     def reads(self) -> Sequence[tuple[str, int]]:
-        """What this code knows: the version of the state, and each name of a step."""
+        """What this code can read: the version of the state, and each name of a
+        step."""
         known = [*self.steps, *self.signals]
         return [(self.name, self.version), *((self._address(one), 1) for one in known)]
 
     def step(self, name: str) -> Step:
-        """Return the step of a name. Raises NewerCodeNeeded: it waits for code that has
-        one."""
+        """Return the step with this name. Raises NewerCodeNeeded: the message waits for
+        code with that step."""
         return self._found(self.steps, name)
 
     def signal(self, name: str) -> Step:
@@ -124,8 +125,8 @@ class Declaration:
         )
 
     def encode(self, flow: object) -> str:
-        """Return a flow's state as JSON. Raises InvalidMessage for what does not fit
-        its fields, ConfigurationError where it is too long."""
+        """Return a flow's state as JSON. Raises InvalidMessage if a value does not fit
+        its field, ConfigurationError if the JSON is too long."""
         values = {name: getattr(flow, name) for name in self.fields}
         text = codecs.body_type(self.state).encode(self.state(**values))
         if len(text) > MAX_STATE:
@@ -139,7 +140,7 @@ class Declaration:
     def decode(self, text: str, version: int) -> dict[str, Any]:
         """Return the values of the state's fields, upgraded to this version.
 
-        Raises NewerCodeNeeded, and DecodeError for what does not fit.
+        Raises NewerCodeNeeded, and DecodeError if a value does not fit.
         """
         header = str(TypeHeader(self.name, version, version))
         state = codecs.reader(self.state).read(text.encode(), wire.JSON, header)
@@ -158,7 +159,7 @@ _declared: dict[str, Declaration] = {}
 
 
 def declare(declared: Declaration) -> None:
-    """Make a flow known. Raises ConfigurationError when its name is taken."""
+    """Register a flow. Raises ConfigurationError if its name is taken."""
     known = _declared.get(declared.name)
     if known is not None and _path(known.cls) != _path(declared.cls):
         raise ConfigurationError(
@@ -174,12 +175,12 @@ def declarations() -> list[Declaration]:
 
 
 def forget(name: str) -> None:
-    """Forget a flow, as tests do with the ones they declare."""
+    """Remove a flow, as tests do with the ones they declare."""
     _declared.pop(name, None)
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigurationError for what cannot be the name of a flow."""
+    """Raise ConfigurationError if the name is invalid for a flow."""
     if not is_name(name) or name.endswith(STEPS):
         raise ConfigurationError(
             f"{name!r} is no name of a flow: it is a destination of letters, digits, "
@@ -192,8 +193,8 @@ def state_of(
 ) -> tuple[type[Any], tuple[str, ...]]:
     """Return a dataclass of a flow's fields, and their names.
 
-    Raises ConfigurationError for a field without a default, one that hides what a flow
-    has, and one that does not come back from JSON as it was.
+    Raises ConfigurationError for a field without a default, one that hides an attribute
+    of Flow, and one that JSON does not preserve.
     """
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
@@ -236,7 +237,7 @@ def state_of(
 def methods_of(
     cls: type[Any], name: str, accepts: Any
 ) -> tuple[dict[str, Step], dict[str, Step]]:
-    """Return the steps and the signals of a flow by name, former names included.
+    """Return the steps and the signals of a flow by name, including former names.
 
     Raises ConfigurationError.
     """

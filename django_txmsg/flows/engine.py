@@ -1,7 +1,7 @@
-"""How a run goes on: one message, one transaction, one step.
+"""Continues a run: one message, one transaction, one step.
 
-The stage's inbox drops copies of the message. The row, taken under the turn that the
-message brings, lets exactly one of a reply, its deadline and everybody else go on.
+The stage's inbox drops copies of the message. The row is taken under the message's
+turn, so exactly one of a reply, its deadline and other messages can continue the run.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ log = logging.getLogger("django_txmsg.flows")
 
 #: Steps since the last sleep or wait, over all flows of a conversation.
 MAX_HOPS = 200
-#: The reason that `otherwise` is told of a flow that was cancelled.
+#: The reason that `otherwise` gets if a flow was cancelled.
 CANCELLED = "cancelled"
-#: How long a signal waits for its run, and how long at a time.
+#: How long a signal waits for its run, in total and at a time.
 SIGNAL_WAITS = dt.timedelta(minutes=15)
 MAX_PAUSE = dt.timedelta(minutes=1)
 MIN_PAUSE = dt.timedelta(seconds=1)
 
-#: Answers of ours, which any step may get.
+#: Our own answer types, which any step may get.
 _OURS: dict[str, Any] = {
     "txmsg.TimedOut": TimedOut,
     "txmsg.Dead": Dead,
@@ -62,7 +62,8 @@ _OURS: dict[str, Any] = {
 
 
 def begin(declared: Declaration, message: Message) -> None:
-    """Start a run by a message: of a row that `start()` has stored, or of a new one."""
+    """Start a run by a message: from a row that `start()` has stored, or with a new
+    one."""
     runs = Run.objects.db_manager(declared.using)
     run = runs.locked(message.id)
     if run is None:
@@ -88,7 +89,7 @@ def begin(declared: Declaration, message: Message) -> None:
 
 
 def go_on(declared: Declaration, message: Message) -> None:
-    """Let a run go on by a message for its steps."""
+    """Continue a run with a message for its steps."""
     given = message.conversation
     if wire.UNDOES in given:
         return _cancelled(declared, message)
@@ -106,7 +107,7 @@ def go_on(declared: Declaration, message: Message) -> None:
     if not run.failing:
         going.continued()
     elif message.body.type == "txmsg.Dead":
-        # No undo is confirmed by that: it is to be done.
+        # This does not confirm an undo, which must still be done.
         return _late(declared, message, run_id)
     else:
         going.undone()
@@ -143,7 +144,7 @@ def _signalled(declared: Declaration, message: Message) -> None:
 
 
 def _cancelled(declared: Declaration, message: Message) -> None:
-    """Cancel a run, for its caller who undoes, or for somebody of the home."""
+    """Cancel a run, for its caller, which is undoing, or for code of this service."""
     try:
         undone = wire.Undone.parse(message.conversation[wire.UNDOES])
     except ValueError:
@@ -151,12 +152,12 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     caller = Address.of(message.conversation)
     runs = Run.objects.db_manager(declared.using)
     if not runs.filter(run_id=undone.request_id).exists():
-        # Waits for whoever starts it; if nobody does, nobody ever will.
+        # Not started yet, so it only waits for its first message, which may never come.
         was_done(undone, declared.name, declared.using)
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
     if run is not None and run.outcome == Outcome.HANDED_OVER:
-        # Who answers the caller now is to be cancelled.
+        # The called flow that would answer now must be cancelled too.
         send_part(
             run.asked + STEPS,
             why,
@@ -175,7 +176,8 @@ def _cancelled(declared: Declaration, message: Message) -> None:
     else:
         going = Going(declared, run, message)
         if caller is not None:
-            # Who has asked has gone on from that; the answer says that all is undone.
+            # The caller has continued already; the answer reports that everything is
+            # undone.
             run.caller = _back(message)
         if run.failing:
             going.store()
@@ -189,7 +191,7 @@ def _cancelled(declared: Declaration, message: Message) -> None:
 
 
 class Going:
-    """A run in the hands of one message, until its transaction ends."""
+    """A run while one message continues it, until the transaction ends."""
 
     def __init__(self, declared: Declaration, run: Run, message: Message) -> None:
         self.declared, self.run, self._message = declared, run, message
@@ -206,7 +208,8 @@ class Going:
         self._step = run.step
 
     def call(self, step: Step, *values: Any) -> Any:
-        """Return what a step returns. Raises FlowError if it made another one."""
+        """Return the result of a step. Raises FlowError if the step created another
+        continuation."""
         self._step = step.name
         arguments = () if step.takes_nothing else values
         result = step.call(self._flow, *arguments)
@@ -220,7 +223,7 @@ class Going:
         return result
 
     def continued(self) -> None:
-        """Call the step that the run waits for with what has come."""
+        """Call the step that the run waits for with the received value."""
         run, body = self.run, self._message.body
         assert isinstance(body, Unread)
         assert run.turn is not None
@@ -245,7 +248,8 @@ class Going:
         return self.apply(self.call(step, body.read(step.reader)))
 
     def undone(self) -> None:
-        """Note that the undo at hand is confirmed, and go on to the one before it."""
+        """Record that the current undo is confirmed, and continue with the previous
+        one."""
         self._open_undos().filter(number=self._undoing().number).update(
             confirmed_at=Now()
         )
@@ -254,7 +258,7 @@ class Going:
         self.store()
 
     def apply(self, result: Any) -> None:
-        """Do what a step has returned, and store the run."""
+        """Execute what a step has returned, and store the run."""
         for destination, body in self._flow._undos:
             self._register(destination, body, None)
         run, turn = self.run, uuid.uuid4()
@@ -307,7 +311,7 @@ class Going:
         self.store()
 
     def store(self) -> None:
-        """Write the run, and what it has gone through."""
+        """Store the run's row and its history."""
         run, using = self.run, self.declared.using
         run.state, run.version = self.declared.encode(self._flow), self.declared.version
         run.baggage, run.hop = _checked(self._flow.baggage), self._hop
@@ -340,7 +344,7 @@ class Going:
         replies: bool = True,
         undoes: wire.Undone | None = None,
     ) -> Message:
-        """Store a message that brings the run on, or whose answer does."""
+        """Store a message that continues the run, or whose answer does."""
         given = self._headers()
         given[wire.TICKET] = ticket(self.run.run_id, turn)
         if undoes is not None:
@@ -364,7 +368,7 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Note that a request was certainly done; a run that was asked has ended."""
+        """Record that a request was certainly executed; a called run has ended."""
         if not self.run.undos:
             return
         rows = self._open_undos().filter(request_id=self.run.request_id)
@@ -386,7 +390,7 @@ class Going:
         self.run.answer, self.run.answer_type = body.decode(), of
 
     def _deliver(self) -> None:
-        """Answer whoever asked, if nobody has yet."""
+        """Answer the caller, unless it was answered already."""
         run = self.run
         if not run.caller:
             return
@@ -458,7 +462,7 @@ class Going:
             self._open_undos().delete()
 
     def _undo_next(self) -> None:
-        """Have the newest undone that is not yet, or end."""
+        """Start the newest undo that is outstanding, or end."""
         row = self._undoing() if self.run.undos else None
         if row is None:
             self._deliver()
@@ -488,7 +492,7 @@ _WRITTEN = (
 
 
 def _late(declared: Declaration, message: Message, run_id: uuid.UUID | None) -> None:
-    """Drop what came after its run had gone on."""
+    """Drop a message that arrived after its run had continued."""
     log.info(
         "flow %s: message %s came after run %s had gone on, and is dropped",
         declared.name,
@@ -506,7 +510,7 @@ def _then(run: Run) -> str:
 
 
 def _back(message: Message) -> dict[str, str]:
-    """Return the headers by which whoever asked gets the answer."""
+    """Return the headers that lead the answer back to the caller."""
     return {
         name: value
         for name, value in message.conversation.items()
@@ -523,7 +527,8 @@ def _baggage(message: Message) -> dict[str, str]:
 
 
 def _checked(baggage: dict[str, str]) -> dict[str, str]:
-    """Return what travels along. Raises ConfigurationError for what no header has."""
+    """Return the headers that travel along. Raises ConfigurationError for values that
+    no header can have."""
     for name, value in baggage.items():
         fits = isinstance(name, str) and isinstance(value, str)
         if not fits or not name.isascii() or not value.isprintable():

@@ -1,7 +1,7 @@
-"""`Flow`, and the marks of its methods: what a user writes.
+"""`Flow`, and the decorators of its methods: the API for users.
 
-A subclass is two stages, declared with it: `NAME` takes what starts runs, and
-`NAME.steps` what makes them go on.
+A subclass declares two stages: `NAME` takes the messages that start runs, and
+`NAME.steps` those that continue them.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def step(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
 def step(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
-    """Make a method a step of its flow. It returns an answer, or how the run goes on.
+    """Make a method a step of its flow. It returns an answer, or how the run continues.
 
-    Its name is an address: runs wait for it. `was`: names that it had before.
+    Its name is an address: runs wait for it. `was`: its former names.
     """
     return _marked(method, is_signal=False, was=was)
 
@@ -69,8 +69,8 @@ def signal(*, was: str | tuple[str, ...]) -> Callable[[Method], Method]: ...
 def signal(
     method: Any = None, /, *, was: str | tuple[str, ...] = ()
 ) -> Callable[[Any], Any] | Any:
-    """Make a method what takes signals of a type, at any time between two steps. What
-    it returns replaces what the run waits for; None leaves that as it is."""
+    """Make a method a handler of signals of a type, at any time between two steps. Its
+    result replaces what the run waits for; None leaves that unchanged."""
     return _marked(method, is_signal=True, was=was)
 
 
@@ -87,14 +87,14 @@ def _marked(method: Any, *, is_signal: bool, was: str | tuple[str, ...]) -> Any:
 
 
 class Flow(Generic[In, Out]):
-    """A conversation of several steps between services, that no process waits in.
+    """A conversation of several steps between services; no process waits during it.
 
     `class Checkout(Flow[PlaceOrder, Answer], name="orders.checkout")`: PlaceOrder
-    starts it, by the step `start`; Answer goes back to whoever asked. Its annotated
-    fields are its state: JSON of one row, at most 64 KiB. `version` is the state's, as
-    a message type has one. `within` is the deadline of an ask or a wait that names
-    none; None is for ever. `using` and `broker` are those of its stages, `concurrency`
-    is threads a process for each of them.
+    starts it, by the step `start`; Answer goes back to the caller. Its annotated fields
+    are its state: the JSON of one row, at most 64 KiB. `version` is the version of the
+    state, like that of a message type. `within` is the default deadline of an ask or a
+    wait; None is for ever. `using` and `broker` are those of its stages, `concurrency`
+    is the number of threads in each process for each of them.
     """
 
     destination: ClassVar[Destination[Any, Any]]
@@ -149,11 +149,11 @@ class Flow(Generic[In, Out]):
             )
 
     def __init__(self, **state: Any) -> None:
-        """Make an object with this state, as a test of a step does."""
+        """Create an object with this state, as a test of a step does."""
         values = self._declaration.state(**state)
         for one in self._declaration.fields:
             setattr(self, one, getattr(values, one))
-        #: Travels along with what the run asks, as headers do: text by name.
+        #: Headers that travel with the run's requests: text by name.
         self.baggage: dict[str, str] = {}
         self._run_id = uuid.uuid4()
         self._undos: list[tuple[Destination[Any, Any], Any]] = []
@@ -207,12 +207,12 @@ class Flow(Generic[In, Out]):
         otherwise: Any = None,
         key: str | None = None,
     ) -> Ask:
-        """Send a request, to a stage or a flow, and go on with its answer.
+        """Send a request, to a stage or a flow, and continue with its answer.
 
-        `undo` takes the same body, once, if the run fails and the request was done.
-        `otherwise` gets TimedOut when the deadline commits first, and Dead when the
-        request is given up; without it, the run fails by that. Raises
-        ConfigurationError for a `then` that is no step, and without a deadline.
+        `undo` takes the same body, once, if the run fails and the request was executed.
+        `otherwise` gets TimedOut if the deadline commits first, and Dead if the request
+        is given up; without `otherwise`, the run then fails. Raises ConfigurationError
+        if `then` is not a step, and without a deadline.
         """
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
         return self._note(
@@ -237,7 +237,7 @@ class Flow(Generic[In, Out]):
         | Callable[[], Out | Continuation]
         | None = None,
     ) -> Wait:
-        """Wait until somebody calls `resume()` with the token of what this returns."""
+        """Wait until a caller passes the token of the returned value to `resume()`."""
         return self._note(
             Wait(
                 then=self._step(then),
@@ -250,7 +250,7 @@ class Flow(Generic[In, Out]):
     def sleep(
         self, duration: dt.timedelta, *, then: Callable[[], Out | Continuation]
     ) -> Sleep:
-        """Go on after a time, in a transaction of its own."""
+        """Continue after a time, in a transaction of its own."""
         return self._note(Sleep(duration, self._step(then)))
 
     @overload
@@ -260,12 +260,12 @@ class Flow(Generic[In, Out]):
         self, then: Callable[[Body], Out | Continuation], value: Body
     ) -> Later: ...
     def later(self, then: Any, value: Any = None) -> Later:
-        """Go on at once, in a transaction of its own."""
+        """Continue at once, in a transaction of its own."""
         return self._note(Later(self._step(then), value))
 
     def hand_over(self, flow: type[Flow[Body, Out]], body: Body) -> HandOver:
-        """End, and let another flow answer whoever asked this one. What was registered
-        to be undone is forgotten, as by an answer."""
+        """End, and let another flow answer this one's caller. Registered undos are
+        dropped, as by an answer."""
         return self._note(HandOver(flow.destination, body))
 
     def undo(self, destination: Destination[Body, Any], body: Body) -> None:
@@ -302,7 +302,7 @@ Made = TypeVar("Made", bound=Continuation)
 
 
 def _types_of(cls: type[Any], name: str) -> tuple[Any, Any]:
-    """Return what starts a flow and what it answers, as its base class says."""
+    """Return the start type and the answer type of a flow, from its base class."""
     for base in getattr(cls, "__orig_bases__", ()):
         if typing.get_origin(base) is Flow:
             accepts, answers = typing.get_args(base)

@@ -1,4 +1,4 @@
-"""What goes to a flow from outside of its steps: a start, a signal, a word, an end."""
+"""Messages to a flow from outside of its steps: start, signal, resume, cancel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
 from .values import Cancelled, read_ticket
 
-#: Begins what a signal has in place of a turn.
+#: The prefix of a signal's turn.
 SIGNAL = "signal"
 
 
@@ -77,8 +77,8 @@ def send_signal(
     since: dt.datetime | None = None,
     delay: dt.timedelta | None = None,
 ) -> None:
-    """Store a signal. `since`: when it was first stored, of one that waits for its run
-    for `delay` again."""
+    """Store a signal. `since`: when it was first stored, if it waits for its run once
+    more for `delay`."""
     taking = {one.name: one for one in declared.signals.values()}.values()
     fitting = [
         one
@@ -102,10 +102,10 @@ def send_signal(
 
 
 def resume(token: str, value: object = None) -> None:
-    """Let the run go on that waits for this token, in the caller's transaction.
+    """Continue the run that waits for this token, in the caller's transaction.
 
-    `value` is what the step takes. Raises AlreadyResumed when somebody was first, or
-    the run has gone on otherwise; InvalidMessage for another value.
+    `value` is the step's argument. Raises AlreadyResumed if the run was resumed before
+    or has continued otherwise; InvalidMessage for another type of value.
     """
     try:
         run_id, turn = read_ticket(token)
@@ -145,9 +145,9 @@ _RESUMED = (
 
 
 def cancel(run: Run, why: str = "") -> None:
-    """Cancel a run, in the caller's transaction: its signal for `Cancelled` decides;
-    without one it fails, and undoes what it has done. Nothing happens to a run that
-    has ended."""
+    """Cancel a run, in the caller's transaction. Its signal for `Cancelled` decides;
+    without one it fails, and undoes what it has done. A run that has ended does not
+    change."""
     declared = declaration_of(run)
     send_part(
         declared.steps_name,
@@ -163,7 +163,7 @@ def cancel(run: Run, why: str = "") -> None:
 
 
 def declaration_of(run: Run) -> Declaration:
-    """Return the declaration of a run's flow. Raises FlowError where it has none."""
+    """Return the declaration of a run's flow. Raises FlowError if there is none."""
     for one in declarations():
         if one.name == run.flow:
             return one

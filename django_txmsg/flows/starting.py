@@ -22,8 +22,8 @@ def start(
 ) -> Run:
     """Start a run, if and only if the open transaction commits, and return its row.
 
-    One run of a `key` is open at a time. Where there is one, `on_conflict` "skip"
-    returns that and stores nothing. `answer_to` is a destination that gets the answer.
+    Only one run of a `key` is open at a time. If there is one, `on_conflict` "skip"
+    returns it and stores nothing. `answer_to` is a destination that gets the answer.
 
     Raises AlreadyRunning, TransactionRequired, and InvalidMessage for a body that the
     flow does not take.

@@ -1,4 +1,4 @@
-"""A body that is read once it is known what it is to be: the run's row says so."""
+"""A body that is decoded later, when the run's row shows its type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..envelope.typed_body import BodyReader, BodyType, TypeHeader
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """The bytes of a body, and what its headers say of them."""
+    """The bytes of a body, with its headers."""
 
     body: bytes
     content_type: str
@@ -19,30 +19,31 @@ class Unread:
 
     @property
     def type(self) -> str:
-        """The name of its type, "" where it brings none."""
+        """The name of its type, "" if its headers have none."""
         return "" if self.header is None else TypeHeader.parse(self.header).name
 
     def read(self, reader: BodyReader) -> Any:
-        """Return the object that it stands for. Raises DecodeError."""
+        """Return the decoded object. Raises DecodeError."""
         return reader.read(self.body, self.content_type, self.header)
 
 
 class UnreadReader(BodyReader):
-    """Hands bodies on as they are. `reads` says which versions the code knows."""
+    """Passes bodies on undecoded. `reads` are the versions that this code can read."""
 
     def __init__(self, reads: Callable[[], Sequence[tuple[str, int]]]) -> None:
         self._reads = reads
 
     @property
     def types(self) -> tuple[BodyType, ...]:
-        """None: what comes is between a flow and those it asks."""
+        """None: these messages are private to a flow and the flows and stages it
+        asks."""
         return ()
 
     @property
     def reads(self) -> tuple[tuple[str, int], ...]:
-        """What code has to know of the runs whose messages wait."""
+        """The versions that code must be able to read for the waiting messages."""
         return tuple(self._reads())
 
     def read(self, body: bytes, content_type: str, header: str | None) -> Unread:
-        """Return the body, unread."""
+        """Return the body, undecoded."""
         return Unread(body, content_type, header)

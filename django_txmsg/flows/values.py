@@ -1,6 +1,7 @@
-"""What a step returns: how its run goes on, as a value that does nothing by itself.
+"""The values that a step returns: how its run continues. They have no effect
+themselves.
 
-Two that say the same are equal, so that a step is tested by calling it.
+Equal values compare equal, so a step can be tested by calling it.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ Out = TypeVar("Out")
 @message_type("txmsg.TimedOut")
 @dataclass(frozen=True)
 class TimedOut:
-    """What `otherwise` gets when the deadline was first to commit."""
+    """The argument of `otherwise` if the deadline committed first."""
 
 
 @message_type("txmsg.Cancelled")
 @dataclass(frozen=True)
 class Cancelled:
-    """The answer of a run that somebody has cancelled."""
+    """The answer of a cancelled run."""
 
     why: str = ""
 
 
 class Continuation:
-    """How a run goes on, where it does not end."""
+    """How a run continues, if it does not end."""
 
 
 @dataclass(frozen=True)
 class Ask(Continuation):
-    """Wait for the answer to a request. Steps are named, as an address is."""
+    """Wait for the answer to a request. It refers to steps by name, like an address."""
 
     destination: Destination[Any, Any]
     body: Any
@@ -62,13 +63,14 @@ class Wait(Continuation):
 
     @property
     def token(self) -> str:
-        """What resumes the run. Whoever has it can, so keep it as a password is."""
+        """The token that resumes the run. Anyone who has it can do so: keep it like a
+        password."""
         return ticket(self.run_id, self.turn)
 
 
 @dataclass(frozen=True)
 class Sleep(Continuation):
-    """Go on after a time."""
+    """Continue after a time."""
 
     duration: dt.timedelta
     then: str
@@ -76,7 +78,7 @@ class Sleep(Continuation):
 
 @dataclass(frozen=True)
 class Later(Continuation):
-    """Go on at once, in a transaction of its own."""
+    """Continue at once, in a transaction of its own."""
 
     then: str
     value: Any = None
@@ -84,7 +86,7 @@ class Later(Continuation):
 
 @dataclass(frozen=True)
 class HandOver(Continuation):
-    """End, and let another flow answer whoever asked."""
+    """End, and let another flow answer the caller."""
 
     destination: Destination[Any, Any]
     body: Any
@@ -98,12 +100,12 @@ class Fail(Continuation):
     answer_first: bool = False
 
 
-#: What a step returns: an answer, or how its run goes on.
+#: What a step returns: an answer, or how its run continues.
 Next = Union[Out, Continuation]  # noqa: UP007 - mypy takes no TypeVar before `|`
 
 
 def ticket(run_id: uuid.UUID, turn: uuid.UUID) -> str:
-    """Return what makes a run go on that waits under this turn."""
+    """Return the ticket that continues a run waiting under this turn."""
     return f"{run_id.hex}.{turn.hex}"
 
 
@@ -116,5 +118,5 @@ def read_ticket(text: str) -> tuple[uuid.UUID, uuid.UUID]:
 
 
 def deadline_id(turn: uuid.UUID) -> uuid.UUID:
-    """Return the id of the message that says that a turn's deadline has passed."""
+    """Return the id of the message for the passed deadline of a turn."""
     return uuid.uuid5(turn, "deadline")

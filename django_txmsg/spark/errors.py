@@ -1,8 +1,8 @@
-"""What a job of the pipeline can end with. Each class carries its exit code.
+"""The errors that end a job of the pipeline. Each class has its exit code.
 
 PipelineError
-├── UsageError            2  what was asked for makes no sense
-├── EnvironmentFault      3  a database, a lake or Spark is not as it has to be
+├── UsageError            2  the options are invalid
+├── EnvironmentFault      3  a database, a lake or Spark is unusable
 └── VerificationRefused   4  a proof failed, and nothing was deleted
 """
 
