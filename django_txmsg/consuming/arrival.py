@@ -1,4 +1,5 @@
-"""A delivery in the hands of one worker thread: what hop 7 knows of it, read once."""
+"""A delivery held by one worker thread, and the values derived from it, each computed
+once."""
 
 from __future__ import annotations
 
@@ -60,12 +61,12 @@ class Arrival:
 
     @cached_property
     def order(self) -> Any:
-        """Whose turn it is there, if the stage is ordered."""
+        """The order of keys at the stage, if it is ordered."""
         return InboxMessage.order.db_manager(self.using)
 
     @cached_property
     def message_id(self) -> uuid.UUID:
-        """The id by which the message is known, whether it brought one or not."""
+        """The message's id: its own, or the one derived for it."""
         return decoding.identity(self.delivery, self.stage.broker)
 
     @cached_property
@@ -75,12 +76,12 @@ class Arrival:
 
     @cached_property
     def came_before(self) -> bool:
-        """Whether this is no first arrival of the message."""
+        """Whether the message was delivered before."""
         return decoding.came_before(self.delivery)
 
     @cached_property
     def kept_headers(self) -> dict[str, str]:
-        """The headers to keep with the message: all but the delivery's own."""
+        """The headers to keep with the message: all except the delivery's own."""
         return decoding.kept_headers(self.delivery)
 
     @cached_property

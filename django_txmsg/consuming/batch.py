@@ -96,7 +96,8 @@ def process(arrivals: Sequence[Arrival]) -> list[Outcome]:
 def _readable(
     arrivals: Sequence[Arrival],
 ) -> tuple[list[tuple[Arrival, Message]], list[Arrival]]:
-    """Return what can run together, with its messages, and what is to run alone."""
+    """Return the arrivals that can run together, with their messages, and those that
+    must run alone."""
     readable: dict[object, tuple[Arrival, Message]] = {}
     alone: list[Arrival] = []
     for arrival in arrivals:
@@ -114,13 +115,13 @@ def _readable(
 
 
 class _Batch:
-    """Messages of one stage that run together, and what becomes of each."""
+    """Messages of one stage that run together, and their outcomes."""
 
     def __init__(self, given: Sequence[tuple[Arrival, Message]]) -> None:
         places = ordering.in_order([arrival for arrival, _ in given])
         self._given = [given[place] for place in places]
         self.outcomes: dict[int, Outcome] = {}
-        #: Those that go their own way.
+        #: Those that are processed separately.
         self.alone: list[Arrival] = []
         self._failed: list[tuple[Work, BaseException, float]] = []
         self._early: list[Work] = []
@@ -128,7 +129,7 @@ class _Batch:
         self._locked: set[int] = set()
 
     def work(self) -> None:
-        """Take them through the stage, in one transaction."""
+        """Process them with the stage, in one transaction."""
         work = self._record()
         if not work:
             return
@@ -213,7 +214,7 @@ class _Batch:
             self._durations[seen.id] = time.monotonic() - began
 
     def _decide(self, work: Sequence[Work]) -> None:
-        """Say what becomes of each, now that the transaction is committed."""
+        """Return the outcome of each, after the commit."""
         for arrival, message, seen in work:
             if seen.id in self._durations:
                 self.outcomes[id(arrival)] = Processed()

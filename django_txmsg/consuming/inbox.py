@@ -92,8 +92,8 @@ def _worked(
     seen: Seen | None,
     begun: bool,
 ) -> Outcome:
-    """Run the stage until it can be said what becomes of the message: a failure that is
-    nobody's fault is no attempt of it."""
+    """Run the stage until the outcome is certain: a failure that is not the message's
+    fault counts no attempt."""
     mode, conflicts = modes.of(arrival.stage), Conflicts()
     while True:
         attempt = seen.attempt if seen else 1
@@ -139,7 +139,7 @@ def _worked(
                 message, short = _read(arrival)
                 continue
             if isinstance(error, NewerCodeNeeded):
-                # Not the body, but what the handler read for it.
+                # Not the body, but what the handler loaded for it.
                 return unreadable(arrival, error, seen)
             duration = time.monotonic() - began
             outcome, seen = failed(arrival, message, seen, error, duration)
@@ -227,8 +227,8 @@ def _lease(arrival: Arrival) -> AbstractContextManager[object]:
 
 
 def _record(arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
-    """Count the arrival durably, once. Returns what is known of the message, and
-    whether its transaction has begun."""
+    """Count the arrival durably, once. Returns the record of the message, and whether
+    its transaction has begun."""
     before = _recorded(arrival)
     if before is not None:
         return before, False

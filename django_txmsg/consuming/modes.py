@@ -44,27 +44,27 @@ log = logging.getLogger("django_txmsg.arrival")
 class Mode(ABC):
     """The steps in which the modes differ."""
 
-    #: Whether the delivery and what the stage sends are in the broker's transaction.
+    #: Whether the delivery and the stage's messages are in the broker's transaction.
     transacted: ClassVar[bool] = False
 
     @abstractmethod
     def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
-        """Count the arrival durably. Returns what is known of the message, and whether
-        its transaction has begun."""
+        """Count the arrival durably. Returns the record of the message, and whether its
+        transaction has begun."""
 
     @abstractmethod
     def settled(self, seen: Seen) -> bool:
-        """Return whether a copy of the message is only to be dropped."""
+        """Return whether a copy of the message only needs to be dropped."""
 
     @abstractmethod
     def run(
         self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
     ) -> bool:
-        """Run the stage and commit. Returns whether its database was asked for
-        anything. Raises LostRace."""
+        """Run the stage and commit. Returns whether its database was used. Raises
+        LostRace."""
 
     def reason_not_to_run(self, arrival: Arrival, seen: Seen) -> str:
-        """Return why the stage is not to run for what was recorded; "" if it is."""
+        """Return why the stage must not run for this record; "" if it must."""
         if self.is_done(arrival, seen):
             return "settled"
         if seen.attempt > arrival.stage.policy.max_begun:
@@ -72,8 +72,8 @@ class Mode(ABC):
         return "expired" if decoding.expired(arrival.delivery, seen.now) else ""
 
     def is_done(self, arrival: Arrival, seen: Seen) -> bool:
-        """Return whether nothing is left to do for an arrival but to drop it. What is
-        parked is here to be done."""
+        """Return whether the arrival only needs to be dropped. A parked message is here
+        to be processed."""
         return arrival.parked is None and self.settled(seen)
 
     def handle(self, arrival: Arrival, message: Message) -> None:
@@ -96,29 +96,31 @@ class Mode(ABC):
     def out_of_turn(
         self, arrival: Arrival, seen: Seen, *, attempts: int = 1
     ) -> Outcome | None:
-        """Park a message whose turn has not come, and return that; None when it has, or
-        when there are no turns. `attempts` were counted for it."""
+        """Park a message whose turn has not come, and return its outcome; None if its
+        turn has come, or if the stage has no order. `attempts` were counted for it."""
         return None
 
     def lost(self, arrival: Arrival, seen: Seen | None) -> Outcome:
-        """Say what becomes of a message that could not be taken: a copy settled it."""
+        """Return the outcome of a message that could not be taken: a copy settled
+        it."""
         return Duplicate()
 
     def end(self, arrivals: Sequence[Arrival]) -> None:  # noqa: B027 - most do nothing
-        """Do the last thing in the transaction in which messages end."""
+        """Run the last step of a transaction in which messages end."""
 
     def put_aside(self, arrival: Arrival, seen: Seen) -> None:  # noqa: B027 - most do nothing
-        """Note a message that failed, in the transaction that keeps it."""
+        """Record a failed message, in the transaction that parks it."""
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """Return the headers to keep with a message that has failed."""
+        """Return the headers to keep with a failed message."""
         return arrival.kept_headers
 
     def roll_back(self, arrival: Arrival) -> None:  # noqa: B027 - most do nothing
         """Undo what the stage did in the broker's transaction, if there is one."""
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """Return whether the stage's work failed as its broker takes nothing now."""
+        """Return whether the stage failed because a destination of its broker takes no
+        messages now."""
         return False
 
     def locks_parked(self, stage: Stage) -> bool:
@@ -132,7 +134,8 @@ class Outbox(Mode):
     the database. The broker's acknowledgement follows it."""
 
     def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
-        """Count every arrival, and begin the transaction with that where it can be."""
+        """Count every arrival, and begin the transaction in the same round trip if
+        possible."""
         stage = arrival.stage
 
         def runs(seen: Seen) -> bool:
@@ -151,7 +154,7 @@ class Outbox(Mode):
         return arrival.count(seen), begun
 
     def settled(self, seen: Seen) -> bool:
-        """What was processed, buried or parked is done."""
+        """Processed, buried and parked messages are settled."""
         return seen.settled
 
     def run(
@@ -176,32 +179,33 @@ class Outbox(Mode):
         return employed
 
     def locks_parked(self, stage: Stage) -> bool:
-        """It does, until a blocking redelivery waits without one."""
+        """Yes, except while a blocking redelivery waits without a lock."""
         return stage.policy.mode != "blocking"
 
 
 class BrokerOnly(Mode):
-    """The delivery and what the handler sends are one transaction of the broker. The
-    inbox knows a message only once it has come again."""
+    """The delivery and the handler's messages are one transaction of the broker. The
+    inbox knows a message only once it was redelivered."""
 
     transacted = True
 
     def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
-        """Count the arrival of what has come before: as long as all goes well, the
-        stage needs no database."""
+        """Count redeliveries only, so that the stage needs no database unless something
+        fails."""
         if not arrival.came_before:
             return None, False
         rows = arrival.inbox.record(arrival.stage.name, [message], idempotent=True)
         return arrival.count(rows[message.id]), False
 
     def settled(self, seen: Seen) -> bool:
-        """What was processed is processed again."""
+        """A processed message is processed again."""
         return seen.dead or seen.parked
 
     def run(
         self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
     ) -> bool:
-        """Run the stage, commit in the broker, and mark what is recorded."""
+        """Run the stage, commit in the broker, and mark the inbox row, if there is
+        one."""
         employed = self._work(arrival, message)
         self._commit(arrival, employed)
         if seen is not None:
@@ -214,7 +218,7 @@ class BrokerOnly(Mode):
         return False
 
     def scope(self, arrival: Arrival, message: Message) -> Scope:
-        """What the stage sends goes into the broker's transaction."""
+        """The stage's messages go into the broker's transaction."""
         entered, stage = super().scope(arrival, message), arrival.stage
         service = conf.get().SERVICE
 
@@ -234,12 +238,12 @@ class BrokerOnly(Mode):
         return entered
 
     def roll_back(self, arrival: Arrival) -> None:
-        """Undo it: the delivery stays in hand."""
+        """Roll back; the delivery stays unacknowledged."""
         arrival.session.rollback()
 
     def is_turned_away(self, error: BaseException) -> bool:
-        """It sends directly: where its destination takes nothing, that is nobody's
-        fault."""
+        """The stage sends directly, so a destination that takes no messages is not the
+        message's fault."""
         return isinstance(error, DestinationUnavailable)
 
     def _commit(self, arrival: Arrival, employed: bool) -> None:
@@ -266,7 +270,8 @@ class BrokerOnly(Mode):
     def _note(
         self, stage: Stage, seconds: float, error: BrokerError | None, employed: bool
     ) -> None:
-        """Tell of the broker's commit: no other one can miss here."""
+        """Announce the broker's commit; there is no second commit that could fail
+        here."""
 
     def _mark(self, arrival: Arrival, seen: Seen) -> None:
         """Mark the inbox row of a message whose work is committed everywhere. If that
@@ -283,8 +288,8 @@ class BrokerOnly(Mode):
 
 
 class BestEffort(BrokerOnly):
-    """The database's transaction commits first, and then the broker's: the window
-    between them is as short as it can be made."""
+    """The database's transaction commits first, then the broker's; the time between
+    them is as short as possible."""
 
     def _work(self, arrival: Arrival, message: Message) -> bool:
         def run() -> None:
@@ -324,16 +329,17 @@ class BestEffort(BrokerOnly):
 
 
 class Ordered(Outbox):
-    """Around the steps of mode outbox: messages of one key take them one at a time."""
+    """Around the steps of mode outbox: messages of one key are processed one at a
+    time."""
 
     def out_of_turn(
         self, arrival: Arrival, seen: Seen, *, attempts: int = 1
     ) -> Outcome | None:
-        """Ask whether it has come."""
+        """Check whether the turn has come."""
         return ordering.out_of_turn(arrival, seen, attempts=attempts)
 
     def lost(self, arrival: Arrival, seen: Seen | None) -> Outcome:
-        """Settled by a copy, or put aside as its key is in other hands."""
+        """Settled by a copy; or parked, because another transaction has its key."""
         return ordering.lost(arrival, seen)
 
     def end(self, arrivals: Sequence[Arrival]) -> None:
@@ -341,11 +347,11 @@ class Ordered(Outbox):
         ordering.wake(arrivals)
 
     def put_aside(self, arrival: Arrival, seen: Seen) -> None:
-        """Note its key, which its followers wait for."""
+        """Record its key, for which its followers wait."""
         ordering.aside(arrival, seen)
 
     def kept_headers(self, arrival: Arrival) -> dict[str, str]:
-        """All but its place, which it has had."""
+        """All headers except its link, since it has had its turn."""
         return ordering.kept_headers(arrival)
 
 
@@ -358,7 +364,7 @@ _ORDERED = Ordered()
 
 
 def session_id(message: Message, stage: Stage) -> UUID:
-    """Return as which session's the messages are stored that a stage sends for one."""
+    """Return the session id of the messages that a stage sends for one message."""
     return wire.session_id(conf.get().SERVICE, message.id, stage.name)
 
 

@@ -85,11 +85,11 @@ def once(
     this transaction ends, and then takes nothing. `begun` means that the transaction
     has begun with the record, and has taken the row. `run` does the work, and its
     messages are stored in the same transaction. `finish` runs last in it: it stores the
-    result, and is told whether the row's mark is too early by now.
+    result; its argument says whether the row's mark is too early by now.
 
     Returns the result, and whether the database was used. Raises LostRace for a message
-    that cannot be taken, Undecided for a refused statement of the package, and what
-    `run` or the commit raises. Everything is rolled back then.
+    that cannot be taken, Undecided for a refused statement of the package, and the
+    errors of `run` and of the commit. Then everything is rolled back.
     """
     began = time.monotonic()
     with StageTransaction(definition, begun=begun) as block:

@@ -120,7 +120,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Shown:
-    """What an operator was shown before the deed: how many, when, and the newest."""
+    """What a confirmation showed to an operator: how many letters, when, and the
+    newest."""
 
     count: int
     up_to: int
@@ -129,7 +130,7 @@ class Shown:
 
     @classmethod
     def of(cls, letters: QuerySet[DeadLetter]) -> Shown:
-        """Return what there is now. What dies from now on is not meant."""
+        """Return the present state. Letters that die from now on are excluded."""
         now = clock(letters.db)
         found = letters.filter(created_at__lt=now).aggregate(
             n=Count("pk"), last=Max("pk")
@@ -138,7 +139,7 @@ class Shown:
 
     @classmethod
     def parse(cls, token: str) -> Shown:
-        """Return what a token says. Raises TxmsgError if it is none."""
+        """Return the content of a token. Raises TxmsgError if it is malformed."""
         count, _, rest = token.partition(".")
         up_to, _, as_of = rest.partition(".")
         try:
@@ -152,16 +153,16 @@ class Shown:
         return f"{self.count}.{self.up_to}.{self.as_of}"
 
     def before(self, filters: Mapping[str, Any]) -> str:
-        """Return the instant before which a letter has died that was shown."""
+        """Return the instant before which a shown letter has died."""
         given = filters.get("before", self.as_of)
         return min((self.as_of, str(given)), key=_instant)
 
     def bound(self, letters: QuerySet[DeadLetter]) -> QuerySet[DeadLetter]:
-        """Return those that were shown, as far as they still match."""
+        """Return the shown letters that still match."""
         return letters.filter(pk__lte=self.up_to, created_at__lt=_instant(self.as_of))
 
     def insist(self, letters: QuerySet[DeadLetter]) -> QuerySet[DeadLetter]:
-        """Return those that were shown. Raises Changed if they are not all there."""
+        """Return the shown letters. Raises Changed unless all of them still match."""
         found = self.bound(letters)
         count = found.count()
         if count != self.count:
@@ -174,7 +175,7 @@ class Shown:
 
 
 class Changed(TxmsgError):
-    """What an operator was shown is not what is there any more."""
+    """The letters shown to the operator have changed since."""
 
 
 def summary(letters: QuerySet[DeadLetter]) -> Summary:

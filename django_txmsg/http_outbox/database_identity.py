@@ -1,8 +1,9 @@
-"""Whose control message is it? Two databases can share a service's name and key.
+"""Tells apart databases that share a service's name and key, for their control
+messages.
 
-A copy of production's database with production's settings sends its control messages
-to production's queue, and gets production's. Nobody may settle the other's messages:
-the rows that they stand for are in the other database.
+A copy of production's database with production's settings sends its control messages to
+production's queue, and receives production's. Neither may settle the other's messages,
+whose rows are in the other database.
 """
 
 from __future__ import annotations
@@ -15,27 +16,28 @@ from django.db import connections
 from ..django_internals import settings_of
 from ..models import DatabaseIdentity
 
-#: Seconds for which an identity is taken for granted. A server that was restarted, or
-#: that another one took over from, is noticed then.
+#: Seconds for which an identity is cached. After that, a restart or a failover is
+#: noticed.
 KNOWN = 10.0
-#: How long after a restart messages may come that name the identity from before: what
-#: their senders took for granted, and the clocks' difference.
+#: How long after a restart messages with the previous identity may arrive: the senders'
+#: caching time, and the difference of the clocks.
 SLACK = dt.timedelta(seconds=60)
 
-#: By the place of the database: until when its identity is taken for granted, and it.
+#: By the database's address: until when its identity is cached, and the identity.
 _known: dict[tuple[str, ...], tuple[float, str]] = {}
-#: Identities that are written down, and since when.
+#: Recorded identities, and since when.
 _noted: dict[tuple[tuple[str, ...], str], dt.datetime] = {}
 
 
 def current(using: str) -> str:
-    """Return the database's identity; "" where it has none."""
+    """Return the database's identity; "" if it has none."""
     until, identity = _known.get(_place(using), (0.0, ""))
     return identity if until > time.monotonic() else _ask(using)
 
 
 def note(using: str) -> None:
-    """Write the identity down: what another database sends from now on is told apart.
+    """Record the identity, so that later messages of another database can be told
+    apart.
 
     Outside a transaction. Raises database errors.
     """
@@ -45,11 +47,11 @@ def note(using: str) -> None:
 
 
 def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
-    """Return whether a message that names this identity was sent from this database.
+    """Return whether a message with this identity was sent from this database.
 
-    Another start of the same database was this one, before a restart or a failover, or
-    is a copy's: ours is what was sent before the present start was first seen. Outside
-    a transaction. Raises database errors.
+    Another start of the same server may be this one before a restart or a failover, or
+    a copy: messages are ours if they were sent before the present start was first seen.
+    Outside a transaction. Raises database errors.
     """
     if identity == current(using):
         return True
@@ -58,14 +60,14 @@ def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
         return True
     place, system, start = _parts(identity)
     my_place, my_system, my_start = _parts(mine)
-    # A user who may not query the system's identifier leaves it out.
+    # Left out for a user who may not query the system's identifier.
     if place != my_place or (system and my_system and system != my_system):
         return False
     return start == my_start or sent_at <= _note(using, mine) + SLACK
 
 
 def _parts(identity: str) -> tuple[str, str, str]:
-    """Return the place of a database, the identifier of its server's files, and the
+    """Return the address of a database, the identifier of its server's files, and the
     server's start."""
     files, _, start = identity.rpartition("/")
     place, _, system = files.rpartition("@")
