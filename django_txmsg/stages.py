@@ -201,7 +201,9 @@ def stage(
     Order, message: Message)`; `txmsg-type` selects the member of a union. `name`
     (default: the destination) is the inbox's key together with the message id: keep it
     when you rename the function. `transaction`: "outbox" (exactly-once effects),
-    "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no database).
+    "best_effort_1pc" (idempotent handlers, faster) or "broker_only" (no database) or
+    "none" (nothing is open while it runs, so it may call other services, and be a
+    coroutine function; at least once, and what it sends once).
     `using` and `isolation` define the database transaction (default:
     TXMSG["TRANSACTION_DEFINITION"], else "default" and its own level); `concurrency` is
     the number of threads in each process; `batch` messages share one transaction, each
@@ -226,7 +228,7 @@ def stage(
         )
 
     def declare(handler: Callable[..., Any]) -> Callable[..., Any]:
-        check(handler)
+        check(handler, coroutine=transaction == "none")
         work = bound(handler)
         if undoes is not None:
             work = undoing.if_done(

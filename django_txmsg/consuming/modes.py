@@ -29,7 +29,9 @@ from ..errors import (
 )
 from ..models.inbox import Seen
 from ..models.outbox_store import NewMessage
+from ..runtime.connections import recycle
 from ..sending.scope import Scope, in_scope
+from ..sending.storing import store
 from ..stages import Stage
 from . import decoding, ordering, protocol
 from .arrival import Arrival
@@ -183,6 +185,43 @@ class Outbox(Mode):
         return stage.policy.mode != "blocking"
 
 
+class Outside(Outbox):
+    """Nothing is open while the handler runs, which may call other services and take
+    long. It runs at least once. What it sends is stored with the mark in the inbox, in
+    a transaction after it: once, however often it has run."""
+
+    def record(self, arrival: Arrival, message: Message) -> tuple[Seen | None, bool]:
+        """Count every arrival."""
+        rows = arrival.inbox.record(arrival.stage.name, [message])
+        return arrival.count(rows[message.id]), False
+
+    def run(
+        self, arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+    ) -> bool:
+        """Run the stage; then mark the row and store what it has sent."""
+        assert seen is not None
+        inbox, pk = arrival.inbox, seen.id
+        sent: list[NewMessage] = []
+        scope = self.scope(arrival, message)
+        scope.enlist = sent.append
+        recycle(
+            idle=True
+        )  # no connection is held for that long, as far as settings say
+        with in_scope(scope):
+            arrival.stage.handler(message)
+        _, employed = protocol.once(
+            arrival.stage.definition,
+            take=lambda: inbox.take(pk, arrival.token, arrival.turn),
+            run=lambda: store(sent, arrival.using) if sent else None,
+            finish=lambda *_: None,
+        )
+        return employed
+
+    def locks_parked(self, stage: Stage) -> bool:
+        """No lock is held while it runs."""
+        return False
+
+
 class BrokerOnly(Mode):
     """The delivery and the handler's messages are one transaction of the broker. The
     inbox knows a message only once it was redelivered."""
@@ -233,6 +272,8 @@ class BrokerOnly(Mode):
             created = wire.format_instant(timezone.now())
             headers = wire.headers_of(row, service, created)
             arrival.session.enlist(Outgoing(row.destination, headers, row.body))
+            if row.committed is not None:
+                row.committed()
 
         entered.enlist = enlist
         return entered
@@ -359,6 +400,7 @@ _MODES: dict[str, Mode] = {
     "outbox": Outbox(),
     "best_effort_1pc": BestEffort(),
     "broker_only": BrokerOnly(),
+    "none": Outside(),
 }
 _ORDERED = Ordered()
 

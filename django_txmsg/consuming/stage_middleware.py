@@ -24,11 +24,11 @@ from django.utils.module_loading import import_string
 
 from .. import conf
 from ..envelope.failure import cause_of
-from ..envelope.handler import Handler
+from ..envelope.handler import Handler, is_coroutine
 from ..envelope.message import Message
 from ..errors import ConfigurationError, MiddlewareMisused
 from ..stages import CallNext, Stage
-from . import deadline
+from . import coroutines, deadline
 
 log = logging.getLogger("django_txmsg.stage_middleware")
 
@@ -57,7 +57,10 @@ _loading = threading.Lock()
 
 
 def _prepare(stage: Stage) -> Stage:
-    plain = ready = stage.resolved()
+    plain = stage.resolved()
+    if is_coroutine(plain.handler):
+        plain = replace(plain, handler=coroutines.blocking(plain))
+    ready = plain
     inside, outside = _factories()
     if inner := Chain.of(plain, inside):
         handler = plain.handler

@@ -71,21 +71,27 @@ def bound(handler: Callable[..., Any]) -> Callable[[Message], Any]:
     return alone
 
 
-def check(handler: Any) -> None:
-    """Raise ConfigurationError unless this can be a handler: a plain function. Calling
-    a coroutine function or a generator would run nothing, and the message would count
-    as processed."""
+def is_coroutine(handler: Any) -> bool:
+    """Return whether a call of the handler returns a coroutine."""
+    return inspect.iscoroutinefunction(_runs(handler))
+
+
+def check(handler: Any, *, coroutine: bool = False) -> None:
+    """Raise ConfigurationError unless this can be a handler: a plain function, or a
+    coroutine function if `coroutine`. Otherwise calling one, or a generator, would run
+    nothing, and the message would count as processed."""
     if not callable(handler) or inspect.isclass(handler):
         raise ConfigurationError(
             f"{handler!r} cannot be a handler. Decorate a function, or give an "
             f"instance that can be called: @stage(…) above `def place(message): …`."
         )
     runs = _runs(handler)
-    if inspect.iscoroutinefunction(runs):
+    if is_coroutine(handler) and not coroutine:
         raise ConfigurationError(
             f"The handler {path_of(handler)} is a coroutine function; Django's "
-            f"transactions are synchronous. Declare a plain function, and call "
-            f"async code through asgiref.sync.async_to_sync."
+            f"transactions are synchronous. Declare the stage with "
+            f'transaction="none", or a plain function that calls async code through '
+            f"asgiref.sync.async_to_sync."
         )
     if inspect.isgeneratorfunction(runs) or inspect.isasyncgenfunction(runs):
         raise ConfigurationError(

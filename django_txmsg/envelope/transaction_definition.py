@@ -10,11 +10,12 @@ from typing import Literal
 
 from ..errors import ConfigurationError
 
-TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only"]
+TransactionMode = Literal["outbox", "best_effort_1pc", "broker_only", "none"]
 TRANSACTION_MODES: tuple[TransactionMode, ...] = (
     "outbox",
     "best_effort_1pc",
     "broker_only",
+    "none",
 )
 ISOLATION_LEVELS = (
     "read uncommitted",

@@ -140,15 +140,13 @@ def _enlist(row: NewMessage, enlist: Callable[[NewMessage], None]) -> Message:
     """Add a message to the transaction of its stage's broker."""
     if row.unique:
         raise InvalidMessage(
-            "unique= needs the outbox, and this stage's messages belong to the "
-            'transaction of its broker. Use transaction="outbox".'
+            "unique= needs to be stored at once, and this stage's messages are kept "
+            'until it has returned. Use transaction="outbox".'
         )
     now = timezone.now()
     if row.expiry is not None:
         row.expires_at = now + dt.timedelta(seconds=row.expiry)
     enlist(row)
-    if row.committed is not None:
-        row.committed()
     return as_sent(row, now)
 
 

@@ -1,0 +1,74 @@
+"""Around hop 8: handlers that are coroutine functions, of stages with
+`transaction="none"`.
+
+All coroutines of a process run in one event loop, so clients that belong to a loop, as
+a pool of HTTP connections does, can be shared by all messages. The stage's thread waits
+for its coroutine, so everything else about a stage stays as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
+from django.db import connections
+
+from ..django_internals import in_block
+from ..envelope.handler import Handler
+from ..envelope.message import Message
+from ..runtime.per_process import PerProcess
+from ..stages import Stage
+from .deadline import Deadline
+
+
+def blocking(stage: Stage) -> Handler:
+    """Return the stage's handler as a function that waits for the coroutine. Its
+    context is that of the caller. After the stage's timeout it is cancelled."""
+    handler, using, seconds = stage.handler, stage.definition.using, stage.timeout
+
+    def wait(message: Message) -> Any:
+        if in_block(connections[using]):
+            # A test is around it: its queries belong to the test's transaction.
+            return async_to_sync(handler)(message)
+        work = _alone(handler, message, seconds)
+        limit = Deadline(stage.name, seconds or 0.0)
+        try:
+            ended = asyncio.run_coroutine_threadsafe(work, _loop()).result()
+        except asyncio.TimeoutError:
+            if seconds is not None and limit.passed:
+                raise limit.error() from None
+            raise  # the handler's own
+        if isinstance(ended, BaseException):
+            raise ended
+        return ended
+
+    return wait
+
+
+async def _alone(handler: Handler, message: Message, seconds: float | None) -> Any:
+    """Run a handler. Its queries have a thread and a connection of its own, which end
+    with it: a connection that breaks breaks for one message."""
+    async with ThreadSensitiveContext():
+        try:
+            return await asyncio.wait_for(_caught(handler, message), seconds)
+        finally:
+            await sync_to_async(connections.close_all)()
+
+
+async def _caught(handler: Handler, message: Message) -> Any:
+    """Run a handler; return what would end the event loop, and with it all others."""
+    try:
+        return await handler(message)
+    except (SystemExit, KeyboardInterrupt) as error:
+        return error
+
+
+def _started() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="txmsg-loop", daemon=True).start()
+    return loop
+
+
+_loop = PerProcess(_started)

@@ -1,0 +1,223 @@
+"""`transaction="none"`: handlers that call the outside world, coroutines among them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+from django.db import connection, transaction
+
+from django_txmsg import Message, Refuse, send_message, stage
+from django_txmsg.errors import ConfigurationError, StageTimedOut
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from django_txmsg.testing import drain
+from tests.app.models import Effect
+from tests.faults import ManageProcess, wait_until
+from tests.running import (
+    IMPATIENT,
+    committing,
+    declared,
+    put,
+    running,
+    send,
+    step,
+    txmsg,
+)
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+_who: ContextVar[str] = ContextVar("who", default="")
+
+
+def processed() -> int:
+    return InboxMessage.objects.exclude(processed_at=None).count()
+
+
+def test_nothing_is_open_while_the_handler_runs_and_its_answer_enters_once() -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def handler(message: Message) -> None:
+        send_message("tests.answer", message.body)
+        seen.append((connection.in_atomic_block, OutboxMessage.objects.count()))
+
+    with declared(handler, transaction="none") as declared_stage:
+        sent = put(declared_stage.destination, b'"x"')
+        step(declared_stage)
+        put(declared_stage.destination, b'"x"', message_id=sent)
+        step(declared_stage)
+
+    assert seen == [(False, 0)]  # and the copy was dropped
+    assert OutboxMessage.objects.get().destination == "tests.answer"
+    assert processed() == 1
+
+
+def test_of_two_copies_at_once_both_run_and_one_answers() -> None:
+    both = threading.Barrier(2)
+
+    def handler(message: Message) -> None:
+        both.wait(60)
+        Effect.objects.create(name="called", message_id=message.id)
+        send_message("tests.answer", 1)
+
+    with declared(handler, transaction="none", concurrency=2) as declared_stage:
+        sent = put(declared_stage.destination)
+        put(declared_stage.destination, message_id=sent)
+        with running(declared_stage, concurrency=2):
+            wait_until(lambda: processed() == 1)
+            wait_until(lambda: Effect.objects.count() == 2)
+    assert OutboxMessage.objects.count() == 1
+
+
+def test_what_a_failed_attempt_has_sent_is_dropped() -> None:
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        send_message("tests.answer", len(attempts))
+        attempts.append(message.delivery_attempt)
+        if len(attempts) == 1:
+            raise ConnectionError("the provider is away")
+        if message.body == "refused":
+            raise Refuse("no such card")
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination, b'"good"')
+        step(declared_stage, times=2)
+        put(declared_stage.destination, b'"refused"')
+        step(declared_stage)
+
+    assert attempts == [1, 2, 1]
+    assert OutboxMessage.objects.get().body == b"1"
+    assert DeadLetter.objects.get().reason == "refused"
+
+
+def test_coroutines_of_a_stage_are_in_flight_together_in_one_loop() -> None:
+    count = 20
+    flying: list[Message] = []
+    loops: set[int] = set()
+
+    async def handler(message: Message) -> None:
+        flying.append(message)
+        loops.add(id(asyncio.get_running_loop()))
+        while len(flying) < count:  # each waits for all others
+            await asyncio.sleep(0.01)
+        await Effect.objects.acreate(name="called", message_id=message.id)
+        send_message("tests.answer", message.body)
+
+    with declared(handler, transaction="none", concurrency=count) as declared_stage:
+        for number in range(count):
+            put(declared_stage.destination, str(number).encode())
+        with running(declared_stage, concurrency=count):
+            wait_until(lambda: processed() == count, deadline=120)
+
+    assert len(loops) == 1
+    assert Effect.objects.count() == count
+    answers = OutboxMessage.objects.values_list("body", flat=True)
+    assert {int(bytes(body)) for body in answers} == set(range(count))
+    causes = OutboxMessage.objects.values_list("correlation_id", flat=True)
+    assert {str(message.id) for message in flying} == set(causes)
+
+
+def test_a_coroutine_past_its_timeout_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def handler(message: Message) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with declared(handler, transaction="none", timeout=0.2) as declared_stage:
+        put(declared_stage.destination)
+        step(declared_stage)
+
+    assert cancelled.is_set()
+    row = InboxMessage.objects.get()
+    assert row.processed_at is None
+    assert StageTimedOut.__name__ in row.last_error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), TimeoutError("no"), SystemExit(3)])
+def test_what_a_coroutine_raises_is_a_failed_attempt_of_its_message_alone(
+    error: BaseException,
+) -> None:
+    async def handler(message: Message) -> None:
+        if message.body == "bad":
+            raise error
+
+    with declared(handler, transaction="none") as declared_stage:
+        put(declared_stage.destination, b'"bad"')
+        step(declared_stage)
+        put(declared_stage.destination, b'"good"')
+        step(declared_stage, parked=False)
+
+    assert processed() == 1
+    assert (
+        type(error).__name__ in InboxMessage.objects.get(processed_at=None).last_error
+    )
+
+
+def test_a_coroutine_has_the_context_of_its_attempt() -> None:
+    found: list[str] = []
+
+    async def handler(message: Message) -> None:
+        await asyncio.sleep(0)
+        found.append(_who.get())
+        _who.set("another")
+
+    with declared(handler, transaction="none") as declared_stage:
+        _who.set("the caller")
+        for _ in range(2):
+            put(declared_stage.destination)
+            step(declared_stage)
+    assert found == ["the caller", "the caller"]
+
+
+def test_a_test_may_drain_a_coroutine_within_its_own_transaction() -> None:
+    async def handler(message: Message) -> None:
+        order = await Effect.objects.aget(name="before")
+        await Effect.objects.acreate(name="after", message_id=order.message_id)
+
+    with declared(handler, transaction="none") as declared_stage, transaction.atomic():
+        Effect.objects.create(name="before", message_id="1")
+        send_message(declared_stage.destination, 1)
+        drain()
+        assert Effect.objects.filter(name="after").count() == 1
+        transaction.set_rollback(True)
+
+
+@pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc", "broker_only"])
+def test_a_coroutine_with_a_transaction_is_refused_with_a_reason(mode: Any) -> None:
+    async def handler(message: Message) -> None: ...
+
+    with pytest.raises(ConfigurationError, match='transaction="none"'):
+        stage("tests.refused", transaction=mode)(handler)
+
+
+def declare() -> None:
+    """The stage of the process that is stopped."""
+
+    @stage("tests.outside", transaction="none")
+    async def handler(message: Message) -> None:
+        print("it has called", flush=True)  # noqa: T201 - the test reads it
+        await asyncio.sleep(1.5)
+        send_message("tests.answer", 1)
+
+
+def test_sigterm_lets_a_coroutine_finish(manage: Callable[..., ManageProcess]) -> None:
+    process = manage(
+        "consume",
+        txmsg=IMPATIENT,
+        hook="tests.integration.test_outside_world.declare",
+    )
+    with txmsg():
+        send("tests.outside", 1)
+    process.wait_for_line("it has called")
+    process.terminate()
+    process.succeed()
+    assert processed() == 1
+    assert OutboxMessage.objects.filter(destination="tests.answer").count() == 1
