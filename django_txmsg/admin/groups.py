@@ -30,6 +30,15 @@ MOST_GROUPS = 200
 NEW = dt.timedelta(hours=1)
 
 
+#: How long a mute may last, by the form's words; any other word: for ever.
+MUTES = {
+    "1 hour": dt.timedelta(hours=1),
+    "8 hours": dt.timedelta(hours=8),
+    "1 day": dt.timedelta(days=1),
+    "1 week": dt.timedelta(weeks=1),
+}
+
+
 class GroupPages:
     """The page of groups, and the note on one."""
 
@@ -47,6 +56,7 @@ class GroupPages:
             **self._admin.page_context(request, "Dead letters"),
             "groups": groups[:MOST_GROUPS],
             "latest": latest,
+            "mutes": list(MUTES),
             "more": max(0, len(groups) - MOST_GROUPS),
             "total": sum(group["count"] for group in groups),
             "muted": sum(group["count"] for group in groups if group["muted"]),
@@ -69,10 +79,13 @@ class GroupPages:
                     plain(request.POST.get("fingerprint", "")),
                     note=plain(request.POST.get("note", "")),
                     muted=request.POST.get("muted") == "1",
+                    duration=MUTES.get(request.POST.get("for", "")),
                     by=request.user.get_username(),
                     seen=request.POST.get("seen"),
                 )
                 muted = "Muted" if note.muted else "Noted on"
+                if note.muted_until:
+                    muted += f" until {note.muted_until:%Y-%m-%d %H:%M} UTC"
                 said = f"{muted} failures {note.fingerprint}: {note.note}"
                 audit(request, note, said)
         except TxmsgError as error:

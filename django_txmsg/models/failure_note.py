@@ -6,11 +6,14 @@ as before, but the overview and the alarms do not count them.
 
 from __future__ import annotations
 
+import datetime as dt
+
 from django.db import models, router, transaction
 from django.db.models.functions import Now
 
 from ..errors import TxmsgError
 from .dead_letter import DeadLetter
+from .fields import Later
 
 
 class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
@@ -24,9 +27,11 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
         note: str | None = None,
         muted: bool | None = None,
         seen: str | None = None,
+        duration: dt.timedelta | None = None,
     ) -> FailureNote:
         """Store a note, and whether its error is muted. None leaves a value unchanged.
 
+        A mute ends after `duration`, by the database's clock; None means never.
         `seen` is the `version` of the note that the operator read. Raises TxmsgError
         if another one has been written since, for a muted error without a note that
         gives the reason, and for a fingerprint that no dead letter has.
@@ -51,6 +56,8 @@ class FailureNoteManager(models.Manager):  # type: ignore[type-arg]  # not gener
                 row.note = note.strip()[:2000]
             if muted is not None:
                 row.muted = muted
+                ends = muted and duration is not None
+                row.muted_until = Later(duration.total_seconds()) if ends else None  # type: ignore[union-attr]  # it is not None
             if row.muted and not row.note:
                 raise TxmsgError("Say in the note why this error is muted.")
             row.noted_by = by[:255]
@@ -67,6 +74,9 @@ class FailureNote(models.Model):
     fingerprint = models.CharField(max_length=64, unique=True)
     note = models.TextField(default="", blank=True)
     muted = models.BooleanField(default=False)
+    muted_until = models.DateTimeField(
+        null=True, blank=True, help_text="When the mute ends; empty: never."
+    )
     noted_by = models.CharField(max_length=255, default="", blank=True)
     noted_at = models.DateTimeField(db_default=Now())
 

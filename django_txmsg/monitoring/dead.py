@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import datetime as dt
 from dataclasses import dataclass
+from typing import Any
 
 from django.db import connections
 
-from ..models.fields import read_instant
-from ..rules import dead_letters
+from ..models.fields import now_sql, read_instant
+from ..rules import dead_letters, failure_note
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Dead:
 def by_error(using: str) -> list[Dead]:
     """Return all open dead letters. Reads only an index, no rows: on PostgreSQL, a
     second for each million of them."""
-    with connections[using].cursor() as cursor:
+    connection: Any = connections[using]
+    with connection.cursor() as cursor:
         cursor.execute(
             "SELECT found.*, note.id IS NOT NULL FROM (SELECT stage, destination,"  # noqa: S608 - constants only
             " fingerprint, reason, COUNT(*) AS number, MIN(created_at),"
@@ -49,7 +51,8 @@ def by_error(using: str) -> list[Dead]:
             f" WHERE {dead_letters.OPEN.sql()}"
             " GROUP BY stage, destination, fingerprint, reason) AS found"
             " LEFT JOIN django_txmsg_failurenote note"
-            " ON note.fingerprint = found.fingerprint AND note.muted"
+            " ON note.fingerprint = found.fingerprint"
+            f" AND {failure_note.MUTED.sql('note', now=now_sql(connection))}"
             " ORDER BY number DESC, stage, destination, found.fingerprint, reason",
             [],
         )

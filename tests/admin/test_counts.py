@@ -20,7 +20,12 @@ from django.test import Client
 from django_txmsg import health, stages
 from django_txmsg.admin.groups import grouped
 from django_txmsg.metrics import Collector
-from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
+from django_txmsg.models import (
+    FailureNote,
+    InboxMessage,
+    OutboxMessage,
+    QueueMessage,
+)
 from django_txmsg.monitoring import alarms, status, waiting
 from tests import factories
 from tests.factories import ago
@@ -359,3 +364,33 @@ def test_one_replacement_stands_for_one_process() -> None:
     factories.WorkerFactory(stages=["x"], started_at=ago(minutes=19))
 
     assert len(status.read().attendance.lost) == 1
+
+
+def test_a_mute_ends_by_itself(admin_client: Client) -> None:
+    letter = factories.DeadLetterFactory(fingerprint=MUTED)
+    note = {"fingerprint": MUTED, "note": "until noon", "muted": "1", "for": "8 hours"}
+    admin_client.post("/admin/django_txmsg/deadletter/note/", note)
+    kept = FailureNote.objects.get()
+    assert kept.muted_until is not None
+    assert 7.9 < (kept.muted_until - ago()).total_seconds() / 3600 < 8.1
+    agree()
+    assert (status.read().dead, status.read().muted) == (0, 1)
+    page = admin_client.get("/admin/django_txmsg/deadletter/").content.decode()
+    assert "ends" in page
+
+    FailureNote.objects.update(muted_until=ago(seconds=1))
+
+    assert (status.read().dead, status.read().muted) == (1, 0)
+    assert [one["muted"] for one in grouped("default")] == [False]
+    out = StringIO()
+    call_command("dead_letters", "groups", "--json", stdout=out)
+    assert [one["muted"] for one in json.loads(out.getvalue())] == [False]
+    call_command(
+        "dead_letters", "mute", "--fingerprint", letter.fingerprint, "--for", "2d",
+        stdout=out,
+    )  # fmt: skip
+    assert status.read().muted == 1
+    call_command(
+        "dead_letters", "unmute", "--fingerprint", letter.fingerprint, stdout=out
+    )
+    assert FailureNote.objects.get().muted_until is None

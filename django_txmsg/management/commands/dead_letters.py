@@ -17,6 +17,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, OutputWrapper
 from django.db import router, transaction
 from django.db.models import Count, Max, Min
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from ... import conf, wire
@@ -26,7 +27,9 @@ from ...errors import TxmsgError
 from ...models import BulkOperation, DeadLetter, FailureNote
 from ...models.bulk_operation import BulkKind, BulkState
 from ...models.dead_letter import Resolution
+from ...models.holds import Holds
 from ...monitoring import turns
+from ...rules import failure_note
 from ...stages import all_stages
 from .. import operator
 from ..terminal import local, printable, printable_lines
@@ -73,12 +76,14 @@ class Report:
             .filter(pk__in=[group["example"] for group in groups])
             .values_list("pk", "exception")
         )
-        notes = FailureNote.objects.using(letters.db).in_bulk(field_name="fingerprint")
+        muted = Holds(failure_note.MUTED, now=Now())
+        rows = FailureNote.objects.using(letters.db).annotate(mutes=muted)
+        notes: dict[str, Any] = {note.fingerprint: note for note in rows}
         for group in groups:
             group["exception"] = errors.get(group.pop("example"), "")
             note = notes.get(group["fingerprint"])
             group["note"] = note.note if note else ""
-            group["muted"] = note is not None and note.muted
+            group["muted"] = note is not None and note.mutes
         if self._as_json:
             self._print(groups)
             return
@@ -198,6 +203,12 @@ class Command(BaseCommand):
         parser.add_argument("--reason", help="why it was buried")
         parser.add_argument("--text", help="of note and mute: what is known")
         parser.add_argument(
+            "--for",
+            dest="duration",
+            metavar="AGE",
+            help="of mute: it ends after 8h, 7d",
+        )
+        parser.add_argument(
             "--older-than", metavar="AGE", help="buried so long ago: 30m, 12h, 7d"
         )
         parser.add_argument(
@@ -316,11 +327,13 @@ class Command(BaseCommand):
                 options["fingerprint"],
                 note=options["text"],
                 muted=None if action == "note" else action == "mute",
+                duration=_age(options["duration"]) if options["duration"] else None,
                 by=f"command: {operator.name()}",
             )
             verb = {"note": "Noted on", "mute": "Muted", "unmute": "Unmuted"}[action]
             operator.record(using, f"{verb} failures {note.fingerprint}: {note.note}")
-        muted = " (muted)" if note.muted else ""
+        until = f" until {note.muted_until:%Y-%m-%d %H:%M}" if note.muted_until else ""
+        muted = f" (muted{until})" if note.muted else ""
         self.stdout.write(f"Noted on {note.fingerprint}{muted}: {note.note}")
 
     def _change(
@@ -390,6 +403,6 @@ def _count(text: str) -> int:
 def _age(text: str) -> dt.timedelta:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
-        raise CommandError(f"--older-than {text!r}: write an age like 30m, 12h or 7d.")
+        raise CommandError(f"{text!r} is no age: write one like 30m, 12h or 7d.")
     units = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
     return dt.timedelta(**{units[match[2]]: float(match[1])})
