@@ -201,7 +201,7 @@ def of_processes(folder: str | None = None) -> bytes:
 
 
 def of_database() -> bytes:
-    """Return the counts and ages that are in the database. Raises what it raises, and
+    """Return the counts and ages from the database. Raises the database's errors, and
     ConfigurationError."""
     client = _client()
     registry = client.CollectorRegistry(auto_describe=False)

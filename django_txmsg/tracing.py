@@ -30,7 +30,7 @@ _instruments: dict[str, Any] = {}
 
 
 class Sent(Protocol):
-    """A message as it is handed to a broker."""
+    """A message as it is sent to a broker."""
 
     @property
     def destination(self) -> str: ...

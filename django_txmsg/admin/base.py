@@ -48,15 +48,15 @@ class ReadOnlyAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # not generic 
         css: ClassVar[dict[str, list[str]]] = {"all": ["django_txmsg/admin.css"]}
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody adds rows here."""
+        """Rows cannot be added here."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody edits rows here."""
+        """Rows cannot be edited here."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody deletes rows here: pruning does, past the retention."""
+        """Rows cannot be deleted here: pruning does that, past the retention."""
         return False
 
     def lookup_allowed(
@@ -162,7 +162,8 @@ class MessageAdmin(ReadOnlyAdmin):
 
 
 def plain(text: str) -> str:
-    """Return what somebody typed without NUL, which PostgreSQL cannot store or find."""
+    """Return a user's input without NUL, which PostgreSQL can neither store nor
+    find."""
     return text.replace("\x00", "")
 
 

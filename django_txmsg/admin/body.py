@@ -42,10 +42,10 @@ class Content:
     headers: dict[str, str] = field(default_factory=dict)
     text: str = ""
     raw: bytes | None = None
-    """A large body that was asked for, as it is stored."""
+    """A large body that was requested, unmodified."""
     cut: bool = False
     unmaskable: bool = False
-    """Whether nothing of the body is shown, as it is too large to be masked."""
+    """Whether no part of the body is shown, because it is too large to be masked."""
     call: str = ""
     """A task as a call, masked."""
 

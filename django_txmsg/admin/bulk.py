@@ -54,7 +54,8 @@ class BulkAdmin(ReadOnlyAdmin):
         ] + super().get_urls()
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Who may start an operation may watch it, pause it and cancel it."""
+        """Users who may start an operation may also watch it, pause it and cancel
+        it."""
         user: Any = request.user
         may_start = any(user.has_perm(name) for name in set(PERMISSIONS.values()))
         return may_start or super().has_view_permission(request, obj)

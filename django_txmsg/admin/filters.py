@@ -40,7 +40,7 @@ class StateFilter(CountingFilter):
 
     title = "state"
     parameter_name = "state"
-    #: The words of a choice, where its name in the address would not do.
+    #: The label of a choice, if its name in the address is not readable.
     labels: ClassVar[dict[str, str]] = {}
 
     @staticmethod

@@ -105,7 +105,7 @@ class OutboxAdmin(MessageAdmin):
 
     @admin.display(description="at its stages")
     def outcome(self, row: Any) -> SafeString | str:
-        """What became of it after it left, as far as it is known here."""
+        """The outcome after it left, as far as it is known here."""
         if row.died:
             return display.badge("dead")
         if row.waits:

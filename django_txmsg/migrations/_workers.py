@@ -12,10 +12,10 @@ NAMED = 5
 
 
 def refuse_beside_workers(apps: Any, schema_editor: Any) -> None:
-    """Raise ConfigurationError while a worker lives in the database.
+    """Raise ConfigurationError while a live worker uses the database.
 
-    The code of a `RunPython` in a migration that the other release's processes cannot
-    live with: whoever runs before it is applied (or undone) is of that release.
+    The code of a `RunPython` in a migration that processes of the other release cannot
+    run beside: those that run before it is applied (or undone) are of that release.
     """
     workers = apps.get_model("django_txmsg", "Worker").objects
     alive = workers.using(schema_editor.connection.alias).filter(living())

@@ -1,4 +1,5 @@
-"""What operators did, by page or command: written in the transaction of the deed."""
+"""Actions of operators, by page or command, recorded in the transaction of the
+action."""
 
 from __future__ import annotations
 

@@ -87,5 +87,5 @@ class FailureNote(models.Model):
 
     @property
     def version(self) -> str:
-        """What tells this note from an earlier or a later one; "" of none."""
+        """A value that differs between versions of the note; "" without a note."""
         return f"{self.noted_at.timestamp():.6f}" if self.noted_by else ""

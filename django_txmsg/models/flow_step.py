@@ -1,4 +1,4 @@
-"""What a run has gone through: a row for each step that was committed."""
+"""The history of a run: a row for each committed step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a run would have to undo, if it failed.
+"""The undos of a run, in case it fails.
 
-A row is written in the transaction that sends the request: after a time-out nobody
-knows whether it was done.
+A row is written in the transaction that sends the request: after a time-out it is
+unknown whether the request was executed.
 """
 
 from __future__ import annotations

@@ -454,14 +454,14 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
             )
 
     def revoke(self, stage: str, message_id: uuid.UUID) -> bool:
-        """Let a stage never process a message: one that has not come, that is parked,
-        or that is dead. Waits for whoever has it in hand.
+        """Make a stage never process a message: one that has not arrived, that is
+        parked, or that is dead. Waits for a worker that is processing it.
 
-        Returns False, and changes nothing, when it is processed.
+        Returns False, and changes nothing, if it is processed.
         """
         connection = connections[self.db]
         now, table = now_sql(connection), self._table
-        # One that is processed keeps what it has.
+        # A processed one keeps its values.
         done = "CASE WHEN i.processed_at IS NULL THEN {} ELSE {} END"
         with connection.cursor() as cursor:
             cursor.execute(

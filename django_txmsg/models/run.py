@@ -1,7 +1,7 @@
-"""A flow under way: what it knows, what it waits for, and who waits for it.
+"""A run of a flow: its state, what it waits for, and its caller.
 
-States: `waiting → undoing → ended`, or at once from waiting to ended. A run goes on
-for whoever takes its row under the present turn, and gives it another one.
+States: `waiting → undoing → ended`, or directly from waiting to ended. The message that
+takes its row under the present turn continues the run, and gives it a new turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .fields import Later
 
 
 class WaitsFor(models.TextChoices):
-    """What makes a run go on."""
+    """What continues a run."""
 
     START = "start", "its first step"
     ANSWER = "answer", "an answer"
@@ -50,8 +50,8 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         return found
 
     def take(self, run_id: uuid.UUID, turn: uuid.UUID) -> Run | None:
-        """Return the run that waits under this turn, held until the transaction ends.
-        None when it has gone on. On SQLite the transaction is the only one that
+        """Return the run that waits under this turn, locked until the transaction ends.
+        None if it has continued. On SQLite the transaction is the only one that
         writes."""
         found: Run | None = (
             self.select_for_update()
@@ -62,8 +62,8 @@ class RunManager(models.Manager):  # type: ignore[type-arg]  # not generic at ru
         return found
 
     def claim_due(self, service: str, flows: Collection[str], limit: int) -> list[Run]:
-        """Return runs of these flows whose deadline has passed, and put it off by a
-        minute: for as long as nobody has gone on by then. Inside the caller's
+        """Return runs of these flows whose deadline has passed, and postpone the
+        deadline by a minute, in which they should be continued. Inside the caller's
         transaction."""
         skips = connections[self.db].vendor == "postgresql"
         due = (

@@ -250,7 +250,7 @@ retry = PerProcess(Retry)
 
 
 class _Report:
-    """When something may be said again."""
+    """When the next line may be logged."""
 
     def __init__(self) -> None:
         self._lock, self.at = threading.Lock(), 0.0

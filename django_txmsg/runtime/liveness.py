@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class State:
-    """What a process knows of its own loops."""
+    """The state of a process's own loops."""
 
     ready: bool
-    """Whether it works: it has begun, and was not told to stop."""
+    """Whether it works: it has started, and was not asked to stop."""
     loop: str
     """The name of the loop whose last turn is the longest ago."""
     silent: float
@@ -44,7 +44,7 @@ def ended() -> None:
 
 
 def stopping() -> None:
-    """Note that the process was told to stop: it is ready no longer."""
+    """Record that the process was asked to stop: it is not ready any more."""
     global _told_to_stop
     _told_to_stop = True
 

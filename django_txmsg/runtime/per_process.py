@@ -71,7 +71,7 @@ def at_childs_end(work: Callable[[], object], *, turn: int) -> None:
     """Run `work` at the end of this process if `multiprocessing` forked it, since such
     a child runs no `atexit` handlers; do nothing elsewhere. A higher turn runs earlier.
 
-    Call this in the child: it forgets what its parent has registered.
+    Call this in the child, which drops what its parent has registered.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:

@@ -198,17 +198,17 @@ class Timekeeper:
 
 
 class KeepsTime(Protocol):
-    """What stores messages when they are due: ours, and the deadlines of flows."""
+    """An object that stores due messages: recurring ones, or the deadlines of flows."""
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to keep the time for."""
 
     def run(self) -> None:
-        """Store what is due, until stopped."""
+        """Store due messages, until stopped."""
 
     def stop(self) -> None:
-        """Finish what is in hand."""
+        """Finish the current transaction."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Hop 9 of a request: what its stage returns goes back to whoever asked."""
+"""Hop 9 of a request: the stage's result goes back to the caller as the answer."""
 
 from __future__ import annotations
 
@@ -37,15 +37,16 @@ class Dead:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the answer to a message goes, and what it brings back."""
+    """The destination of a message's answer, and the headers that the answer
+    returns."""
 
     destination: str
     given: Mapping[str, str]
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Address | None:
-        """Return the address that headers name; None where nobody asks for an answer.
-        Raises DecodeError where it is none that answers go to."""
+        """Return the address in the headers; None if no answer is requested. Raises
+        DecodeError if answers may not go there."""
         destination = given.get(wire.REPLY_TO)
         if destination is None:
             return None
@@ -112,9 +113,9 @@ def answer_dead(
     using: str,
     broker: str,
 ) -> None:
-    """Tell whoever asked that a request is given up, inside the caller's transaction,
-    and let nobody process it any more. Nothing is told where somebody can still mend
-    it, nor of an undo, which has to be done."""
+    """Notify the caller that a request is given up, inside the caller's transaction,
+    and let no stage process it any more. No notification is sent while an operator can
+    still redeliver it, nor for an undo, which must be done."""
     if reason in _UNDECIDED or wire.UNDOES in headers:
         return
     try:

@@ -105,9 +105,9 @@ def send_part(
     using: str | None = None,
     broker: str = "default",
 ) -> Message:
-    """Store a message that is part of a conversation, as its headers say.
+    """Store a message of a conversation, which its headers identify.
 
-    Raises what send_message() raises.
+    Raises the errors of send_message().
     """
     row = _new_message(
         destination,

@@ -137,7 +137,7 @@ class AfterCommit:
         self.ids: list[int] = []
         #: By primary key. SQLite may reuse the primary key of a rolled-back row.
         self.new: dict[int, uuid.UUID] = {}
-        #: What ends the spans of new rows, by primary key.
+        #: Functions that end the spans of new rows, by primary key.
         self.committed: dict[int, Callable[[], None]] = {}
         #: A TestCase runs hooks like this, in the middle of its transaction.
         self.called = False

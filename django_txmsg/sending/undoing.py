@@ -74,7 +74,7 @@ def _copies(undone: wire.Undone, stage: str, using: str) -> Iterator[uuid.UUID]:
     """Yield the request's id, and those of the edited copies sent in its place."""
     one: uuid.UUID | None = undone.request_id
     while one is not None:
-        # Its letter first: who redelivers it holds that one, too.
+        # Its dead letter first: a redelivery locks that one, too.
         letters = DeadLetter.objects.using(using).filter(message_id=one, stage=stage)
         letters.filter(resolution=Resolution.OPEN).update(
             resolution=Resolution.DISCARDED,

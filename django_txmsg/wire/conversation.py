@@ -1,5 +1,5 @@
-"""The headers by which a message belongs to a conversation: whom it answers, who waits
-for its answer, which flow it is part of, what it undoes."""
+"""The headers by which a message belongs to a conversation: which message it answers,
+which run waits for its answer, which flow it belongs to, what it undoes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .instants import format_instant, parse_instant
 #: Where the answer to a request goes. RabbitMQ makes something of its own of
 #: `reply-to`.
 REPLY_TO = "txmsg-reply-to"
-#: What the answer brings back: the run that waits, and its turn.
+#: The part that the answer returns: the waiting run, and its turn.
 TICKET = "txmsg-ticket"
 #: The id of the first run, which has caused all the others.
 FLOW = "txmsg-flow"
@@ -52,7 +52,7 @@ class Undone:
 
     @classmethod
     def parse(cls, text: str) -> Undone:
-        """Return what a header says. Raises ValueError."""
+        """Return the content of a header. Raises ValueError."""
         request_id, at, *more = text.split(";")
         if not at.startswith("at=") or more not in ([], ["answered"]):
             raise ValueError(text)

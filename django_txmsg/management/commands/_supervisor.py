@@ -46,7 +46,7 @@ class Slot:
     failures: int = 0
     """How often in a row its children have failed."""
     leaving: bool = False
-    """Whether its child was told to end."""
+    """Whether its child has been asked to end."""
 
     @property
     def works(self) -> bool:

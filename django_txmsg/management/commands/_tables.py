@@ -1,4 +1,4 @@
-"""What a command needs before it begins: a database, and the package's tables in it."""
+"""Preconditions of a command: a database, and the package's tables in it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ..terminal import printable
 from ._tables import require_tables
 
 #: The kinds of alarms about messages that do not move, or a database that does not
-#: answer. And the word for all that is no mere warning.
+#: answer; and the word for all alarms that are not warnings.
 STUCK, BAD = frozenset({"database", "newer-code", "order", "outage", "overdue"}), "bad"
 
 

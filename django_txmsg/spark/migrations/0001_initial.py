@@ -28,7 +28,7 @@ UNMARK = """
     ALTER TABLE {table} DROP COLUMN created_xid, DROP COLUMN changed_xid;
 """
 MARKED = ("django_txmsg_outboxmessage", "django_txmsg_inboxmessage")
-# What a crash empties is staged again by the run that staged it.
+# If a crash empties it, the run that staged the rows stages them again.
 STAGED = "ALTER TABLE django_txmsg_stagedmessage SET UNLOGGED"
 
 

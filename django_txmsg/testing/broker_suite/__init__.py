@@ -1,6 +1,6 @@
-"""What a broker has to keep, as tests: yours passes them, and relay and consumer work.
+"""The promises of a broker, as tests: if yours passes, relay and consumer work with it.
 
-Needs pytest. A class in your tests says which broker:
+Needs pytest. A class in your tests creates the broker:
 
     from django_txmsg.testing.broker_suite import BrokerSuite
 
@@ -8,7 +8,7 @@ Needs pytest. A class in your tests says which broker:
         def broker(self):
             return MyBroker("tested", "my://localhost")
 
-Each test uses destinations that nobody has used before.
+Each test uses destinations that no test has used before.
 """
 
 from __future__ import annotations
