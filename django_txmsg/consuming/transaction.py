@@ -18,6 +18,7 @@ from django.db import DatabaseError, connections
 from django.db import Error as AnyDatabaseError
 
 from ..django_internals import (
+    cause_of_rollback,
     depth,
     must_roll_back,
     refuses_durable,
@@ -67,12 +68,15 @@ def guarded(using: str) -> Iterator[None]:
             f"A transaction.atomic() on {using!r} was entered inside the stage and not "
             f"left. Use it in a with statement, or as a decorator."
         )
-    if must_roll_back(connections[using]):
+    if must_roll_back(connection):
+        cause = cause_of_rollback(connection)
+        if cause is not None and database_health.lacks_resources(cause):
+            raise cause  # hidden or not, it is no failure of the message
         raise SwallowedDatabaseError(
             f"A database error on {using!r} was caught inside the stage and its "
             f"transaction can only roll back. Let the error propagate, or put the "
             f"failing query into an atomic() and catch it outside of that."
-        )
+        ) from cause
 
 
 def lost_conflict(error: BaseException) -> bool:

@@ -3,14 +3,15 @@ privilege that is gone, a time-out. Nothing is decided then, and nothing is coun
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import DatabaseError, connection, connections, transaction
 
 from django_txmsg import every
 from django_txmsg.consuming.intake import IntakeThread
@@ -429,3 +430,25 @@ def test_refusals_are_logged_at_most_once_a_second(
     assert "quota exceeded" in first
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert all(gap > 0.25 for gap in gaps), gaps
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("batch", [1, 5])
+def test_no_room_that_a_handler_hides_is_no_failure_of_its_message(batch: int) -> None:
+    attempts: list[int] = []
+
+    def handler(message: Message) -> None:
+        attempts.append(message.delivery_attempt)
+        with contextlib.suppress(DatabaseError):
+            Effect.objects.create(name="one", message_id=message.id)
+
+    with declared(handler, redelivery=REDELIVERED, batch=batch) as stage:
+        put(stage.destination)
+        with ExitStack() as stack:
+            with trigger("INSERT", Effect._meta.db_table, "53100"):
+                stack.enter_context(running(stage))
+                wait_until(lambda: len(attempts) >= 7)
+            wait_until(Effect.objects.exists)
+    assert set(attempts) == {1}
+    assert not DeadLetter.objects.exists()
+    assert not Attempt.objects.exists()
