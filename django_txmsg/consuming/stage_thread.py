@@ -208,7 +208,7 @@ class StageThread:
         deciding statements, they are kept, retried and counted once. None if stopped
         before that."""
         while True:
-            liveness.turned(self.stage.timeout or 0.0)
+            liveness.turned((self.stage.timeout or 0.0) * len(arrivals))
             recycle()
             self.busy_since = time.monotonic()
             try:

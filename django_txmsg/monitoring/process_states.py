@@ -76,6 +76,7 @@ def written() -> Iterator[None]:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.parent.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder.parent} belongs to another user")
+    running()  # removes what killed processes have left
     path, done = folder / str(os.getpid()), threading.Event()
     draft = path.with_name(f"{path.name}.new")
     with draft.open("w") as file:
