@@ -139,6 +139,27 @@ class FlowSettings:
 
 
 @dataclass(frozen=True)
+class PipelineSettings:
+    """By what the pipeline's `reconcile` judges messages. In patterns, * stands for any
+    characters."""
+
+    EXTERNAL: tuple[str, ...] = ()
+    """Destinations that something consumes which keeps no inbox, or brokers at which
+    nothing else is consumed, as "broker:ALIAS"."""
+    EXTERNAL_SENDERS: tuple[str, ...] = ()
+    """Senders of messages that keep no outbox: other services, or the sources of
+    CloudEvents. "" is for messages that name no sender."""
+    LATE_AFTER: Mapping[str, float] = field(default_factory=dict)
+    """Seconds after which a message is late, by destination; "*" is for all others."""
+    STUCK_AFTER: float = 21_600.0
+    """Seconds after which a message that has not left, or is not processed, is a
+    finding."""
+    DATABASES: tuple[str, ...] = ()
+    """Further databases of this service, by their aliases: `reconcile` and `analyze`
+    read all of them."""
+
+
+@dataclass(frozen=True)
 class CelerySettings:
     """Celery tasks that are called through the outbox."""
 
@@ -212,6 +233,7 @@ class Settings:
     (`*.steps`) and the answers to views (`*.answers`)."""
     LAKE: LakeSettings | None = None
     """The pipeline's lake: its URI, or a dict of its settings."""
+    PIPELINE: PipelineSettings = field(default_factory=PipelineSettings)
     RETENTION: RetentionSettings = field(default_factory=RetentionSettings)
 
     @property

@@ -85,6 +85,8 @@ def find(kind: Any, given: object, path: str) -> Iterator[Problem]:
             yield from _lake_problems(value, where)
         elif name == "STORAGE_OPTIONS":
             yield from _option_problems(value, where)
+        elif name == "LATE_AFTER":
+            yield from _limit_problems(value, where)
         elif not _fits(value, known[name]):
             yield Problem(
                 where,
@@ -205,6 +207,17 @@ def _section_of(name: object, known: Mapping[str, Any]) -> str:
         if isinstance(kind, type) and is_dataclass(kind) and name in hints(kind):
             return f'It belongs into "{section}": {{"{section}": {{"{name}": …}}}}.'
     return ""
+
+
+def _limit_problems(given: object, path: str) -> Iterator[Problem]:
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and _is_number(limit) and 0 < limit <= MAX_NUMBER
+        for name, limit in given.items()
+    ):
+        yield Problem(
+            path,
+            'must be a dict of seconds by destination, like {"mails.*": 86_400}.',
+        )
 
 
 def _did_you_mean(name: object, known: Any) -> str:

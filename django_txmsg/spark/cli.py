@@ -14,6 +14,7 @@ import sys
 import traceback
 import uuid
 from collections.abc import Sequence
+from itertools import chain
 
 from . import webhook
 from .arguments import duration, instant, pair, pause, positive
@@ -34,7 +35,8 @@ def add_jobs(
     common.add_argument("--lake", help="the lake's URI")
     common.add_argument(
         "--service", type=pair, action="append", default=[], metavar="NAME=URL",
-        help="add a service, or say where its database is; may be repeated",
+        help="add a service, or say where its database is; may be repeated, also for "
+        "a service that has several databases",
     )  # fmt: skip
     common.add_argument("--dry-run", action="store_true", help="change nothing")
     common.add_argument(
@@ -91,7 +93,14 @@ def add_jobs(
     )
     reconcile.add_argument("--since", type=instant, help="messages sent since; all")
     reconcile.add_argument("--grace", type=duration, default=dt.timedelta(hours=1))
-    reconcile.add_argument("--late-after", type=duration, default=dt.timedelta(hours=1))
+    reconcile.add_argument(
+        "--late-after", type=duration, help="from when it was due; default: 1h"
+    )
+    reconcile.add_argument(
+        "--stuck-after", type=duration,
+        help="what has waited for longer to leave, or to be processed, is a finding; "
+        "default: 6h",
+    )  # fmt: skip
     reconcile.add_argument(
         "--fail-on", choices=("lost", "new", "findings", "never"), default="lost",
         help="which unacknowledged findings make the exit code 1; new: "
@@ -100,10 +109,7 @@ def add_jobs(
     reconcile.add_argument(
         "--known", action="store_true", help="count what is acknowledged, too"
     )
-    reconcile.add_argument(
-        "--external", action="append", default=[], metavar="DESTINATION",
-        help="consumed by something that keeps no inbox; may be repeated",
-    )  # fmt: skip
+    _add_external(reconcile)
 
     findings = jobs.add_parser(
         "findings", parents=[common], help="what reconcile has found; acknowledge it"
@@ -118,6 +124,20 @@ def add_jobs(
     change = findings.add_mutually_exclusive_group()
     change.add_argument("--acknowledge", metavar="WHY", help="and why they may be")
     change.add_argument("--reopen", action="store_true", help="take that back")
+
+    listening = jobs.add_parser(
+        "listeners", parents=[common], help="who is expected to receive from topics"
+    )
+    listening.add_argument(
+        "--retire", nargs=2, metavar=("TOPIC", "SERVICE/STAGE"),
+        help="expect that this one receives nothing more",
+    )  # fmt: skip
+    listening.add_argument("--at", type=instant, help="from then on; default: now")
+
+    show = jobs.add_parser(
+        "show", parents=[common], help="where a message is: in databases and lake"
+    )
+    show.add_argument("term", metavar="ID", help="or its key, or its correlation id")
 
     analyze = jobs.add_parser("analyze", parents=[common], help="times, flow, failures")
     analyze.add_argument("--since", type=instant, default="7d")
@@ -215,21 +235,33 @@ def _add_follow(follow: argparse.ArgumentParser) -> None:
     follow.add_argument(
         "--dead-letters", type=int, default=10, help="more of them are an alert"
     )
-    follow.add_argument(
-        "--external", action="append", default=[], metavar="DESTINATION",
-        help="of `reconcile`",
-    )  # fmt: skip
+    _add_external(follow)
     follow.add_argument(
         "--webhook-env", default=webhook.VARIABLE, metavar="NAME",
         help="the environment variable that holds the webhook's address",
     )  # fmt: skip
 
 
+def _add_external(job: argparse.ArgumentParser) -> None:
+    job.add_argument(
+        "--external", action="append", default=[], metavar="PATTERN",
+        help="a destination (or broker:ALIAS) consumed by something that keeps no "
+        "inbox; * stands for any characters; may be repeated",
+    )  # fmt: skip
+    job.add_argument(
+        "--external-sender", action="append", default=[], metavar="PATTERN",
+        help="a sender that keeps no outbox; may be repeated",
+    )  # fmt: skip
+
+
 def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
     """Return the specification with the options of the command line."""
-    services = {one.service: one for one in spec.services}
+    services: dict[str, list[SourceSpec]] = {}
+    for one in spec.services:
+        services.setdefault(one.service, []).append(one)
+    services |= {name: [] for name, _ in given.service}
     for name, url in given.service:
-        services[name] = SourceSpec(name, url, _password_variable(name))
+        services[name].append(SourceSpec(name, url, _password_variable(name)))
     lake = spec.lake
     if given.lake:
         lake = (
@@ -237,7 +269,8 @@ def complete(spec: JobSpec, given: argparse.Namespace) -> JobSpec:
             if lake is None
             else dataclasses.replace(lake, uri=given.lake)
         )
-    return dataclasses.replace(spec, services=tuple(services.values()), lake=lake)
+    whole = tuple(chain.from_iterable(services.values()))
+    return dataclasses.replace(spec, services=whole, lake=lake)
 
 
 def _password_variable(service: str) -> str:

@@ -28,8 +28,20 @@ from .standstill import Held, held
 BATCH_BYTES = 1 << 30
 
 
-#: The columns that identify a row: a restored database assigns its ids anew.
+#: What a row is: its id, and whose it is. A database that was restored gives its ids
+#: anew, and two databases of a service give the same ones.
 Row = tuple[int, str]
+
+
+def whose(rows: pa.RecordBatch) -> list[str]:
+    """Return of each row its message and, where its table has stages, its stage."""
+    messages: list[str] = rows.column(
+        rows.schema.get_field_index("message_id")
+    ).to_pylist()
+    if (place := rows.schema.get_field_index("stage")) < 0:
+        return messages
+    stages = rows.column(place).to_pylist()
+    return [f"{one}/{stage}" for one, stage in zip(messages, stages, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -170,24 +182,26 @@ class Ledger:
     ) -> tuple[int, list[Row]]:
         """Delete the rows that equal the lake's, each with its own proof.
 
-        Returns how many, and the rows here that differ from the lake's. A missing row
-        is only in the lake; one with the same id and another message does not belong to
-        the batch.
+        Returns how many, and the rows that are here and are not as there. A row that is
+        here no more is the lake's alone; one with the same id and another message, or
+        of another stage, is none of its batch.
         """
         ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
-        place = archived.schema.get_field_index("message_id")
-        messages = archived.column(place).to_pylist()
+        messages = whose(archived)
         if self.spec.vendor == "sqlite":
             return self._settle_sqlite(ids, messages, hashes, columns)
         settled = self._settled(self.clock()[0], None)
+        message = "t.message_id::text"
+        if any(one.name == "stage" for one in columns):
+            message += " || '/' || t.stage"
         (_, _, deleted), *living = self.connection.rows(
-            "WITH lake AS (SELECT * FROM unnest(%s::bigint[], %s::uuid[], %s::bigint[])"
+            "WITH lake AS (SELECT * FROM unnest(%s::bigint[], %s::text[], %s::bigint[])"
             " AS l (lake_row, lake_message, lake_hash)), gone AS (DELETE FROM"
             f" {self.table.relation} AS t USING lake WHERE t.id = lake_row"
-            f" AND t.message_id = lake_message AND {postgres_sql(columns)} = lake_hash"
+            f" AND {message} = lake_message AND {postgres_sql(columns)} = lake_hash"
             f" AND {settled} RETURNING t.id) SELECT NULL, NULL, count(*) FROM gone"
-            f" UNION ALL SELECT t.id, t.message_id::text, 0 FROM {self.table.relation}"
-            " AS t JOIN lake ON t.id = lake_row AND t.message_id = lake_message"
+            f" UNION ALL SELECT t.id, {message}, 0 FROM {self.table.relation}"
+            f" AS t JOIN lake ON t.id = lake_row AND {message} = lake_message"
             " WHERE t.id NOT IN (SELECT id FROM gone)",
             ids, messages, list(hashes),
         )  # fmt: skip
@@ -213,10 +227,9 @@ class Ledger:
             equal: list[int] = []
             different: list[Row] = []
             for part in read_rows(self.connection.raw, self.table, columns, within):
-                there = part.column(part.schema.get_field_index("message_id"))
                 for row, message, found in zip(
                     part.column(part.schema.get_field_index("id")).to_pylist(),
-                    there.to_pylist(),
+                    whose(part),
                     row_hashes(part, columns),
                     strict=True,
                 ):

@@ -106,6 +106,9 @@ class Table:
     outcome: str | tuple[tuple[str, str], ...]
     tracked: bool = False
     """Whether rows carry the id of the transaction that changed them last."""
+    live: tuple[Column, ...] = ()
+    """Columns that say something of rows which are not settled yet: the lake has
+    none of them."""
 
     def column(self, name: str) -> Column:
         """Return a column by its name."""
@@ -115,6 +118,10 @@ class Table:
         """Return the schema of `format("txmsg")`: the service, then the columns."""
         fields = [t.StructField("service", t.StringType(), False)]
         return t.StructType(fields + [one.spark for one in self.columns])
+
+    def live_struct(self) -> t.StructType:
+        """Return the schema of what the jobs read of a database."""
+        return t.StructType([*self.struct().fields, *[one.spark for one in self.live]])
 
     def lake_struct(self) -> t.StructType:
         """Return the lake's schema. Columns are added later, so all may be null."""
@@ -210,6 +217,10 @@ INBOX = Table(
     settled=inbox.SETTLED,
     outcome=(("processed", "processed_at"), ("dead", "dead_at"), ("killed", "")),
     tracked=True,
+    live=(
+        Column("due_at", "instant", nullable=True),
+        Column("waits_for", "uuid", nullable=True),
+    ),
 )
 
 ATTEMPTS = Table(

@@ -175,6 +175,15 @@ class JobSpec:
     lake: LakeSpec | None = None
     retention: Mapping[str, float | None] = field(default_factory=dict)
     subscriptions: tuple[Subscription, ...] = ()
+    """All stages of the services that declare theirs here."""
+    external: tuple[str, ...] = ()
+    external_senders: tuple[str, ...] = ()
+    """Patterns of what keeps no log: destinations, or `broker:ALIAS`, and senders."""
+    late_after: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by a pattern of destinations; `*` is for all others."""
+    stuck_after: float | None = None
+    task_brokers: tuple[tuple[str, str], ...] = ()
+    """Services, and aliases of their brokers that are Celery's."""
 
     def service(self, name: str = "") -> SourceSpec:
         """Return a service by name, or the first. Raises UsageError."""

@@ -52,7 +52,7 @@ def run_flow(
         announced = at + dt.timedelta(seconds=dice.lognormvariate(-1, 0.6))
         fault = {
             0: "never_received", 1: "processed_twice", 2: "dead", 3: "late",
-            4: "unknown_sender", 5: "redelivered_deduplicated", 6: "in_flight",
+            4: "unknown_sender", 5: "redelivered_deduplicated", 6: "not_processed",
         }.get(number % 100) if number >= 100 else None  # fmt: skip
         if fault == "processed_twice" and number > orders / 2:
             fault = None  # its inbox row is still there, and would drop the copy
@@ -85,11 +85,11 @@ def run_flow(
             sent["shop"].pop()
         if fault == "redelivered_deduplicated":
             receipt["deliveries"] = 2
-        if fault == "in_flight":
+        if fault == "not_processed":
             del receipt["processed_at"]
             receipt["processed_at"] = None
         got["payments"].append(receipt)
-        if fault in ("dead", "in_flight"):
+        if fault in ("dead", "not_processed"):
             continue
         sent["payments"].append(_sent(second, PLACED, announced, number))
         for listener in ("shipping", "shop"):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyspark.sql.functions as sf
 import pytest
 from deltalake import DeltaTable
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,7 +26,9 @@ from django_txmsg.spark.schemas import INBOX, OUTBOX
 from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.transforms.journeys import (
     JOURNEY,
+    LETTERS,
     RECEIVED,
+    RESOLUTIONS,
     SENT,
     merged,
     steps,
@@ -47,13 +50,25 @@ def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
     """The journeys that all that is archived makes."""
     with WholeLog(spark, spec) as log:
         assert log.lake is not None
-        frames = [
-            log.lake.table(table.name, table.lake_struct()).read(spark).select(*names)
-            for table, names in (
-                (OUTBOX, SENT.fieldNames()), (INBOX, RECEIVED.fieldNames())
+        sent, received = (
+            log.lake.table(table.name, table.lake_struct()).read(spark)
+            for table in (OUTBOX, INBOX)
+        )
+        # Nothing that is archived waits for anything.
+        received = received.withColumns(
+            {
+                "due_at": sf.lit(None).cast("timestamp"),
+                "waits_for": sf.lit(None).cast("string"),
+            }
+        )
+        return content(
+            merged(
+                steps(
+                    sent.select(*SENT.fieldNames()),
+                    received.select(*RECEIVED.fieldNames()),
+                )
             )
-        ]  # fmt: skip
-        return content(merged(steps(*frames)))
+        )
 
 
 def catch_up(spark: Any, spec: JobSpec, **more: Any) -> list[tuple[Any, ...]]:
@@ -123,13 +138,21 @@ def test_steps_merged_in_any_order_are_those_merged_at_once(
         return rng.choice(["q", "topic:t"])
 
     sent = [
-        (rng.choice("ab"), rng.choice("xyz"), place(), always(), moment(), moment(),
-         moment(), moment())
+        (rng.choice("ab"), rng.choice("xyz"), place(), rng.choice("cd"), always(),
+         moment(), rng.randrange(4), moment(), moment(), moment(), moment())
         for _ in range(30)
     ]  # fmt: skip
     received = [
-        (rng.choice("ab"), rng.choice("st"), rng.choice("xyz"), place(), moment(),
-         always(), moment(), moment(), rng.randrange(4), rng.randrange(4))
+        (rng.choice("ab"), rng.choice("st"), rng.choice("xyz"), place(),
+         rng.choice("ab"), moment(), always(), moment(), rng.choice(["w", None]),
+         moment(), moment(),
+         rng.randrange(4), rng.randrange(4))
+        for _ in range(30)
+    ]  # fmt: skip
+    letters = [
+        (rng.choice("ab"), rng.choice(["", "s"]), rng.choice("xyz"), place(), moment(),
+         always(), rng.choice([*RESOLUTIONS, "open"]), moment(),
+         rng.choice(["w", None]))
         for _ in range(30)
     ]  # fmt: skip
 
@@ -137,6 +160,7 @@ def test_steps_merged_in_any_order_are_those_merged_at_once(
         return steps(
             spark.createDataFrame(sent[number::batches], SENT),
             spark.createDataFrame(received[number::batches], RECEIVED),
+            spark.createDataFrame(letters[number::batches], LETTERS),
         )
 
     kept = merged(part(0))
@@ -144,7 +168,9 @@ def test_steps_merged_in_any_order_are_those_merged_at_once(
         kept = merged(kept.unionByName(part(number)))
 
     everything = steps(
-        spark.createDataFrame(sent, SENT), spark.createDataFrame(received, RECEIVED)
+        spark.createDataFrame(sent, SENT),
+        spark.createDataFrame(received, RECEIVED),
+        spark.createDataFrame(letters, LETTERS),
     )
     assert content(kept) == content(merged(everything))
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.jobs.reading import WholeLog
 from django_txmsg.spark.jobs.sweep import SweepOptions, run_sweep
 from django_txmsg.spark.runs import Run
-from django_txmsg.spark.schemas import OUTBOX
+from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from django_txmsg.spark.transforms.journeys import SENT
-from tests.spark.archives import archive
+from tests.spark.archives import archive, delta_rows
 from tests.spark.log import Log
-from tests.spark.running import run
+from tests.spark.running import outcome, run
 
 UTC = dt.timezone.utc
 NOW = dt.datetime.now(UTC)
@@ -71,6 +72,90 @@ def test_subscription_dates_outlive_the_lakes_retention(
     sweep = SweepOptions(keep=dt.timedelta(days=-2))
     run_sweep(JobSpec((log.spec,), lake), sweep, Run("sweep", {}))
     assert lost("old", "new") == 1
+
+
+def test_a_finding_is_written_when_it_comes_and_when_it_goes(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    spec = JobSpec((log.spec,), lake)
+    [lost, other] = ids(2)
+    log.send([{"message_id": lost, "created_at": NOW - 3 * HOUR}])
+
+    def journal() -> list[tuple[str, str]]:
+        rows = delta_rows(lake, Table("verdicts", "", "", (), "", ("",))).to_pylist()
+        ordered = sorted(rows, key=lambda row: (row["recorded_at"], row["change"]))
+        return [(row["message_id"], row["change"]) for row in ordered]
+
+    first = run(spec, *JUDGE)["run"]
+    run(spec, *JUDGE)
+    assert journal() == [(str(lost), "found")]
+    log.send([{"message_id": other, "created_at": NOW - 2 * HOUR}])
+    log.receive([{"message_id": lost, "first_received_at": NOW - 3 * HOUR}])
+    # Of messages sent before, this run says nothing.
+    run(spec, *JUDGE, "--since", "150m")
+    assert journal() == [(str(lost), "found"), (str(other), "found")]
+    run(spec, *JUDGE)
+    assert journal()[2:] == [(str(lost), "gone")]
+    # A replay chooses what its run had found, and the last one what stands.
+    words = ("replay", "--verdict", "never_received", "--dry-run")
+    assert run(spec, *words)["chosen"] == 1
+    [chosen] = outcome(spec, *words, "--run", first).facts["sample"]
+    assert chosen["message_id"] == str(lost)
+
+
+def test_a_listener_of_another_service_is_retired_by_hand(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    topic = "topic:orders.placed"
+    spec = JobSpec((log.spec,), lake)
+    [early, late] = ids(2)
+    log.send(
+        [
+            {"message_id": one, "destination": topic, "created_at": NOW - hours * HOUR}
+            for one, hours in ((early, 5), (late, 2))
+        ]
+    )
+    log.receive(
+        [{"message_id": early, "stage": "old", "destination": topic,
+          "first_received_at": NOW - 5 * HOUR}]
+    )  # fmt: skip
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1, "never_received": 1}
+
+    words = ("listeners", "--retire", topic, "shop/old", "--at", "3h")
+    assert run(spec, *words)["rows"] == 1
+
+    facts = run(spec, *JUDGE)
+    assert facts["counts"] == {"ok": 1}
+    assert [one["consumer"] for one in facts["retired"]] == ["shop/old"]
+    [listed] = run(spec, "listeners")["listeners"]
+    assert listed["until"] is not None
+    with pytest.raises(UsageError, match="no listener"):
+        run(spec, "listeners", "--retire", "orders.place", "shop/old")
+
+
+def test_two_databases_of_a_service_are_one_log(
+    spark, make_log, lake: LakeSpec
+) -> None:
+    """What goes from one to the other arrives, and the same id is in both."""
+    one, other = make_log("sqlite"), make_log("sqlite", "shop_other")
+    topic = "topic:orders.placed"
+    sent, told = ids(2)
+    one.send([{"message_id": sent, "created_at": NOW - 3 * HOUR},
+              {"message_id": told, "destination": topic,
+               "created_at": NOW - 3 * HOUR}])  # fmt: skip
+    other.receive([{"message_id": sent, "first_received_at": NOW - 3 * HOUR}])
+    for log, stage in ((one, "a"), (other, "b")):
+        log.receive([{"message_id": told, "stage": stage, "destination": topic,
+                      "id": 77, "first_received_at": NOW - 3 * HOUR}])  # fmt: skip
+    spec = JobSpec((one.spec, replace(other.spec, service="shop")), lake)
+
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3}
+    for log in (one, other):
+        source = JobSpec((replace(log.spec, service="shop"),), lake)
+        run(source, "archive", "--older-than", "1h", "--table", "inbox", "--no-vacuum")
+        assert run(spec, *JUDGE)["counts"] == {"ok": 3}
 
 
 def test_unacknowledged_findings_set_the_exit_code(

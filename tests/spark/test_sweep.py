@@ -109,6 +109,7 @@ def test_results_are_tidied_as_rows_are(spark, log: Log, lake: LakeSpec) -> None
     archive(spark, log, lake)
     spec = JobSpec(services=(log.spec,), lake=lake)
     for _ in range(3):
+        log.send_many(1)
         run(spec, "reconcile", "--fail-on", "never")
 
     swept = run(spec, "sweep")["counts"]

@@ -7,6 +7,7 @@ import json
 import uuid
 from typing import Any
 
+import pyspark.sql.functions as sf
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -17,13 +18,21 @@ from django_txmsg.spark.errors import UsageError
 from django_txmsg.spark.schemas import STAGED
 from django_txmsg.spark.transforms import activity, deadletters, latency, outgoing
 from django_txmsg.spark.transforms import reconcile as judging
-from django_txmsg.spark.transforms.journeys import RECEIVED, SENT, arrivals, steps
+from django_txmsg.spark.transforms.journeys import (
+    LETTERS,
+    RECEIVED,
+    SENT,
+    arrivals,
+    steps,
+)
 from django_txmsg.spark.transforms.reconcile import (
     EXPECTED,
+    PLACE,
     SUMMARY,
     VERDICT,
-    observed,
+    Judgement,
     outcome,
+    places,
     summary,
 )
 from tests.spark.conftest import analyzes
@@ -38,22 +47,49 @@ def at(minutes: float) -> dt.datetime:
     return T0 + dt.timedelta(minutes=minutes)
 
 
-def sent(spark: Any, *rows: tuple[Any, ...]) -> Any:
-    fields = len(SENT)  # that it was cancelled is mostly left out
-    return spark.createDataFrame([(*row, None)[:fields] for row in rows], SENT)
+def sent(spark: Any, *rows: tuple[Any, ...], **more: Any) -> Any:
+    """Rows of an outbox: due when they are stored, unless said otherwise."""
+    names = ("service", "message_id", "destination", "created_at", "expires_at",
+             "dispatched_at", "dead_at", "cancelled_at")  # fmt: skip
+    usual = {"broker": "default", "attempts": 0, **more}
+    return spark.createDataFrame(
+        [
+            usual | {"due_at": row[3]} | dict(zip(names, row, strict=False)) | more
+            for row in rows
+        ],
+        SENT,
+    )
 
 
-def received(spark: Any, *rows: tuple[Any, ...]) -> Any:
-    # Attempts are no part of a verdict.
-    return spark.createDataFrame([(*row, 1) for row in rows], RECEIVED)
+def received(spark: Any, *rows: tuple[Any, ...], **more: Any) -> Any:
+    names = ("service", "stage", "message_id", "destination", "created_at",
+             "first_received_at", "processed_at", "dead_at", "deliveries")  # fmt: skip
+    return spark.createDataFrame(
+        [
+            {"sender": "a", "attempts": 1, **more} | dict(zip(names, row, strict=True))
+            for row in rows
+        ],
+        RECEIVED,
+    )
 
 
-def reconcile(sent: Any, received: Any, expected: Any, **how: Any) -> Any:
-    return judging.reconcile(steps(sent, received), expected, **how)
+def letters(spark: Any, *rows: tuple[Any, ...]) -> Any:
+    names = ("service", "stage", "message_id", "destination", "message_created_at",
+             "created_at", "resolution", "resolved_at", "replaced_by")  # fmt: skip
+    return spark.createDataFrame(
+        [dict(zip(names, row, strict=False)) for row in rows], LETTERS
+    )
+
+
+def reconcile(
+    sent: Any, received: Any, expected: Any, letters: Any = None, **how: Any
+) -> Any:
+    by = Judgement(**how)
+    return judging.reconcile(steps(sent, received, letters), expected, by)
 
 
 def expected(spark: Any, *rows: tuple[Any, ...]) -> Any:
-    return spark.createDataFrame(list(rows), EXPECTED)
+    return spark.createDataFrame([(*row, None)[:4] for row in rows], EXPECTED)
 
 
 def test_each_verdict_has_its_case(spark) -> None:
@@ -203,7 +239,194 @@ def test_a_summary_counts_verdicts_by_day_and_destination(spark) -> None:
     )
 
 
-def test_listeners_are_expected_from_their_first_message_on(spark) -> None:
+def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
+    day = 24 * 60
+    ends = dt.timedelta(days=1)
+
+    def delayed(name: str, due: float, gone: float | None, attempts: int = 0) -> Any:
+        left = None if gone is None else at(gone)
+        row = ("a", name, "q", at(0), None, left, None)
+        return sent(spark, row, due_at=at(due), attempts=attempts)
+
+    messages = (
+        delayed("prompt", day, day)
+        .unionByName(delayed("late", day, day))
+        .unionByName(delayed("tried-again", day, day, attempts=1))
+        # Due at once: only attempts to send it have made it due again.
+        .unionByName(delayed("refused-first", 15, 15, attempts=3))
+        .unionByName(delayed("just-left", day + 30, day + 30))
+        .unionByName(delayed("lost", day - 60, day - 60))
+        .unionByName(delayed("next-week", 7 * day, None))
+    )
+
+    def got(name: str, minute: float) -> tuple[Any, ...]:
+        done = at(minute)
+        return ("b", "s", name, "q", at(0), done, done, None, 1)
+
+    receipts = received(
+        spark,
+        got("prompt", day + 1), got("late", day + 61), got("tried-again", day + 1),
+        got("refused-first", 61),
+    )  # fmt: skip
+
+    verdicts = reconcile(
+        messages, receipts, expected(spark), horizon=T0 + ends, late_after=LATE,
+        stuck_before=T0 + ends,
+    )  # fmt: skip
+
+    assert dict(verdicts.select("message_id", "verdict").collect()) == {
+        "prompt": "ok", "late": "late", "tried-again": "ok",
+        "refused-first": "late", "just-left": "in_flight", "lost": "never_received",
+        "next-week": "in_flight",
+    }  # fmt: skip
+
+
+def test_what_waits_for_too_long_is_a_finding(spark) -> None:
+    messages = sent(
+        spark,
+        ("a", "not-sent", "q", at(0), None, None, None),
+        ("a", "soon-sent", "q", at(400), None, None, None),
+        ("a", "not-processed", "q", at(0), None, at(1), None),
+        ("a", "tried-later", "q", at(0), None, at(1), None),
+    )
+    waiting = ("q", at(0), at(2), None, None, 1)
+    receipts = received(spark, ("b", "s", "not-processed", *waiting)).unionByName(
+        received(spark, ("b", "s", "tried-later", *waiting), due_at=at(301))
+    )
+
+    verdicts = reconcile(
+        messages, receipts, expected(spark), horizon=HORIZON, late_after=LATE,
+        stuck_before=at(300),
+    )  # fmt: skip
+
+    assert dict(verdicts.select("message_id", "verdict").collect()) == {
+        "not-sent": "not_sent", "soon-sent": "in_flight",
+        "not-processed": "not_processed", "tried-later": "in_flight",
+    }  # fmt: skip
+
+
+def test_what_an_operator_has_resolved_is_dead_no_more(spark) -> None:
+    topic = "topic:t"
+    messages = sent(
+        spark,
+        *[
+            ("a", name, "q", at(0), None, at(1), None)
+            for name in ("open", "discarded", "replaced", "again", "died-again")
+        ],
+        ("a", "refused", topic, at(0), None, None, at(2)),
+        ("a", "too-late", "q", at(0), at(5), None, at(6)),
+    )
+    receipts = received(
+        spark,
+        *[
+            ("b", "s", name, "q", at(0), at(2), None, at(died), 1)
+            for name, died in (
+                ("open", 3), ("discarded", 3), ("replaced", 3), ("again", 3),
+                ("died-again", 30),
+            )
+        ],
+        # A stage gets its copy here: it is in no outbox.
+        ("b", "s", "copy", "q", at(0), at(9), at(10), None, 1),
+    )  # fmt: skip
+    resolved = letters(
+        spark,
+        ("b", "s", "open", "q", at(0), at(3), "open", None),
+        ("b", "s", "discarded", "q", at(0), at(3), "discarded", at(9)),
+        ("b", "s", "replaced", "q", at(0), at(3), "replaced", at(9), "copy"),
+        ("b", "s", "again", "q", at(0), at(3), "redelivered", at(9)),
+        ("b", "s", "died-again", "q", at(0), at(3), "discarded", at(9)),
+        ("a", "", "refused", topic, at(0), at(2), "discarded", at(9)),
+        ("a", "", "forgotten", "q", at(0), at(2), "discarded", at(9)),
+    )
+    listeners = expected(spark, (topic, "b/s", at(-1)))
+
+    verdicts = reconcile(
+        messages, receipts, listeners, resolved, horizon=HORIZON, late_after=LATE
+    )
+
+    assert dict(verdicts.select("message_id", "verdict").collect()) == {
+        "open": "dead", "discarded": "discarded", "replaced": "replaced",
+        "again": "in_flight", "died-again": "dead", "refused": "discarded",
+        "too-late": "expired", "copy": "ok",
+    }  # fmt: skip
+
+
+def test_what_keeps_no_log_is_external_by_a_pattern(spark) -> None:
+    lost = [
+        ("a", name, place, at(0), None, at(1), None)
+        for name, place in (
+            ("task", "shop.tasks.pay"), ("erp", "erp.invoices"), ("ours", "erp"),
+        )
+    ]  # fmt: skip
+    tasks = [("a", one, one, at(0), None, at(1), None) for one in ("plain", "once")]
+    messages = (
+        sent(spark, *lost)
+        .unionByName(sent(spark, *tasks, broker="celery"))
+        .unionByName(
+            sent(spark, ("a", "bus", "q", at(0), None, at(1), None), broker="bus.west")
+        )
+    )
+    got = ("q", at(0), at(2), at(300), None, 1)
+    receipts = received(
+        spark, ("b", "s", "event", *got), sender="//legacy.example/orders"
+    ).unionByName(received(spark, ("b", "s", "stranger", *got), sender="legacy"))
+
+    verdicts = reconcile(
+        messages, receipts, expected(spark), horizon=HORIZON, late_after=LATE,
+        external=["shop.tasks.*", "erp.*", "broker:bus.*"],
+        external_senders=["//legacy.example/*"],
+        task_brokers=[("a", "celery")], heard={"once"},
+    )  # fmt: skip
+
+    assert dict(verdicts.select("message_id", "verdict").collect()) == {
+        "task": "external", "erp": "external", "ours": "never_received",
+        "plain": "external", "once": "never_received", "bus": "external",
+        "event": "external", "stranger": "unknown_sender",
+    }  # fmt: skip
+
+
+def test_a_clock_that_is_ahead_makes_no_message_late(spark) -> None:
+    ids = ("prompt", "late")
+    messages = sent(spark, *[("a", n, "q", at(0), None, at(1), None) for n in ids])
+    receipts = received(
+        spark,
+        ("b", "s", "prompt", "q", at(0), at(120), at(121), None, 1),
+        ("b", "s", "late", "q", at(0), at(120), at(190), None, 1),
+    )
+
+    verdicts = reconcile(
+        messages, receipts, expected(spark), horizon=HORIZON, late_after=LATE,
+        late_at=[("other", dt.timedelta(0)), ("q*", LATE)],
+        clocks=[("a", "b", 120 * 60_000_000)],
+    )  # fmt: skip
+
+    assert dict(verdicts.select("message_id", "verdict").collect()) == {
+        "prompt": "ok", "late": "late",
+    }  # fmt: skip
+
+
+def test_who_listens_no_more_misses_nothing(spark) -> None:
+    topic = "topic:t"
+    messages = sent(
+        spark,
+        ("a", "before", topic, at(0), None, at(1), None),
+        ("a", "after", topic, at(60), None, at(61), None),
+    )
+    listeners = expected(
+        spark, (topic, "b/old", at(-1), at(60)), (topic, "b/new", at(60))
+    )
+
+    verdicts = reconcile(
+        messages, received(spark), listeners, horizon=HORIZON, late_after=LATE
+    )
+
+    rows = verdicts.select("message_id", "consumer", "verdict").collect()
+    assert sorted(map(tuple, rows)) == [
+        ("after", "b/new", "never_received"), ("before", "b/old", "never_received"),
+    ]  # fmt: skip
+
+
+def test_places_tell_who_listens_and_how_long_messages_take(spark) -> None:
     rows = received(
         spark,
         ("b", "s", "1", "topic:t", at(3), at(4), at(5), None, 1),
@@ -211,9 +434,16 @@ def test_listeners_are_expected_from_their_first_message_on(spark) -> None:
         ("b", "s", "3", "queue", at(0), at(9), at(9), None, 1),
     )
 
+    minute = 60_000_000
     assertDataFrameEqual(
-        observed(arrivals(rows)),
-        spark.createDataFrame([("topic:t", "b/s", at(1))], EXPECTED),
+        places(arrivals(rows)),
+        spark.createDataFrame(
+            [
+                ("topic:t", "b/s", "a", "b", at(1), at(3), 2, minute, minute),
+                ("queue", None, "a", "b", at(0), at(0), 1, 9 * minute, 9 * minute),
+            ],
+            PLACE,
+        ),
     )
 
 
@@ -340,6 +570,11 @@ INBOX = (
 )
 
 
+def at_once() -> dict[str, Any]:
+    """Columns of messages that are due when they are stored."""
+    return {"due_at": sf.col("created_at"), "attempts": sf.lit(0)}
+
+
 def inbox_row(seconds: float, minute: float = 0, **more: Any) -> tuple[Any, ...]:
     start = at(minute)
     done = start + dt.timedelta(seconds=seconds)
@@ -377,7 +612,7 @@ def test_activity_counts_by_hour(spark) -> None:
         ],
         "service string, destination string, created_at timestamp,"
         " dispatched_at timestamp, dead_at timestamp, cancelled_at timestamp",
-    )
+    ).withColumns(at_once())
     inbox = spark.createDataFrame(
         [
             inbox_row(60.0),
@@ -395,7 +630,7 @@ def test_activity_counts_by_hour(spark) -> None:
         ),
     )
     assertDataFrameEqual(
-        activity.backlog(outbox, at(0)),
+        activity.backlog(outbox, at(0), at(200)),
         spark.createDataFrame(
             [(at(0), 1), (at(60), 0), (at(120), 1)], activity.BACKLOG
         ),
@@ -421,12 +656,40 @@ def test_what_waited_before_is_part_of_the_backlog(spark) -> None:
         ],
         "service string, destination string, created_at timestamp,"
         " dispatched_at timestamp, dead_at timestamp",
-    )
+    ).withColumns(at_once())
 
     assertDataFrameEqual(
-        activity.backlog(outbox, at(5)),
+        activity.backlog(outbox, at(5), at(200)),
         spark.createDataFrame([(at(0), 2), (at(60), 1)], activity.BACKLOG),
     )
+
+
+@analyzes
+def test_what_waits_on_purpose_is_neither_backlog_nor_latency(spark) -> None:
+    outbox = sent(
+        spark,
+        ("a", "delayed", "q", at(0), None, at(121), None),
+        due_at=at(120),
+    ).unionByName(
+        sent(
+            spark,
+            ("a", "next-week", "q", at(0), None, None, None),
+            ("a", "called-off", "q", at(0), None, None, at(1), at(1)),
+            due_at=at(10_000),
+        )
+    )
+    row = ("b", "s", "delayed", "q", at(0), at(121), at(122), None, 1)
+    inbox = received(spark, row)
+    inbox = inbox.withColumn("started_at", sf.col("first_received_at"))
+
+    assertDataFrameEqual(
+        activity.backlog(outbox, at(-60), at(200)),
+        spark.createDataFrame([(at(120), 0)], activity.BACKLOG),
+    )
+    found = latency.stage_latencies(latency.from_due(inbox, outbox))
+    assert dict(found.select("measure", "longest").collect()) == {
+        "critical": 120.0, "transit": 60.0, "processing": 60.0,
+    }  # fmt: skip
 
 
 def test_dead_letters_of_one_cause_are_one_group(spark) -> None:

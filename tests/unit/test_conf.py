@@ -49,6 +49,16 @@ def test_defaults_are_the_contract() -> None:
         ({"RELAY": {"BATCH_SIZE": "5"}}, 'TXMSG["RELAY"]["BATCH_SIZE"]', "an integer"),
         ({"RELAY": {"BATCH_SIZE": 0}}, 'TXMSG["RELAY"]["BATCH_SIZE"]', "than zero"),
         (
+            {"PIPELINE": {"LATE_AFTER": {"mails.*": "1d"}}},
+            'TXMSG["PIPELINE"]["LATE_AFTER"]',
+            "seconds by destination",
+        ),
+        (
+            {"PIPELINE": {"EXTERNALS": []}},
+            'TXMSG["PIPELINE"]["EXTERNALS"]',
+            'Did you mean "EXTERNAL"?',
+        ),
+        (
             {"HTTP": {"COMMIT_DELAY_INCREMENT": 0}},
             'TXMSG["HTTP"]["COMMIT_DELAY_INCREMENT"]',
             "than zero",

@@ -121,14 +121,21 @@ def job_spec(alias: str) -> Any:
     from ...spark.spec import JobSpec, LakeSpec, Subscription
 
     txmsg = conf.get()
-    retention, given = txmsg.RETENTION, txmsg.LAKE
+    retention, given, pipeline = txmsg.RETENTION, txmsg.LAKE, txmsg.PIPELINE
     source, lake = source_spec(alias, txmsg.SERVICE), None
     if given is not None:
         lake = LakeSpec(given.URI, given.KEEP_BODIES, given.STORAGE_OPTIONS)
         if given.READER and alias == DEFAULT_DB_ALIAS:
             source = _read_by(source, str(given.READER))
     return JobSpec(
-        services=(source,),
+        services=(
+            source,
+            *(
+                source_spec(one, txmsg.SERVICE)
+                for one in pipeline.DATABASES
+                if one != alias
+            ),
+        ),
         lake=lake,
         retention={
             "outbox": retention.OUTBOX,
@@ -139,6 +146,15 @@ def job_spec(alias: str) -> Any:
         subscriptions=tuple(
             Subscription(one.destination, txmsg.SERVICE, one.name)
             for one in stages.all_stages()
+        ),
+        external=pipeline.EXTERNAL,
+        external_senders=pipeline.EXTERNAL_SENDERS,
+        late_after=pipeline.LATE_AFTER,
+        stuck_after=pipeline.STUCK_AFTER,
+        task_brokers=tuple(
+            (txmsg.SERVICE, alias)
+            for alias, one in txmsg.BROKERS.items()
+            if str(one["URL"]).startswith("celery:")
         ),
     )
 
@@ -175,7 +191,9 @@ def source_spec(alias: str, service: str) -> Any:
         url += f"?{query}"
     variable = ""
     if database["PASSWORD"]:
-        variable = password_variable(service)
+        # Another database of the service may have another password.
+        name = service if alias == DEFAULT_DB_ALIAS else f"{service}_{alias}"
+        variable = password_variable(name)
         os.environ[variable] = database["PASSWORD"]
     return SourceSpec(service, url, variable)
 

@@ -31,7 +31,7 @@ from ..transforms.activity import (
 )
 from ..transforms.deadletters import GROUPS, groups
 from ..transforms.instants import timestamp
-from ..transforms.latency import LATENCY, percentiles, stage_latencies
+from ..transforms.latency import LATENCY, from_due, percentiles, stage_latencies
 from .reading import WholeLog
 
 #: Most rows of the report's lists. The lake's tables have them all.
@@ -69,8 +69,10 @@ def run_analyze(
             one.persist(StorageLevel.MEMORY_AND_DISK)
             for one in (sent, received, letters)
         )
-        waiting = backlog(outbox, options.since).persist(StorageLevel.MEMORY_AND_DISK)
-        latencies = stage_latencies(received).persist(StorageLevel.MEMORY_AND_DISK)
+        waiting = backlog(outbox, options.since, until)
+        waiting = waiting.persist(StorageLevel.MEMORY_AND_DISK)
+        latencies = stage_latencies(from_due(received, outbox))
+        latencies = latencies.persist(StorageLevel.MEMORY_AND_DISK)
         grouped = groups(letters)
         found = Findings(
             services=[one.service for one in spec.services],
@@ -192,11 +194,13 @@ def _by_hour(frame: DataFrame) -> dict[dt.datetime, dict[str, Any]]:
 
 
 _SENT = (
-    "service", "destination", "created_at", "dispatched_at", "dead_at", "cancelled_at",
+    "service", "message_id", "destination", "created_at", "due_at", "attempts",
+    "dispatched_at", "dead_at", "cancelled_at",
 )  # fmt: skip
 _RECEIVED = (
-    "service", "stage", "destination", "created_at", "first_received_at", "started_at",
-    "processed_at", "dead_at", "deliveries", "attempts",
+    "service", "stage", "message_id", "destination", "created_at",
+    "first_received_at", "started_at", "processed_at", "dead_at", "deliveries",
+    "attempts",
 )  # fmt: skip
 _LETTERS = (
     "service", "stage", "reason", "exception", "fingerprint", "resolution",

@@ -20,7 +20,7 @@ from ..laketable import app_name
 from .reading import WholeLog
 
 #: The definition of a journey and its format. Journeys of another version are rebuilt.
-VERSION = 2
+VERSION = 3
 #: Operations of the Delta library that do not change a table's content.
 _HARMLESS = frozenset(["ADD COLUMN", "OPTIMIZE", "VACUUM START", "VACUUM END"])
 

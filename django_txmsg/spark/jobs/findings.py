@@ -9,7 +9,7 @@ from pyspark.sql import types as t
 from ..errors import UsageError
 from ..noted import KEY, Noted, Which
 from ..results import result_struct
-from ..transforms.reconcile import FINDING, KNOWN, SUMMARY, is_finding
+from ..transforms.reconcile import CHANGE, KNOWN, SUMMARY, is_finding, standing
 from .reading import WholeLog
 
 
@@ -25,7 +25,7 @@ def kept_by(log: WholeLog, name: str, struct: t.StructType) -> DataFrame:
 def known_findings(log: WholeLog) -> DataFrame:
     """Return KNOWN: the findings of earlier runs, with operators' notes."""
     names = KNOWN.fieldNames()
-    kept = kept_by(log, "verdicts", FINDING).withColumns(
+    kept = kept_by(log, "verdicts", CHANGE).withColumns(
         {
             "found_at": sf.coalesce("found_at", "recorded_at"),
             "acknowledged_at": sf.lit(None).cast("timestamp"),
@@ -34,6 +34,11 @@ def known_findings(log: WholeLog) -> DataFrame:
     noted = Noted(log.spec.service()).read(Which())
     rows = [[one[name] for name in names] for one in noted]
     return kept.select(*names).unionByName(log.spark.createDataFrame(rows, KNOWN))
+
+
+def standing_findings(log: WholeLog) -> DataFrame:
+    """Return the FINDING rows that stand since the last run of this service."""
+    return standing(kept_by(log, "verdicts", CHANGE))
 
 
 def judged_by(log: WholeLog, run: str = "") -> str:
@@ -55,8 +60,13 @@ def judged_by(log: WholeLog, run: str = "") -> str:
 def found_in(log: WholeLog, run: str, verdict: str) -> DataFrame:
     """Return the ids of messages for which a run has found `verdict`, without
     acknowledged findings: those need no action."""
-    found = kept_by(log, "verdicts", FINDING)
-    found = found.where((sf.col("run_id") == run) & (sf.col("verdict") == verdict))
+    judged = kept_by(log, "reconciliation", SUMMARY).where(sf.col("run_id") == run)
+    ended = judged.agg(sf.max("recorded_at").alias("ended_at"))
+    journal = kept_by(log, "verdicts", CHANGE).where(sf.col("verdict") == verdict)
+    until = journal.crossJoin(sf.broadcast(ended)).where("recorded_at <= ended_at")
+    # A run of an early release has written all that it has found.
+    early = journal.where((sf.col("run_id") == run) & sf.col("change").isNull())
+    found = standing(until).select(*KEY).unionByName(early.select(*KEY))
     noted = Noted(log.spec.service()).read(Which(verdict, acknowledged=True))
     rows = [[one[name] for name in KEY] for one in noted]
     settled = log.spark.createDataFrame(

@@ -22,7 +22,7 @@ from ..lock import Archiving, Taken, following
 from ..runs import Run, progressed, recorded
 from ..schemas import TABLES
 from ..spec import JobSpec
-from ..transforms.reconcile import LOST
+from ..transforms.reconcile import LOST, STUCK
 from ..webhook import Webhook
 from .archive import Archiver
 from .archive_options import ArchiveOptions
@@ -274,7 +274,7 @@ class Follower:
     def _lost(self, connection: Connection, found_by: str = "") -> None:
         """Compare the number of lost messages with its bound, when `reconcile` has
         ended, or for runs while `follow` was not running."""
-        new = measures.lost(connection, self.source, LOST)
+        new = measures.lost(connection, self.source, LOST + STUCK)
         if not (found_by or new or new is None):
             return
         said = found_by or "Found while `follow` was not running, new: "

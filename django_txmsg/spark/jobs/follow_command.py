@@ -53,6 +53,8 @@ def _options(spec: JobSpec, given: argparse.Namespace) -> FollowOptions:
     words += ["--grace", f"{given.grace.total_seconds()}s"]
     for name in given.external:
         words += ["--external", name]
+    for name in given.external_sender:
+        words += ["--external-sender", name]
     for key, value in given.conf:
         words += ["--conf", f"{key}={value}"]
     return FollowOptions(

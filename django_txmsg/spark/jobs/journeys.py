@@ -31,6 +31,7 @@ from ..transforms.instants import timestamp
 from ..transforms.journeys import (
     JOURNEY,
     KEPT,
+    LETTERS,
     RECEIVED,
     SENT,
     mark,
@@ -59,7 +60,7 @@ _STRUCT = t.StructType(
     ]
 )
 #: The source tables, and the columns that are read from them.
-_SIDES = {"outbox": SENT, "inbox": RECEIVED}
+_SIDES = {"outbox": SENT, "inbox": RECEIVED, "dead_letters": LETTERS}
 
 
 class Journeys:
@@ -289,19 +290,21 @@ def parted(rows: DataFrame, marks: Marks) -> tuple[DataFrame, DataFrame]:
     )
 
 
-def _logs(log: WholeLog, since: dt.datetime | None) -> tuple[DataFrame, DataFrame]:
+def _logs(log: WholeLog, since: dt.datetime | None) -> list[DataFrame]:
     """Return the messages sent since an instant, and their outcomes. A message that was
     sent again may have been received long before."""
     if since is None:
-        return log.read("outbox", SENT), log.read("inbox", RECEIVED)
+        return [log.read(table, struct) for table, struct in _SIDES.items()]
     day = (since - dt.timedelta(days=1)).date()
     start = timestamp(since)
     again = t.StructType([*SENT.fields, t.StructField("replay_id", t.StringType())])
     sent = log.read("outbox", again, since=day).where(sf.col("created_at") >= start)
+    # A message does not die before it is sent.
+    letters = log.read("dead_letters", LETTERS, since=day)
     resent = sent.where("replay_id <> ''").select("message_id").distinct()
     own = sf.coalesce("created_at", "first_received_at") >= start
     if resent.isEmpty():
-        return sent, log.read("inbox", RECEIVED, since=day).where(own)
+        return [sent, log.read("inbox", RECEIVED, since=day).where(own), letters]
     received = log.read("inbox", RECEIVED)
     earlier = received.where(~own).join(resent, "message_id", "left_semi")
-    return sent, received.where(own).unionByName(earlier)
+    return [sent, received.where(own).unionByName(earlier), letters]

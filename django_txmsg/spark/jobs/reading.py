@@ -91,6 +91,7 @@ class WholeLog:
         self._stack.close()
 
     def _open(self) -> None:
+        marks: list[dict[tuple[str, str, str], int]] = []
         for source in (one.reading() for one in self.spec.services):
             taken = dt.datetime.now(dt.timezone.utc)
             if source.vendor == "postgresql":
@@ -101,27 +102,37 @@ class WholeLog:
                     "pg_last_xact_replay_timestamp(), 'epoch') ELSE now() END"
                 )
                 connection.close()
-            self._read_marks(source)
+            marks.append(self._marks(source))
             options = self._stack.enter_context(snapshot(source))
             there = dataclasses.replace(source.resolved(), url=options["url"])
             self.live.append(
                 Live(source.service, open_database(there), options["snapshot"], taken)
             )
+        # A service may have several databases, which archive into one log: a batch is
+        # settled if each of them has deleted its rows of it.
+        for key in {key for one in marks for key in one}:
+            own = (
+                one.get(key, 0)
+                for one, live in zip(marks, self.live, strict=True)
+                if live.service == key[0]
+            )
+            self.settled[key] = min(own)
         if self.spec.lake is not None:
             with suppress(NoLake):
                 self.lake = Lake(self.spec.lake)
 
-    def _read_marks(self, source: SourceSpec) -> None:
+    def _marks(self, source: SourceSpec) -> dict[tuple[str, str, str], int]:
         """Read the marks before the snapshot: batches settled by then are not in it."""
         connection = connect_plain(source)
         try:
-            for table in TABLES:
-                for mark in Marks(connection, table).read():
-                    key = (source.service, table, mark.lake_id)
-                    self.settled[key] = mark.purged_through
+            return {
+                (source.service, table, mark.lake_id): mark.purged_through
+                for table in TABLES
+                for mark in Marks(connection, table).read()
+            }
         except EnvironmentFault:
             # A role that may only read the log: rows are then compared.
-            return
+            return {}
         finally:
             connection.close()
 
@@ -142,7 +153,8 @@ class WholeLog:
         service's."""
         described = TABLES[table]
         names = dict.fromkeys(["service", "id", "message_id", *struct.fieldNames()])
-        narrow = t.StructType([f for f in described.struct().fields if f.name in names])
+        there = described.live_struct().fields
+        narrow = t.StructType([f for f in there if f.name in names])
         live = self.read_live(described, narrow, since=since).localCheckpoint(
             eager=True, storageLevel=StorageLevel.DISK_ONLY
         )
@@ -200,12 +212,16 @@ class WholeLog:
     ) -> DataFrame:
         assert self.lake is not None
         kept = self.lake.table(table, TABLES[table].lake_struct())
-        columns = [*struct.fieldNames(), *(["batch_id"] if above else [])]
+        live = [one.spark for one in TABLES[table].live if one.name in struct.names]
+        columns = [f.name for f in struct.fields if f not in live]
+        columns += ["batch_id"] if above else []
         cancelled = "cancelled_at" in columns
         if cancelled:
             columns = list(dict.fromkeys([*columns, "dead_at", "last_error"]))
         rows = kept.read(self.spark, since=since, named=named, columns=columns)
         rows = with_cancelled(rows) if cancelled else rows
+        nothing = {one.name: sf.lit(None).cast(one.dataType) for one in live}
+        rows = rows.withColumns(nothing) if live else rows
         batch, service = sf.coalesce("batch_id", sf.lit(0)), sf.col("service")
         for name, number in (above or {}).items():
             if number:

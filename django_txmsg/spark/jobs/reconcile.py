@@ -3,6 +3,7 @@ services."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ import pyspark.sql.functions as sf
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.storagelevel import StorageLevel
 
-from ... import wire
 from ..lakelog import Named
 from ..noted import MOST, Noted
 from ..results import result_struct
@@ -23,26 +23,33 @@ from ..tally import Line
 from ..transforms.instants import timestamp
 from ..transforms.journeys import is_topic
 from ..transforms.reconcile import (
+    CHANGE,
     EXPECTED,
-    FINDING,
     FINDINGS,
     LOST,
+    STUCK,
     SUMMARY,
+    Judgement,
     aged,
+    changes,
     findings,
     judge,
-    observed,
     outcome,
     reconcile,
     summary,
 )
+from .clocks import Difference, differences
 from .counted import as_outcome, usable
-from .findings import known_findings
+from .findings import known_findings, standing_findings
 from .journeys import MANY, Journeys, Marks, marks_of, parted
+from .places import Listener, instant, listeners, read_places
 from .reading import WholeLog
 
-_Subscription = tuple[str, str, dt.datetime]
-_EPOCH = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+_MICROSECOND = dt.timedelta(microseconds=1)
+
+#: The default of `--late-after`, and of `--stuck-after`.
+LATE_AFTER = dt.timedelta(hours=1)
+STUCK_AFTER = dt.timedelta(hours=6)
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,17 @@ class ReconcileOptions:
 
     since: dt.datetime | None = None
     grace: dt.timedelta = dt.timedelta(hours=1)
-    late_after: dt.timedelta = dt.timedelta(hours=1)
+    late_after: dt.timedelta | None = None
+    """For all destinations; without it, as the specification has it."""
+    stuck_after: dt.timedelta | None = None
     fail_on: str = "lost"
     known: bool = False
     """Whether acknowledged findings count as well."""
     external: tuple[str, ...] = ()
-    """Destinations with another consumer that keeps no log of ours."""
+    """Patterns of destinations that something else consumes, which keeps no log of
+    ours; and of senders that keep none. They are added to those of the
+    specification."""
+    external_senders: tuple[str, ...] = ()
     keep: bool = True
     """Whether findings and summary are stored in the lake."""
     many: int = MANY
@@ -75,11 +87,15 @@ class Reconciliation:
     """Findings that are not acknowledged, by verdict."""
     destinations: dict[str, dict[str, int]] = field(default_factory=dict)
     examples: list[dict[str, Any]] = field(default_factory=list)
+    clocks: list[Difference] = field(default_factory=list)
+    """Services whose clocks differ."""
+    retired: list[Listener] = field(default_factory=list)
+    """Listeners of topics that are expected to receive nothing more."""
 
     @property
     def unheard(self) -> list[str]:
         """Destinations from which no service of this run has ever received."""
-        silent = {"never_received", "in_flight"}
+        silent = {"never_received", "in_flight", "not_sent"}
         return sorted(
             name
             for name, verdicts in self.destinations.items()
@@ -100,32 +116,37 @@ def run_reconcile(
         log.release()
         journeys.catch_up()
         marks = marks_of(rest) if journeys.large else None
-        tallied = _tallied(journeys, marks, options)
+        least = _judgement(spec, options, log)
+        tallied = _tallied(journeys, marks, least)
         # The counted messages were sent to queues, so no topic's subscriber is missed.
         settled = journeys.read(but=tallied)
         known = rest if settled is None else rest.unionByName(settled)
-        declared, fresh = _declared(log)
-        expected = observed(known).unionByName(
-            spark.createDataFrame(declared + fresh, EXPECTED)
+        lines = list(chain.from_iterable(tallied.values()))
+        there = read_places(known)
+        now = max(one.taken for one in log.live)
+        listening = listeners(_noted(log), there, spec.subscriptions, now)
+        expected = spark.createDataFrame(
+            [dataclasses.astuple(one) for one in listening.expected], EXPECTED
         )
-        expected = expected.groupBy("destination", "consumer").agg(
-            sf.min("since").alias("since")
+        clocks = differences(there, lines)
+        by = dataclasses.replace(
+            least,
+            heard={one.destination for one in there}
+            | {one.destination for one in lines},
+            clocks=[
+                (one.sender, one.receiver, one.ahead // _MICROSECOND) for one in clocks
+            ],
         )
-        horizon = log.horizon(options.grace)
-        judging: dict[str, Any] = {
-            "horizon": horizon, "late_after": options.late_after,
-            "external": options.external, "since": options.since,
-        }  # fmt: skip
         again, whole = known, None
         if settled is not None and marks is not None:
             again, whole = _parts(rest, settled, marks)
-        verdicts = reconcile(again, expected, **judging)
+        verdicts = reconcile(again, expected, by)
         if whole is not None:
-            verdicts = verdicts.unionByName(judge(whole, **judging))
-        found = Reconciliation(horizon)
+            verdicts = verdicts.unionByName(judge(whole, by))
+        found = Reconciliation(by.horizon, clocks=clocks)
+        found.retired = listening.retired
         told = outcome(verdicts)
-        if tallied:
-            lines = chain.from_iterable(tallied.values())
+        if lines:
             told = told.unionByName(as_outcome(spark, lines))
         told = told.persist(StorageLevel.DISK_ONLY)
         per_kind = told.groupBy("destination", "verdict").agg(
@@ -140,10 +161,12 @@ def run_reconcile(
         _show(found, listed, run.started_at)
         if options.keep and spec.lake is not None:
             results = run.results(spec.lake, spec.service().service)
-            results.save("verdicts", FINDING, listed)
+            before = standing_findings(log)
+            journal = changes(listed, before, run.started_at, options.since)
+            results.save("verdicts", CHANGE, journal)
             results.save("reconciliation", SUMMARY, summary(told))
-            if fresh:
-                rows = [dict(zip(EXPECTED.fieldNames(), f, strict=True)) for f in fresh]
+            if listening.fresh:
+                rows = [dataclasses.asdict(one) for one in listening.fresh]
                 results.save_rows("subscriptions", EXPECTED, rows)
         if options.keep:
             noted = Noted(spec.service())
@@ -152,7 +175,8 @@ def run_reconcile(
             one.unpersist()
     run.rows = sum(found.counts.values())
     run.counts = dict(found.counts)
-    bad = {"lost": LOST, "new": LOST, "findings": FINDINGS, "never": ()}
+    lost = LOST + STUCK
+    bad = {"lost": lost, "new": lost, "findings": FINDINGS, "never": ()}
     counted = found.fresh if options.fail_on == "new" else found.unseen
     if options.known:
         counted = found.counts
@@ -160,14 +184,35 @@ def run_reconcile(
     return found
 
 
+def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
+    """Return by what this run judges, as far as nothing of the logs is known."""
+    late = dict(spec.late_after)
+    general = late.pop("*", LATE_AFTER.total_seconds())
+    stuck = options.stuck_after
+    if stuck is None:
+        stuck = dt.timedelta(seconds=spec.stuck_after or STUCK_AFTER.total_seconds())
+    return Judgement(
+        horizon=log.horizon(options.grace),
+        late_after=options.late_after or dt.timedelta(seconds=general),
+        late_at=[]
+        if options.late_after
+        else [(one, dt.timedelta(seconds=limit)) for one, limit in late.items()],
+        stuck_before=log.horizon(stuck),
+        external=(*spec.external, *options.external),
+        external_senders=(*spec.external_senders, *options.external_senders),
+        task_brokers=[(one[0], one[1]) for one in spec.task_brokers],
+        since=options.since,
+    )
+
+
 def _tallied(
-    journeys: Journeys, marks: Marks | None, options: ReconcileOptions
+    journeys: Journeys, marks: Marks | None, by: Judgement
 ) -> dict[Named, Sequence[Line]]:
     """Return the files that need not be read, and their counts: they contain no marked
     message."""
     if marks is None:
         return {}
-    found = usable(journeys.known, options.late_after, options.since)
+    found = usable(journeys.known, by.strictest, by.since)
     concerned = set(journeys.concerned(marks))
     return {one: lines for one, lines in found.items() if one not in concerned}
 
@@ -223,36 +268,18 @@ def _worst(findings: DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _instant(micros: int | None) -> dt.datetime | None:
-    return None if micros is None else _EPOCH + dt.timedelta(microseconds=micros)
+    return None if micros is None else instant(micros)
 
 
-def _declared(log: WholeLog) -> tuple[list[_Subscription], list[_Subscription]]:
-    """Return the topics' subscribers that an earlier run has seen declared, and new
-    ones.
-
-    What a service declares at first is assumed to have always been declared. A later
-    subscriber is expected to receive messages from now on.
-    """
-    known: list[_Subscription] = []
-    if log.lake is not None:
-        place = log.lake.table("subscriptions", result_struct(EXPECTED))
-        # As microseconds: a collected timestamp would be in this machine's time zone.
-        rows = place.read(log.spark).withColumn("since", sf.unix_micros("since"))
-        known = [
-            (
-                one.destination,
-                one.consumer,
-                _EPOCH + dt.timedelta(microseconds=one.since),
-            )
-            for one in rows.collect()
-        ]
-    pairs = {(destination, consumer) for destination, consumer, _ in known}
-    services = {consumer.partition("/")[0] for _, consumer in pairs}
-    now = max(one.taken for one in log.live)
-    fresh = [
-        (one.destination, consumer, now if one.service in services else _EPOCH)
-        for one in log.spec.subscriptions
-        if wire.is_topic(one.destination)
-        and (one.destination, consumer := f"{one.service}/{one.stage}") not in pairs
+def _noted(log: WholeLog) -> list[Listener]:
+    """Return the topics' listeners that runs before have noted."""
+    if log.lake is None:
+        return []
+    place = log.lake.table("subscriptions", result_struct(EXPECTED))
+    # As microseconds: a collected timestamp would be in this machine's time zone.
+    micros = {name: sf.unix_micros(name) for name in ("since", "until")}
+    rows = place.read(log.spark).withColumns(micros)
+    return [
+        Listener(one.destination, one.consumer, instant(one.since), _instant(one.until))
+        for one in rows.collect()
     ]
-    return known, fresh

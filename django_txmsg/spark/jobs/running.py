@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -51,7 +52,12 @@ def run_job(spec: JobSpec, given: argparse.Namespace) -> Outcome:
 
         return run_follow(spec, given, options)
     record: AbstractContextManager[Run] = recorded(spec, given.job, options)
-    if given.job == "findings" and not (given.reopen or given.acknowledge is not None):
+    looks = given.job == "show"
+    if given.job == "listeners":
+        looks = given.retire is None
+    if given.job == "findings":
+        looks = not given.reopen and given.acknowledge is None
+    if looks:
         # A job that only reads leaves no trace.
         record = nullcontext(Run(given.job, options))
     with record as run:
@@ -86,9 +92,11 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         since=given.since,
         grace=given.grace,
         late_after=given.late_after,
+        stuck_after=given.stuck_after,
         fail_on=given.fail_on,
         known=given.known,
         external=tuple(given.external),
+        external_senders=tuple(given.external_sender),
         keep=not given.dry_run,
     )
     with job_session(given) as spark:
@@ -109,6 +117,12 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
             + f", known since {one['known_since']}"
             * bool(one["known_since"])
         )
+    lines += [f"  {one.describe()}" for one in found.clocks]
+    lines += [
+        f"  {one.consumer} is expected to receive from {one.destination} what was sent"
+        f" before {one.until:%Y-%m-%d %H:%M:%S} UTC."
+        for one in found.retired
+    ]
     for name in found.unheard:
         lines.append(
             f"  None of these services has ever received from {name}. If another one "
@@ -119,6 +133,8 @@ def _reconcile(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
         "horizon": found.horizon, "destinations": found.destinations,
         "examples": found.examples, "unheard": found.unheard, "new": found.fresh,
         "unacknowledged": found.unseen,
+        "clocks": [dataclasses.asdict(one) for one in found.clocks],
+        "retired": [dataclasses.asdict(one) for one in found.retired],
     }  # fmt: skip
     return Outcome(lines, facts)
 
@@ -127,6 +143,18 @@ def _findings(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
     from .acknowledge import run_findings
 
     return run_findings(spec, given, run)
+
+
+def _listeners(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    from .retire import run_listeners
+
+    return run_listeners(spec, given, run)
+
+
+def _show(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    from .show import run_show
+
+    return run_show(spec, given, run)
 
 
 def _analyze(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
@@ -236,6 +264,8 @@ _JOBS: dict[str, Job] = {
     "archive": _archive,
     "reconcile": _reconcile,
     "findings": _findings,
+    "listeners": _listeners,
+    "show": _show,
     "analyze": _analyze,
     "replay": _replay,
     "send": _send,

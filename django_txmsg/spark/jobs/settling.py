@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from ..batchlog import BatchLog
 from ..lakefile import LakeFile, rows_of
 from ..lakelog import Named
-from ..ledger import Ledger, Row
+from ..ledger import Ledger, Row, whose
 from ..rowhash import row_hashes
 from ..schemas import Column, Table
 from .rewriting import rewritten
@@ -175,7 +175,7 @@ def _leaving_out(
 ) -> pa.RecordBatch:
     rows = zip(
         batch.column(batch.schema.get_field_index("id")).to_pylist(),
-        batch.column(batch.schema.get_field_index("message_id")).to_pylist(),
+        whose(batch),
         strict=True,
     )
     known = pa.array([row in left for row in rows], pa.bool_())

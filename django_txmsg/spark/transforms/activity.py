@@ -9,6 +9,7 @@ from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import types as t
 
 from .instants import timestamp
+from .journeys import due_at
 
 THROUGHPUT = t.StructType(
     [
@@ -61,9 +62,10 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
     )
 
 
-def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
-    """Return BACKLOG: messages stored and not yet dispatched at each hour's end. Those
-    that already waited at `since` count as stored in its hour."""
+def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
+    """Return BACKLOG: messages due and not yet dispatched at each hour's end. Those
+    that waited already at `since` have come in its hour; those that are due only after
+    `until` wait for nothing."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))
@@ -73,7 +75,11 @@ def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
         | (gone >= start)
         | (gone.isNull() & ((dead >= start) | dead.isNull()))
     )
-    came = sf.date_trunc("hour", sf.greatest("created_at", start)).alias("hour")
+    sent = sent.withColumn("wanted_at", due_at()).where(
+        (sf.col("wanted_at") <= timestamp(until))
+        & (left.isNull() | (left >= sf.col("wanted_at")))
+    )
+    came = sf.date_trunc("hour", sf.greatest("wanted_at", start)).alias("hour")
     changes = sent.select(came, sf.lit(1).alias("change")).unionByName(
         sent.where(left.isNotNull()).select(
             sf.date_trunc("hour", left).alias("hour"), sf.lit(-1).alias("change")
@@ -81,8 +87,8 @@ def backlog(sent: DataFrame, since: dt.datetime) -> DataFrame:
     )
     hours = changes.groupBy("hour").agg(sf.sum("change").alias("change"))
     # As many rows as there are hours: one partition is enough for years.
-    until = Window.orderBy("hour").rowsBetween(Window.unboundedPreceding, 0)
-    return hours.select("hour", sf.sum("change").over(until).alias("backlog"))
+    so_far = Window.orderBy("hour").rowsBetween(Window.unboundedPreceding, 0)
+    return hours.select("hour", sf.sum("change").over(so_far).alias("backlog"))
 
 
 def redeliveries(received: DataFrame) -> DataFrame:

@@ -1,7 +1,8 @@
 """The journey of a message to a consumer: everything known about it, merged.
 
-A step is a row of an outbox or an inbox; a journey is many steps in one row. Both have
-the same columns, and the order of merging does not matter.
+A step is a row of an outbox or an inbox, or a dead letter that is resolved; a journey
+is many steps in one row. Both have the same columns, and whatever is merged first, the
+sum is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ SENT = t.StructType(
         t.StructField("service", t.StringType()),
         t.StructField("message_id", t.StringType()),
         t.StructField("destination", t.StringType()),
+        t.StructField("broker", t.StringType()),
         t.StructField("created_at", t.TimestampType()),
+        t.StructField("due_at", t.TimestampType()),
+        t.StructField("attempts", t.IntegerType()),
         t.StructField("expires_at", t.TimestampType()),
         t.StructField("dispatched_at", t.TimestampType()),
         t.StructField("dead_at", t.TimestampType()),
@@ -35,8 +39,11 @@ RECEIVED = t.StructType(
         t.StructField("stage", t.StringType()),
         t.StructField("message_id", t.StringType()),
         t.StructField("destination", t.StringType()),
+        t.StructField("sender", t.StringType()),
         t.StructField("created_at", t.TimestampType()),
         t.StructField("first_received_at", t.TimestampType()),
+        t.StructField("due_at", t.TimestampType()),
+        t.StructField("waits_for", t.StringType()),
         t.StructField("processed_at", t.TimestampType()),
         t.StructField("dead_at", t.TimestampType()),
         t.StructField("deliveries", t.IntegerType()),
@@ -44,13 +51,40 @@ RECEIVED = t.StructType(
     ]
 )
 
+#: What `letters` must have: dead letters of all services.
+LETTERS = t.StructType(
+    [
+        t.StructField("service", t.StringType()),
+        t.StructField("stage", t.StringType()),
+        t.StructField("message_id", t.StringType()),
+        t.StructField("destination", t.StringType()),
+        t.StructField("message_created_at", t.TimestampType()),
+        t.StructField("created_at", t.TimestampType()),
+        t.StructField("resolution", t.StringType()),
+        t.StructField("resolved_at", t.TimestampType()),
+        t.StructField("replaced_by", t.StringType()),
+    ]
+)
+
+#: How an operator resolves a dead letter, and the column that has the instant.
+RESOLUTIONS = {
+    "redelivered": "redelivered_at",
+    "replaced": "replaced_at",
+    "discarded": "discarded_at",
+}
+
 #: How each column of steps is merged.
-_FIRST = ("begun_at", "stored_at", "told_at", "dispatched_at", "received_at",
-          "processed_at", "sender", "consumer")  # fmt: skip
-_LAST = ("sent_again_at", "died_at", "expires_at", "buried_at", "other_consumer")
+_FIRST = ("begun_at", "stored_at", "copied_at", "due_at", "told_at", "dispatched_at",
+          "received_at", "processed_at", "sender", "consumer", "broker",
+          "told_by")  # fmt: skip
+_LAST = ("sent_again_at", "due_again_at", "died_at", "expires_at", "buried_at",
+         "tried_at", *RESOLUTIONS.values(), "other_consumer")  # fmt: skip
 _COUNTS = ("stored", "died", "cancelled", "expire", "times_processed", "deliveries",
            "tries")  # fmt: skip
-_TEXTS = frozenset(["sender", "consumer", "other_consumer"])
+_TEXTS = frozenset(["sender", "consumer", "other_consumer", "broker", "told_by"])
+
+#: The most by which the relay postpones a message after a failed attempt.
+_BACKOFF = dt.timedelta(minutes=6)
 
 #: The key of a journey. A message to a queue has one, whatever consumes it: its pair is
 #: empty. A message to a topic has one for each row, `sent_us`, and those of its
@@ -88,14 +122,18 @@ def departures(sent: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of SENT."""
     stored = sf.col("created_at")
     topic = is_topic(sf.col("destination"))
+    due = due_at()
     return _step(
         sent,
         pair=sf.lit(""),
         sent_us=sf.when(topic, sf.unix_micros(stored)).otherwise(0),
         sender=sf.col("service"),
+        broker=sf.col("broker"),
         begun_at=stored,
         stored_at=stored,
+        due_at=due,
         sent_again_at=stored,
+        due_again_at=due,
         dispatched_at=sf.col("dispatched_at"),
         died_at=sf.col("dead_at"),
         expires_at=sf.col("expires_at"),
@@ -106,18 +144,30 @@ def departures(sent: DataFrame) -> DataFrame:
     )
 
 
+def due_at() -> Column:
+    """Return when a stored message was to leave. A failed attempt to send it moves
+    `due_at`: then this is the earliest instant that it can have been."""
+    backoffs = sf.coalesce("attempts", sf.lit(0)) * int(_BACKOFF.total_seconds() * 1e6)
+    first = sf.timestamp_micros(sf.unix_micros("due_at") - backoffs)
+    return sf.greatest("created_at", first)
+
+
 def arrivals(received: DataFrame) -> DataFrame:
     """Return JOURNEY: a step for each row of RECEIVED. Two of one message at one
     consumer mean that the first was deleted before the message arrived again."""
     consumer = sf.concat_ws("/", "service", "stage")
+    # Whoever waits for another message has no time of its own.
+    due = sf.when(sf.col("waits_for").isNull(), sf.col("due_at"))
     return _step(
         received,
         pair=sf.when(is_topic(sf.col("destination")), consumer).otherwise(""),
         consumer=consumer,
         other_consumer=consumer,
+        told_by=sf.col("sender"),
         begun_at=sf.coalesce("created_at", "first_received_at"),
         told_at=sf.col("created_at"),
         received_at=sf.col("first_received_at"),
+        tried_at=sf.greatest(sf.col("first_received_at"), due),
         processed_at=sf.col("processed_at"),
         buried_at=sf.col("dead_at"),
         times_processed=_one(sf.col("processed_at")),
@@ -126,9 +176,43 @@ def arrivals(received: DataFrame) -> DataFrame:
     )
 
 
-def steps(sent: DataFrame, received: DataFrame) -> DataFrame:
+def resolutions(letters: DataFrame) -> DataFrame:
+    """Return JOURNEY: a step for each row of LETTERS that an operator has resolved, and
+    one for each copy that he has sent instead, which no outbox may have: a stage's goes
+    to that stage. A letter without a stage is of a message that could not leave."""
+    letters = letters.where("resolved_at IS NOT NULL")
+    at_stage = is_topic(sf.col("destination")) & (sf.col("stage") != "")
+    consumer = sf.concat_ws("/", "service", "stage")
+    pair = sf.when(at_stage, consumer).otherwise("")
+    copied = sf.col("resolved_at")
+    return _step(
+        letters,
+        pair=pair,
+        begun_at=sf.coalesce("message_created_at", "created_at"),
+        **{
+            name: sf.when(sf.col("resolution") == kind, sf.col("resolved_at"))
+            for kind, name in RESOLUTIONS.items()
+        },
+    ).unionByName(
+        _step(
+            letters.where("replaced_by IS NOT NULL").withColumn(
+                "message_id", sf.col("replaced_by")
+            ),
+            pair=pair,
+            begun_at=copied,
+            copied_at=copied,
+            due_at=copied,
+            due_again_at=copied,
+        )
+    )
+
+
+def steps(
+    sent: DataFrame, received: DataFrame, letters: DataFrame | None = None
+) -> DataFrame:
     """Return JOURNEY: all steps of messages."""
-    return departures(sent).unionByName(arrivals(received))
+    both = departures(sent).unionByName(arrivals(received))
+    return both if letters is None else both.unionByName(resolutions(letters))
 
 
 def merged(journeys: DataFrame, *by: str) -> DataFrame:
@@ -154,7 +238,7 @@ def over() -> Column:
     late: a queue's message that was sent once and processed once, within PROMPT. The
     verdict does not depend on subscribers, the limit for late messages, or the time of
     judgement."""
-    took = sf.unix_micros("processed_at") - sf.unix_micros("stored_at")
+    took = sf.unix_micros("processed_at") - sf.unix_micros("due_at")
     return sf.coalesce(
         ~is_topic(sf.col("destination"))
         & (sf.col("stored") == 1)

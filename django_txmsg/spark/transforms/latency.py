@@ -9,6 +9,8 @@ import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
+from .journeys import due_at
+
 LATENCY = t.StructType(
     [
         t.StructField("receiver", t.StringType()),
@@ -40,6 +42,19 @@ MEASURES = {
     "transit": ("created_at", "first_received_at"),
     "processing": ("started_at", "processed_at"),
 }
+
+
+def from_due(received: DataFrame, sent: DataFrame) -> DataFrame:
+    """Return inbox rows in which `created_at` of a message that its sender delayed is
+    when it was due: what it waited for on purpose is no latency."""
+    delayed = sent.where(due_at() > sf.col("created_at"))
+    due = delayed.groupBy("message_id").agg(sf.min(due_at()).alias("wanted_at"))
+    wanted = sf.coalesce("wanted_at", "created_at")
+    return (
+        received.join(due, "message_id", "left")
+        .withColumn("created_at", wanted)
+        .select(*received.columns)
+    )
 
 
 def stage_latencies(received: DataFrame) -> DataFrame:

@@ -23,6 +23,9 @@ def whole_log(
     """
     columns = struct.fieldNames()
     keys = ["service", "id", "message_id"] if twice and len(frames) > 1 else []
+    if keys and "stage" in columns:
+        # A topic's message may have the same id in two databases of a service.
+        keys.append("stage")
     wanted = list(dict.fromkeys([*keys, *columns]))
     whole = reduce(
         lambda one, other: one.unionByName(other),

@@ -8,22 +8,41 @@ yet.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import pyspark.sql.functions as sf
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import types as t
 
 from .instants import timestamp
-from .journeys import is_topic, merged
+from .journeys import RESOLUTIONS, is_topic, merged
 
-#: The columns of `expected`: the subscribers of a topic, and since when; each pair
-#: once.
+#: What `expected` must have: who receives what is sent to a topic, since when and, if
+#: no more, until when; intervals of a pair do not overlap.
 EXPECTED = t.StructType(
     [
         t.StructField("destination", t.StringType()),
         t.StructField("consumer", t.StringType()),
         t.StructField("since", t.TimestampType()),
+        t.StructField("until", t.TimestampType()),
+    ]
+)
+
+#: What the steps say of each destination, and of each listener of a topic.
+PLACE = t.StructType(
+    [
+        t.StructField("destination", t.StringType()),
+        t.StructField("consumer", t.StringType()),
+        t.StructField("sender", t.StringType()),
+        t.StructField("receiver", t.StringType()),
+        t.StructField("first_at", t.TimestampType()),
+        t.StructField("last_at", t.TimestampType()),
+        t.StructField("messages", t.LongType()),
+        t.StructField("least_us", t.LongType()),
+        t.StructField("median_us", t.LongType()),
     ]
 )
 
@@ -34,6 +53,7 @@ VERDICT = t.StructType(
         t.StructField("sender", t.StringType()),
         t.StructField("consumer", t.StringType()),
         t.StructField("sent_at", t.TimestampType()),
+        t.StructField("due_at", t.TimestampType()),
         t.StructField("dispatched_at", t.TimestampType()),
         t.StructField("received_at", t.TimestampType()),
         t.StructField("processed_at", t.TimestampType()),
@@ -51,6 +71,13 @@ FINDING = t.StructType(
         t.StructField("acknowledged_at", t.TimestampType()),
     ]
 )
+
+#: What becomes of a finding: a run has come to it that had not before, or no more. Rows
+#: of early releases have neither: each run has written all of its findings.
+FOUND, GONE = "found", "gone"
+
+#: A line of the lake's journal of findings.
+CHANGE = t.StructType([*FINDING.fields, t.StructField("change", t.StringType())])
 
 #: The columns by which another run recognises a finding.
 _IDENTITY = ("message_id", "destination", "consumer", "verdict")
@@ -77,27 +104,52 @@ SUMMARY = t.StructType(
 #: The columns of a summary, with a row for each finding.
 OUTCOME = t.StructType([*SUMMARY.fields, t.StructField("finding", VERDICT)])
 
-#: Verdicts that end a run with exit code 1, and verdicts that are findings.
+#: Verdicts of messages that are lost, and of those that wait for too long; both end a
+#: run with exit code 1. And all that are worth a look.
 LOST = ("never_received", "processed_twice")
-FINDINGS = (*LOST, "dead", "late", "unknown_sender")
+STUCK = ("not_processed", "not_sent")
+FINDINGS = (*LOST, *STUCK, "dead", "late", "unknown_sender")
 
 
-def reconcile(
-    steps: DataFrame,
-    expected: DataFrame,
-    *,
-    horizon: dt.datetime,
-    late_after: dt.timedelta,
-    external: Sequence[str] = (),
-    since: dt.datetime | None = None,
-) -> DataFrame:
+@dataclass(frozen=True)
+class Judgement:
+    """By what a message is judged."""
+
+    horizon: dt.datetime
+    """Messages that were due before it should have arrived."""
+    late_after: dt.timedelta
+    """A message is late that is processed later than this after it was due."""
+    late_at: Sequence[tuple[str, dt.timedelta]] = ()
+    """The same for destinations by a pattern; the first one that fits."""
+    stuck_before: dt.datetime | None = None
+    """What was due before it should have left, or been processed."""
+    external: Sequence[str] = ()
+    """Patterns of destinations which something consumes that keeps no log of ours, or
+    of brokers, as `broker:PATTERN`."""
+    external_senders: Sequence[str] = ()
+    """Patterns of senders that keep no log of ours."""
+    task_brokers: Sequence[tuple[str, str]] = ()
+    """Services, and their brokers at which workers of Celery take messages."""
+    heard: Collection[str] = ()
+    """Destinations from which somebody has received."""
+    clocks: Sequence[tuple[str, str, int]] = ()
+    """Sender, receiver, and by how many microseconds the receiver's clock is ahead."""
+    since: dt.datetime | None = None
+    """Of messages that were neither sent nor, by a sender unknown, received since
+    then, nothing is said."""
+
+    @property
+    def strictest(self) -> dt.timedelta:
+        """What no message takes that is late nowhere."""
+        return min([self.late_after, *(limit for _, limit in self.late_at)])
+
+
+def reconcile(steps: DataFrame, expected: DataFrame, by: Judgement) -> DataFrame:
     """Return one VERDICT row for each message and each of its consumers, from all its
     steps.
 
     A queue's message has one consumer: if two have processed it, it was processed
-    twice. A topic's message has all consumers of `expected` that existed when it was
-    sent. Destinations in `external` have consumers without a log here. Messages neither
-    sent nor, if the sender is unknown, received since `since` are not judged.
+    twice. A topic's has all those of `expected` that were there when it was sent.
 
     Sent and received messages are one frame, so one shuffle brings them together.
     """
@@ -105,33 +157,27 @@ def reconcile(
         sf.col("destination").alias("topic"),
         sf.col("consumer").alias("listener"),
         "since",
+        "until",
     )
+    # A dead letter of a topic's message that could not leave goes with that.
+    sent_at = sf.col("begun_at")
     listens = (
         (sf.col("destination") == sf.col("topic"))
-        & (sf.col("stored_at") >= sf.col("since"))
+        & (sent_at >= sf.col("since"))
+        & (sf.col("until").isNull() | (sent_at < sf.col("until")))
         & (sf.col("pair") == "")
     )
     owed = steps.join(sf.broadcast(wanted), listens, "left").withColumn(
         "pair", sf.coalesce("listener", "pair")
     )
-    return judge(
-        merged(owed, "message_id", "destination", "pair"),
-        horizon=horizon, late_after=late_after, external=external, since=since,
-    )  # fmt: skip
+    return judge(merged(owed, "message_id", "destination", "pair"), by)
 
 
-def judge(
-    journeys: DataFrame,
-    *,
-    horizon: dt.datetime,
-    late_after: dt.timedelta,
-    external: Sequence[str] = (),
-    since: dt.datetime | None = None,
-) -> DataFrame:
+def judge(journeys: DataFrame, by: Judgement) -> DataFrame:
     """Return the VERDICT rows of complete journeys: one row for each message and
     consumer."""
-    if since is not None:
-        start = timestamp(since)
+    if by.since is not None:
+        start = timestamp(by.since)
         # In a form by which Spark skips parts of files.
         journeys = journeys.where(
             (sf.col("sent_again_at") >= start)
@@ -143,12 +189,15 @@ def judge(
         "destination",
         "pair",
         "sender",
+        "broker",
+        "told_by",
         sf.when(first == last, first)
         .when(first.isNotNull(), sf.concat_ws(", ", first, last))
         .when(sf.col("pair") != "", sf.col("pair"))
         .alias("consumer"),
-        sf.coalesce("stored_at", "told_at").alias("sent_at"),
-        "sent_again_at",
+        sf.coalesce("stored_at", "copied_at", "told_at").alias("sent_at"),
+        sf.coalesce("due_at", "told_at").alias("due_at"),
+        "due_again_at",
         "dispatched_at",
         # Dead, or expired, only if no row of it has left or may still leave.
         sf.when(sf.col("stored") == sf.col("died"), sf.col("died_at")).alias("died_at"),
@@ -156,23 +205,28 @@ def judge(
             "expires_at"
         ),
         "received_at",
+        "tried_at",
         "processed_at",
         "buried_at",
+        *RESOLUTIONS.values(),
         "deliveries",
         "times_processed",
-        (sf.col("stored") > 0).alias("was_sent"),
+        ((sf.col("stored") > 0) | sf.col("copied_at").isNotNull()).alias("was_sent"),
+        (sf.col("stored") > 0).alias("in_outbox"),
         (sf.col("cancelled") == sf.col("died")).alias("by_intent"),
     )
-    # A message to a topic without subscribers has no one to reach.
+    # A message stored for a topic nobody listens to owes nothing to anybody; and of
+    # one that only a dead letter is left of, nothing is known.
     idle = (
         is_topic(sf.col("destination"))
         & (sf.col("pair") == "")
         & sf.col("died_at").isNull()
     )
-    owed = told.where(~sf.coalesce(idle, sf.lit(False)))
+    forgotten = ~sf.col("in_outbox") & sf.col("received_at").isNull()
+    owed = told.where(~sf.coalesce(idle, sf.lit(False)) & ~forgotten)
     return owed.select(
         *[name for name in VERDICT.fieldNames() if name != "verdict"],
-        _verdict(horizon, late_after, external).alias("verdict"),
+        _verdict(by).alias("verdict"),
     )
 
 
@@ -196,6 +250,40 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
         findings.join(first, is_finding("known_"), "left")
         .withColumn("found_at", sf.coalesce("first_at", present))
         .select(*FINDING.fieldNames())
+    )
+
+
+def standing(journal: DataFrame) -> DataFrame:
+    """Return the FINDING rows that stand, by all CHANGE rows until some run: those
+    whose last change is that they were found."""
+    last = {
+        name: sf.max_by(name, "recorded_at").alias(name)
+        for name in CHANGE.fieldNames()
+        if name not in _IDENTITY
+    }
+    empty = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
+    found = journal.where("change IS NOT NULL").withColumns(empty)
+    found = found.groupBy(*_IDENTITY).agg(*last.values())
+    return found.where(sf.col("change") == FOUND).select(*FINDING.fieldNames())
+
+
+def changes(
+    findings: DataFrame,
+    before: DataFrame,
+    now: dt.datetime,
+    since: dt.datetime | None,
+) -> DataFrame:
+    """Return CHANGE: the findings of a run that did not stand `before` it, and those
+    that did and do no more, among the messages sent since an instant."""
+    same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
+    stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
+    fresh = findings.join(stood, is_finding("stood_"), "left_anti")
+    if since is not None:
+        before = before.where(sf.col("sent_at") >= timestamp(since))
+    there = findings.withColumns(same).select(*_IDENTITY)
+    gone = before.join(there, list(_IDENTITY), "left_anti")
+    return fresh.withColumn("change", sf.lit(FOUND)).unionByName(
+        gone.withColumn("change", sf.lit(GONE)).select(*CHANGE.fieldNames())
     )
 
 
@@ -232,46 +320,132 @@ def findings(outcome: DataFrame) -> DataFrame:
     return outcome.where("finding IS NOT NULL").select("finding.*")
 
 
-def observed(steps: DataFrame) -> DataFrame:
-    """Return EXPECTED from the logs: each consumer that has received from a topic is
-    expected to receive everything sent since the first message it received."""
-    heard = steps.where(is_topic(sf.col("destination")) & (sf.col("pair") != ""))
-    return heard.groupBy("destination", sf.col("pair").alias("consumer")).agg(
-        sf.min("begun_at").alias("since")
+def places(steps: DataFrame) -> DataFrame:
+    """Return PLACE: who has received from where and from whom, from the first to the
+    last message, and how long messages were on their way. What was only sent has no
+    receiver."""
+    listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
+    # A copy was made where it was received.
+    due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
+    transit = sf.unix_micros("received_at") - sf.unix_micros(
+        sf.coalesce(due, sf.col("told_at"))
+    )
+    return (
+        steps.where(sf.col("consumer").isNotNull())
+        .groupBy(
+            "destination",
+            listener.alias("consumer"),
+            sf.col("told_by").alias("sender"),
+            service_of(sf.col("consumer")).alias("receiver"),
+        )
+        .agg(
+            sf.min("begun_at").alias("first_at"),
+            sf.max("begun_at").alias("last_at"),
+            sf.count(transit).alias("messages"),
+            sf.min(transit).alias("least_us"),
+            sf.percentile_approx(transit, 0.5, 100).alias("median_us"),
+        )
+        .select(*PLACE.fieldNames())
     )
 
 
-def _verdict(
-    horizon: dt.datetime, late_after: dt.timedelta, external: Sequence[str]
-) -> Column:
-    limit = timestamp(horizon)
-    took = sf.unix_micros("processed_at") - sf.unix_micros("sent_at")
+def service_of(consumer: Column) -> Column:
+    """Return the service that a consumer belongs to."""
+    return sf.substring_index(consumer, "/", 1)
+
+
+def fits(column: Column, patterns: Sequence[str]) -> Column:
+    """Return whether a text fits one of some patterns, in which * stands for any
+    characters; False where there is no text."""
+    tests = [
+        column.rlike(f"^{re.escape(one).replace(_ANY, '.*')}$") for one in patterns
+    ]
+    found = reduce(lambda one, other: one | other, tests, sf.lit(False))
+    return sf.coalesce(found, sf.lit(False))
+
+
+#: A pattern's star, as it is escaped.
+_ANY = r"\*"
+#: What begins the pattern of a broker.
+BROKER = "broker:"
+
+
+def _verdict(by: Judgement) -> Column:
+    limit = timestamp(by.horizon)
+    stuck = sf.lit(None).cast("timestamp")
+    if by.stuck_before is not None:
+        stuck = timestamp(by.stuck_before)
+    took = sf.unix_micros("processed_at") - sf.unix_micros("due_at") - _ahead(by)
     # A message that was sent again is in flight, however old it is.
-    young = sf.coalesce("sent_again_at", "sent_at", "received_at") >= limit
+    young = sf.coalesce("due_again_at", "due_at", "received_at") >= limit
+    foreign = ~sf.col("was_sent") & fits(sf.col("told_by"), by.external_senders)
+    brokers = [one[len(BROKER) :] for one in by.external if one.startswith(BROKER)]
+    names = [one for one in by.external if not one.startswith(BROKER)]
+    elsewhere = (
+        fits(sf.col("destination"), names)
+        | fits(sf.col("broker"), brokers)
+        | _is_a_task(by)
+    )
+    processed = sf.col("processed_at").isNotNull()
+    died = sf.col("died_at").isNotNull()
+    ended = sf.greatest("buried_at", "died_at")
+    # As long as nothing has happened since an operator resolved it.
+    resolved = {
+        kind: sf.coalesce(sf.col(name) >= ended, sf.lit(False))
+        for kind, name in RESOLUTIONS.items()
+    }
     return (
         sf.when(sf.col("times_processed") > 1, "processed_twice")
-        .when(~sf.col("was_sent") & young, "in_flight")
-        .when(~sf.col("was_sent"), "unknown_sender")
-        .when(
-            sf.col("processed_at").isNotNull()
-            & (took > int(late_after.total_seconds() * 1e6)),
-            "late",
-        )
-        .when(
-            sf.col("processed_at").isNotNull() & (sf.col("deliveries") > 1),
-            "redelivered_deduplicated",
-        )
-        .when(sf.col("processed_at").isNotNull(), "ok")
-        .when(
-            sf.col("received_at").isNull()
-            & sf.col("died_at").isNotNull()
-            & sf.col("by_intent"),
-            "cancelled",
-        )
-        .when(sf.col("buried_at").isNotNull() | sf.col("died_at").isNotNull(), "dead")
+        .when(~sf.col("was_sent") & ~foreign & young, "in_flight")
+        .when(~sf.col("was_sent") & ~foreign, "unknown_sender")
+        .when(processed & foreign, "external")
+        .when(processed & (took > _late(by)), "late")
+        .when(processed & (sf.col("deliveries") > 1), "redelivered_deduplicated")
+        .when(processed, "ok")
+        .when(sf.col("received_at").isNull() & died & sf.col("by_intent"), "cancelled")
+        .when(resolved["discarded"], "discarded")
+        .when(resolved["replaced"], "replaced")
+        .when(died & (sf.col("died_at") >= sf.col("expires_at")), "expired")
+        .when(ended.isNotNull() & ~resolved["redelivered"], "dead")
+        .when(sf.col("tried_at") < stuck, "not_processed")
         .when(sf.col("received_at").isNotNull(), "in_flight")
+        .when(
+            sf.col("dispatched_at").isNull() & (sf.col("due_again_at") < stuck),
+            "not_sent",
+        )
         .when(sf.col("dispatched_at").isNull() | young, "in_flight")
-        .when(sf.col("destination").isin(*external), "external")
+        .when(elsewhere, "external")
         .when(sf.col("expires_at") < limit, "expired")
         .otherwise("never_received")
     )
+
+
+def _is_a_task(by: Judgement) -> Column:
+    """Return whether a message left for a worker of Celery that keeps no inbox: no task
+    of its name has ever been received."""
+    left = [
+        (sf.col("sender") == service) & (sf.col("broker") == alias)
+        for service, alias in by.task_brokers
+    ]
+    unheard = ~sf.col("destination").isin(*by.heard)
+    by_celery = reduce(lambda one, other: one | other, left, sf.lit(False))
+    return sf.coalesce(by_celery & unheard, sf.lit(False))
+
+
+def _late(by: Judgement) -> Column:
+    """Return how many microseconds a message to a destination may take."""
+    limit = sf.lit(int(by.late_after.total_seconds() * 1e6))
+    for pattern, least in reversed(by.late_at):
+        own = sf.lit(int(least.total_seconds() * 1e6))
+        limit = sf.when(fits(sf.col("destination"), [pattern]), own).otherwise(limit)
+    return limit
+
+
+def _ahead(by: Judgement) -> Column:
+    """Return by how many microseconds the receiver's clock is ahead of the sender's."""
+    ahead = sf.lit(0)
+    receiver = service_of(sf.col("consumer"))
+    for sender, name, micros in by.clocks:
+        pair = (sf.col("sender") == sender) & (receiver == name)
+        ahead = sf.when(pair, sf.lit(micros)).otherwise(ahead)
+    return ahead

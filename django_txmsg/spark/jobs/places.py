@@ -1,0 +1,209 @@
+"""Where messages go: the destinations of a log, their listeners, and how long it takes.
+
+They are few, and so they are Python's: the listeners of topics are compared here with
+those that the lake's table `subscriptions` knows, and that the services declare.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import pyspark.sql.functions as sf
+from pyspark.sql import DataFrame
+
+from ... import wire
+from ..spec import Subscription
+from ..transforms.reconcile import places
+
+#: Since when a stage listens that its service has declared from the first run on.
+EVER = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
+_MICROSECOND = dt.timedelta(microseconds=1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A destination, one of its senders and its receivers, and the times between."""
+
+    destination: str
+    consumer: str
+    """A topic's listener, or empty."""
+    sender: str
+    receiver: str
+    first_at: dt.datetime
+    last_at: dt.datetime
+    messages: int
+    least_us: int
+    median_us: int
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who receives what is sent to a topic, since when and, if no more, until when."""
+
+    destination: str
+    consumer: str
+    since: dt.datetime
+    until: dt.datetime | None = None
+
+
+@dataclass(frozen=True)
+class Listeners:
+    """The listeners of all topics, and what is new about them."""
+
+    expected: list[Listener]
+    fresh: list[Listener]
+    """To be noted in the lake."""
+    retired: list[Listener]
+    """Those that once received, and are expected no more."""
+
+
+def read_places(steps: DataFrame) -> list[Place]:
+    """Return the places that steps tell of."""
+    # As microseconds: a collected timestamp would be in this machine's time zone.
+    micros = {name: sf.unix_micros(name) for name in ("first_at", "last_at")}
+    return [
+        Place(
+            row.destination or "", row.consumer or "", row.sender or "",
+            row.receiver or "", instant(row.first_at), instant(row.last_at),
+            row.messages, row.least_us or 0, row.median_us or 0,
+        )
+        for row in places(steps).withColumns(micros).collect()
+    ]  # fmt: skip
+
+
+def instant(micros: int) -> dt.datetime:
+    """Return an instant from microseconds since 1970."""
+    return EVER + dt.timedelta(microseconds=micros)
+
+
+def listeners(
+    known: Iterable[Listener],
+    found: Iterable[Place],
+    declared: Sequence[Subscription],
+    now: dt.datetime,
+) -> Listeners:
+    """Return who is expected to receive what, by what is `known` from earlier runs, by
+    what the logs have `found`, and by what services have `declared`.
+
+    Who has received from a topic is expected to, since the first message. A declared
+    stage is expected to as well: since ever, if its service declares for the first
+    time, or from now on. A stage that its service declares no more is retired: from
+    the first message of the one in its place, or from now. One that no run has seen
+    declared has listened until its last message.
+    """
+    intervals: dict[_Pair, dict[dt.datetime, dt.datetime | None]] = {}
+    for one in known_listeners(known):
+        intervals.setdefault((one.destination, one.consumer), {})[one.since] = one.until
+    noted = {_service(one) for one in intervals}
+    heard = _heard(found)
+    stages = {
+        (one.destination, f"{one.service}/{one.stage}")
+        for one in declared
+        if wire.is_topic(one.destination)
+    }
+    declaring = {one.service for one in declared}
+    fresh: list[Listener] = []
+    gone = {
+        one
+        for one in (intervals.keys() | heard.keys()) - stages
+        if _service(one) in declaring
+    }
+    new = stages - intervals.keys()
+    for pair in sorted(gone):
+        ends = intervals.setdefault(pair, {})
+        last = heard[pair][1] + _MICROSECOND if pair in heard else EVER
+        heirs = [heard[one][0] for one in new & heard.keys() if _same(one, pair)]
+        for since in [one for one, until in ends.items() if until is None]:
+            ends[since] = max(last, min([now, *heirs]))
+            fresh.append(Listener(*pair, since, ends[since]))
+        if not ends:
+            ends[heard[pair][0]] = last
+    for pair in sorted(stages):
+        ends = intervals.setdefault(pair, {})
+        if None in ends.values():
+            continue
+        since = now
+        if _service(pair) not in noted:
+            before = [
+                until
+                for one in gone
+                if _same(one, pair)
+                for until in intervals[one].values()
+                if until is not None
+            ]
+            since = max(before, default=EVER)
+        ends[since] = None
+        fresh.append(Listener(*pair, since))
+    for pair, (first, _) in heard.items():
+        ends = intervals.setdefault(pair, {first: None})
+        earliest = min(ends)
+        if first < earliest:
+            ends[first] = ends.pop(earliest)
+    expected = [
+        Listener(*pair, since, until)
+        for pair, ends in intervals.items()
+        for since, until in _apart(ends)
+    ]
+    return Listeners(
+        sorted(expected, key=_known_by),
+        fresh,
+        [one for one in sorted(expected, key=_known_by) if one.until is not None],
+    )
+
+
+def known_listeners(rows: Iterable[Listener]) -> list[Listener]:
+    """Return each interval once: a row that ends one is written after it."""
+    ends: dict[tuple[str, str, dt.datetime], dt.datetime | None] = {}
+    for one in rows:
+        key = _known_by(one)
+        before = ends.get(key)
+        ends[key] = min(filter(None, (one.until, before)), default=None)
+    return [Listener(*key, until) for key, until in sorted(ends.items(), key=_first)]
+
+
+_Pair = tuple[str, str]
+
+
+def _known_by(one: Listener) -> tuple[str, str, dt.datetime]:
+    return one.destination, one.consumer, one.since
+
+
+_first = itemgetter(0)
+
+
+def _service(pair: _Pair) -> str:
+    return pair[1].partition("/")[0]
+
+
+def _same(one: _Pair, other: _Pair) -> bool:
+    """Return whether two listeners are of one service, at one topic."""
+    return one[0] == other[0] and _service(one) == _service(other)
+
+
+def _heard(found: Iterable[Place]) -> dict[_Pair, tuple[dt.datetime, dt.datetime]]:
+    """Return the first and the last message that each listener has received."""
+    heard: dict[_Pair, tuple[dt.datetime, dt.datetime]] = {}
+    for place in found:
+        if place.consumer:
+            pair = (place.destination, place.consumer)
+            first, last = heard.get(pair, (place.first_at, place.last_at))
+            heard[pair] = min(first, place.first_at), max(last, place.last_at)
+    return heard
+
+
+def _apart(
+    ends: dict[dt.datetime, dt.datetime | None],
+) -> list[tuple[dt.datetime, dt.datetime | None]]:
+    """Return intervals so that none overlaps another one."""
+    apart: list[tuple[dt.datetime, dt.datetime | None]] = []
+    for since in sorted(ends):
+        until = ends[since]
+        if apart and (apart[-1][1] is None or since <= apart[-1][1]):
+            before, end = apart.pop()
+            until = None if end is None or until is None else max(end, until)
+            since = before
+        apart.append((since, until))
+    return apart

@@ -1,0 +1,151 @@
+"""`show`: where is a message? All that databases and lake know of it, in the order of
+time. No Spark is started, and no body is shown."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from ..databases import open_database
+from ..errors import spoilt
+from ..lake import Lake, NoLake
+from ..lakelog import PARTITIONS
+from ..runs import Run
+from ..schemas import TABLES, Table, arrow_schema
+from ..spec import JobSpec, SourceSpec
+from .outcome import Outcome
+
+#: What happened at an instant of a row, in words that name other columns of it.
+_STEPS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "outbox": (
+        ("created_at", "stored for {destination}"),
+        ("due_at", "due"),
+        ("dispatched_at", "dispatched to broker {broker}"),
+        ("cancelled_at", "cancelled"),
+        ("dead_at", "ended undelivered: {last_error}"),
+    ),
+    "inbox": (
+        ("first_received_at", "received by {stage}, from {sender}"),
+        ("processed_at", "processed by {stage}, {deliveries} deliveries"),
+        ("dead_at", "given up by {stage}: {last_error}"),
+    ),
+    "attempts": (("failed_at", "attempt {number} of {stage} failed: {exception}"),),
+    "dead_letters": (
+        ("created_at", "dead letter: {reason}"),
+        ("resolved_at", "dead letter {resolution} by {resolved_by}"),
+    ),
+}
+#: What a message is looked for by.
+_KEYS = ("message_id", "key", "correlation_id")
+_HEAVY = ("body", "headers", "traceback")
+
+
+def run_show(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
+    """Return the steps of the messages that have this id, key or correlation id."""
+    steps = sorted(
+        (
+            step
+            for table in TABLES.values()
+            for place, row in _rows(spec, table, given.term)
+            for step in _told(table, place, row)
+        ),
+        key=lambda step: (step["at"], step["message_id"]),
+    )
+    run.rows = len(steps)
+    lines = [
+        f"{one['at']:%Y-%m-%d %H:%M:%S.%f}  {one['message_id']}  {one['service']}: "
+        f"{one['what']} ({one['place']})"
+        for one in steps
+    ]
+    if not steps:
+        named = ", ".join(one.service for one in spec.services)
+        lines = [
+            f"Neither the databases of {named} nor the lake know {given.term!r}. Name "
+            "other services: --service NAME=URL."
+        ]
+    return Outcome(lines, {"steps": steps})
+
+
+def _rows(
+    spec: JobSpec, table: Table, term: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    seen = set()
+    for source in (one.reading() for one in spec.services):
+        for row in _live(source, table, term):
+            seen.add((row["service"], row["id"], row["message_id"]))
+            yield "database", row
+    if spec.lake is None:
+        return
+    with suppress(NoLake):
+        for row in _archived(Lake(spec.lake), table, term):
+            # A row is in both while its batch is on the way.
+            if (row["service"], row["id"], row["message_id"]) not in seen:
+                yield "lake", row
+
+
+def _live(source: SourceSpec, table: Table, term: str) -> Iterator[dict[str, Any]]:
+    database = open_database(source.resolved())
+    columns = [one for one in table.columns if one.name not in _HEAVY]
+    text = "'" + term.replace("'", "''") + "'"
+    conditions = [
+        f"t.{name} = {text}"
+        for name in _KEYS[1:]
+        if any(one.name == name for one in columns)
+    ]
+    with suppress(ValueError):
+        conditions.append(f"t.message_id = {database.uuid(term)}")
+    if conditions and term:
+        for batch in database.read(table, columns, f"({' OR '.join(conditions)})"):
+            for row in batch.to_pylist():
+                yield row | {"service": source.service}
+
+
+def _archived(lake: Lake, table: Table, term: str) -> Iterator[dict[str, Any]]:
+    struct = table.lake_struct()
+    place = lake.table(table.name, struct)
+    if (delta := place.load()) is None:
+        return
+    schema = arrow_schema(struct)
+    for name in PARTITIONS:
+        schema = schema.remove(schema.get_field_index(name))
+    with suppress(ValueError):
+        term = str(uuid.UUID(term))
+    wanted = [pc.field(name) == term for name in _KEYS if name in schema.names]
+    condition = wanted[0]
+    for one in wanted[1:]:
+        condition = condition | one
+    verified = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+    form = ds.ParquetFileFormat(default_fragment_scan_options=verified)
+    columns = [name for name in schema.names if name not in _HEAVY]
+    for named in place.named(delta):
+        path = f"{place.root}/{named.path}"
+        try:
+            file = ds.dataset(path, schema, format=form, filesystem=place.files)
+            rows = file.to_table(columns, filter=condition).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise spoilt(path, error) from error
+        for row in rows:
+            yield row | {"service": named.service}
+
+
+def _told(table: Table, place: str, row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    first: dt.datetime | None = None
+    for name, words in _STEPS[table.name]:
+        at = row.get(name)
+        # When it is due is news only if that is later.
+        if at is None or (name == "due_at" and at == first):
+            continue
+        first = first or at
+        shown = {key: str(value).partition("\n")[0] for key, value in row.items()}
+        yield {
+            "at": at, "message_id": row["message_id"], "service": row["service"],
+            "what": words.format(**shown), "place": place,
+        }  # fmt: skip

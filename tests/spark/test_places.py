@@ -1,0 +1,132 @@
+"""Who listens to which topic, and whose clocks differ: as messages show it."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+from django_txmsg.spark.jobs.clocks import differences
+from django_txmsg.spark.jobs.places import Listener, Place, listeners
+from django_txmsg.spark.spec import Subscription
+from django_txmsg.spark.tally import Line
+
+UTC = dt.timezone.utc
+EVER = dt.datetime(1970, 1, 1, tzinfo=UTC)
+T0 = dt.datetime(2026, 3, 1, 12, tzinfo=UTC)
+TOPIC = "topic:t"
+SECOND = 1_000_000
+
+
+def at(minutes: float) -> dt.datetime:
+    return T0 + dt.timedelta(minutes=minutes)
+
+
+NOW = at(1000)
+TICK = dt.timedelta(microseconds=1)
+
+
+def heard(consumer: str, first: float, last: float) -> Place:
+    receiver = consumer.partition("/")[0]
+    return Place(TOPIC, consumer, "a", receiver, at(first), at(last), 5, 1, 1)
+
+
+def declared(*names: str) -> list[Subscription]:
+    """Stages of service b, one of which listens to no topic."""
+    topics = [Subscription(TOPIC, "b", one) for one in names]
+    return [*topics, Subscription("queue", "b", "queue")]
+
+
+def who(*given: Any) -> dict[str, tuple[Any, Any]]:
+    found = listeners(*given, NOW)
+    assert len({one.consumer for one in found.expected}) == len(found.expected)
+    return {one.consumer: (one.since, one.until) for one in found.expected}
+
+
+def test_who_has_received_is_expected_to_from_then_on() -> None:
+    found = [heard("c/s", 5, 9), heard("c/s", 3, 4)]
+    assert who([], found, declared()) == {"c/s": (at(3), None)}
+
+
+def test_a_declared_stage_listens_since_ever_or_from_now_on() -> None:
+    first = listeners([], [], declared("s"), NOW)
+    assert first.fresh == first.expected == [Listener(TOPIC, "b/s", EVER)]
+    assert who(first.fresh, [], declared("s", "more")) == {
+        "b/s": (EVER, None), "b/more": (NOW, None),
+    }  # fmt: skip
+
+
+def test_a_stage_that_was_renamed_before_any_run_hands_its_messages_over() -> None:
+    found = [heard("b/old", 0, 50), heard("b/new", 60, 90)]
+    assert who([], found, declared("new")) == {
+        "b/old": (at(0), at(50) + TICK), "b/new": (at(50) + TICK, None),
+    }  # fmt: skip
+
+
+def test_a_stage_that_was_renamed_since_ends_where_the_new_one_begins() -> None:
+    known = [Listener(TOPIC, "b/old", EVER)]
+    found = [heard("b/old", 0, 50), heard("b/new", 60, 90)]
+
+    run = listeners(known, found, declared("new"), NOW)
+
+    assert run.fresh == [
+        Listener(TOPIC, "b/old", EVER, at(60)), Listener(TOPIC, "b/new", NOW),
+    ]  # fmt: skip
+    assert [one.consumer for one in run.retired] == ["b/old"]
+    expected = {"b/old": (EVER, at(60)), "b/new": (at(60), None)}
+    assert who(known, found, declared("new")) == expected
+    # The next run knows, and notes nothing again.
+    again = listeners([*known, *run.fresh], found, declared("new"), NOW + TICK)
+    assert again.fresh == []
+    assert again.expected == run.expected
+
+
+def test_a_stage_that_is_removed_was_expected_until_now() -> None:
+    known = [Listener(TOPIC, "b/s", at(0))]
+    assert who(known, [], declared()) == {"b/s": (at(0), NOW)}
+    # Of a service that declares nothing here, nobody knows that.
+    assert who(known, [], []) == {"b/s": (at(0), None)}
+
+
+def test_a_stage_may_come_back() -> None:
+    known = [Listener(TOPIC, "b/s", at(0)), Listener(TOPIC, "b/s", at(0), at(10))]
+    found = listeners(known, [heard("b/s", -5, 8)], declared("s"), NOW)
+    assert found.expected == [
+        Listener(TOPIC, "b/s", at(-5), at(10)), Listener(TOPIC, "b/s", NOW),
+    ]  # fmt: skip
+
+
+def test_who_was_retired_by_hand_stays_so() -> None:
+    known = [Listener(TOPIC, "c/s", at(0), at(10))]
+    assert who(known, [heard("c/s", 0, 20)], declared()) == {"c/s": (at(0), at(10))}
+
+
+def between(least: float, median: float, minutes: float = 60, **more: Any) -> Place:
+    times = int(least * SECOND), int(median * SECOND)
+    count = more.get("messages", 10)
+    return Place("q", "", "a", "b", at(0), at(minutes), count, *times)
+
+
+def test_clocks_differ_where_all_messages_take_the_same_long_time() -> None:
+    [found] = differences([between(7200, 7201)], [])
+    assert (found.sender, found.receiver) == ("a", "b")
+    assert found.ahead == dt.timedelta(hours=2)
+    assert "clock of b is about 7,200 s ahead of that of a" in found.describe()
+    # A destination that gets few messages says nothing against that.
+    few = between(7199, 7200, messages=1)
+    [found] = differences([between(7200, 7201), few], [])
+    assert found.ahead == dt.timedelta(seconds=7199)
+    [found] = differences([between(-7200, -7190)], [])
+    assert "behind" in found.describe()
+
+
+def test_messages_that_waited_for_a_consumer_show_no_difference() -> None:
+    # What was sent an hour earlier has waited for an hour longer.
+    assert differences([between(7200, 7200 + 1800)], []) == []
+    # They are all of one moment.
+    assert differences([between(7200, 7201, minutes=0)], []) == []
+    assert differences([between(7200, 7201, messages=2)], []) == []
+    # Another message between these two was prompt, or is counted without being read.
+    assert differences([between(7200, 7201), between(1, 2)], []) == []
+    prompt = Line(T0.date(), "q", again=False, messages=1, first_us=0, last_us=0)
+    assert differences([between(7200, 7201)], [prompt]) == []
+    assert differences([between(30, 31)], []) == []

@@ -1,0 +1,47 @@
+"""`show` finds a message wherever its rows are."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.spark.archives import archive
+from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import outcome, run
+
+MINUTE = dt.timedelta(minutes=1)
+
+
+def test_a_message_is_shown_from_databases_and_lake(make_log, lake: LakeSpec) -> None:
+    shop: Log = make_log("sqlite")
+    payments: Log = make_log("sqlite", "payments")
+    message, other = uuid.uuid4(), uuid.uuid4()
+    shop.send(
+        [{"message_id": message, "key": "customer's", "due_at": LONG_AGO + MINUTE,
+          "dispatched_at": LONG_AGO + MINUTE}, {"message_id": other}]
+    )  # fmt: skip
+    died = LONG_AGO + 2 * MINUTE
+    payments.receive(
+        [{"message_id": message, "first_received_at": LONG_AGO + MINUTE,
+          "dead_at": died, "last_error": "ValueError: no\nand more"}]
+    )  # fmt: skip
+    payments.bury([{"message_id": message, "created_at": died}])
+    archive(None, shop, lake)
+    spec = JobSpec((shop.spec, payments.spec), lake)
+
+    by_id = run(spec, "show", str(message))["steps"]
+
+    assert [(one["service"], one["place"], one["what"]) for one in by_id] == [
+        ("shop", "lake", "stored for orders.place"),
+        ("shop", "lake", "due"),
+        ("shop", "lake", "dispatched to broker default"),
+        ("payments", "database", "received by orders.place, from shop"),
+        ("payments", "database", "given up by orders.place: ValueError: no"),
+        ("payments", "database", "dead letter: redeliveries_exhausted"),
+    ]  # fmt: skip
+    assert {one["message_id"] for one in by_id} == {str(message)}
+    assert run(spec, "show", "customer's")["steps"] == by_id[:3]
+    assert "know 'nothing'" in outcome(spec, "show", "nothing").lines[0]
+    # Who looks leaves no trace.
+    assert shop.value("SELECT count(*) FROM django_txmsg_pipelinerun") == 0
