@@ -3,6 +3,7 @@
 PipelineError
 ├── UsageError            2  the options are invalid
 ├── EnvironmentFault      3  a database, a lake or Spark is unusable
+│   └── SpoiltFile        3  a file of the lake is not as it was written
 └── VerificationRefused   4  a proof failed, and nothing was deleted
 """
 
@@ -30,17 +31,34 @@ class EnvironmentFault(PipelineError):
     exit_code = 3
 
 
+class SpoiltFile(EnvironmentFault):
+    """A file of the lake cannot be read, or is not as it was written."""
+
+
 class VerificationRefused(PipelineError):
     """Rows in the database differ from the lake's. None were deleted."""
 
     exit_code = 4
 
 
+def spoilt(path: str, error: object) -> SpoiltFile:
+    """Return the error for a file of the lake, by what its reader says."""
+    why = " ".join(str(error).split())
+    return SpoiltFile(
+        f"{path} cannot be read: {why}. Restore this file from a backup of the lake; "
+        "`pipeline verify` names all that are spoilt."
+    )
+
+
 def told_by_spark(error: Exception) -> PipelineError:
     """Return the meaning of an error from a Spark job: an error of ours that a task has
     raised, wherever it ran, or a fault of Spark's environment."""
     text = str(error)
-    for kind in (VerificationRefused, EnvironmentFault, UsageError):
+    # Spark's own reader names the file, and why further below.
+    if file := re.search(r"FAILED_READ_FILE\S* .*?reading file (\S+?)\.? ", text):
+        why = re.search(r"Caused by: \S*(?:Exception|Error): (.+)", text)
+        return spoilt(file[1], why[1] if why else "it is not as it was written")
+    for kind in (VerificationRefused, SpoiltFile, EnvironmentFault, UsageError):
         found = re.search(rf"\b{__name__}\.{kind.__name__}: (.+)", text)
         if found:
             return kind(found[1].strip())

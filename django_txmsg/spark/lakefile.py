@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from .errors import VerificationRefused
+from .errors import VerificationRefused, spoilt
 from .rowhash import row_hashes
 from .schemas import Column
 from .tally import Tallying
@@ -178,6 +178,8 @@ def parquet_writer(stream: Any, schema: pa.Schema) -> pq.ParquetWriter:
     return pq.ParquetWriter(
         stream, schema, compression="zstd", compression_level=1,
         use_dictionary=_repetitive(schema), write_statistics=True,
+        # A bit that flips is found by whoever reads its page.
+        write_page_checksum=True,
     )  # fmt: skip
 
 
@@ -230,25 +232,40 @@ def rows_of(
     *,
     lenient: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a file's rows, in bounded batches whatever wrote it, with the columns in
-    the order of `names`, or all. `lenient` leaves out columns that the file does not
-    have."""
+    """Yield a file's rows, of bounded size whoever has written it, with the columns in
+    the order of `names`, or all. `lenient` leaves out those that the file has not.
+
+    Raises SpoiltFile for a file that is not there, or not as it was written."""
+    try:
+        yield from _rows_of(files, path, names, lenient)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise spoilt(path, error) from error
+
+
+def _rows_of(
+    files: fs.FileSystem, path: str, names: Sequence[str] | None, lenient: bool
+) -> Iterator[pa.RecordBatch]:
     with files.open_input_file(path) as stream:
-        parquet = pq.ParquetFile(stream)
+        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
         if lenient and names is not None:
             names = [one for one in names if one in parquet.schema_arrow.names]
         for group in range(parquet.num_row_groups):
             described = parquet.metadata.row_group(group)
             rows, size = described.num_rows, max(1, described.total_byte_size)
+            most = max(1, min(GROUP_ROWS, rows * GROUP_BYTES // size))
             # A task has one core, and must not use the others.
             for batch in parquet.iter_batches(
-                batch_size=max(1, min(GROUP_ROWS, rows * GROUP_BYTES // size)),
+                batch_size=most,
                 row_groups=[group],
                 columns=names,
                 use_threads=False,
             ):
                 batch = _plain(batch)
+                rows -= batch.num_rows
                 yield batch if names is None else batch.select(names)
+            # The header of a page has no checksum.
+            if rows:
+                raise ValueError(f"row group {group} has not as many rows as it says")
 
 
 def _plain(batch: pa.RecordBatch) -> pa.RecordBatch:

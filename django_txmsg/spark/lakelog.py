@@ -31,23 +31,23 @@ class Named:
     """The lowest and the highest batch of its rows, if the log has them."""
 
 
-def added(file: LakeFile) -> AddAction:
-    """Return the log's action for a new file."""
+def added(file: LakeFile, *, same_rows: bool = False) -> AddAction:
+    """Return the log's word for a new file; `same_rows` if others had its rows."""
     return AddAction(
         path=file.path,
         size=file.size,
         partition_values=_partition(file),
         modification_time=file.modified_ms,
-        data_change=True,
+        data_change=not same_rows,
         stats=json.dumps(_stats(file)),
     )
 
 
-def removed(file: Named, now_ms: int) -> RemoveAction:
+def removed(file: Named, now_ms: int, *, same_rows: bool = False) -> RemoveAction:
     """Return the log's action for a file that is removed from the table."""
     return RemoveAction(
         path=file.path,
-        data_change=True,
+        data_change=not same_rows,
         deletion_timestamp=now_ms,
         partition_values=_partition(file),
         size=file.size,

@@ -111,11 +111,13 @@ class LakeTable:
         metadata: dict[str, Any],
         app: tuple[str, int] | None = None,
         replaced: Iterable[Named] = (),
+        same_rows: bool = False,
     ) -> int:
         """Name `files` in one log entry on top of `delta`, and return its version.
 
-        `app` identifies the entry: if another commit with the same name was made since
-        `delta` was loaded, this raises CommitFailedError.
+        `app` is what the entry is known by: if anybody has committed under the same
+        name since `delta` was loaded, this raises CommitFailedError. `same_rows` says
+        that `files` have the rows of those that are `replaced`.
         """
         files = list(files)
         before: int = delta.version()
@@ -123,8 +125,8 @@ class LakeTable:
         insist_on(self.files, there)
         sync(self.files, self.place.root, [f"{self.root}/{f.path}" for f in files])
         now = int(dt.datetime.now(dt.timezone.utc).timestamp() * 1000)
-        actions: list[Any] = [added(one) for one in files]
-        actions += [removed(one, now) for one in replaced]
+        actions: list[Any] = [added(one, same_rows=same_rows) for one in files]
+        actions += [removed(one, now, same_rows=same_rows) for one in replaced]
         delta.create_write_transaction(
             actions,
             mode="append",
@@ -226,6 +228,7 @@ class LakeTable:
             paths = sorted(path for listed in days.values() for path in listed)
             # The path is used literally, whatever characters the lake's own path has.
             reader = spark.read.schema(inner).option("__globPaths__", "false")
+            reader = reader.option("parquet.page.verify-checksum.enabled", "true")
             frame = reader.parquet(*paths)
             known = {"service": sf.lit(service)}
             if "day" in struct.fieldNames():
@@ -237,16 +240,6 @@ class LakeTable:
             whole = frame if whole is None else whole.unionByName(frame)
         assert whole is not None
         return whole.select(*struct.fieldNames())
-
-    def compact(self, service: str) -> int:
-        """Join a service's small files, day by day. Returns how many were joined."""
-        delta = self.load()
-        # The Delta library (1.6) cannot find files that it has joined below such a
-        # path.
-        if delta is None or "~" in service:
-            return 0
-        done = delta.optimize.compact(partition_filters=[("service", "=", service)])
-        return int(done["numFilesRemoved"])
 
     def vacuum(self, hours: int, *, dry_run: bool) -> list[str]:
         """Delete files that the log has not named for `hours` hours."""

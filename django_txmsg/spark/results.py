@@ -19,7 +19,8 @@ from .schemas import arrow_schema
 from .spec import LakeSpec
 from .storage import place_of
 
-_CLOCK = "recorded_at"
+#: When a result was recorded; its day is that of the file.
+CLOCK = "recorded_at"
 _FILES = t.StructType(
     [
         t.StructField("path", t.StringType(), False),
@@ -37,7 +38,7 @@ def result_struct(struct: t.StructType) -> t.StructType:
         [
             *[t.StructField(f.name, f.dataType) for f in struct.fields],
             t.StructField("run_id", t.StringType()),
-            t.StructField(_CLOCK, t.TimestampType()),
+            t.StructField(CLOCK, t.TimestampType()),
             t.StructField("service", t.StringType()),
             t.StructField("day", t.DateType()),
         ]
@@ -53,7 +54,7 @@ class Results:
     run_id: str
     at: dt.datetime
     makes_lake: bool = True
-    clock: str = _CLOCK
+    clock: str = CLOCK
     """The column with the day. If it is not the run's instant, rows are written
     unchanged."""
     apart: str = ""
@@ -98,12 +99,12 @@ class Results:
 
     def stamped(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Add the run and its instant to a batch."""
-        if self.clock != _CLOCK:
+        if self.clock != CLOCK:
             return batch
         rows = batch.num_rows
         at = pa.scalar(self.at, pa.timestamp("us", tz="UTC"))
         fields = [one.with_nullable(True) for one in batch.schema]
-        fields += [pa.field("run_id", pa.string()), pa.field(_CLOCK, at.type)]
+        fields += [pa.field("run_id", pa.string()), pa.field(CLOCK, at.type)]
         arrays = [*batch.columns, pa.repeat(self.run_id, rows), pa.repeat(at, rows)]
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 

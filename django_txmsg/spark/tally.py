@@ -10,12 +10,14 @@ import datetime as dt
 import json
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 #: The footer's key.
 KEY = b"txmsg.over"
+SUM = b"txmsg.over.crc32"
 #: Most lines of a footer. A file with more destinations is read.
 MOST = 5_000
 _BY = ["sent_on", "destination", "again"]
@@ -43,7 +45,7 @@ class Tally:
 
     lines: tuple[Line, ...]
     slowest_us: int
-    """The longest time between sending and processing."""
+    """The longest time from when a message was due until it was processed."""
 
     @property
     def messages(self) -> int:
@@ -62,11 +64,12 @@ class Tallying:
         """Count rows of finished journeys."""
         if self._counted and self._counted[0].num_rows > MOST:
             return
-        sent, done = (
-            rows[name].cast(pa.int64()) for name in ("stored_at", "processed_at")
+        sent, due, done = (
+            rows[name].cast(pa.int64())
+            for name in ("stored_at", "due_at", "processed_at")
         )
         self.slowest_us = max(
-            self.slowest_us, pc.max(pc.subtract(done, sent)).as_py() or 0
+            self.slowest_us, pc.max(pc.subtract(done, due)).as_py() or 0
         )
         columns = {
             "sent_on": pa.array(sent.to_numpy() // _DAY, pa.int32()),
@@ -89,15 +92,18 @@ class Tallying:
         if summed.num_rows > MOST:
             return {}
         lines = list(zip(*(one.to_pylist() for one in summed.columns), strict=True))
-        said = {"slowest_us": self.slowest_us, "lines": lines}
-        return {KEY: json.dumps(said).encode()}
+        said = json.dumps({"slowest_us": self.slowest_us, "lines": lines}).encode()
+        return {KEY: said, SUM: str(crc32(said)).encode()}
 
 
 def tally_in(described: Any) -> Tally | None:
     """Return a file's counts from its footer, if they match its rows."""
-    said = json.loads((described.metadata or {}).get(KEY, b"null"))
-    if said is None:
+    known = described.metadata or {}
+    text = known.get(KEY, b"")
+    # A page of the file has a checksum of its own; its footer has none.
+    if not text or known.get(SUM) != str(crc32(text)).encode():
         return None
+    said = json.loads(text)
     lines = tuple(
         Line(_EPOCH + dt.timedelta(days=day), *rest) for day, *rest in said["lines"]
     )

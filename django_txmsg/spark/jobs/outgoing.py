@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import types as t
 
 from ...rules import dead_letters
-from ..errors import UsageError
+from ..errors import UsageError, VerificationRefused
 from ..redelivery import ask
 from ..runs import Run
 from ..schemas import DEAD_LETTERS, OUTBOX, Table, arrow_schema
@@ -35,6 +35,7 @@ from ..transforms.reconcile import FINDINGS
 from .findings import found_in, judged_by
 from .outgoing_options import ReplayOptions, SendOptions
 from .reading import WholeLog
+from .verify import Verified, read_back
 
 _STAGED_TASK = t.StructType(
     [
@@ -93,6 +94,8 @@ def run_replay(
         chosen = choose(log, table, options, judged)
         if table is DEAD_LETTERS:
             return _redeliver(chosen, source, name, options, run)
+        if not options.dry_run:
+            _insist_on_proof(log, chosen)
         rows = to_outbox_rows(chosen, run=name, mode=options.mode)
         return _store(rows, source, name, options.rate, options.dry_run, run)
 
@@ -141,9 +144,7 @@ def choose(
     row: a replay of everything must not replay its own messages. A cancelled message
     has ended as intended: it is selected only if the filter mentions it.
     """
-    struct = t.StructType(
-        [f for f in table.lake_struct().fields if f.name != "batch_id"]
-    )
+    struct = table.lake_struct()
     live = log.read_live(table, table.struct())
     if table is DEAD_LETTERS:
         # Open ones are only in the database.
@@ -155,7 +156,12 @@ def choose(
             sf.col("dead_at").isNotNull(), "dead"
         )
         frames = [live.withColumn("outcome", ended).where("outcome IS NOT NULL")]
-    frames[0] = frames[0].withColumn("day", sf.to_date(table.clock))
+    frames[0] = frames[0].withColumns(
+        {
+            "day": sf.to_date(table.clock),
+            "batch_id": sf.lit(None).cast("long"),
+        }
+    )
     if table is OUTBOX and log.lake is not None:
         kept = log.lake.table(table.name, table.lake_struct())
         services = [one.service for one in log.live]
@@ -184,6 +190,31 @@ def choose(
     if options.limit:
         chosen = chosen.orderBy("created_at", "id").limit(options.limit)
     return chosen
+
+
+def _insist_on_proof(log: WholeLog, chosen: DataFrame) -> None:
+    """Compare the batches that archived messages are chosen from with the sums that
+    were proven when they were archived. Raises VerificationRefused."""
+    if log.lake is None:
+        return
+    rows = chosen.where("batch_id IS NOT NULL").select("batch_id").distinct().collect()
+    batches = {row.batch_id for row in rows}
+    delta, named = log.files_of(OUTBOX.name)
+    if delta is None or not batches:
+        return
+    files = [
+        one
+        for one in named
+        if one.batches is None
+        or any(one.batches[0] <= batch <= one.batches[1] for batch in batches)
+    ]
+    found = Verified()
+    read_back(log.spark, log.lake.spec, OUTBOX, files, delta, found, batches)
+    if found.problems:
+        raise VerificationRefused(
+            "Nothing was stored, since the lake is not as it was: "
+            + " ".join(found.problems)
+        )
 
 
 def _but_cancelled(frame: DataFrame, where: str) -> DataFrame:

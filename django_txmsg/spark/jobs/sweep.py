@@ -19,6 +19,7 @@ from ..progress import Progress
 from ..runs import Run
 from ..schemas import TABLES
 from ..spec import JobSpec
+from .joining import join
 
 #: Not history: the subscribers of a topic are valid until they change.
 FOR_GOOD = frozenset(["subscriptions"])
@@ -110,7 +111,7 @@ def _sweep(place: LakeTable, service: str, options: SweepOptions) -> Swept:
             )
     # Journeys are joined by the run that maintains them, into files with counts.
     if options.compact and not options.dry_run and place.name != "journeys":
-        done.compacted = place.compact(service)
+        done.compacted = join(place, service)
     hours = int(options.replaced_older_than.total_seconds() // 3600)
     done.replaced = len(place.vacuum(hours, dry_run=options.dry_run))
     orphans = place.orphans(service, now - options.orphans_older_than)

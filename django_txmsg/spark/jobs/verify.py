@@ -8,7 +8,7 @@ the sums that were proven when they were archived.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import types as t
 
 from ..cores import parallelism
+from ..errors import SpoiltFile
 from ..lake import Lake
 from ..lakefile import rows_of
 from ..lakelog import Named
@@ -80,7 +81,7 @@ def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verifi
                 continue
             named = [one for one in place.named(delta) if one.service == service]
             done = found[name] = Verified(files=len(named))
-            intact = _read(spark, lake.spec, table, named, delta, done)
+            intact = read_back(spark, lake.spec, table, named, delta, done)
             _look_for_doubles(log, table, intact, done)
             run.rows += done.rows
             run.counts[name] = done.rows
@@ -90,16 +91,17 @@ def run_verify(spark: SparkSession, spec: JobSpec, run: Run) -> dict[str, Verifi
     return found
 
 
-def _read(
+def read_back(
     spark: SparkSession,
     lake: LakeSpec,
     table: Table,
     named: Sequence[Named],
     delta: DeltaTable,
     done: Verified,
+    only: Collection[int] | None = None,
 ) -> list[Named]:
-    """Read all files, compare batches with their entries, and return the intact
-    files."""
+    """Read files of a service, compare their batches, or `only` some of them, with
+    their entries, and return the intact."""
     if not named:
         return []
     task = VerifyTask(lake, table, named)
@@ -118,7 +120,8 @@ def _read(
     hurt = [named[number].batches for number in broken]
     entries, changed = _entries(delta, named[0].service)
     wrong = []
-    for batch in sorted(entries.keys() | sums.keys()):
+    batches = entries.keys() | sums.keys() if only is None else only
+    for batch in sorted(batches):
         if batch not in entries or _within(batch, changed) or _within(batch, hurt):
             done.unproven += batch in sums
         elif sums.get(batch, (0, 0)) != entries[batch]:
@@ -195,7 +198,7 @@ class VerifyTask:
             for number in numbers.column(0).to_pylist():
                 try:
                     lines = self._sums(self.named[number])
-                except (OSError, pa.ArrowException, KeyError) as error:
+                except (SpoiltFile, pa.ArrowException, KeyError, ValueError) as error:
                     said = str(error).partition("\n")[0]
                     lines = [(f"{self.named[number].path}: {said}", 0, 0, "0")]
                 names = _SUMS.fieldNames()

@@ -1,0 +1,133 @@
+"""A bit that flips in the lake is found by whoever reads it, and gets no further."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import fs
+
+from django_txmsg.spark.errors import EnvironmentFault, SpoiltFile, VerificationRefused
+from django_txmsg.spark.lakefile import rows_of
+from django_txmsg.spark.schemas import INBOX, OUTBOX
+from django_txmsg.spark.spec import JobSpec, LakeSpec
+from tests.spark.archives import archive, path_of
+from tests.spark.log import LONG_AGO, Log
+from tests.spark.running import outcome, run
+
+JUDGE = ("reconcile", "--grace", "0s", "--fail-on", "never")
+
+
+def files_of(lake: LakeSpec, table: Any = OUTBOX) -> list[Path]:
+    return sorted(path_of(lake, table).glob("service=*/day=*/*.parquet"))
+
+
+def chunk(path: Path, column: str) -> tuple[int, int]:
+    """Where the bytes of a column begin and end."""
+    group = pq.read_metadata(path).row_group(0)
+    [found] = [
+        one
+        for one in map(group.column, range(group.num_columns))
+        if one.path_in_schema == column
+    ]
+    pages = (found.dictionary_page_offset, found.data_page_offset)
+    first = min(one for one in pages if one)
+    return first, first + found.total_compressed_size
+
+
+@contextmanager
+def flipped(path: Path, place: int, bit: int = 3) -> Iterator[None]:
+    """Flip a bit for the time of the block."""
+    whole = path.read_bytes()
+    spoilt = bytearray(whole)
+    spoilt[place] ^= 1 << bit
+    path.write_bytes(spoilt)
+    try:
+        yield
+    finally:
+        path.write_bytes(whole)
+
+
+def read(path: Path) -> pa.Table:
+    return pa.Table.from_batches(rows_of(fs.LocalFileSystem(), str(path)))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_no_flipped_bit_of_any_column_is_read_as_right(
+    make_log, lake: LakeSpec, joined: bool
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(400, key="k", headers={"trace": "abc"})
+    archive(None, log, lake)
+    if joined:
+        spec = JobSpec((log.spec,), lake)
+        assert run(spec, "sweep")["counts"]["outbox"]["compacted"] == 4
+        run(spec, "sweep", "--replaced-older-than", "0s")
+    path = files_of(lake)[-1]
+    right, dice = read(path), random.Random(7)
+    found = wrong = 0
+    for column in right.column_names:
+        start, end = chunk(path, column)
+        for _ in range(40):
+            with flipped(path, dice.randrange(start, end), dice.randrange(8)):
+                try:
+                    wrong += not read(path).equals(right)
+                except SpoiltFile as error:
+                    found += str(path) in str(error)
+    assert wrong == 0
+    assert found > 30 * len(right.column_names)
+
+
+def test_nothing_spoilt_gets_into_journeys_or_verdicts(
+    spark: Any, make_log, lake: LakeSpec
+) -> None:
+    log: Log = make_log("sqlite")
+    log.send_many(50)
+    log.receive([{"message_id": uuid.uuid4()}])
+    for table in (OUTBOX, INBOX):
+        archive(spark, log, lake, table=table)
+    spec, path = JobSpec((log.spec,), lake), files_of(lake)[0]
+    start, end = chunk(path, "message_id")
+
+    with flipped(path, (start + end) // 2):
+        with pytest.raises(EnvironmentFault, match=path.name):
+            run(spec, *JUDGE)
+        for name in ("journeys", "verdicts"):
+            assert not list((path_of(lake).parent / name).glob("service=*"))
+        assert path.name in "".join(outcome(spec, "verify").lines)
+
+    assert run(spec, *JUDGE)["counts"] == {"never_received": 50, "unknown_sender": 1}
+    assert run(spec, "verify")["exit_code"] == 0
+
+
+def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
+    spark: Any, make_log, lake: LakeSpec
+) -> None:
+    """Also of a file whose pages have no checksums: an early release has written it,
+    or another tool."""
+    log: Log = make_log("sqlite")
+    log.send_many(50)
+    archive(spark, log, lake)
+    spec, [path] = JobSpec((log.spec,), lake), files_of(lake)
+    backup = shutil.copy(path, path.with_suffix(".backup"))
+    rows = pq.read_table(path)
+    place = rows.column_names.index("body")
+    bodies = [b"spoilt", *rows["body"].to_pylist()[1:]]
+    pq.write_table(rows.set_column(place, "body", pa.array(bodies)), path)
+
+    with pytest.raises(VerificationRefused, match="batch 1"):
+        run(spec, "replay", "--where", "destination = 'orders.place'")
+    assert log.count() == 0
+
+    shutil.copy(backup, path)
+    words = ("replay", "--where", f"created_at >= '{LONG_AGO - dt.timedelta(1)}'")
+    assert run(spec, *words)["rows"] == 50
