@@ -13,6 +13,7 @@ import pytest
 from django_txmsg.spark.databases import open_database
 from django_txmsg.spark.lakefile import DayFiles, rows_of
 from django_txmsg.spark.schemas import OUTBOX, TABLES
+from django_txmsg.spark.source.batch import id_ranges
 from django_txmsg.spark.source.snapshot import snapshot
 from django_txmsg.spark.spec import LakeSpec
 from django_txmsg.spark.storage import place_of
@@ -47,6 +48,23 @@ def test_every_table_reads_also_when_it_is_empty(spark, log: Log, table: str) ->
     frame = spark.read.format("txmsg").options(**options(log, table=table)).load()
 
     assert frame.count() == 0
+
+
+def test_a_row_much_older_than_all_others_leaves_the_parts_equal(log: Log) -> None:
+    log.send_many(3_000)
+    log.execute("UPDATE django_txmsg_outboxmessage SET id = id + 100000 WHERE id > 1")
+
+    parts = id_ranges(open_database(log.spec), OUTBOX, 8)
+
+    counts = [
+        log.value(
+            f"SELECT count(*) FROM {OUTBOX.relation} t WHERE {part.condition}"
+        )
+        for part in parts
+    ]  # fmt: skip
+    assert sum(counts) == 3_000
+    assert len(counts) == 8
+    assert max(counts) < 2 * 3_000 / 8
 
 
 def test_partitions_within_a_snapshot_see_one_state(spark, log: Log) -> None:

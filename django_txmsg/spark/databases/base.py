@@ -1,4 +1,4 @@
-"""The pipeline's interface to any database: batches, bounds, literals.
+"""What the pipeline asks of a database, whichever it is: batches, samples, literals.
 
 An implementation is small and picklable: executors get it with its address inside, and
 open a connection of their own for every read.
@@ -41,8 +41,8 @@ class Database(Protocol):
         """Read once, on a connection of its own, within a snapshot if one is named."""
         ...
 
-    def bounds(self, table: Table) -> tuple[int, int]:
-        """Return the lowest and the highest id, or (0, -1) of an empty table."""
+    def sample(self, table: Table) -> list[int]:
+        """Return ids of a table, as many where many are."""
         ...
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:

@@ -46,13 +46,11 @@ class Sqlite:
         with closing(self._connect()) as connection:
             yield SqliteReader(connection)
 
-    def bounds(self, table: Table) -> tuple[int, int]:
-        """Return the lowest and highest id."""
+    def sample(self, table: Table) -> list[int]:
+        """Return all ids of a table: an index has them."""
         with closing(self._connect()) as connection:
-            low, high = connection.execute(
-                f"SELECT min(id), max(id) FROM {table.relation}"
-            ).fetchone()
-        return (0, -1) if low is None else (low, high)
+            rows = connection.execute(f"SELECT id FROM {table.relation}").fetchall()
+        return [one for (one,) in rows]
 
     def instant(self, value: dt.datetime, *, upper: bool) -> str:
         """Return a text literal. Stored instants may or may not have trailing zeros, so

@@ -7,7 +7,6 @@ snapshot, any number of partitions see the same state.
 from __future__ import annotations
 
 import datetime as dt
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +29,7 @@ class Selection:
     """The columns that Spark requests, in its order and nullability."""
 
     def __init__(self, service: str, table: Table, schema: StructType) -> None:
-        known = {one.name: one for one in table.columns}
+        known = {one.name: one for one in (*table.columns, *table.live)}
         for name in schema.fieldNames():
             if name != "service" and name not in known:
                 raise UsageError(f"The table {table.name} has no column {name!r}.")
@@ -65,13 +64,12 @@ class IdRange(InputPartition):
 
 
 def id_ranges(database: Database, table: Table, count: int) -> list[IdRange]:
-    """Split a table's ids into equal ranges that cover all possible ids. Rows stored
-    later do not matter: the snapshot does not contain them."""
-    low, high = database.bounds(table)
-    if count <= 1 or high < low:
-        return [IdRange(-(2**63), 2**63 - 1)]
-    step = math.ceil((high - low + 1) / count)
-    edges = [-(2**63), *(low + step * index for index in range(1, count)), 2**63 - 1]
+    """Cut a table's ids into ranges that hold all ids there can be, each about as many
+    of those that are there: one row may be much older than all others. A row that is
+    stored later is in none that matters: the snapshot does not have it."""
+    known = sorted(database.sample(table)) if count > 1 else []
+    inner = {known[len(known) * part // count] for part in range(1, count) if known}
+    edges = [-(2**63), *sorted(inner), 2**63 - 1]
     return [IdRange(*edge) for edge in pairwise(edges)]
 
 
@@ -98,7 +96,7 @@ class BatchReader(DataSourceReader):
                 self.conditions.append(f"t.{table.clock} {sign} {literal}")
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Split the ids into equal ranges."""
+        """Cut the ids into ranges of equal work."""
         return id_ranges(self.database, self.table, self.count)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
