@@ -1,7 +1,7 @@
-"""What every test shares: real servers, processes, and the choice of tests.
+"""Fixtures shared by all tests: real servers, processes, and the selection of tests.
 
-The servers start with the first test that asks for them. A server that is not
-installed skips its tests; where `CI=true` it fails them.
+Servers start with the first test that uses them. If a server is not installed, its
+tests are skipped; with `CI=true` they fail.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ S = TypeVar("S", bound=services.Server)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Mark the database's tests, and leave out what is for the other database."""
+    """Mark the database's tests, and deselect those for the other database."""
     engine = settings.DATABASES["default"]["ENGINE"]
     other = "sqlite" if "postgresql" in engine else "postgresql"
     chosen, left_out = [], []
@@ -76,15 +76,15 @@ def _parameters(item: pytest.Item) -> set[str]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Start again what an earlier test has killed and left so."""
+    """Restart a server that an earlier test has killed."""
     for server in services.running_servers():
         server.start()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End the threads that a test's commits have started: what they have in hand would
-    be the next one's, whose tables are empty when it begins."""
+    """End the threads started by a test's commits: otherwise their work would continue
+    during the next test, whose tables are empty at its start."""
     from django_txmsg.relaying import pauses
     from django_txmsg.relaying.dispatcher import stop_dispatchers
     from django_txmsg.runtime import breaker
@@ -124,13 +124,13 @@ def activemq() -> services.ActiveMQ:
 
 @pytest.fixture(scope="module")
 def small_activemq() -> services.SmallActiveMQ:
-    """An ActiveMQ that is soon full, and says so."""
+    """An ActiveMQ that is soon full, and reports it."""
     return ask_for(services.SmallActiveMQ)
 
 
 @pytest.fixture(scope="module")
 def silent_activemq() -> services.SilentActiveMQ:
-    """An ActiveMQ that is soon full, and says nothing."""
+    """An ActiveMQ that is soon full, and does not answer."""
     return ask_for(services.SilentActiveMQ)
 
 
@@ -166,7 +166,7 @@ def s3() -> services.S3:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Iterator[object]:
-    """Escape lone surrogates in what a worker reports: no pipe carries them."""
+    """Escape lone surrogates in a worker's reports: no pipe carries them."""
     data = yield
     return _sendable(data)
 
@@ -210,7 +210,7 @@ def django_db_setup(
 
 @pytest.fixture
 def destination() -> str:
-    """A destination nobody has used before: the brokers outlive the tests."""
+    """A destination that no test has used before: the brokers outlive the tests."""
     return f"tests.{uuid.uuid4().hex}"
 
 

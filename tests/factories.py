@@ -1,7 +1,7 @@
-"""Rows of every table, for tests of what reads them.
+"""Rows of every table, for tests of code that reads them.
 
-They are settled or parked as a real life of theirs would have left them. What the
-package must do itself (store, relay, process) the tests let the package do.
+They are settled or parked as real messages would have left them. Tests of storing,
+relaying and processing use the package itself.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class WorkerFactory(DjangoModelFactory):
 
 
 class StageStateFactory(DjangoModelFactory):
-    """A stage that somebody has paused."""
+    """A paused stage."""
 
     class Meta:
         model = models.StageState
@@ -168,7 +168,7 @@ class StageStateFactory(DjangoModelFactory):
 
 
 class FailureNoteFactory(DjangoModelFactory):
-    """What somebody found out."""
+    """An operator's note."""
 
     class Meta:
         model = models.FailureNote
@@ -189,7 +189,7 @@ class QueueMessageFactory(DjangoModelFactory):
 
 
 class BulkOperationFactory(DjangoModelFactory):
-    """A bulk operation that nobody has worked on yet."""
+    """A bulk operation that has not started yet."""
 
     class Meta:
         model = models.BulkOperation

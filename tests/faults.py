@@ -49,7 +49,8 @@ def wait_until(
 ) -> T:
     """Return the condition's first true value; fail the test at the deadline.
 
-    `message` says what was awaited; a function is asked only when time is up.
+    `message` describes the condition; if it is a function, it is called only at the
+    deadline.
     """
     end = time.monotonic() + deadline
     pause = threading.Event()
@@ -64,7 +65,7 @@ def wait_until(
 
 
 def hang_here(line: str) -> NoReturn:
-    """Say `line` and stand still: the test waits for the line, then kills us."""
+    """Print `line` and stop: the test waits for the line, then kills this process."""
     print(line, flush=True)  # noqa: T201 - the test reads it from our standard output
     while True:
         threading.Event().wait()
@@ -148,7 +149,7 @@ class ManageProcess:
         raise AssertionError(f"{self}: no line like {pattern!r}, {why}:\n{self.output}")
 
     def wait(self, *, deadline: float = 60.0) -> int:
-        """Wait for the process to end by itself and return its exit code."""
+        """Wait for the process to exit, and return its exit code."""
         try:
             code = self.process.wait(deadline)
         except subprocess.TimeoutExpired:
@@ -166,7 +167,7 @@ class ManageProcess:
         return self.output
 
     def terminate(self) -> None:
-        """SIGTERM: finish what is claimed and go."""
+        """SIGTERM: the process drains and exits."""
         self.process.send_signal(signal.SIGTERM)
 
     def interrupt(self) -> None:
@@ -179,7 +180,7 @@ class ManageProcess:
         self.process.wait(30)
 
     def pause(self) -> None:
-        """SIGSTOP: the process stands still while its lease runs out."""
+        """SIGSTOP: the process is stopped while its lease runs out."""
         self.process.send_signal(signal.SIGSTOP)
         process = psutil.Process(self.pid)
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
@@ -189,7 +190,7 @@ class ManageProcess:
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill what is left of it and of its children."""
+        """Kill the remaining processes of it and of its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait(30)

@@ -1,4 +1,4 @@
-"""Exceptions whose own code raises when somebody looks at them."""
+"""Exceptions whose own code raises when they are inspected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Orders over HTTP while everything they pass is killed, stopped, cut and failed over.
+"""Orders over HTTP while every component on their way is killed, stopped, cut and
+failed over.
 
-A web server, two relays and two consumers work through PgBouncer on PostgreSQL; who is
-killed is started again, as by systemd. Each order is two messages, and the stage of
+A web server, two relays and two consumers use PostgreSQL through PgBouncer; killed
+processes are restarted, as by systemd. Each order is two messages, and the stage of
 each sends a third: nothing of a placed order may be lost, doubled or stuck.
 """
 
@@ -43,7 +44,8 @@ REST = 180.0
 
 
 def declare() -> None:
-    """In the consumers: an effect of each message, and one of what its stage sends."""
+    """In the consumers: an effect of each message, and one of the message that its
+    stage sends."""
     service = conf.get().SERVICE
 
     def effect(message: Message, what: str) -> None:
@@ -62,7 +64,7 @@ def declare() -> None:
 
 @dataclass
 class Report:
-    """What came of a run."""
+    """The result of a run."""
 
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
@@ -89,7 +91,7 @@ class Report:
 
 
 class Chaos:
-    """One run: its processes, its servers, and what is done to them."""
+    """One run: its processes, its servers, and their faults."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class Chaos:
     def run(
         self, seconds: float, faults: list[Callable[[Chaos], None]], pause: float
     ) -> Report:
-        """Let orders come in for so long while faults strike, and count what came."""
+        """Accept orders for that long while faults strike, and count the results."""
         self._web = self._start_web()
         for name in ("relay-1", "relay-2", "consume-1", "consume-2"):
             self._start_worker(name)
@@ -186,7 +188,7 @@ class Chaos:
         self._end(self._workers[name])
 
     def worker_stands_still(self) -> None:
-        """SIGSTOP for longer than every lease; then it goes on, as if nothing was."""
+        """SIGSTOP for longer than every lease; then the process resumes."""
         worker = self._workers[self._random.choice(list(self._workers))]
         self._stand_still([worker.pid])
 
@@ -196,14 +198,14 @@ class Chaos:
         self._stand_still(self._web.workers())
 
     def broker_killed(self) -> None:
-        """The broker, a power cut; nothing where it is the database."""
+        """The broker has a power cut; nothing if the broker is the database."""
         if self._broker is not None:
             self._broker.kill()
             self._enough.wait(self._random.uniform(0, 3))
             self._broker.start()
 
     def broker_stands_still(self) -> None:
-        """The broker says nothing for a while."""
+        """The broker does not answer for a while."""
         if self._broker is not None and self._broker.process is not None:
             self._stand_still([self._broker.process.pid])
 
@@ -261,7 +263,8 @@ class Chaos:
                 one.send_signal(signal.SIGCONT)
 
     def _end(self, worker: ManageProcess) -> None:
-        """SIGTERM, once it is at work: Python that still starts has nothing to end."""
+        """SIGTERM, once it is running: an interpreter that is still starting has no
+        handler."""
         at_work = ("Stop with Ctrl-C", "Consuming:")
         wait_until(
             lambda: not worker.running or any(it in worker.output for it in at_work)
@@ -276,7 +279,7 @@ class Chaos:
                 admin.execute(statement)
 
     def _keep_alive(self) -> None:
-        """Start again what was killed, as the machine's own supervisor does."""
+        """Restart killed processes, as the machine's own supervisor does."""
         for name, worker in list(self._workers.items()):
             if not worker.running:
                 self._start_worker(name)
@@ -316,7 +319,7 @@ class Chaos:
                 self._acknowledged.add(number)
 
     def _count(self) -> None:
-        """Wait until all has come to rest, and say what did not happen once."""
+        """Wait until nothing moves, and report everything that did not happen once."""
         deadline = time.monotonic() + REST
 
         def at_rest() -> bool:
@@ -359,7 +362,7 @@ class Chaos:
         ]
 
     def told(self) -> str:
-        """Return what the processes have said of late."""
+        """Return the recent output of the processes."""
         workers = [*self._workers.values(), *self._old_workers[-6:]]
         said = [f"{one}\n{one.output[-1500:]}" for one in workers]
         return "\n".join([*said, self._web.log()[-3000:] if self._web else ""])

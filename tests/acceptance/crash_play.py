@@ -1,7 +1,7 @@
-"""One fault against every step of one transaction mode, and what came of it.
+"""One fault against every step of one transaction mode, and the result.
 
-A process stands at each step; the fault strikes them all; then the world is mended and
-everybody works on. What is counted is what a customer would see.
+A process stops at each step; the fault strikes all of them; then the system is repaired
+and all processes continue. The counts are those that a customer would see.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Play:
             yield
 
     def consume(self, steps: list[str], *, point: str = "", url: str = "") -> Any:
-        """Start a consumer of the stages of `steps` that stands at `point`."""
+        """Start a consumer of the stages of `steps` that stops at `point`."""
         declared = [
             {
                 "destination": self.stages[step],
@@ -74,7 +74,7 @@ class Play:
         )
 
     def bring_to(self, step: str, url: str = "") -> None:
-        """Start a process that will stand at `step` with a message in hand."""
+        """Start a process that will stop at `step` while it holds a message."""
         self.ids[step] = put(self.stages[step])
         self.workers.append(self.consume([step], point=step, url=url))
 

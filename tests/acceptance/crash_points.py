@@ -1,7 +1,7 @@
-"""Hooks for the processes that tests kill: each stands still at one step.
+"""Hooks for the processes that tests kill: each stops at one step.
 
-The environment says what the process is to do: CRASH_STAGES is a JSON list of stages,
-CRASH_POINT the step, CRASH_GO a file whose appearance lets the process go on.
+The environment controls the process: CRASH_STAGES is a JSON list of stages, CRASH_POINT
+the step, CRASH_GO a file whose appearance lets the process continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _stood = threading.Event()
 
 
 def stand(step: str) -> None:
-    """Stand still here, once, if this is the step to stand at."""
+    """Stop here, once, if this is the chosen step."""
     if step != os.environ.get("CRASH_POINT") or _stood.is_set():
         return
     _stood.set()
@@ -39,7 +39,7 @@ def stand(step: str) -> None:
 
 
 def consumer() -> None:
-    """Declare the stages, and stand at CRASH_POINT."""
+    """Declare the stages, and stop at CRASH_POINT."""
     for one in json.loads(os.environ["CRASH_STAGES"]):
         next_destination = one.pop("next")
         stages.stage(**one)(_handler(one["transaction"], one["name"], next_destination))

@@ -1,4 +1,4 @@
-"""What is expected of every fault at every step, and the table of it in the docs.
+"""The expected result of every fault at every step, and its table in the docs.
 
 python -m tests.acceptance.failure_table     writes the table
 """
@@ -41,7 +41,7 @@ FAULTS = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a message that met the fault has led to."""
+    """The result for a message that met the fault."""
 
     effects: int
     """Rows that its handler has left in the database."""
@@ -99,14 +99,14 @@ ON_RABBITMQ_ALSO = {
 
 
 def expected(mode: str, fault: str, step: str, broker: str) -> list[Outcome]:
-    """Return what may be seen on that broker."""
+    """Return the results that are allowed on that broker."""
     outcomes = EXPECTED[mode, fault][step]
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
     return [*outcomes, also] if also and broker.startswith("rabbitmq") else outcomes
 
 
 def cell(mode: str, fault: str, step: str) -> str:
-    """Return what the docs say of it."""
+    """Return the cell of the docs for it."""
     words = " or ".join(WORDS[one] for one in EXPECTED[mode, fault][step])
     also = ON_RABBITMQ_ALSO.get((mode, fault, step))
     return f"{words}; on RabbitMQ also {WORDS[also]}" if also else words

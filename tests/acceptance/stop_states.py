@@ -1,8 +1,8 @@
-"""Where a `relay`, a `consume` or a `run` can be when it is told to stop.
+"""The states in which a `relay`, a `consume` or a `run` can be when it is stopped.
 
-Each state is a context: it starts the process, waits until that process is in the
-state for certain, and mends the world on the way out. `during`, where there is one,
-is what the world does after the signal and before the end.
+Each state is a context manager: it starts the process, waits until that process is
+certainly in the state, and repairs the system at its end. `during`, if present, runs
+after the signal and before the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COUNT = 6
 
 
 def declare() -> None:
-    """In the process: one stage that does as the test says."""
+    """In the process: one stage that behaves as the test requires."""
     _process.PATIENCE = 4.0
     script = json.loads(os.environ["STOP_SCRIPT"])
     go = Path(script["go"])
@@ -112,7 +112,7 @@ class World:
         return self.process
 
     def store(self, count: int = COUNT) -> None:
-        """Store messages that nobody has dispatched."""
+        """Store messages without dispatching them."""
         with txmsg(**self.settings()), transaction.atomic():
             send_messages(
                 {"destination": self.destination, "body": n} for n in range(count)
@@ -136,7 +136,7 @@ class World:
         return self.stack.enter_context(Proxy(port))
 
     def waiting(self, text: str) -> str:
-        """Wait until the process has said this."""
+        """Wait until the process has printed this."""
         return self.process.wait_for_line(text)
 
 
@@ -173,7 +173,7 @@ def _waits_for_a_lock() -> bool:
 
 @contextmanager
 def _silent_host() -> Iterator[tuple[int, threading.Event]]:
-    """A port that takes connections and never says a word."""
+    """A port that accepts connections and never sends a byte."""
     taken, end = threading.Event(), threading.Event()
     with socket.create_server(("127.0.0.1", free_port())) as server:
         kept = []
@@ -198,7 +198,7 @@ def _silent_host() -> Iterator[tuple[int, threading.Event]]:
 
 @contextmanager
 def broker_refuses(world: World, command: str) -> Iterator[None]:
-    """In the pause of a breaker: nobody listens there."""
+    """In the pause of a breaker: nothing listens on the port."""
     world.store()
     world.start(command, url=f"stomp://u:p@127.0.0.1:{free_port()}")
     world.waiting("cannot be used")
@@ -207,7 +207,7 @@ def broker_refuses(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def broker_is_silent(world: World, command: str) -> Iterator[None]:
-    """In the log-in at a host that takes connections and says nothing."""
+    """In the log-in at a host that accepts connections and sends nothing."""
     world.store()
     with _silent_host() as (port, taken):
         world.start(command, url=f"stomp://u:p@127.0.0.1:{port}")
@@ -351,7 +351,7 @@ def in_the_handler_of_1pc(world: World, command: str) -> Iterator[None]:
 
 @contextmanager
 def in_blocking_redelivery(world: World, command: str) -> Iterator[None]:
-    """Between two attempts of one message, with the message in hand."""
+    """Between two attempts of one message, while it is held."""
     world.script["redelivery"] = {"mode": "blocking", "initial_delay": 300.0}
     world.script["fail"] = True
     world.dispatch()

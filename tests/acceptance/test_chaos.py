@@ -1,7 +1,7 @@
-"""Orders through kills and faults of everything, on each broker, behind PgBouncer.
+"""Orders while everything is killed and fails, on each broker, behind PgBouncer.
 
-`make soak` runs it for an hour in all, or for as long as TXMSG_SOAK_SECONDS says;
-`make test` runs the pooler's part for seconds.
+`make soak` runs it for an hour in all, or for TXMSG_SOAK_SECONDS; `make test` runs the
+part with the pooler for seconds.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def test_relay_and_consume_once_end_by_themselves(
 def test_once_waits_for_a_broker_that_is_slow_to_answer(
     manage: Manage, destination: str, activemq: services.ActiveMQ
 ) -> None:
-    """Idle is who has been connected and got nothing, not who is still connecting."""
+    """A consumer is idle only once it has connected and received nothing, not while it
+    is connecting."""
     with (
         txmsg(BROKERS={"default": {"URL": activemq.url()}}),
         Proxy(activemq.port) as proxy,

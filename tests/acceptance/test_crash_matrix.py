@@ -1,10 +1,10 @@
-"""Every step of every transaction mode against every fault, and what comes of it.
+"""Every step of every transaction mode against every fault, and the result.
 
-The table in `docs/explanation/failures.md` is made from what is expected here:
+The table in `docs/explanation/failures.md` is generated from the expectations here:
 
-    python -m tests.acceptance.failure_table
+python -m tests.acceptance.failure_table
 
-`make test` plays a fair sample, `make soak` all of it.
+`make test` runs a sample, `make soak` everything.
 """
 
 from __future__ import annotations

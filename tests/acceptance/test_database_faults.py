@@ -1,5 +1,5 @@
-"""Relays and consumers at work while PostgreSQL does what it does on a bad day: they go
-on by themselves, and each message has its effect once."""
+"""Relays and consumers during faults of PostgreSQL: they resume without help, and each
+message has its effect once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def read_only(on: str) -> None:
 
 
 def all_connections_ended() -> None:
-    """What a fail-over of a proxy does: every connection but ours is gone."""
+    """Like the fail-over of a proxy: every connection but the test's is gone."""
     ask(
         "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity"
         " WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -49,7 +49,7 @@ def all_connections_ended() -> None:
 
 
 def table_locked() -> None:
-    """Longer than the lock's and the statement's time-out of whoever works."""
+    """Longer than the lock time-out and the statement time-out of the processes."""
     ask("BEGIN")
     ask("LOCK TABLE django_txmsg_outboxmessage, django_txmsg_inboxmessage")
     threading.Event().wait(3)

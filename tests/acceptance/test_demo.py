@@ -1,4 +1,4 @@
-"""`make demo`: it tells the whole story, ends by itself, and leaves nobody behind."""
+"""`make demo`: it shows every step, ends, and leaves no process behind."""
 
 from __future__ import annotations
 

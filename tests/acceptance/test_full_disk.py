@@ -1,5 +1,5 @@
-"""Relays and consumers at work while the database's disk is full: they write little,
-connect seldom, go on when there is room, and no message has spent an attempt on it."""
+"""Relays and consumers while the database's disk is full: they log little, connect
+rarely, resume when there is room, and no message has used an attempt."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def on_sqlite(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
 
 
 def keep_full(disk: services.SmallDisk, seconds: float) -> None:
-    """Take what is given back meanwhile, as by a journal that a roll-back deletes."""
+    """Fill up space that is freed meanwhile, as by a journal that a roll-back
+    deletes."""
     end, pause = time.monotonic() + seconds, threading.Event()
     while time.monotonic() < end:
         disk.fill()
@@ -115,7 +116,7 @@ def sessions() -> int:
 
 @pytest.fixture(params=["embedded", "apart"])
 def broker(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a broker in the same database, and of one that works on."""
+    """The URL of a broker in the same database, and of one that still works."""
     if request.param == "embedded":
         yield EMBEDDED
     else:

@@ -41,8 +41,8 @@ def deadly() -> None:
 def test_exactly_as_often_as_any_other(
     batch: int, manage: Manage, destination: str
 ) -> None:
-    """Those in its batch are processed, and none is the worse for it: nobody can tell
-    whose attempt was lost in a batch, so it is nobody's."""
+    """The other messages of its batch are processed without losing an attempt: it is
+    unknown which message of a batch killed the worker, so none counts it."""
     settings = {
         **IMPATIENT,
         "BROKERS": {"default": {"URL": "database://?poll=0.01&lease=1"}},

@@ -1,4 +1,4 @@
-"""Relays and consumers at work while the broker, the database or they are killed."""
+"""Relays and consumers while the broker, the database or they themselves are killed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Stream:
         self.total += count
 
     def reach(self, effects: int) -> None:
-        """Wait for so many effects, however often the database goes away."""
+        """Wait for that many effects, however often the database goes away."""
 
         def there() -> bool:
             try:

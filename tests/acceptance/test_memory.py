@@ -1,4 +1,4 @@
-"""What a relay of large messages holds in memory, in a real process."""
+"""How much memory a relay of large messages uses, in a real process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def _say() -> None:
 
 
 def peak(process: ManageProcess) -> float:
-    """Return MiB. Not getrusage(): that counts what a parent had at the fork."""
+    """Return MiB. Not from getrusage(), which includes the parent's memory at the
+    fork."""
     found = re.search(r"VmHWM:\s+(\d+) kB", process.output)
     assert found is not None, process.output
     return int(found[1]) / 1024

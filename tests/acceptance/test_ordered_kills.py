@@ -73,7 +73,7 @@ class Traffic:
         self.workers[place] = self._start(COMMANDS[place])
 
     def store(self, each: int) -> None:
-        """Store so many messages of each key."""
+        """Store that many messages of each key."""
         for number in range(self.each, self.each + each):
             for key in range(KEYS):
                 with transaction.atomic():
@@ -81,7 +81,7 @@ class Traffic:
         self.each += each
 
     def reach(self, effects: int) -> None:
-        """Wait for so many effects, however often the database goes away."""
+        """Wait for that many effects, however often the database goes away."""
         wait_until(
             lambda: asked(Effect.objects.count) >= effects,
             deadline=120,
@@ -119,7 +119,7 @@ def asked(query: Callable[[], int]) -> int:
 
 
 def open_rows() -> list[dict[str, Any]]:
-    """Return what is not processed."""
+    """Return the rows that are not processed."""
     rows = InboxMessage.objects.filter(processed_at=None)
     names = ("message_id", "key", "waits_for", "due_at", "attempts", "lease_until")
     return list(rows.values(*names))
@@ -179,7 +179,7 @@ def test_the_database_takes_no_writes_for_a_while(
 
 
 def through(traffic: Traffic, fault: Callable[[], None], times: int) -> None:
-    """Let the fault strike in mid-stream, so many times."""
+    """Let the fault strike in the middle of the traffic, that many times."""
     with txmsg(**traffic.settings):
         traffic.store(3)
         for _ in range(times):

@@ -93,7 +93,7 @@ def children(parent: ManageProcess) -> dict[int, psutil.Process]:
 
 
 def working(count: int, kind: str = "consumer") -> set[int]:
-    """Wait until so many processes have told that they live. Returns their ids."""
+    """Wait until that many processes have sent a heartbeat. Returns their ids."""
 
     def found() -> set[int]:
         pids = set(Worker.objects.filter(kind=kind).values_list("pid", flat=True))
@@ -103,7 +103,7 @@ def working(count: int, kind: str = "consumer") -> set[int]:
 
 
 def address(process: ManageProcess) -> str:
-    """Return where it answers over HTTP."""
+    """Return its address over HTTP."""
     line = process.wait_for_line(r"Answering at http://")
     found = re.search(r"http://[\w.]+:\d+", line)
     assert found is not None
@@ -323,7 +323,7 @@ def test_a_broker_that_is_away_leaves_a_process_alive_and_ready(
 
 
 def answers_for_a_while(url: str) -> set[tuple[int, str]]:
-    """Return what is answered within eight seconds."""
+    """Return the answers within eight seconds."""
     answers: list[tuple[int, str]] = []
 
     def asked() -> bool:

@@ -19,7 +19,7 @@ MANY = 10
 
 
 class Deployment:
-    """The workers of one stage, and what was sent to it."""
+    """The workers of one stage, and the messages sent to it."""
 
     def __init__(self, manage: Manage, destination: str) -> None:
         self._manage, self._destination = manage, destination
@@ -111,8 +111,8 @@ def test_old_and_new_workers_side_by_side_and_back(
 
 
 def test_two_services_deploy_when_they_like(manage: Manage, destination: str) -> None:
-    """The sender is ahead of the receiver, by a version that fits and one that does
-    not; then the receiver is ahead of the sender."""
+    """The sender is ahead of the receiver, by a compatible version and by an
+    incompatible one; then the receiver is ahead of the sender."""
     deployment = Deployment(manage, destination)
     receiver = deployment.start("first", service="receiver")
     deployment.send(First("1", 1), Second("2", 2, "USD"))

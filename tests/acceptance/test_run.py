@@ -268,7 +268,7 @@ def test_killed_in_a_handler_its_messages_are_processed_once(world: World) -> No
 
 @pytest.mark.postgresql
 def test_standing_still_its_messages_are_processed_once(world: World) -> None:
-    """Stopped at work (on SQLite it might stand still with the one lock)."""
+    """Stopped while processing (on SQLite not while it holds the only lock)."""
     world.dispatch(1)
     world.start("run")
     wait_until(Effect.objects.exists, message=lambda: world.process.output)
@@ -286,7 +286,7 @@ def test_standing_still_its_messages_are_processed_once(world: World) -> None:
 
 
 def _stands_still(process: ManageProcess) -> bool:
-    """Stop it, if that is not in a transaction, whose locks nobody else could get."""
+    """Stop it, unless it is in a transaction, whose locks would block all others."""
     process.pause()
     with connection.cursor() as cursor:
         cursor.execute(

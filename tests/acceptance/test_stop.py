@@ -1,7 +1,8 @@
-"""SIGTERM in every state of every thread: an end soon, with 0, and nothing is lost.
+"""SIGTERM in every state of every thread: the process soon exits with 0, and nothing is
+lost.
 
-The states are in `stop_states.py`. What was on its way is processed once by whoever
-comes next.
+The states are in `stop_states.py`. The next process processes the unfinished messages
+once.
 """
 
 from __future__ import annotations

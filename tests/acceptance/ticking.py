@@ -1,4 +1,4 @@
-"""Ten processes that keep the time, killed at random: run by `test_ticks.py`.
+"""Ten processes that run the schedule, killed at random: run by `test_ticks.py`.
 
 `python -m tests.acceptance.ticking PROCESSES TICKS SEED`. The processes are forked from
 one that has Django set up, so that many can be killed in little time. Their clock is

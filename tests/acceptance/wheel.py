@@ -1,4 +1,4 @@
-"""The wheel, and a new environment that has it: what somebody gets who installs it."""
+"""The wheel in a new environment, as a user installs it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(home: Path, wheel: Path, lent: Sequence[str]) -> Path:
-    """Make an environment with the wheel and what is lent to it from ours; return its
+    """Create an environment with the wheel and some packages of ours; return its
     interpreter."""
     venv.create(home, symlinks=True)
     purelib = sysconfig.get_path("purelib", vars={"base": str(home)})

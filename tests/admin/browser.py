@@ -47,7 +47,7 @@ return (light + 0.05) / (dark + 0.05);
 
 
 def missing() -> str:
-    """Say what has to be installed, if anything."""
+    """Return what has to be installed, if anything."""
     if _program("chromium") and _program("chromedriver"):
         return ""
     return "no browser: apt-get install chromium chromium-driver"
@@ -58,7 +58,7 @@ def _program(name: str) -> str | None:
 
 
 class Browser:
-    """A headless browser that remembers what went wrong on its console."""
+    """A headless browser that records errors on its console."""
 
     def __init__(self, driver: Any, base: str) -> None:
         self.driver, self._base = driver, base
@@ -124,7 +124,7 @@ class Browser:
         return shown
 
     def until(self, text: str, *, deadline: float = 30.0) -> None:
-        """Wait until the page says so."""
+        """Wait until the page shows this."""
         wait_until(
             lambda: text in self.text,
             deadline=deadline,
@@ -134,8 +134,8 @@ class Browser:
         )
 
     def errors(self) -> list[str]:
-        """Return what the console complained of, but for the missing favicon, which
-        is the project's affair."""
+        """Return the console's errors, except the missing favicon, which is up to the
+        project."""
         return [
             entry["message"]
             for entry in self.driver.get_log("browser")
@@ -150,8 +150,8 @@ class Browser:
         return wide
 
     def contrast(self, element: Any) -> float:
-        """Return how well an element's text stands out from what is behind it, as
-        WCAG counts it: 1 is invisible, 4.5 is enough."""
+        """Return the contrast of an element's text with its background, as WCAG defines
+        it: 1 is invisible, 4.5 is enough."""
         ratio: float = self.driver.execute_script(_CONTRAST, element)
         return ratio
 

@@ -1,4 +1,4 @@
-"""What the tests of the operator's pages share: people with and without rights."""
+"""Fixtures of the admin tests: users with and without permissions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL_VIEWS = (
 
 @pytest.fixture
 def somebody(db: None) -> Callable[..., Client]:
-    """Log in a member of staff who has these permissions of ours and no others."""
+    """Log in a staff user with exactly these permissions of ours."""
 
     def log_in(*codenames: str) -> Client:
         user = User.objects.create_user(f"user-{User.objects.count()}", is_staff=True)
@@ -55,13 +55,13 @@ def declared() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def viewer(somebody: Callable[..., Client]) -> Client:
-    """Somebody who may see rows and nothing else."""
+    """A user who may only view rows."""
     return somebody(*ALL_VIEWS)
 
 
 @pytest.fixture
 def operator(somebody: Callable[..., Client]) -> Client:
-    """Somebody who may do everything."""
+    """A user with all permissions."""
     return somebody(
         *ALL_VIEWS,
         "redeliver_deadletter",

@@ -1,5 +1,5 @@
-"""What processes started by these tests do differently: they stop at a step, or
-have stages of their own."""
+"""Hooks for processes started by these tests: they stop at a step, or have stages of
+their own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def hang_after_the_work_of_the_third_batch() -> None:
 
 
 def declare_stages() -> None:
-    """Declare a stage that fails until its world is mended, and one that never does."""
+    """Declare a stage that fails until its problem is fixed, and one that never
+    fails."""
 
     def fragile(message: Message) -> None:
         if not Effect.objects.filter(name="mended").exists():

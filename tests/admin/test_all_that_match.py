@@ -1,4 +1,4 @@
-"""What is done to "all that match" is done to what the list shows, and to no more."""
+"""An action on "all that match" changes exactly the rows that the list shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who is at work and who is not, as pages, the terminal and the health check say."""
+"""Live and missing processes, as pages, the terminal and the health check report
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ HEALTH = "/txmsg/health/"
 
 
 def told(*arguments: str) -> tuple[str, int]:
-    """Return what message_status prints, and its exit code."""
+    """Return the output of message_status, and its exit code."""
     out = io.StringIO()
     try:
         call_command("message_status", *arguments, stdout=out)
@@ -231,7 +232,7 @@ def test_without_a_database_probes_are_a_503(
     address: str,
     tmp_path: Any,
 ) -> None:
-    """No view of ours that has to tell of an outage is inside a transaction."""
+    """A view that must report an outage runs in no transaction."""
     settings.MIDDLEWARE = [*settings.MIDDLEWARE, *middleware]
     broken = dict(connections.settings["default"])
     broken |= {"ATOMIC_REQUESTS": True, "NAME": "/no/such/file"}
@@ -268,7 +269,7 @@ def test_destination_without_known_consumer_is_reported(
     sent: str,
     said: str,
 ) -> None:
-    """At a broker, which takes messages to any name, nothing else would tell."""
+    """A broker accepts messages to any name, so nothing else would report it."""
     settings.TXMSG = {**settings.TXMSG, "KNOWN_DESTINATIONS": known}
     declared("mails.confirm")
     factories.WorkerFactory(kind="relay", stages=[])

@@ -1,4 +1,5 @@
-"""What a question shows is what is done, and no deed is done without its entry."""
+"""A confirmed action does exactly what the confirmation showed, and nothing without an
+audit entry."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ URL = f"{DEAD}confirm/"
 
 
 def asked(client: Client, **query: Any) -> dict[str, Any]:
-    """Ask, and return what the form would send."""
+    """Open the confirmation, and return the form's data."""
     context = client.get(URL, query).context
     return {"kind": context["kind"], "shown": context["shown"], **query}
 

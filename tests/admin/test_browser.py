@@ -1,4 +1,5 @@
-"""The operator's walk in a real browser: what the test client cannot see."""
+"""An operator's use of the pages in a real browser, beyond what the test client can
+check."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture
 def walker(chromium: Browser, live_server: Any) -> Browser:
-    """The browser, logged in as somebody who may do everything."""
+    """The browser, logged in as a user with all permissions."""
     user = User.objects.create_superuser("grace")
     client = Client()
     client.force_login(user)
@@ -213,7 +214,7 @@ def test_the_overview_keeps_itself_up_to_date(walker: Browser) -> None:
 def test_a_page_that_is_not_renewed_any_more_says_so(
     walker: Browser, pictures: Path
 ) -> None:
-    """Nobody is to watch yesterday's figures, logged out or without a server."""
+    """No user should watch old figures unknowingly, logged out or without a server."""
     walker.open("/admin/django_txmsg/?live")
     walker.until("As of ")
     name = settings.SESSION_COOKIE_NAME

@@ -1,4 +1,4 @@
-"""Bulk operations at work: exactly once, whoever dies; limited, paused, cancelled."""
+"""Running bulk operations: exactly once despite kills; limited, paused, cancelled."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ pytestmark = pytest.mark.django_db
 
 
 def run(name: str, *arguments: str) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     out = io.StringIO()
     call_command(name, *arguments, stdout=out, stderr=out)
     return out.getvalue()
 
 
 def as_json(name: str, *arguments: str) -> Any:
-    """Return what a command says with --json."""
+    """Return the --json output of a command."""
     out = io.StringIO()
     call_command(name, *arguments, "--json", stdout=out)
     return json.loads(out.getvalue())

@@ -1,4 +1,4 @@
-"""The page of the contract: channels, types, and what the code breaks."""
+"""The page of the contract: channels, types, and breaking changes."""
 
 from __future__ import annotations
 

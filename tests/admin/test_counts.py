@@ -1,6 +1,7 @@
-"""Counts that cannot hide: whatever waits or is dead anywhere, all doors say the same.
+"""Counts that hide nothing: every report has the same numbers of waiting and dead
+messages.
 
-What they say is held against plain SQL, whatever the rows and however many there are.
+They are compared with plain SQL, for any rows and any number of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Counts = dict[tuple[str, str], int]
 
 @pytest.fixture(autouse=True)
 def elsewhere() -> Iterator[None]:
-    """A stage of another database, which is in use thereby."""
+    """A stage of another database, which is thereby in use."""
     one = stages.Stage(
         "elsewhere", "elsewhere", handler=lambda message: None, using="other"
     )
@@ -55,7 +56,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def told(*options: str) -> tuple[dict[str, Any], int]:
-    """Return what `message_status --json` says, and its exit code."""
+    """Return the `message_status --json` output, and the exit code."""
     out = StringIO()
     try:
         call_command("message_status", "--json", *options, stdout=out)
@@ -77,7 +78,7 @@ def gauges(name: str) -> Counts:
 
 
 def counted(sql: str) -> Counts:
-    """Return what plain SQL counts, by database and place."""
+    """Return the counts of plain SQL, by database and place."""
     found: Counts = {}
     for alias in BOTH:
         with connections[alias].cursor() as cursor:
@@ -93,7 +94,7 @@ def among(places: dict[str, Any], read: Callable[[Any], int]) -> Counts:
 
 
 def in_facts(section: str, number: str) -> Counts:
-    """Return a number of each place, as the command says it."""
+    """Return a number of each place, from the command."""
     facts, _ = told()
     return {
         (one["database"], one["name"]): one[number]
@@ -107,7 +108,7 @@ OPEN = "FROM django_txmsg_deadletter WHERE resolution = 'open'"
 
 
 def agree() -> None:
-    """Hold everything that says a number against plain SQL."""
+    """Compare every report with plain SQL."""
     picture = status.read()
     for loud, read, gauge, fact in (
         ("NOT", lambda one: one.dead, "dead", "dead"),
@@ -210,7 +211,7 @@ def test_all_reports_equal_plain_sql_counts(
 
 
 def flood(number: int, **columns: Any) -> None:
-    """Park so many messages at one place."""
+    """Park that many messages at one place."""
     InboxMessage.objects.bulk_create(
         factories.InboxMessageFactory.build_batch(number, parked=True, **columns)
     )
@@ -332,7 +333,8 @@ def test_a_stage_whose_subscription_is_refused_is_attended_by_nobody(
 def test_a_killed_process_that_was_replaced_is_not_missed(
     began: float, missing: bool
 ) -> None:
-    """By one that began after its end, or shortly before, as a rolling update does."""
+    """Replaced by one that started after its end, or shortly before, as in a rolling
+    update."""
     ended = ago(minutes=20)
     factories.WorkerFactory(
         name="killed", stages=["x"], heartbeat_at=ended, started_at=ago(days=2)

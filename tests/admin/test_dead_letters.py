@@ -1,4 +1,4 @@
-"""Dead letters by error and as a list, and the way to what is done to them."""
+"""Dead letters by error and as a list, and the links to their actions."""
 
 from __future__ import annotations
 
@@ -259,6 +259,6 @@ def test_a_muted_error_is_off_the_overview_and_the_alarms(
 
 
 def scrape(client: Client) -> str:
-    """Return what Prometheus gets."""
+    """Return a Prometheus scrape."""
     text = client.get("/txmsg/metrics/").content.decode()
     return text.replace('database="default",', "")

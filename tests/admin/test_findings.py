@@ -1,4 +1,5 @@
-"""Findings of the pipeline in the admin: who may acknowledge them, what stays of it."""
+"""Findings of the pipeline in the admin: permissions to acknowledge them, and the
+record."""
 
 from __future__ import annotations
 

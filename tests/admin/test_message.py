@@ -27,7 +27,7 @@ def url(message_id: object) -> str:
 
 
 def hide_names(destination: str, headers: dict[str, str], body: Any) -> Any:
-    """A mask: nobody reads names or the authorization."""
+    """A mask that hides names and the authorization."""
     if isinstance(body, dict):
         body = {**body, "name": "***"}
     return {**headers, "authorization": "***"}, body

@@ -1,4 +1,4 @@
-"""When a message is tried again, and what its badge says while it waits."""
+"""When a message is tried again, and its badge while it waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits at ordered stages, in the commands and in the admin."""
+"""Messages that wait at ordered stages, in the commands and in the admin."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def letter(operator: Client) -> DeadLetter:
 
 
 def printed(name: str, *arguments: str) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     out = io.StringIO()
     call_command(name, *arguments, stdout=out, stderr=out)
     return out.getvalue()
 
 
 def status(*arguments: str) -> str:
-    """Return what message_status prints, which ends with 1."""
+    """Return the output of message_status, which exits with 1."""
     out = io.StringIO()
     with pytest.raises(SystemExit, match="1"):
         call_command("message_status", *arguments, stdout=out)

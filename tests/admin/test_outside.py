@@ -1,4 +1,4 @@
-"""What others ask: load balancers and Prometheus."""
+"""The endpoints for load balancers and Prometheus."""
 
 from __future__ import annotations
 

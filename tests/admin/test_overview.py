@@ -1,4 +1,4 @@
-"""The app's index page: what the person on call sees first."""
+"""The app's index page, which the person on call opens first."""
 
 from __future__ import annotations
 

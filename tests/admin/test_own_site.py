@@ -1,4 +1,4 @@
-"""A project's own admin site: whoever works there stays there."""
+"""A project's own admin site: all links stay on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of what recurs, and the command: ticks, pausing, who may."""
+"""The page of recurring messages, and the command: ticks, pausing, permissions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _recurring() -> Iterator[None]:
 
 @pytest.fixture
 def operator(somebody: Callable[..., Client]) -> Client:
-    """Somebody who may see and pause what recurs."""
+    """A user who may see and pause recurring messages."""
     return somebody("view_schedule", "pause_schedule")
 
 

@@ -22,7 +22,7 @@ LISTS = "/admin/django_txmsg/"
 
 
 def hide(destination: str, headers: dict[str, str], body: Any) -> Any:
-    """A mask: nobody reads whose card it is."""
+    """A mask that hides the card's owner."""
     kwargs = dict.fromkeys(body["kwargs"], "***") if body else {}
     return headers, body and {"args": ["***"] * len(body["args"]), "kwargs": kwargs}
 

@@ -1,4 +1,4 @@
-"""The operator's buttons and a real `manage.py consume`: what is clicked happens."""
+"""The operator's buttons with a real `manage.py consume`: each click has its effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = {
 
 @pytest.fixture
 def boss(transactional_db: None) -> Client:
-    """Somebody who may do everything."""
+    """A user with all permissions."""
     client = Client()
     client.force_login(User.objects.create_superuser("boss"))
     return client

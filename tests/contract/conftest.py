@@ -1,4 +1,4 @@
-"""The brokers with a server of their own, and what a test may ask about them."""
+"""The brokers with a server of their own, and helpers for tests about them."""
 
 from __future__ import annotations
 

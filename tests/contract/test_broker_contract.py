@@ -1,5 +1,5 @@
-"""What the relay and the consumer may rely on, whichever broker is configured: the
-suite that others use for theirs, on each of ours; and what holds for some."""
+"""The promises that relay and consumer rely on, for every broker: the public suite, on
+each of ours, and tests for some of them."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class TestServers(OnServer):
         return Outgoing(destination, {"CC": "no list"}, b"refused")
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
-        """A queue that is full and rejects more. (An ActiveMQ that says so is another
-        server: `test_refusals.py`.)"""
+        """A queue that is full and rejects more. (`test_refusals.py` uses another
+        ActiveMQ for this.)"""
         if isinstance(self.server, ActiveMQ):
             return None
         return self._full(destination)

@@ -52,7 +52,8 @@ def named(url: str, path: str = "tests.redis_broker.RedisBroker"):
 def test_stages_work_with_the_class_that_a_setting_names(
     redis: Redis, destination: str, mode: str
 ) -> None:
-    """What one sends another receives; what fails is redelivered, and dead at last."""
+    """One stage receives another's message; failures are redelivered, and finally
+    dead."""
     got: list[int] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""What holds for brokers with a server of their own: reaching it, losing it, TLS."""
+"""Brokers with a server of their own: connecting, outages, TLS."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class AcknowledgesEarly(Wrong):
         return delivery
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """All is over already."""
+        """Everything is acknowledged already."""
 
 
 class LosesWhatItHolds(Wrong):
@@ -277,7 +277,7 @@ class GivesToEverySession(Wrong):
 
 
 class ForgetsASlowHolder(Wrong):
-    """Its lease is renewed when somebody calls it, and nobody does."""
+    """Its lease is renewed only by calls, and there are none."""
 
     def _keep(self) -> None:
         """Renew nothing."""

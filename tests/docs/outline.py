@@ -1,4 +1,4 @@
-"""What a page of the console is made of, whatever rows it shows."""
+"""The structure of an admin page, whatever rows it shows."""
 
 from __future__ import annotations
 

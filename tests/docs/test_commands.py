@@ -18,7 +18,7 @@ SHOWN = re.compile(r"(?:python )?manage\.py ([a-z_]+ ?.*)")
 
 
 def shown(page: Path) -> Iterator[list[str]]:
-    """Return the words of each command that a page tells to type."""
+    """Return the words of each command on a page."""
     for block in blocks(page):
         if block.language == "console":
             for line in block.code.splitlines():
@@ -30,7 +30,7 @@ def shown(page: Path) -> Iterator[list[str]]:
 
 
 def options(parser: argparse.ArgumentParser) -> set[str]:
-    """Return the options of a command, and of what it is divided into."""
+    """Return the options of a command, and of its subcommands."""
     found = set(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""The function that keeps a promise is where the page says, and fits on a screen."""
+"""The function that keeps each promise is where the page says, and fits on a screen."""
 
 from __future__ import annotations
 

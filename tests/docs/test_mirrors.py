@@ -1,4 +1,4 @@
-"""Lists on the pages that repeat what the code says are complete, and say no more."""
+"""Lists on pages that repeat the code are complete, and contain nothing else."""
 
 from __future__ import annotations
 

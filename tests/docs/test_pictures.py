@@ -1,4 +1,4 @@
-"""The pictures of the console show what its pages are: `make pictures` renews them."""
+"""The admin's pictures match its pages: `make pictures` renews them."""
 
 from __future__ import annotations
 

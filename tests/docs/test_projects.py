@@ -1,6 +1,6 @@
-"""Each how-to page is a project: what it shows, in its order, with nothing overridden.
+"""Each how-to page works as a project: its blocks, in order, with nothing overridden.
 
-So what two features do to each other is seen where a user lets them meet.
+So interactions of two features show up where a user combines them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""README and quickstart, typed to the letter where nothing but the wheel is installed,
-print what they say, and end well."""
+"""README and quickstart, executed literally with only the wheel installed, print what
+they show, and succeed."""
 
 from __future__ import annotations
 

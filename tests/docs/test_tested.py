@@ -1,4 +1,4 @@
-"""README and brokers.md show what ran, as runs of the tests have left it."""
+"""README and brokers.md show the versions of the recorded test runs."""
 
 from __future__ import annotations
 

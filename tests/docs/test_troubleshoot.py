@@ -1,4 +1,4 @@
-"""The page of symptoms quotes what the package really says."""
+"""The page of symptoms quotes real messages of the package."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A page as a project of its own: what it shows, in its order, as a user's files.
+"""A page as a project: its blocks, in order, as a user's files.
 
 Settings go to `settings.py`, declarations to `shop/stages.py`, test cases to
-`test_page.py`, and what is merely executed to a test there. A first line such as
-`# shop/tasks.py` names another file. Nothing is set, stubbed or overridden beside.
+`test_page.py`, and other code to a test there. A first line such as `# shop/tasks.py`
+names another file. Nothing else is set, stubbed or overridden.
 """
 
 from __future__ import annotations

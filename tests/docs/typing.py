@@ -1,4 +1,4 @@
-"""Types a page: writes its files, runs its commands, compares what they print."""
+"""Executes a page: writes its files, runs its commands, compares their output."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UNTYPED = ("python -m venv", "pip install", "python manage.py createsuperuser",
 
 @dataclass
 class Typist:
-    """Somebody who follows a page to the letter, in a new folder, with the programs of
-    one environment. What they start runs for as long as the block."""
+    """Follows a page literally, in a new folder, with the programs of one environment.
+    Started processes run until the end of the block."""
 
     folder: Path
     programs: Path
@@ -49,7 +49,7 @@ class Typist:
             process.wait(60)
 
     def follow(self, page: Path, until: str = "") -> None:
-        """Do what the page says, block by block; `until` a line of it, if given."""
+        """Execute the page, block by block; `until` a line of it, if given."""
         text = page.read_text()
         assert until in text
         end = text[: text.index(until)].count("\n") if until else text.count("\n")
@@ -69,7 +69,7 @@ class Typist:
                         _compare(said, expected, f"{page.name}:{block.line}: {command}")
 
     def run(self, command: str, where: str = "") -> str:
-        """Type a command that has to succeed, and return what it prints."""
+        """Run a command that must succeed, and return its output."""
         done = subprocess.run(
             [_shell(), "-c", command], cwd=self.folder, env=self._environment(),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -94,8 +94,8 @@ class Typist:
         self._start(command)
 
     def keeps_its_promises(self, command: str = "") -> bool:
-        """Return whether all that runs, or one command, has printed what it is said to
-        print."""
+        """Return whether all running commands, or one, have printed the page's
+        lines."""
         for one in [command] if command else self.promised:
             expected, where = self.promised[one]
             try:
@@ -105,7 +105,7 @@ class Typist:
         return True
 
     def said(self, command: str) -> str:
-        """Return what a running command has printed."""
+        """Return the output of a running command."""
         return self._output(command).read_text()
 
     def _output(self, command: str) -> Path:
@@ -156,7 +156,7 @@ def _compare(said: str, expected: list[str], where: str) -> None:
 
 
 def _commands(block: Block) -> Iterator[tuple[str, list[str]]]:
-    """Return each command of a block with the lines that it is said to print."""
+    """Return each command of a block with its expected output."""
     command, printed = "", list[str]()
     for line in block.code.splitlines():
         if line.startswith("$ "):

@@ -66,7 +66,7 @@ def web() -> Iterator[Callable[..., override_settings]]:
 
 @pytest.fixture
 def heard() -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Collect what the three signals of a session say."""
+    """Collect the arguments of the three signals of a session."""
     said: dict[str, list[dict[str, Any]]] = {"ended": [], "sent": [], "handled": []}
     names = {
         "ended": signals.session_ended,

@@ -97,8 +97,8 @@ def failing_commits() -> None:
 
 
 def stopped_before_the_insert() -> None:
-    """A request that joins a control group stands still, and is killed after its
-    commit: before it has the group's lock, ..."""
+    """A request that joins a control group is stopped, and killed after its commit:
+    before it has the group's lock, ..."""
     _stop_a_joiner("_join", before=True)
 
 
@@ -146,7 +146,7 @@ def _stop_a_joiner(step: str, *, before: bool) -> None:
 
 
 def _stop_once() -> None:
-    """Stand still, as a process does that nobody gives any time."""
+    """Stop, like a process that gets no processor time."""
     try:
         os.close(
             os.open(os.environ["TXMSG_TEST_ONCE"] + ".stopped", os.O_CREAT | os.O_EXCL)

@@ -84,16 +84,16 @@ class WebServer:
         return self._once.exists()
 
     def has_stopped_once(self) -> bool:
-        """Whether the hook has let a worker stand still."""
+        """Whether the hook has stopped a worker."""
         return Path(f"{self._once}.stopped").exists()
 
     def resume(self) -> None:
-        """Let workers that stand still go on."""
+        """Let stopped workers resume."""
         for pid in self.workers():
             os.kill(pid, signal.SIGCONT)
 
     def go_on(self) -> None:
-        """Let those commit whom the hook has stopped."""
+        """Let the requests commit that the hook has stopped."""
         Path(f"{self._once}.go").touch()
 
     def workers(self) -> list[int]:
@@ -103,7 +103,7 @@ class WebServer:
         return []
 
     def log(self) -> str:
-        """What the server has written."""
+        """The server's output."""
         return Path(self._log.name).read_text()
 
     def kill(self) -> None:
@@ -114,7 +114,7 @@ class WebServer:
         KEEPER.forget(self.process.pid)
 
     def close(self) -> None:
-        """Kill what is left of it."""
+        """Kill its remaining processes."""
         self.kill()
         self._log.close()
 

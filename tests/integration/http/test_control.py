@@ -1,4 +1,4 @@
-"""What the receiver of a control message finds out, and what it does about it."""
+"""The receiver of control messages: its findings and actions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def arrivals() -> Iterator[DatabaseSession]:
 
 
 def dispatch(using: str, session_id: uuid.UUID) -> None:
-    """What the consumer dispatches with."""
+    """The consumer's dispatch function."""
     lane = Lane(using, "default")
     while lane.dispatch(session_id=session_id):
         pass
@@ -175,8 +175,8 @@ def test_while_in_progress_it_is_looked_at_often(arrivals, heard) -> None:
 
 
 class ServerWithUsing(Broker):
-    """A server, as far as the package can tell: `using` is a name of its author's.
-    (Its messages lie in another database than the session's.)"""
+    """A server, as far as the package can tell: its author chose the name `using`. (Its
+    messages are in another database than the session's.)"""
 
     def __init__(self, alias: str, url: str) -> None:
         super().__init__(alias, url)
@@ -198,7 +198,8 @@ class ServerWithUsing(Broker):
 
 @on_postgresql
 def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> None:
-    """Its control message would be settled before the commit: nobody looks again."""
+    """Its control message would be settled before the commit, and the session never
+    checked again."""
     brokers = {"default": {"BACKEND": f"{__name__}.ServerWithUsing"}}
     with (
         override_settings(TXMSG={**txmsg(), "BROKERS": brokers}),
@@ -323,7 +324,7 @@ def test_a_delayed_session_commits_and_leaves_a_record(arrivals, heard) -> None:
 
 @on_postgresql
 def test_a_commit_after_the_tombstone_fails(arrivals, heard) -> None:
-    """The session stands still between its control message and its commit."""
+    """The session is stopped between its control message and its commit."""
     http = txmsg(
         CONTROL_MESSAGE_ORACLE="delay",
         MAX_COMMIT_DURATION=0.5,
@@ -507,7 +508,7 @@ def test_a_signature_is_for_each_of_the_headers(arrivals, heard) -> None:
 
 
 def test_one_that_is_not_signed_is_a_hint(arrivals, heard) -> None:
-    """As of the time before an upgrade: what has committed leaves."""
+    """Like one from before an upgrade: committed messages leave."""
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)
@@ -565,8 +566,8 @@ def lease(seconds: float) -> dict[str, object]:
 
 
 def _forge(session_id: uuid.UUID, *, sign: bool = True, **facts: object) -> None:
-    """Send a control message of a session that does not exist; what is not signed
-    looks as it did before there were signatures."""
+    """Send a control message of a session that does not exist; unsigned, it looks like
+    one of an earlier release."""
     body = facts.pop("body", b"")
     headers = {
         wire.MESSAGE_ID: str(uuid.uuid4()),

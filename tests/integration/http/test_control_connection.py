@@ -1,4 +1,4 @@
-"""Many requests, one conversation with the broker: what they share, and what not."""
+"""Many requests, one session with the broker: what they share, and what not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def together(activemq: ActiveMQ, proxy: Proxy) -> Iterator[Channel]:
 def send_all(
     together: Channel, messages: list[Outgoing], meanwhile: Callable[[], None]
 ) -> list[BrokerError | None]:
-    """Send each message from a thread of its own; return what was raised."""
+    """Send each message from its own thread; return the exceptions."""
     ready = threading.Barrier(len(messages) + 1)
 
     def send(one: Outgoing) -> BrokerError | None:

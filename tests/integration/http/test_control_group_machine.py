@@ -1,7 +1,7 @@
-"""Control groups under whatever order of events: what was committed always leaves.
+"""Control groups under any order of events: committed messages always leave.
 
-Nothing is dispatched after a commit here, so that each commit is as if its process had
-died right after it: only the control messages that were confirmed before can help.
+Nothing is dispatched after a commit here, as if each process died right after it: only
+the confirmed control messages can help.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Groups(RuleBasedStateMachine):
         end=st.sampled_from(["commit", "wait, commit", "rollback", "kill", ""]),
     )
     def request(self, which: int, beside: bool, steps: list[str], end: str) -> None:
-        """A request goes on, and perhaps ends; perhaps it begins beside a short one,
-        whose group it joins then."""
+        """A request continues, and perhaps ends; perhaps it begins beside a short one,
+        whose group it then joins."""
         actor = self.actors[which]
         if beside:
             self.store()
@@ -158,15 +158,15 @@ class Groups(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([WINDOW / 2, WINDOW]))
     def pass_time(self, seconds: float) -> None:
-        """Beyond the end of a group, as for a process that is stopped; the receiver
-        goes on."""
+        """Beyond the end of a group, as for a stopped process; the receiver
+        continues."""
         self.look()
         wait_for_the_database(seconds)
         self.look()
 
     @rule()
     def look(self) -> None:
-        """The receiver takes what there is, and looks once at each."""
+        """The receiver takes the waiting messages, and checks each once."""
         if self.receiver is None:
             self.receiver = get_broker().open()
             name = f"{get().SERVICE}.txmsg.control"
@@ -182,7 +182,7 @@ class Groups(RuleBasedStateMachine):
     @precondition(lambda self: self.receiver is not None)
     @rule()
     def kill_the_receiver(self) -> None:
-        """What it had in hand comes again."""
+        """Its messages are delivered again."""
         assert self.receiver is not None
         self.receiver.close()
         self.receiver, self.in_hand = None, []

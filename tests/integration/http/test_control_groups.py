@@ -372,7 +372,7 @@ def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
 def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
     grouped, count
 ) -> None:
-    """Who stores few rows takes it in the same statement."""
+    """A session with few rows takes it in the same statement."""
     one, other = uuid.uuid4(), uuid.uuid4()
     with connection.cursor() as cursor:
         cursor.execute("SELECT clock_timestamp() - interval '1 hour'")
@@ -398,8 +398,8 @@ def test_the_lock_is_held_until_the_commit_and_for_the_group_alone(
 
 @pytest.mark.parametrize("count", [1, 3, 20])
 def test_the_clock_is_read_when_the_lock_is_there(grouped, count) -> None:
-    """Else a session would take itself for one of the group, that could not be seen yet
-    when somebody found the group to be over."""
+    """Otherwise a session could count itself to the group although its rows were not
+    visible when a receiver found the group ended."""
     one = uuid.uuid4()
     locked_at: list[dt.datetime] = []
 

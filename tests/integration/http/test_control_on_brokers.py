@@ -1,4 +1,5 @@
-"""Control messages on the real brokers: they go when nobody needs them any more."""
+"""Control messages on the real brokers: they disappear when they are no longer
+needed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def server(request: pytest.FixtureRequest) -> StompServer:
 
 
 def test_unreceived_control_message_expires(server, destination) -> None:
-    """A service without a consumer leaves no more than what its life allows."""
+    """A service without a consumer leaves at most the messages within their time to
+    live."""
     brokers = {"default": {"URL": server.url()}}
     with override_settings(TXMSG={"SERVICE": destination, "BROKERS": brokers}):
         sent = [

@@ -1,4 +1,4 @@
-"""Who receives control messages: nothing holds it up, and a stop ends it."""
+"""The receiver of control messages: nothing blocks it, and a stop ends it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def serving() -> Iterator[Callable[[], None]]:
 
 
 def announce_what_never_ends(count: int) -> None:
-    """Leave control messages of sessions of which nobody knows whether they commit."""
+    """Leave control messages of sessions whose outcome stays unknown."""
     with get_broker().open() as session:
         session.send(
             [
@@ -141,14 +141,14 @@ def test_a_control_message_that_is_no_more_use_is_dropped(monkeypatch) -> None:
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """A server that takes connections and never says anything."""
+    """A server that accepts connections and never sends anything."""
     with socket.create_server(("127.0.0.1", 0), backlog=50) as listener:
         listener.settimeout(30)
         yield listener
 
 
 def nobody() -> int:
-    """A port where nobody listens."""
+    """A port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port

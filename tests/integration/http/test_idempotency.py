@@ -204,12 +204,13 @@ def test_many_at_once_have_one_effect() -> None:
 
 
 def by_api_key(request: HttpRequest) -> str | None:
-    """Say who has sent a request."""
+    """Return the caller of a request."""
     return request.headers.get("X-Api-Key")
 
 
 def test_stored_response_needs_a_certain_caller() -> None:
-    """Callers that the view alone could tell apart, and who would see one another's."""
+    """Callers that only the view could distinguish, and who would see one another's
+    response."""
     for headers in ({"X-Api-Key": "alice"}, {"Cookie": "sessionid=" + "m" * 32}):
         client = Client(headers=headers)
         response = post("a-key", client)

@@ -143,8 +143,9 @@ def test_killed_after_the_commit(serve, consume, hook) -> None:
 
 @pytest.mark.parametrize("txmsg", ["rabbitmq"], indirect=True)
 def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
-    """No relay, and nothing is dispatched after a commit: control messages do it all,
-    for who is killed after the commit, whose commit fails, and who lives."""
+    """No relay runs, and nothing is dispatched after a commit. Control messages do it
+    all: for processes killed after the commit, for failed commits, and for live
+    processes."""
     web = serve("after_the_commit", txmsg={"DISPATCH_ON_COMMIT": "off"})
     web.post_and_die("order?number=killed")
     consume()
@@ -160,7 +161,8 @@ def test_rabbitmq_carries_control_messages_too(serve, consume, txmsg) -> None:
 
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
 def test_the_receiver_is_killed_in_mid_dispatch(serve, consume, txmsg) -> None:
-    """Its control message goes to another one, who waits for its lease to end."""
+    """Its control message goes to another receiver, which waits for its lease to
+    end."""
     web = serve(txmsg={"DISPATCH_ON_COMMIT": "off"})
     killed = consume("before_the_send")
     assert web.post("order?number=1").status_code == 201
@@ -284,7 +286,7 @@ def test_killed_under_asgi(serve, consume) -> None:
 def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     serve, consume, txmsg
 ) -> None:
-    """A process that joins a group stands still at each step, while others go on."""
+    """A process that joins a group is stopped at each step, while others continue."""
     consumer = consume()
     steps = ("before_the_insert", "after_the_insert", "before_the_commit")
     webs = {

@@ -1,4 +1,4 @@
-"""OutboxMiddleware in one process: what begins, what commits, what is rolled back."""
+"""OutboxMiddleware in one process: which requests begin, commit and roll back."""
 
 from __future__ import annotations
 

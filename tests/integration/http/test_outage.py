@@ -1,4 +1,4 @@
-"""What a request does when the broker does not: refused, cut, or silent."""
+"""Requests during an outage of the broker: refused, cut, or silent."""
 
 from __future__ import annotations
 

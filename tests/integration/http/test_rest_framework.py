@@ -1,4 +1,4 @@
-"""Views of Django REST framework behind the middleware, as the how-to says they are."""
+"""Views of Django REST framework behind the middleware, as in the how-to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""outbox_session(): the same transaction and scope for code that is no request."""
+"""outbox_session(): the same transaction and scope for code without a request."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def test_a_control_message_names_the_transaction_of_its_session() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
-    """Not in its parent's block, in which the parent said nothing to the server yet."""
+    """Not in its parent's block, in which the parent has sent the server nothing
+    yet."""
     connections.close_all()
     with outbox_session() as session:
         child = multiprocessing.get_context("fork").Process(

@@ -40,7 +40,7 @@ def outputs(*processes: ManageProcess) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    """Forget what was noted: each test empties the table that it was noted in."""
+    """Clear the recorded identities: each test empties their table."""
     notes = (database_identity._known, database_identity._noted)
     for known in notes:
         known.clear()
@@ -164,7 +164,7 @@ def role() -> Iterator[str]:
 
 
 def test_users_with_other_rights_know_one_database(role: str) -> None:
-    """One of them may not query what the server's files are known by."""
+    """One of them may not query the identifier of the server's files."""
     with connection.cursor() as cursor:
         known = database_identity.current("default")
         cursor.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")

@@ -1,4 +1,5 @@
-"""What leaves a view rolls back, whatever is made of it above; and what it costs."""
+"""An exception that leaves a view rolls back, however outer code handles it; and the
+costs."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def read(request: HttpRequest) -> HttpResponse:
 
 
 def writing_get(request: HttpRequest) -> HttpResponse:
-    """Do what a GET should not."""
+    """Write in a GET request."""
     Order.objects.count()
     place(request.GET["number"])
     if "fail" in request.GET:
@@ -152,7 +153,7 @@ def two_databases(request: HttpRequest) -> HttpResponse:
 
 
 def api(request: HttpRequest) -> HttpResponse:
-    """Do as an API framework does: it catches what a view raises, inside of it."""
+    """Like an API framework: catch the view's exceptions, inside of the middleware."""
     try:
         place("half done")
         raise ValueError("amount is missing")
@@ -246,7 +247,7 @@ def test_a_view_without_queries_opens_no_connection(
 
 @pytest.fixture
 def writing() -> Iterator[None]:
-    """Somebody else holds the lock for writing."""
+    """Another connection holds the write lock."""
     other = connections["default"].copy()
     try:
         with other.cursor() as cursor:
@@ -270,7 +271,7 @@ def test_a_get_waits_for_no_writer(client, writing, path) -> None:
 
 @pytest.mark.sqlite
 def test_a_post_that_reads_first_has_the_lock(client) -> None:
-    """What it read is what it changes: nobody writes in between."""
+    """It changes what it has read: no other connection writes in between."""
     seen: list[bool] = []
 
     def look(execute: Any, sql: str, *rest: Any) -> Any:
@@ -406,7 +407,7 @@ def test_framework_400_rolls_back_with_the_setting(client, web) -> None:
 
 
 def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> None:
-    """A broker rolls nothing back with a TestCase: what is sent to it stays sent."""
+    """A TestCase does not roll back a broker: a sent message stays sent."""
 
     class Case(TestCase):
         databases = frozenset({"default", "other"})

@@ -37,7 +37,7 @@ def place(number: str) -> list[str]:
 
 
 def order(request: HttpRequest) -> HttpResponse:
-    """Place an order, and then end as the query says."""
+    """Place an order, and then end as the query requires."""
     number = request.GET.get("number") or request.POST["number"]
     ids = place(number)
     ending = request.GET.get("then", "")
@@ -110,7 +110,7 @@ async def in_async_view(request: HttpRequest) -> HttpResponse:
 
 
 async def in_async_view_right(request: HttpRequest) -> HttpResponse:
-    """Do as the error says."""
+    """Follow the error's advice."""
 
     def work() -> None:
         with outbox_session():
@@ -121,7 +121,7 @@ async def in_async_view_right(request: HttpRequest) -> HttpResponse:
 
 
 def stream(request: HttpRequest) -> HttpResponse:
-    """Send from the generator, when the transaction is over."""
+    """Send from the generator, after the transaction."""
     place("streamed")
 
     def lines() -> Iterator[str]:
