@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 from typing import Any
 
@@ -29,9 +31,13 @@ PAGE = ROOT / "docs" / "how-to" / "tenant-user-language.md"
 @pytest.fixture
 def messaging(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The page's `shop.messaging`."""
-    module = ModuleType("shop.messaging")
+    name = "shop.messaging"
+    # With a loader: tracebacks ask it for the lines of the page.
+    spec = spec_from_loader(name, SourceFileLoader(name, str(PAGE)))
+    assert spec
+    module = module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "shop", ModuleType("shop"))
-    monkeypatch.setitem(sys.modules, "shop.messaging", module)
+    monkeypatch.setitem(sys.modules, name, module)
     for block in blocks(PAGE):
         if block.language == "python" and "@stage" not in block.code:
             code = "\n" * (block.line - 1) + block.code
