@@ -1,0 +1,95 @@
+"""This release beside the next one: on tables that the next one's migrations have
+grown, and with messages whose headers only the next one knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from django.apps import apps
+from django.core.management import call_command
+from django.db import connection
+
+from django_txmsg import Message, send_message
+from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
+from tests.app.models import Effect
+from tests.running import committing, declared, put, send, ship, step, txmsg
+
+pytestmark = committing
+
+#: What the next release may add: docs/versions.md.
+COLUMN = "of_the_next_release"
+
+
+@pytest.fixture
+def grown() -> Iterator[None]:
+    """Let each table have one more column, with a default, and no longer afterwards."""
+    tables = sorted(
+        {
+            model._meta.db_table
+            for model in apps.get_app_config("django_txmsg").get_models()
+            if model._meta.managed
+        }
+    )
+    assert len(tables) > 5
+    with connection.cursor() as cursor:
+        for table in tables:
+            cursor.execute(
+                f"ALTER TABLE {table} ADD COLUMN {COLUMN} integer NOT NULL DEFAULT 7"
+            )
+    yield
+    with connection.cursor() as cursor:
+        for table in tables:
+            cursor.execute(f"ALTER TABLE {table} DROP COLUMN {COLUMN}")
+
+
+@pytest.mark.usefixtures("grown")
+def test_this_release_works_on_the_tables_of_the_next(destination: str) -> None:
+    """Store, dispatch, receive, fail, bury, redeliver and prune."""
+    broken = [True]
+
+    def handler(message: Message) -> None:
+        if message.body == "fails" and broken:
+            raise LookupError("not yet")
+        Effect.objects.create(name=str(message.body), message_id=str(message.id))
+        send_message(f"{destination}.next", message.body)
+
+    once = {"MAX_REDELIVERIES": 0}
+    with (
+        txmsg(REDELIVERY=once),
+        declared(handler, destination, ordered="block") as stage,
+    ):
+        send(destination, "well", key="a")
+        send(destination, "fails", key="b")
+        step(stage, times=2)
+        letter = DeadLetter.objects.get()
+        broken.clear()
+        call_command("dead_letters", "redeliver", str(letter.pk), verbosity=0)
+        step(stage, times=2)
+        ship()
+        call_command("message_status", verbosity=0)
+        call_command("prune_messages", verbosity=0)
+
+    assert sorted(Effect.objects.values_list("name", flat=True)) == ["fails", "well"]
+    assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+    with connection.cursor() as cursor:
+        for model in (OutboxMessage, InboxMessage, DeadLetter):
+            table = model._meta.db_table
+            cursor.execute(f"SELECT DISTINCT {COLUMN} FROM {table}")
+            assert cursor.fetchall() == [(7,)]
+
+
+def test_headers_of_the_next_release_are_left_out(destination: str) -> None:
+    seen: list[Message] = []
+    headers = {
+        "content-type": "application/json",
+        "txmsg-of-the-next-release": "1",
+        "txmsg-created": "2026-11-25T04:33:46.538427+00:00",
+        "tenant": "acme",
+    }
+    with txmsg(), declared(seen.append, destination) as stage:
+        put(destination, b'{"order": 1}', headers)
+        step(stage)
+
+    (message,) = seen
+    assert (message.body, message.headers) == ({"order": 1}, {"tenant": "acme"})
