@@ -181,10 +181,10 @@ def test_pages_and_commands_leave_the_same_trace(operator: Client) -> None:
     texts = list(AuditEntry.objects.order_by("pk").values_list("text", flat=True))
 
     assert texts[:2] == [
-        "Discard 1 dead letters; filter: 1 selected; why: old.",
+        "Discard 1 dead letter; filter: 1 selected; why: old.",
         "Paused stage orders.place.",
     ]
-    assert texts[2] == "Discard 1 dead letters; filter: all; why: old."
+    assert texts[2] == "Discard 1 dead letter; filter: all; why: old."
     assert texts[3] == f"Muted failures {error}: x"
     assert texts[4] == f"Cancelled message {row.message_id}: paid"
     assert texts[5].startswith("Remove the subscription shop.gone to topic:news")
