@@ -30,7 +30,7 @@ from kombu.utils import json
 from .. import conf, signals, wire
 from ..brokers.celery.publication import Publication
 from ..consuming import protocol
-from ..consuming.transaction import Conflicts, Undecided, guarded
+from ..consuming.protocol import Conflicts, Undecided, guarded
 from ..django_internals import abandon, in_block
 from ..envelope.failure import Failure, cause_of
 from ..envelope.message import Message

@@ -21,10 +21,10 @@ from ..errors import DecodeError
 from ..models.inbox import Seen
 from ..runtime import database_health
 from . import decoding, failure, inbox, modes, ordering, protocol
-from .arrival import Arrival
-from .attempt import announce_processed, is_handlers
+from .decoding import Arrival
+from .inbox import announce_processed, is_handlers
 from .outcomes import Outcome, Processed
-from .transaction import Undecided, is_outage, lost_conflict
+from .protocol import Undecided, is_outage, lost_conflict
 
 
 class Savepoints:

@@ -32,9 +32,9 @@ from ..runtime import liveness
 from ..runtime.connections import close_broken
 from ..sending import answering
 from . import decoding, modes
-from .arrival import Arrival
+from .decoding import Arrival
 from .outcomes import Duplicate, Interrupted, Outcome, Postponed
-from .transaction import Conflicts
+from .protocol import Conflicts
 
 log = logging.getLogger("django_txmsg.inbox")
 

@@ -7,18 +7,21 @@ does by the outcome. This module decides what a failure of a step means.
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 
 from django.db import connections
+from django.utils import timezone
 
-from .. import signals
+from .. import signals, tracing
 from ..django_internals import abandon, raw
-from ..envelope.failure import Failure, cause_of
+from ..envelope.failure import Failure, cause_of, is_interrupt
 from ..envelope.message import Message
 from ..errors import (
+    BrokerUnavailable,
     DecodeError,
     DestinationUnavailable,
     DispatchRejected,
@@ -31,12 +34,12 @@ from ..runtime import database_health
 from ..runtime.leases import Lease
 from ..stages import Stage
 from . import decoding, modes, ordering
-from .arrival import Arrival
-from .attempt import is_handlers, run
+from .decoding import Arrival
 from .failure import bury, failed, keep, unreadable
-from .outcomes import Duplicate, Interrupted, Outcome, SentBack
-from .protocol import LostRace
-from .transaction import Conflicts, Undecided, is_outage
+from .outcomes import Duplicate, Interrupted, Outcome, Processed, SentBack
+from .protocol import Conflicts, LostRace, Undecided, is_outage, lost_conflict
+
+log = logging.getLogger("django_txmsg.inbox")
 
 #: Attempts for whose work the database has no room that do not count as failures: about
 #: a minute of them, if it has room for a probe.
@@ -52,7 +55,8 @@ def process(arrival: Arrival) -> Outcome:
     Raises BrokerUnavailable or a database error if these fail rather than the message:
     then nothing was decided. Call it again with the same arrival.
     """
-    with _lease(arrival), ordering.in_hand(arrival):
+    turn = nullcontext() if arrival.turn is None else ordering.in_hand(arrival)
+    with _lease(arrival), turn:
         while True:
             outcome = _process(arrival)
             if not isinstance(outcome, Duplicate) or not _is_forgotten(arrival):
@@ -147,6 +151,90 @@ def _worked(
                 return outcome
             # Read again: the handler may have changed the object it was given.
             message, short = _read(arrival)
+
+
+def is_handlers(error: BaseException) -> bool:
+    """Return whether the handler's failure ended an attempt. Everything it raises
+    counts, including time-outs and cancellations that are no `Exception`."""
+    others = isinstance(error, BrokerUnavailable | Undecided) or is_interrupt(error)
+    return not others
+
+
+def run(
+    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+) -> Processed:
+    """Run one attempt, with the stage's middlewares around its transaction. `begun`
+    means that the transaction has begun already, and has taken the message's row.
+
+    Raises LostRace, and whatever a middleware, the handler or a commit raises.
+    """
+    outside, on = arrival.stage.outside, raw(connections[arrival.using])
+    with tracing.processing(message, arrival.stage.name):
+        if outside is None:
+            return _in_transaction(arrival, message, seen, begun)
+        ended: list[Processed | LostRace] = []
+
+        def transact(given: Message) -> None:
+            try:
+                ended.append(_in_transaction(arrival, given, seen, begun))
+            except LostRace as lost:
+                ended.append(lost)  # processed, by somebody else
+
+        def final(error: BaseException) -> bool:
+            """Errors that are not the message's fault bypass the middlewares."""
+            faultless = lost_conflict(error) or is_outage(error, on)
+            return faultless or not is_handlers(error)
+
+        try:
+            outside.run(message, transact, final)
+        except BaseException as late:
+            if not ended or is_interrupt(late):
+                raise
+            log.exception(
+                "a middleware around stage %r raised after the commit; the message is "
+                "processed and is not processed again: %s",
+                arrival.stage.name,
+                late,
+            )
+    if isinstance(ended[0], LostRace):
+        raise ended[0]
+    return ended[0]
+
+
+def _in_transaction(
+    arrival: Arrival, message: Message, seen: Seen | None, begun: bool
+) -> Processed:
+    stage, began = arrival.stage, time.monotonic()
+    mode = modes.of(stage)
+    employed = mode.run(arrival, message, seen, begun)
+    announce_processed(stage, message, time.monotonic() - began, employed)
+    return Processed(mode.transacted and arrival.parked is None)
+
+
+def announce_processed(
+    stage: Stage, message: Message, duration: float, employed: bool
+) -> None:
+    """Announce that a stage's transaction is committed."""
+    if not signals.announced(signals.message_processed):
+        return
+    signals.announce(
+        signals.message_processed,
+        id=message.id,
+        destination=message.destination,
+        stage=stage.name,
+        attempt=message.delivery_attempt,
+        duration=duration,
+        critical_time=_critical_time(message),
+        db="used" if employed else "unused",
+        employed=employed,
+    )
+
+
+def _critical_time(message: Message) -> float | None:
+    """Return the seconds since the message was stored, as far as the clocks agree."""
+    if message.created_at is None:
+        return None
+    return (timezone.now() - message.created_at).total_seconds()
 
 
 def _is_crowded_out(arrival: Arrival, error: BaseException) -> bool:

@@ -1,7 +1,7 @@
 """The transaction modes of `@stage(transaction=)`: three strategies for the same steps.
 
-Order per key is a fourth, around the steps of mode outbox. `inbox.py` and `attempt.py`
-call the steps and know no mode; docs/explanation/transaction-modes.md has the reasons.
+Order per key is a fourth, around the steps of mode outbox. `inbox.py` calls the
+steps and knows no mode; docs/explanation/transaction-modes.md has the reasons.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ from ..sending.scope import Scope, in_scope
 from ..sending.storing import store
 from ..stages import Stage
 from . import decoding, ordering, protocol
-from .arrival import Arrival
+from .decoding import Arrival
 from .outcomes import Duplicate, Outcome
-from .protocol import LostRace
-from .transaction import guarded
+from .protocol import LostRace, guarded
 
 #: Not named after this module: log configurations refer to the existing names.
 log = logging.getLogger("django_txmsg.arrival")

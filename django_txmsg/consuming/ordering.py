@@ -18,7 +18,7 @@ from ..models import InboxMessage, StageState
 from ..models.inbox import Seen
 from ..models.inbox_order import ASKED, ON_ITS_WAY, Turn
 from ..stages import Stage
-from .arrival import Arrival
+from .decoding import Arrival
 from .outcomes import Duplicate, Waiting
 
 _FIRST = dt.datetime.min.replace(tzinfo=dt.timezone.utc)

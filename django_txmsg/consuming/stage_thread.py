@@ -29,8 +29,8 @@ from ..runtime.idle_clock import Activity
 from ..stages import Stage
 from . import batch as batches
 from . import decoding, modes
-from .arrival import Arrival
 from .backpressure import Room
+from .decoding import Arrival
 from .outcomes import Outcome, to_acknowledge
 from .parking import NO_SESSION, Parking
 from .recycle_limits import Allowance

@@ -26,7 +26,7 @@ from .. import conf
 from ..brokers import find_broker, get_broker
 from ..brokers.base import Delivery, Session
 from ..consuming import batch, decoding, modes
-from ..consuming.arrival import Arrival
+from ..consuming.decoding import Arrival
 from ..consuming.outcomes import Duplicate, Outcome, Processed, to_acknowledge
 from ..consuming.stage_middleware import Chain, prepared
 from ..envelope.handler import Handler

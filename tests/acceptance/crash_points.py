@@ -15,8 +15,8 @@ from typing import Any
 
 from django_txmsg import stages
 from django_txmsg.consuming import decoding, inbox, modes
+from django_txmsg.consuming.protocol import StageTransaction
 from django_txmsg.consuming.stage_thread import StageThread
-from django_txmsg.consuming.transaction import StageTransaction
 from django_txmsg.envelope.message import Message
 from django_txmsg.relaying import relay
 from django_txmsg.relaying.settlement import Settlement

@@ -26,7 +26,7 @@ from django_txmsg import Message, send_message
 from django_txmsg.celery import OnceTask
 from django_txmsg.celery.calling import identity
 from django_txmsg.consuming import protocol
-from django_txmsg.consuming.transaction import StageTransaction
+from django_txmsg.consuming.protocol import StageTransaction
 from django_txmsg.errors import InvalidMessage, SwallowedDatabaseError, TaskGivenUp
 from django_txmsg.models import InboxMessage, OutboxMessage
 from tests.app.models import Effect

@@ -16,7 +16,7 @@ import pytest
 from django_txmsg import stages
 from django_txmsg.brokers import get_broker
 from django_txmsg.consuming import inbox
-from django_txmsg.consuming.arrival import Arrival
+from django_txmsg.consuming.decoding import Arrival
 from django_txmsg.envelope.broker_url import split_url
 from django_txmsg.envelope.message import Message
 from django_txmsg.envelope.redelivery import RedeliveryPolicy

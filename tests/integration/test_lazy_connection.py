@@ -15,7 +15,7 @@ import pytest
 from django.db import OperationalError, connection, connections, transaction
 
 from django_txmsg import signals
-from django_txmsg.consuming.transaction import StageTransaction
+from django_txmsg.consuming.protocol import StageTransaction
 from django_txmsg.envelope.message import Message
 from django_txmsg.sending.outbox import send_message
 from django_txmsg.stages import Stage, TransactionDefinition

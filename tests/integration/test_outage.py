@@ -19,7 +19,7 @@ from django.db import (
     transaction,
 )
 
-from django_txmsg.consuming.transaction import lost_conflict
+from django_txmsg.consuming.protocol import lost_conflict
 from django_txmsg.runtime import database_health
 from tests import services
 from tests.app.models import Effect
