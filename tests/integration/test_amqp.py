@@ -657,7 +657,7 @@ def test_headers_become_text_or_a_problem(
         "n": "-5", "yes": "true", "none": "", "list": '[1, {"a": "b"}]',
         "big": str(2**40),
     }  # fmt: skip
-    assert "no text" in no_text.problem
+    assert "is not text" in no_text.problem
     assert "NUL" in nul.problem
     assert nul.headers["priority"] == "3"
     assert bodies([whole, no_text, nul]) == [b"1", b"2", b"3"]

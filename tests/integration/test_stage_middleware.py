@@ -206,9 +206,9 @@ def test_without_one_nothing_is_between_a_stage_and_its_handler() -> None:
     with txmsg(), declared(effect) as stage:
         ready = prepared(stage)
     with around("unused"), declared(effect) as other:
-        assert prepared(other).handler is effect
+        assert prepared(other).handler is other.handler
 
-    assert ready.handler is effect
+    assert ready.handler is stage.handler
     assert ready.outside is None
 
 
