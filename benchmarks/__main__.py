@@ -110,14 +110,16 @@ def machine() -> Iterator[str]:
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Return the rows as Markdown."""
-    yield "| what | beside | ratio | lowest to highest | goal |"
-    yield "|---|---|---|---|---|"
+    yield "Measured: the median of what stands on the left, on this machine alone."
+    yield ""
+    yield "| what | beside | ratio | lowest to highest | goal | measured |"
+    yield "|---|---|---|---|---|---|"
     for row in rows:
         ratios = row["ratios"]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios[1:] else "one run"
         yield (
             f"| {row['what']} | {row['against']} | {statistics.median(ratios):.2f} "
-            f"| {spread} | {row['goal'] or '-'} |"
+            f"| {spread} | {row['goal'] or '-'} | {row['measured'] or '-'} |"
         )
 
 

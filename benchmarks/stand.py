@@ -185,13 +185,27 @@ def table(
             f" {max(values):10,.1f} {statistics.median(ratios):7.2f} {goal:>7}"
         )
         if name != against:
-            note(f"{title}: {name}", against, ratios, goal)
+            measured = f"{statistics.median(values):,.1f} {unit}"
+            note(f"{title}: {name}", against, ratios, goal, measured)
 
 
-def note(what: str, against: str, ratios: Sequence[float], goal: str = "") -> None:
-    """Keep a row for the table of all benchmarks, where one is being made."""
+def note(
+    what: str,
+    against: str,
+    ratios: Sequence[float],
+    goal: str = "",
+    measured: str = "",
+) -> None:
+    """Keep a row for the table of all benchmarks, where one is being made. `measured`
+    is the median with its unit."""
     file = os.environ.get(ROWS)
     if file:
-        row = {"what": what, "against": against, "ratios": [*ratios], "goal": goal}
+        row = {
+            "what": what,
+            "against": against,
+            "ratios": [*ratios],
+            "goal": goal,
+            "measured": measured,
+        }
         with Path(file).open("a") as rows:
             rows.write(json.dumps(row) + "\n")
