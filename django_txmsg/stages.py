@@ -69,7 +69,7 @@ class Stage:
 
     def resolved(self) -> Stage:
         """Return the stage with its policy and transaction determined once, as a
-        consumer runs it: two different answers for one message could split it."""
+        consumer runs it, so that all steps of a message use the same values."""
         assert self.reader is None or self.reader  # a missing codec is an error at once
         return replace(self, redelivery=self.policy, _definition=self.definition)
 

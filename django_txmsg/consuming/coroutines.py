@@ -48,8 +48,8 @@ def blocking(stage: Stage) -> Handler:
 
 
 async def _alone(handler: Handler, message: Message, seconds: float | None) -> Any:
-    """Run a handler. Its queries have a thread and a connection of its own, which end
-    with it: a connection that breaks breaks for one message."""
+    """Run a handler. Its queries use a separate thread and connection, which end with
+    it, so a broken connection affects only this message."""
     async with ThreadSensitiveContext():
         try:
             return await asyncio.wait_for(_caught(handler, message), seconds)

@@ -49,8 +49,9 @@ def note(using: str) -> None:
 def is_ours(using: str, identity: str, sent_at: dt.datetime) -> bool:
     """Return whether a message with this identity was sent from this database.
 
-    Another start of the same server may be this one before a restart or a failover, or
-    a copy: messages are ours if they were sent before the present start was first seen.
+    The identity of another start of the same server may come from this database, before
+    a restart or a failover, or from a copy. A message with such an identity is ours if
+    it was sent before the present start was first seen.
     Outside a transaction. Raises database errors.
     """
     if identity == current(using):

@@ -75,8 +75,9 @@ def leave_blocks() -> list[str]:
 
 
 def open_caches() -> None:
-    """Make this thread's contexts share its caches. Django keeps caches in the context:
-    in each message's own context they would be new, with new connections."""
+    """Make this thread's contexts share its caches. Django keeps caches in the context,
+    so each message, which has its own context, would otherwise open new cache
+    connections."""
     for alias in caches:
         with contextlib.suppress(Exception):  # the handler that uses it will say why
             assert caches[alias] is not None
