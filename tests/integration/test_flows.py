@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.models import F
 
 from django_txmsg import Destination, Message, Refuse, send_message, stages, wire
@@ -32,6 +33,7 @@ from django_txmsg.flows import (
     start,
     step,
 )
+from django_txmsg.flows.deadlines import Deadlines
 from django_txmsg.models import (
     DeadLetter,
     FlowStep,
@@ -40,12 +42,14 @@ from django_txmsg.models import (
     OutboxMessage,
     Run,
 )
+from django_txmsg.models.queue import QueueMessage
 from django_txmsg.models.run import Outcome, WaitsFor
 from django_txmsg.monitoring import retention
 from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect, Order
-from tests.running import committing, put, ship
+from tests.faults import wait_until
+from tests.running import committing, put, running, ship
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
@@ -752,3 +756,72 @@ def test_an_undo_whose_request_is_done_elsewhere_is_an_error_of_the_checks() -> 
     assert ids() == ["txmsg.E062"]
     stages.stage(stock_reserve, using="other")(reserve)
     assert ids() == ["txmsg.E062"]
+
+
+def test_of_an_answer_its_deadline_and_copies_at_once_one_goes_on() -> None:
+    """Threads take them side by side, each with a transaction of its own."""
+    runs = [place(str(number)) for number in range(8)]
+    drain()
+    for run in runs:
+        say(True, run.key)
+    Run.objects.update(due_at=F("due_at") - 31 * DAY)
+    Deadlines(["default"]).tick()
+    ship()
+    for row in OutboxMessage.objects.filter(destination="shop.checkout.steps"):
+        headers = wire.headers_of(row, "tests", wire.format_instant(row.created_at))
+        headers["txmsg-id"] = str(uuid.uuid4())
+        put(row.destination, bytes(row.body), headers)
+
+    with running(stages.find(["shop.checkout.steps"])[0], concurrency=4):
+        wait_until(lambda: not QueueMessage.objects.exists(), deadline=120)
+    drain()
+
+    for run in runs:
+        again(run)
+        steps = FlowStep.objects.filter(run=run, step__in=["approved", "expired"])
+        assert steps.count() == 1
+        released = effects().count(f"release {run.key}")
+        assert (run.outcome, released) in (("answered", 0), ("failed", 1))
+
+
+def test_an_undo_waits_for_a_request_in_hand_and_then_undoes_it() -> None:
+    entered, let_go = threading.Event(), threading.Event()
+
+    def slow(request: Reserve) -> Reserved | SoldOut:
+        Stock.reserve(request)
+        entered.set()
+        assert let_go.wait(60)
+        return Reserved("A7")
+
+    stages.unregister("shop.reserve")
+    stages.stage(stock_reserve)(slow)
+    run = place()
+    take_start()
+    ship()
+    with running(stages.find(["shop.reserve"])[0]):
+        assert entered.wait(60)
+        undoing = threading.Thread(target=give_up, args=(run,))
+        undoing.start()
+        # On PostgreSQL it waits for the row; on SQLite for the lock of the database.
+        undoing.join(0.5)
+        let_go.set()
+        undoing.join(120)
+        assert not undoing.is_alive()
+        asked = QueueMessage.objects.filter(queue="shop.reserve")
+        wait_until(lambda: not asked.exists(), deadline=60)
+    drain(ahead=HOUR)
+    assert failed(run) == {"why": "now"}
+    assert effects() == ["reserve 1", "release 1"]
+
+
+def give_up(run: Run) -> None:
+    """Cancel a run, and take its undo to the participant."""
+    try:
+        with transaction.atomic():
+            cancel(run, "now")
+        ship()
+        take(stages.find(["shop.checkout.steps"])[0])
+        ship()
+        take(stages.find(["shop.release"])[0])
+    finally:
+        connections.close_all()
