@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .answering import answers
     from .draining import Drained, drain, embedded, outbox_messages
     from .profiles import ARTEMIS, CLASSIC, RABBITMQ, Profile
     from .record import ReceivedFrame
@@ -22,6 +23,7 @@ __all__ = [
     "Profile",
     "ReceivedFrame",
     "ScriptedBroker",
+    "answers",
     "drain",
     "embedded",
     "outbox_messages",
@@ -35,6 +37,7 @@ _HOME = {
     "Profile": "profiles",
     "ReceivedFrame": "record",
     "ScriptedBroker": "scripted_broker",
+    "answers": "answering",
     "drain": "draining",
     "embedded": "draining",
     "outbox_messages": "draining",

@@ -102,7 +102,8 @@ PUBLIC = {
     "django_txmsg.tasks": "prune_messages relay_outbox",
     "django_txmsg.tasks_backend": "TransactionalBackend",
     "django_txmsg.testing": """
-        ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker drain
+        ARTEMIS CLASSIC RABBITMQ Drained Profile ReceivedFrame ScriptedBroker answers
+        drain
         embedded outbox_messages
     """,
     "django_txmsg.testing.broker_suite": "SOON BrokerSuite bodies take",
