@@ -31,8 +31,8 @@ from django_txmsg.models.queue import QueueMessage
 from tests.app.models import Effect, Order
 from tests.faults import ManageProcess, wait_until
 from tests.integration.http.server import SETTINGS, WebServer
-from tests.services import PgBouncer, PostgreSQL
-from tests.services.stomp_server import StompServer
+from tests.services import PgBouncer, PostgreSQL, RabbitMQ
+from tests.services.stomp_server import USER, StompServer
 
 Manage = Callable[..., ManageProcess]
 PARTS = ("pay", "ship")
@@ -135,7 +135,8 @@ class Chaos:
     def run(
         self, seconds: float, faults: list[Callable[[Chaos], None]], pause: float
     ) -> Report:
-        """Accept orders for that long while faults strike, and count the results."""
+        """Accept orders for that long while faults strike, each at least once, and
+        count the results."""
         self._web = self._start_web()
         for name in ("relay-1", "relay-2", "consume-1", "consume-2"):
             self._start_worker(name)
@@ -143,10 +144,11 @@ class Chaos:
             placing = [clients.submit(self._place_orders) for _ in range(3)]
             try:
                 end = time.monotonic() + seconds
-                while time.monotonic() < end:
+                still = self._random.sample(faults, len(faults))
+                while still or time.monotonic() < end:
                     self._enough.wait(self._random.uniform(0.5, 1.5) * pause)
                     self._keep_alive()
-                    fault = self._random.choice(faults)
+                    fault = still.pop() if still else self._random.choice(faults)
                     self.report.kills[fault.__name__] += 1
                     fault(self)
             finally:
@@ -248,6 +250,56 @@ class Chaos:
         assert self._pgbouncer.process is not None
         self._stand_still([self._pgbouncer.process.pid])
 
+    def disk_full(self) -> None:
+        """PostgreSQL has no room for another row, in its own words, for a while."""
+        name = str(connection.settings_dict["NAME"])
+        models = (OutboxMessage, InboxMessage, Effect)
+        tables = [one._meta.db_table for one in models]
+        self._as_administrator(
+            "CREATE OR REPLACE FUNCTION no_room() RETURNS trigger LANGUAGE plpgsql AS"
+            " $$BEGIN RAISE EXCEPTION 'could not extend file: No space left on device'"
+            " USING ERRCODE = '53100'; END$$",
+            *(
+                f"CREATE TRIGGER no_room BEFORE INSERT ON {table}"
+                f" FOR EACH STATEMENT EXECUTE FUNCTION no_room()"
+                for table in tables
+            ),
+            database=name,
+        )
+        self._enough.wait(self._random.uniform(3, 8))
+        self._as_administrator(
+            *(f"DROP TRIGGER no_room ON {table}" for table in tables), database=name
+        )
+
+    def queue_full(self) -> None:
+        """RabbitMQ takes nothing for a queue of ours, whatever is taken out of it."""
+        policy = "full"
+        self._control(
+            "set_policy", policy, f"^{self._service}[.](orders|done)$",
+            '{"max-length": 0, "overflow": "reject-publish"}', "--apply-to", "queues",
+        )  # fmt: skip
+        self._enough.wait(self._random.uniform(3, 8))
+        self._control("clear_policy", policy)
+
+    def memory_alarm(self) -> None:
+        """RabbitMQ is low on memory, and reads nothing from who publishes."""
+        self._control("set_vm_memory_high_watermark", "absolute", "1MB")
+        self._enough.wait(self._random.uniform(3, 8))
+        self._control("set_vm_memory_high_watermark", "0.4")
+
+    def permission_revoked(self) -> None:
+        """Our user may write nothing on RabbitMQ; it forgets what it has allowed when
+        the connections end."""
+        self._control("set_permissions", USER, ".*", "^$", ".*")
+        assert isinstance(self._broker, RabbitMQ)
+        self._broker.close_all_connections()
+        self._enough.wait(self._random.uniform(3, 8))
+        self._control("set_permissions", USER, ".*", ".*", ".*")
+
+    def _control(self, *arguments: str) -> None:
+        assert isinstance(self._broker, RabbitMQ)
+        self._broker.control(*arguments)
+
     # How it is kept going, and counted. ----------------------------------------------
 
     def _stand_still(self, pids: list[int]) -> None:
@@ -273,8 +325,8 @@ class Chaos:
             worker.terminate()
             worker.succeed()
 
-    def _as_administrator(self, *statements: str) -> None:
-        with psycopg.connect(self._postgres.url("postgres"), autocommit=True) as admin:
+    def _as_administrator(self, *statements: str, database: str = "postgres") -> None:
+        with psycopg.connect(self._postgres.url(database), autocommit=True) as admin:
             for statement in statements:
                 admin.execute(statement)
 
@@ -380,6 +432,7 @@ POOLER = [Chaos.pgbouncer_restarted, Chaos.pgbouncer_stands_still]
 #: What databases do in ordinary operation.
 DATABASE = [
     *POOLER,
+    Chaos.disk_full,
     Chaos.failed_over_to_read_only,
     Chaos.postgresql_killed,
     Chaos.postgresql_restarted,
@@ -395,3 +448,5 @@ PROCESSES = [
     Chaos.worker_stopped_in_good_order,
 ]
 BROKER = [Chaos.broker_killed, Chaos.broker_stands_still]
+#: What RabbitMQ refuses for a while, and can be told to at run time.
+REFUSALS = [Chaos.memory_alarm, Chaos.permission_revoked, Chaos.queue_full]

@@ -51,12 +51,22 @@ def test_everything_works_through_a_pooler_that_comes_and_goes(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_everything_works_through_refusals(
+    run, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = [*chaos.REFUSALS, chaos.Chaos.disk_full]
+    play(run(_server("rabbitmq", request)), 0.0, faults, 1.0, capsys)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(SOAK + 600)
 @pytest.mark.parametrize("broker", BROKERS)
 def test_orders_happen_once_whatever_is_killed(
     broker: str, run, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     faults = [*chaos.PROCESSES, *chaos.DATABASE, *chaos.BROKER]
+    faults += chaos.REFUSALS if broker == "rabbitmq" else []
     seconds = SOAK / len(BROKERS)
     play(run(_server(broker, request)), seconds, faults, 2.0, capsys)
 
