@@ -102,10 +102,10 @@ def test_that_a_skipped_one_runs_late(operator: Client) -> None:
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ({}, "has not come back"),
+        ({}, "has not been redelivered"),
         ({"due_at": timezone.now(), "headers": {}, "body": b""}, "its redelivery"),
-        ({"processed_at": timezone.now()}, "is done"),
-        (None, "has not come"),
+        ({"processed_at": timezone.now()}, "is processed"),
+        (None, "has not arrived"),
     ],
 )
 def test_state_of_a_predecessor_is_shown(
