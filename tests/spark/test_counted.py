@@ -217,7 +217,8 @@ def to(*destinations: str) -> pa.Table:
     count = len(destinations)
     instants = pa.array([LONG_AGO] * count, pa.timestamp("us", "UTC"))
     columns = {"destination": destinations, "deliveries": [1] * count}
-    return pa.table(columns | {"stored_at": instants, "processed_at": instants})
+    at = dict.fromkeys(("stored_at", "due_at", "processed_at"), instants)
+    return pa.table(columns | at)
 
 
 def test_a_footer_of_too_many_lines_is_left_out(

@@ -119,6 +119,10 @@ def test_clocks_differ_where_all_messages_take_the_same_long_time() -> None:
     assert "behind" in found.describe()
 
 
+def test_one_message_with_a_wrong_time_says_nothing_of_the_others() -> None:
+    assert differences([between(-86_400, 1, minutes=100_000)], []) == []
+
+
 def test_messages_that_waited_for_a_consumer_show_no_difference() -> None:
     # What was sent an hour earlier has waited for an hour longer.
     assert differences([between(7200, 7200 + 1800)], []) == []

@@ -66,7 +66,10 @@ def _shows(place: Place, least: dt.timedelta) -> bool:
     if place.messages < FEW:
         return False
     spread = dt.timedelta(microseconds=place.median_us) - least
-    return least < -SMALL or spread < SPREAD * (place.last_at - place.first_at)
+    if least < dt.timedelta():
+        # One message alone may be older than its receipt: most have to be.
+        return spread < max(SMALL, SPREAD * -least)
+    return spread < SPREAD * (place.last_at - place.first_at)
 
 
 def _while(place: Place, destination: str, day: dt.date) -> bool:
