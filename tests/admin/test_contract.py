@@ -63,7 +63,7 @@ def test_the_contract_is_shown(viewer: Client) -> None:
 
 def test_it_says_what_the_code_breaks(viewer: Client) -> None:
     call_command("txmsg", "contracts", "export")
-    assert "is as the code has it" in viewer.get(URL).content.decode()
+    assert "matches the code" in viewer.get(URL).content.decode()
 
     stages.unregister("shop.any")
 
@@ -80,7 +80,7 @@ def test_a_broken_file_is_not_taken_for_none(
     page = viewer.get(URL).content.decode()
 
     assert "No contract is committed" not in page
-    assert f"{settings.TXMSG['CONTRACT']} is no " in page
+    assert f"{settings.TXMSG['CONTRACT']} is not " in page
 
 
 def test_page_needs_permission_to_view_stages(somebody: Callable[..., Client]) -> None:
