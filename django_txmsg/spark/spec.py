@@ -229,6 +229,9 @@ class JobSpec:
                 subscriptions=tuple(
                     Subscription(**one) for one in given.pop("subscriptions", ())
                 ),
+                external=tuple(given.pop("external", ())),
+                external_senders=tuple(given.pop("external_senders", ())),
+                task_brokers=tuple(map(tuple, given.pop("task_brokers", ()))),
                 **given,
             )
         except (TypeError, ValueError, AttributeError) as error:
