@@ -122,7 +122,7 @@ def test_the_subscription_of_a_stage_that_was_renamed_is_found_and_ended() -> No
             # As during a deployment: it runs where the older code does.
             old = WorkerFactory(service="billing", stages=["billing.old"])
             assert "abandoned" not in told("subscriptions", "list")
-            with pytest.raises(CommandError, match="or at work"):
+            with pytest.raises(CommandError, match="or run by a live process"):
                 call_command(*remove.split())
             old.delete()
             call_command(*remove.split(), verbosity=0)
