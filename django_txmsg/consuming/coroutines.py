@@ -31,7 +31,7 @@ def blocking(stage: Stage) -> Handler:
     def wait(message: Message) -> Any:
         if in_block(connections[using]):
             # A test is around it: its queries belong to the test's transaction.
-            return async_to_sync(handler)(message)
+            return _result(async_to_sync(_caught)(handler, message))
         work = _alone(handler, message, seconds)
         limit = Deadline(stage.name, seconds or 0.0)
         try:
@@ -40,9 +40,7 @@ def blocking(stage: Stage) -> Handler:
             if seconds is not None and limit.passed:
                 raise limit.error() from None
             raise  # the handler's own
-        if isinstance(ended, BaseException):
-            raise ended
-        return ended
+        return _result(ended)
 
     return wait
 
@@ -63,6 +61,12 @@ async def _caught(handler: Handler, message: Message) -> Any:
         return await handler(message)
     except (SystemExit, KeyboardInterrupt) as error:
         return error
+
+
+def _result(ended: Any) -> Any:
+    if isinstance(ended, BaseException):
+        raise ended
+    return ended
 
 
 def _started() -> asyncio.AbstractEventLoop:
