@@ -280,19 +280,27 @@ def test_probes_of_a_healthy_a_hung_and_a_draining_process(
     assert re.search(r"txmsg-[\w.-]+ has not turned", ask(soon)[1])
     assert ask(where + LIVE)[0] == 200
     live, ready = COMMANDS
-    probe = start(*[word.replace("600", "3") for word in live])
-    assert probe.wait() == 1
+    # Its file of a second ago says the same a second later.
+    probe = failing(start, [word.replace("600", "3") for word in live])
     assert re.search(r"txmsg-[\w.-]+ has not turned", probe.output)
     process.terminate()
     wait_until(lambda: ask(where + READY)[0] == 503)
     assert ask(where + LIVE)[0] == 200
-    draining = start(*ready)
-    assert draining.wait() == 1
-    assert "told to stop" in draining.output
+    assert "told to stop" in failing(start, ready).output
     process.terminate()
     assert process.wait() != 0
     # Killed, it left a file: the probe does not take it for a process.
     assert start(*live).wait() == 1
+
+
+def failing(start: Callable[..., ManageProcess], words: list[str]) -> ManageProcess:
+    """Return a run of a probe that fails, once one does."""
+
+    def run() -> ManageProcess | None:
+        probe = start(*words)
+        return probe if probe.wait() else None
+
+    return wait_until(run)
 
 
 def test_a_stopped_child_is_not_alive(start: Callable[..., ManageProcess]) -> None:

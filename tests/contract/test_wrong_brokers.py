@@ -336,11 +336,7 @@ BIG = b"\xff" * 2_000_000
             "a_batch_may_go_to_many_destinations",
             [],
         ),
-        (
-            RefusesAndOvertakes,
-            "what_follows_a_refused_message_of_its_key_is_held_back",
-            [],
-        ),
+        (RefusesAndOvertakes, "followers_of_a_refused_message_are_held_back", []),
         (
             IgnoresIsolate,
             "isolated_messages_show_on_which_one_a_broker_hangs_up",

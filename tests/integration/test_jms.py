@@ -330,16 +330,22 @@ def test_on_activemq_a_forbidden_message_is_rejected_alone(
 def test_on_activemq_a_forbidden_send_rolls_its_transaction_back(
     activemq: ActiveMQ, connect: Connect, destination: str
 ) -> None:
-    session = connect(activemq.url(user=LIMITED_USER)).create_session(transacted=True)
-    producer, good = session.create_producer(), ALLOWED + destination
+    good = ALLOWED + destination
+
+    def producer() -> jms.MessageProducer:
+        limited = connect(activemq.url(user=LIMITED_USER))
+        return limited.create_session(transacted=True).create_producer()
 
     for _ in range(10):
-        producer.send(jms.Message("good"), destination=good)
-        producer.send(jms.Message("bad"), destination=destination)
+        # A refused COMMIT may end the connection.
+        refused = producer()
+        refused.send(jms.Message("good"), destination=good)
+        refused.send(jms.Message("bad"), destination=destination)
         with pytest.raises(jms.TransactionRolledBackError, match="not authorized"):
-            session.commit()
-    producer.send(jms.Message("alone"), destination=good)
-    session.commit()
+            refused.session.commit()
+    alone = producer()
+    alone.send(jms.Message("alone"), destination=good)
+    alone.session.commit()
 
     assert take_all(connect(activemq.url()), good) == ["alone"]
 

@@ -99,7 +99,7 @@ def test_a_broker_wants_the_password(
 
     with pytest.raises(
         jms.ConnectionFailedError,
-        match="Check the URL's user, password and virtual host",
+        match="Check the URL's port, user, password",
     ):
         factory.create_connection()
     # One word on it is enough, and what kind of broker it is nobody knows yet.

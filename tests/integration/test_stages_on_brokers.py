@@ -149,7 +149,7 @@ def test_what_a_handler_sends_past_its_transaction_is_out_whatever_follows(
             with running(stage):
                 wait_until(DeadLetter.objects.filter(stage=stage.name).exists)
     ship()
-    assert taken(f"{destination}.apart") == [b"apart"] * 3
+    assert taken(f"{destination}.apart") == [b"apart"] * len(TRANSACTION_MODES)
     assert taken(f"{destination}.joined") == []
 
 
