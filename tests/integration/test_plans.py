@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import threading
@@ -14,7 +15,7 @@ from django.db import connection, transaction
 from django.db.models.functions import Now
 
 from django_txmsg.models import InboxMessage, OutboxMessage, QueueMessage
-from django_txmsg.monitoring import retention
+from django_txmsg.monitoring import retention, waiting
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ROOT
 from tests.running import committing
@@ -333,3 +334,31 @@ def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
 
     assert read_for(count) < 100
     assert counted == [4]  # three in the outbox, one in its queue
+
+
+def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
+    """The health view reads the first row of each place, however many there are."""
+    row = OutboxMessage.objects.filter(dispatched_at=None).latest("id")
+    columns = [
+        f'"{field.column}"'
+        for field in row._meta.concrete_fields
+        if field.column not in ("id", "message_id")
+    ]
+    copied = ", ".join(columns)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {row._meta.db_table} (message_id, {copied})"
+            f" SELECT gen_random_uuid(), {copied} FROM {row._meta.db_table},"
+            " generate_series(1, 50000) WHERE id = %s",
+            [row.pk],
+        )
+    last = OutboxMessage.objects.latest("id")
+    OutboxMessage.objects.filter(pk=last.pk).update(
+        destination="zzz", due_at=Now() - dt.timedelta(seconds=1)
+    )
+
+    def look() -> set[str]:
+        return {one.name for one in waiting.in_outbox("default", most=0)}
+
+    assert look() == {"tests.q", "zzz"}
+    assert read_for(look) < 100
