@@ -128,6 +128,8 @@ def test_finished_journeys_are_counted_without_reading(
         judged(spark, spec)
 
 
+# A dozen judgements, of which half read everything.
+@pytest.mark.timeout(900)
 def test_all_is_judged_as_if_it_were_read(
     spark, make_log, lake: LakeSpec, tmp_path: Path
 ) -> None:

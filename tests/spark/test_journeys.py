@@ -216,23 +216,23 @@ def test_a_database_from_a_backup_counts_nothing_twice(
     log.receive([{"message_id": one, "processed_at": None} for one in ids])
     process(ids[0])
     archive_all(spark, log, lake)
-    assert run(spec, *JUDGE)["counts"] == {"ok": 1, "in_flight": 3}
+    assert run(spec, *JUDGE)["counts"] == {"ok": 1, "not_processed": 3}
     process(ids[1])
     shutil.copy(path, backup)
     process(ids[2])
     archive_all(spark, log, lake)
-    assert run(spec, *JUDGE)["counts"] == {"ok": 3, "in_flight": 1}
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3, "not_processed": 1}
 
     shutil.copy(backup, path)
     entries = log_of(lake)
     # The journeys know more than the database, which has their rows again.
-    assert run(spec, *JUDGE)["counts"].keys() == {"ok", "in_flight"}
+    assert run(spec, *JUDGE)["counts"].keys() == {"ok", "not_processed"}
     assert log_of(lake) == entries
     # One row is as it was archived; the other has left the lake, and comes again.
     archive_all(spark, log, lake)
     process(ids[2])
     archive_all(spark, log, lake)
-    assert run(spec, *JUDGE)["counts"] == {"ok": 3, "in_flight": 1}
+    assert run(spec, *JUDGE)["counts"] == {"ok": 3, "not_processed": 1}
     assert catch_up(spark, spec) == at_once(spark, spec)
 
 

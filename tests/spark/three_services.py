@@ -105,7 +105,8 @@ class ThreeServices:
         self.ask(
             "shop",
             "UPDATE django_txmsg_outboxmessage SET created_at = created_at -"
-            " interval '3 hours' WHERE message_id::text = ANY(%s)",
+            " interval '3 hours', due_at = due_at - interval '3 hours'"
+            " WHERE message_id::text = ANY(%s)",
             list(self.met["late"]),
         )
         closed = ", ".join(f"'{order}'" for order in self.orders["bank closed"])

@@ -151,7 +151,9 @@ def _fill(
         ).collect()
     }
     again = {(row.receiver, row.stage): row for row in redeliveries(received).collect()}
-    stages = percentiles(critical, "receiver", "stage").orderBy(sf.desc("messages"))
+    stages = percentiles(critical, "receiver", "stage").orderBy(
+        sf.desc("messages"), "receiver", "stage"
+    )
     found.stages = [
         row.asDict()
         | {"handler_p95": handler.get((row.receiver, row.stage)) or 0.0}
