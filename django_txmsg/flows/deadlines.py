@@ -6,10 +6,7 @@ number of processes may do this; the time-out of one turn always has the same id
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 from django.db import transaction
 
@@ -17,8 +14,7 @@ from .. import conf, wire
 from ..errors import DuplicateMessage
 from ..models import Run
 from ..models.fields import clock
-from ..runtime import database_health
-from ..runtime.connections import recycle
+from ..scheduling.time_loop import TimeLoop
 from ..sending.outbox import send_part
 from .declaration import declarations
 from .values import TimedOut, deadline_id, ticket
@@ -30,47 +26,19 @@ LONGEST_WAIT = 1.0
 AT_ONCE = 200
 
 
-class Deadlines:
+class Deadlines(TimeLoop):
     """Stores due time-outs in the databases `using`, until stopped."""
 
-    def __init__(self, using: Sequence[str]) -> None:
-        self._using = using
-        self._stop = threading.Event()
+    longest_wait = LONGEST_WAIT
+    refused = "deadlines of flows cannot be stored"
 
     @property
     def idle(self) -> bool:
         """Whether no flow is declared for these databases."""
         return not any(one.using in self._using for one in declarations())
 
-    def stop(self) -> None:
-        """Finish the current transaction. Callable from any thread or signal."""
-        self._stop.set()
-
-    def run(self) -> None:
-        """Store due time-outs until stopped. Statements that the database refuses are
-        tried again."""
-        while not self._stop.is_set():
-            wait = LONGEST_WAIT
-            for using in self._using:
-                keeping = database_health.retry(
-                    using, "deadlines of flows cannot be stored"
-                )
-                left = keeping.run(partial(self._keep, using))
-                wait = min(wait, LONGEST_WAIT if left is None else left)
-                recycle()
-            self._stop.wait(wait)
-
-    def tick(self) -> int:
-        """Store the time-outs due now, and return how many. Raises database errors."""
-        fired = 0
-        for using in self._using:
-            while more := self._fire(using):
-                fired += more
-        return fired
-
     def _keep(self, using: str) -> float:
-        """Store the due time-outs of a database, and return the seconds until the next
-        one."""
+        """Store due time-outs. Returns the seconds until the next one."""
         if self._fire(using) == AT_ONCE:
             return 0.0
         names = [one.name for one in declarations() if one.using == using]

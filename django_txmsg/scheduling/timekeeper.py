@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import suppress
 from itertools import islice
-from typing import Protocol
 
 from django.db import DataError, IntegrityError, transaction
 from django.db import Error as AnyDatabaseError
@@ -22,10 +19,8 @@ from .. import conf
 from ..errors import DuplicateMessage
 from ..models import Schedule
 from ..models.fields import clock
-from ..runtime import database_health, liveness
-from ..runtime.connections import recycle
-from ..runtime.thread_group import Crew
 from ..sending.outbox import send_message
+from .time_loop import TimeLoop
 from .timetable import Recurring, recurring
 
 log = logging.getLogger("django_txmsg.timekeeper")
@@ -42,18 +37,20 @@ AT_ONCE = 100
 AHEAD = dt.timedelta(minutes=1)
 
 
-class Timekeeper:
+class Timekeeper(TimeLoop):
     """Stores due messages in the databases `using`, until stopped.
 
     `now` returns the time for the name of a database: the database's own.
     """
 
+    longest_wait = LONGEST_WAIT
+    refused = "recurring messages cannot be stored"
+
     def __init__(
         self, using: Sequence[str], *, now: Callable[[str], dt.datetime] = clock
     ) -> None:
-        self._using = using
+        super().__init__(using)
         self._now = now
-        self._stop = threading.Event()
         #: Since when this process has known the recurring messages, by database.
         self._began: dict[str, dt.datetime] = {}
         #: Expressions that this process found to be new, with alias and name.
@@ -66,34 +63,8 @@ class Timekeeper:
         """Whether no message recurs in these databases."""
         return not any(one.alias in self._using for one in recurring())
 
-    def stop(self) -> None:
-        """Finish the current tick. Callable from any thread or signal."""
-        self._stop.set()
-
-    def run(self) -> None:
-        """Store due messages until stopped. Statements that the database refuses are
-        tried again."""
-        while not self._stop.is_set():
-            wait = LONGEST_WAIT
-            for using in self._using:
-                keeping = database_health.retry(
-                    using, "recurring messages cannot be stored"
-                )
-                left = keeping.run(partial(self._keep, using))
-                wait = min(wait, 1.0 if left is None else left)
-                recycle()
-            liveness.turned(wait)
-            self._stop.wait(wait)
-
-    def tick(self) -> None:
-        """Store what is due now. Raises database errors."""
-        for using in self._using:
-            while not self._stop.is_set() and self._keep(using) <= 0:
-                pass
-
     def _keep(self, using: str) -> float:
-        """Store what is due in a database, and return the seconds until the next
-        tick."""
+        """Store due ticks. Returns the seconds until the next one."""
         own = {one.name: one for one in recurring() if one.alias == using}
         if not own:
             return LONGEST_WAIT
@@ -195,32 +166,3 @@ class Timekeeper:
                 send_message(**one.arguments(tick))
                 self.stored += 1
         return True
-
-
-class KeepsTime(Protocol):
-    """An object that stores due messages: recurring ones, or the deadlines of flows."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to keep the time for."""
-
-    def run(self) -> None:
-        """Store due messages, until stopped."""
-
-    def stop(self) -> None:
-        """Finish the current transaction."""
-
-
-@contextmanager
-def keeping_time(timekeeper: KeepsTime, stop: Callable[[], None]) -> Iterator[None]:
-    """Run a thread that stores due messages for the duration of the block, unless the
-    timekeeper is idle. If it fails, calls `stop`, and raises its error."""
-    crew = Crew(stop)
-    if not timekeeper.idle:
-        crew.add(f"txmsg-{type(timekeeper).__name__.lower()}", timekeeper.run)
-    crew.start()
-    try:
-        yield
-    finally:
-        timekeeper.stop()
-        crew.join()

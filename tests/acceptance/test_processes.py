@@ -60,6 +60,17 @@ def declare():
 """
 
 
+FLOW = """
+from django_txmsg.flows import Flow, step
+
+
+class Echo(Flow[str, str], name="tests.echo", version=1):
+    @step
+    def start(self, word: str) -> str:
+        return word
+"""
+
+
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     """The service's own code, which may change."""
@@ -317,8 +328,9 @@ def test_a_stopped_child_is_not_alive(start: Callable[..., ManageProcess]) -> No
 
 
 def test_a_broker_that_is_away_leaves_a_process_alive_and_ready(
-    start: Callable[..., ManageProcess],
+    start: Callable[..., ManageProcess], code: Path
 ) -> None:
+    code.write_text(code.read_text() + FLOW)  # deadlines have a loop, too
     dead = {"default": {"URL": "stomp://127.0.0.1:1"}}
     process = start("txmsg", "run", "--http", "127.0.0.1:0", BROKERS=dead)
     where = address(process)

@@ -19,7 +19,8 @@ from django.test import override_settings
 from django_txmsg import Destination, every
 from django_txmsg.errors import ConfigurationError, InvalidMessage
 from django_txmsg.models import OutboxMessage, Schedule
-from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper, keeping_time
+from django_txmsg.scheduling.time_loop import keeping_time
+from django_txmsg.scheduling.timekeeper import AFTER_FAILURE, Timekeeper
 from django_txmsg.scheduling.timetable import forget, recurring
 from django_txmsg.testing import drain
 from tests.faults import ManageProcess, wait_until
@@ -361,7 +362,7 @@ def test_a_connection_that_breaks_costs_no_tick() -> None:
     )
     with settings:
         timekeeper = Timekeeper(["default"])
-        with keeping_time(timekeeper, lambda: None):
+        with keeping_time([timekeeper], lambda: None):
             for number in (1, 2):
                 wait_until(lambda n=number: timekeeper.stored >= n, deadline=60)
                 with connections["default"].cursor() as cursor:

@@ -123,11 +123,9 @@ class Service:
         self._crew.add("txmsg-relay", self.relay.run)
         self._crew.add("txmsg-consumer", self._consume)
         self._crew.add("txmsg-pruning", Pruner(databases, self._stop).run)
-        self._timekeeper, self._deadlines = Timekeeper(databases), Deadlines(databases)
-        if not self._timekeeper.idle:
-            self._crew.add("txmsg-timekeeper", self._timekeeper.run)
-        if not self._deadlines.idle:
-            self._crew.add("txmsg-deadlines", self._deadlines.run)
+        self._time_loops = [Timekeeper(databases), Deadlines(databases)]
+        for loop in self._time_loops:
+            loop.add_to(self._crew)
 
     def _consume(self) -> None:
         self.consumer.run()
@@ -142,8 +140,8 @@ class Service:
         """Finish messages in progress, start no new ones. Callable from any thread or
         signal."""
         self._stop.set()
-        self._timekeeper.stop()
-        self._deadlines.stop()
+        for loop in self._time_loops:
+            loop.stop()
         self.relay.stop()
         self.consumer.stop()
 

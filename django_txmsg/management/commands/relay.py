@@ -17,7 +17,8 @@ from ...models import Worker
 from ...monitoring.databases import left_out, with_tables
 from ...monitoring.presence import Presence
 from ...relaying.relay import Relay
-from ...scheduling.timekeeper import Timekeeper, keeping_time
+from ...scheduling.time_loop import keeping_time
+from ...scheduling.timekeeper import Timekeeper
 from ._process import heartbeat, say, stay_light, stop_on_signals
 from ._tables import require_tables
 from ._workers import add_arguments, probed, supervise
@@ -60,15 +61,14 @@ class Command(BaseCommand):
         presence = Presence("relay", router.db_for_write(Worker))
         if not options["once"]:
             stay_light()
-        timekeeper, deadlines = Timekeeper(databases), Deadlines(databases)
+        time_loops = [Timekeeper(databases), Deadlines(databases)]
         beating = heartbeat(presence, relay, databases)
         with ExitStack() as stack:
             stack.enter_context(stop_on_signals(relay.stop, self.stderr))
             stack.enter_context(probed(options, self.stderr))
             stack.enter_context(beating)
             if not options["once"]:
-                stack.enter_context(keeping_time(timekeeper, relay.stop))
-                stack.enter_context(keeping_time(deadlines, relay.stop))
+                stack.enter_context(keeping_time(time_loops, relay.stop))
             if options["verbosity"] > 0 and not options["once"]:
                 self.stderr.write(
                     f"Relaying from {', '.join(databases)} to {', '.join(brokers)}. "
@@ -76,8 +76,8 @@ class Command(BaseCommand):
                 )
             try:
                 if options["once"]:
-                    timekeeper.tick()
-                    deadlines.tick()
+                    for loop in time_loops:
+                        loop.tick()
                 relay.run(once=options["once"])
             except (TxmsgError, AnyDatabaseError) as error:
                 raise CommandError(

@@ -1,0 +1,85 @@
+"""The loop of all that is stored when it is due: recurring messages, and deadlines of
+flows. It runs in one thread of each `relay` process."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import ClassVar
+
+from ..runtime import database_health, liveness
+from ..runtime.connections import recycle
+from ..runtime.thread_group import Crew
+
+#: Seconds until the next check of a database that has refused a statement.
+AFTER_REFUSAL = 1.0
+
+
+class TimeLoop(ABC):
+    """Stores what is due in the databases `using`, until stopped."""
+
+    #: Longest time, in seconds, between two checks.
+    longest_wait: ClassVar[float]
+    #: How the log line about a refused statement begins.
+    refused: ClassVar[str]
+
+    def __init__(self, using: Sequence[str]) -> None:
+        self._using = using
+        self._stop = threading.Event()
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether these databases have nothing to keep the time for."""
+
+    @abstractmethod
+    def _keep(self, using: str) -> float:
+        """Store what is due in a database. Returns the seconds until the next check: 0
+        if more is due. Raises database errors."""
+
+    def stop(self) -> None:
+        """Finish the current transaction. Callable from any thread or signal."""
+        self._stop.set()
+
+    def run(self) -> None:
+        """Store what is due until stopped. Statements that the database refuses are
+        tried again."""
+        while not self._stop.is_set():
+            wait = self.longest_wait
+            for using in self._using:
+                keeping = database_health.retry(using, self.refused)
+                left = keeping.run(partial(self._keep, using))
+                wait = min(wait, AFTER_REFUSAL if left is None else left)
+                recycle()
+            liveness.turned(wait)
+            self._stop.wait(wait)
+
+    def tick(self) -> None:
+        """Store what is due now. Raises database errors."""
+        for using in self._using:
+            while not self._stop.is_set() and self._keep(using) <= 0:
+                pass
+
+    def add_to(self, crew: Crew) -> None:
+        """Add a thread that runs the loop, unless it is idle."""
+        if not self.idle:
+            crew.add(f"txmsg-{type(self).__name__.lower()}", self.run)
+
+
+@contextmanager
+def keeping_time(loops: Sequence[TimeLoop], stop: Callable[[], None]) -> Iterator[None]:
+    """Run the loops for the duration of the block. If one fails, calls `stop`, and
+    raises its error."""
+    crew = Crew(stop)
+    for loop in loops:
+        loop.add_to(crew)
+    crew.start()
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.stop()
+        crew.join()
