@@ -100,9 +100,6 @@ class Memo:
         return loads(self._body, content_type, encoding, accept={content_type})
 
 
-log = logging.getLogger("django_txmsg.celery")
-
-
 def run_once(task: Any, args: Any, kwargs: Any) -> Any:
     """Run a task whose request is open, and return its result, or that of an earlier
     delivery.

@@ -203,9 +203,8 @@ class Outside(Outbox):
         sent: list[NewMessage] = []
         scope = self.scope(arrival, message)
         scope.enlist = sent.append
-        recycle(
-            idle=True
-        )  # no connection is held for that long, as far as settings say
+        # No connection is held for that long, as far as settings say.
+        recycle(idle=True)
         with in_scope(scope):
             arrival.stage.handler(message)
         _, employed = protocol.once(
