@@ -168,10 +168,9 @@ class Flow(Generic[In, Out]):
         """
         send_signal(cls._declaration, key, body)
 
-    @overload
     def ask(
         self,
-        destination: Destination[Body, Reply],
+        destination: Destination[Body, Reply] | type[Flow[Body, Reply]],
         body: Body,
         *,
         then: Callable[[Reply], Out | Continuation] | Callable[[], Out | Continuation],
@@ -180,31 +179,6 @@ class Flow(Generic[In, Out]):
         otherwise: Callable[[TimedOut | Dead], Out | Continuation]
         | Callable[[], Out | Continuation]
         | None = None,
-        key: str | None = None,
-    ) -> Ask: ...
-    @overload
-    def ask(
-        self,
-        destination: type[Flow[Body, Reply]],
-        body: Body,
-        *,
-        then: Callable[[Reply], Out | Continuation] | Callable[[], Out | Continuation],
-        undo: Destination[Body, Any] | None = None,
-        within: dt.timedelta | EllipsisType | None = ...,
-        otherwise: Callable[[TimedOut | Dead], Out | Continuation]
-        | Callable[[], Out | Continuation]
-        | None = None,
-        key: str | None = None,
-    ) -> Ask: ...
-    def ask(
-        self,
-        destination: Any,
-        body: Any,
-        *,
-        then: Any,
-        undo: Any = None,
-        within: dt.timedelta | EllipsisType | None = ...,
-        otherwise: Any = None,
         key: str | None = None,
     ) -> Ask:
         """Send a request, to a stage or a flow, and continue with its answer.
@@ -215,9 +189,10 @@ class Flow(Generic[In, Out]):
         if `then` is not a step, and without a deadline.
         """
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
+        asked: Any = destination
         return self._note(
             Ask(
-                destination.destination if of_flow else destination,
+                asked.destination if of_flow else asked,
                 body,
                 then=self._step(then),
                 undo=undo,
