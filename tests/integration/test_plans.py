@@ -157,7 +157,8 @@ def test_delayed_messages_are_not_read_before_their_time() -> None:
     assert read_for(nothing_due) < 100
 
 
-def test_parked_messages_are_not_read_before_their_time() -> None:
+def park_for_later() -> None:
+    """Park messages that are due in an hour."""
     InboxMessage.objects.create(
         stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
     )
@@ -169,6 +170,10 @@ def test_parked_messages_are_not_read_before_their_time() -> None:
         body="'x'",
         last_error="'failed'",
     )
+
+
+def test_parked_messages_are_not_read_before_their_time() -> None:
+    park_for_later()
     inbox = InboxMessage.objects
 
     def none_of_them() -> None:
@@ -313,17 +318,7 @@ def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
     QueueMessage.objects.create(queue="tests.later", body=b"x")
     copies(QueueMessage)
     QueueMessage.objects.create(queue="tests.q", body=b"x")
-    InboxMessage.objects.create(
-        stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
-    )
-    copies(
-        InboxMessage,
-        message_id="gen_random_uuid()",
-        due_at="now() + interval '1 hour'",
-        headers="'{}'",
-        body="'x'",
-        last_error="'failed'",
-    )
+    park_for_later()
     store(3)
     counted: list[int] = []
 
