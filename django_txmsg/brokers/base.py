@@ -211,7 +211,7 @@ class Broker(abc.ABC):
 
     @abc.abstractmethod
     def unsubscribe(self, topic: str, subscriber: str) -> None:
-        """Delete a durable subscription with its messages. A missing one is no error.
+        """Delete a durable subscription with its messages, if it exists.
 
         Raises BrokerError if the broker refuses, as while it is in use.
         """

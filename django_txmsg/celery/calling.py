@@ -89,7 +89,8 @@ class _Patience:
         return {} if hasattr(producer, "published") else self._call(producer, task_id)
 
     def add_pending_result(self, result: Any, **options: Any) -> Any:
-        """A result is to be watched, and so is each result of a group."""
+        """Watch a result, as for each result of a group: inside of a block, only once
+        a caller waits."""
         if not any(map(in_block, connections.all(initialized_only=True))):
             return self._add(result, **options)
         number, results = id(result), self._results

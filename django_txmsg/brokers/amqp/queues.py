@@ -123,7 +123,7 @@ class Queues:
         self._bind(subscriber, topic)
 
     def delete(self, queue: str) -> None:
-        """Delete a queue with its messages; a missing one is no error."""
+        """Delete a queue with its messages, if it exists."""
         self._on().queue_delete(queue)
         self._known.discard(queue)
 
