@@ -46,6 +46,8 @@ log = logging.getLogger("django_txmsg.flows")
 
 #: Steps since the last sleep or wait, over all flows of a conversation.
 MAX_HOPS = 200
+#: Characters of a flow's baggage, at most, names included.
+MAX_BAGGAGE = 4096
 #: The reason that `otherwise` gets if a flow was cancelled.
 CANCELLED = "cancelled"
 #: How long a signal waits for its run, in total and at a time.
@@ -123,11 +125,7 @@ def _signalled(declared: Declaration, message: Message) -> None:
     run = runs.filter(ended_at=None).select_for_update().first()
     if run is not None and not run.failing:
         going = Going(declared, run, message)
-        result = going.call(taken, message.body.read(taken.reader))
-        if result is None:
-            going.store()
-        else:
-            going.apply(result)
+        going.signalled(going.call(taken, message.body.read(taken.reader)))
         return
     since = wire.parse_instant(at)
     if run is not None or runs.filter(ended_at__gte=since).exists():
@@ -183,11 +181,7 @@ def _cancelled(declared: Declaration, message: Message) -> None:
             going.store()
             return
         on_cancel = declared.on_cancel
-        result = Fail(why) if on_cancel is None else going.call(on_cancel, why)
-        if result is None:
-            going.store()
-        else:
-            going.apply(result)
+        going.signalled(Fail(why) if on_cancel is None else going.call(on_cancel, why))
 
 
 class Going:
@@ -256,6 +250,13 @@ class Going:
         self._step = "undo"
         self._undo_next()
         self.store()
+
+    def signalled(self, result: Any) -> None:
+        """Execute what a signal has returned; after None the run waits as before."""
+        if result is None:
+            self.store()
+        else:
+            self.apply(result)
 
     def apply(self, result: Any) -> None:
         """Execute what a step has returned, and store the run."""
@@ -538,9 +539,6 @@ def _checked(baggage: dict[str, str]) -> dict[str, str]:
     if sum(len(name) + len(value) for name, value in baggage.items()) > MAX_BAGGAGE:
         raise ConfigurationError(f"The baggage is longer than {MAX_BAGGAGE}.")
     return dict(baggage)
-
-
-MAX_BAGGAGE = 4096
 
 
 def _uuid(text: str | None) -> uuid.UUID | None:
