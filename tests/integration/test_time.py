@@ -33,7 +33,8 @@ from tests.running import IMPATIENT, committing, declared, put, running, step, t
 
 pytestmark = committing
 
-LEASE = 0.6
+#: Renewed a few times in it; a loaded machine is late by a second.
+LEASE = 2.0
 #: Every lease and pause of the package, made short; the broker is in another database.
 SHORT: dict[str, Any] = {
     **IMPATIENT,
@@ -64,7 +65,7 @@ def test_a_handler_longer_than_every_lease_runs_once(
         if message.delivery_attempt == 1:
             raise ValueError
         began = time.monotonic()
-        wait_until(lambda: time.monotonic() - began > 4 * LEASE)
+        wait_until(lambda: time.monotonic() - began > 2 * LEASE)
 
     policy = RedeliveryPolicy(max_redeliveries=1, initial_delay=0.0, mode=redelivery)
     with (
