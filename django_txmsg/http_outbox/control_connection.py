@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django.core.signals import setting_changed
+from django.db import connections
 
 from .. import conf
 from ..brokers import get_broker
@@ -203,6 +204,8 @@ class Channel:
                 self._tell(group, outcomes)
         finally:
             self._hand_on(threading.current_thread())
+            # A broker in a database has used this thread's connections.
+            connections.close_all()
 
     def _check(self) -> None:
         if self._breaker.remaining:
@@ -279,6 +282,13 @@ def _unproven(outcome: BrokerError | None) -> bool:
 
 def _close_aside(session: Session) -> None:
     """Close without making the request wait for a broker that does not answer."""
+
+    def close() -> None:
+        try:
+            session.close()
+        finally:
+            connections.close_all()
+
     name = "txmsg-control-close"
     with contextlib.suppress(RuntimeError):  # no thread to be had: as the process ends
-        threading.Thread(target=session.close, name=name, daemon=True).start()
+        threading.Thread(target=close, name=name, daemon=True).start()

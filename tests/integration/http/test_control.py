@@ -9,11 +9,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from django.core import signing
 from django.db import connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
 from django.utils import timezone
 
@@ -26,6 +27,7 @@ from django_txmsg.http_outbox import control_message, control_receive
 from django_txmsg.models import DeadLetter, OutboxMessage, QueueMessage, SessionRecord
 from django_txmsg.relaying.lane import Lane
 from tests.app.models import Order
+from tests.faults import wait_until
 
 from .conftest import txmsg
 
@@ -183,7 +185,11 @@ class ServerWithUsing(Broker):
         self.using = "default"
         self._inside = DatabaseBroker(alias, "database://other?poll=0.01")
 
+    #: The connection of each thread that opened a session.
+    used: ClassVar[list[BaseDatabaseWrapper]] = []
+
     def open(self, **options: Any) -> Session:
+        self.used.append(connections["other"])
         return self._inside.open(**options)
 
     def shares_topics(self) -> bool:
@@ -215,6 +221,9 @@ def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> No
             assert heard["handled"] == []
         handle_to_the_end(delivery)
     assert arrived() == 2
+    others = [one for one in ServerWithUsing.used if one is not connections["other"]]
+    assert others
+    wait_until(lambda: all(one.connection is None for one in others))
 
 
 @on_postgresql
