@@ -62,7 +62,7 @@ def txmsg(**more: Any) -> override_settings:
 
 @contextmanager
 def declared(
-    handler: Handler, destination: str = "", **options: Any
+    handler: Any, destination: Any = "", **options: Any
 ) -> Iterator[stages.Stage]:
     """Declare a stage for the duration of the block."""
     destination = destination or f"tests.stage{next(_numbers)}"

@@ -12,13 +12,13 @@ from django_txmsg.flows.declaration import STEPS
 
 Shelved = TypeVar("Shelved", bound=type[Any])
 
-_stages: dict[str, list[stages.Stage]] = {}
+_stages: dict[type[Any], list[stages.Stage]] = {}
 
 
 def shelved(flow: Shelved) -> Shelved:
     """Take a flow away that was declared just now."""
     name = flow._declaration.name
-    _stages[name] = stages.find([name, name + STEPS])
+    _stages[flow] = stages.find([name, name + STEPS])
     _withdraw(name)
     return flow
 
@@ -28,7 +28,7 @@ def at_hand(*flows: type[Any]) -> Iterator[None]:
     """Let flows be known for the duration of the block."""
     for flow in flows:
         declaration.declare(flow._declaration)
-        for stage in _stages[flow._declaration.name]:
+        for stage in _stages[flow]:
             stages.register(stage)
     try:
         yield

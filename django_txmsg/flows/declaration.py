@@ -89,10 +89,14 @@ class Declaration:
 
     @property
     def reads(self) -> Sequence[tuple[str, int]]:
-        """What this code can read: the version of the state, and each name of a
-        step."""
-        known = [*self.steps, *self.signals]
-        return [(self.name, self.version), *((self._address(one), 1) for one in known)]
+        """What this code can read: the version of the state, the name of each step, and
+        the types that the steps take."""
+        known = {(self.name, self.version): None}
+        for name, one in (self.steps | self.signals).items():
+            known[self._address(name), 1] = None
+            if not one.takes_nothing:
+                known |= dict.fromkeys(one.reader.reads)
+        return list(known)
 
     def step(self, name: str) -> Step:
         """Return the step with this name. Raises NewerCodeNeeded: the message waits for

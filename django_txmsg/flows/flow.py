@@ -27,7 +27,7 @@ from .declaration import (
     state_of,
 )
 from .sending import send_signal
-from .unread import UnreadReader
+from .unread import StartReader, UnreadReader
 from .values import (
     Ask,
     Cancelled,
@@ -132,7 +132,7 @@ class Flow(Generic[In, Out]):
         )
         declare(declared)
         for address, accepted, work in (
-            (name, accepts, engine.begin),
+            (name, StartReader(accepts, lambda: declared.reads), engine.begin),
             (declared.steps_name, UnreadReader(lambda: declared.reads), engine.go_on),
         ):
             stages.register(

@@ -1,4 +1,5 @@
-"""A body that is decoded later, when the run's row shows its type."""
+"""How the two stages of a flow read bodies: those that start a run at once, the others
+when the run's row shows their type."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import codecs
 from ..envelope.typed_body import BodyReader, BodyType, TypeHeader
 
 
@@ -47,3 +49,19 @@ class UnreadReader(BodyReader):
     def read(self, body: bytes, content_type: str, header: str | None) -> Unread:
         """Return the body, undecoded."""
         return Unread(body, content_type, header)
+
+
+class StartReader(BodyReader):
+    """Reads the bodies that start runs. The run's row, which `start()` has stored, may
+    need newer code too."""
+
+    def __init__(
+        self, annotation: Any, reads: Callable[[], Sequence[tuple[str, int]]]
+    ) -> None:
+        super().__init__(annotation, codecs.reader(annotation).types)
+        self._declared = reads
+
+    @property
+    def reads(self) -> tuple[tuple[str, int], ...]:
+        """The versions that code must be able to read for the waiting messages."""
+        return (*super().reads, *self._declared())

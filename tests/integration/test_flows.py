@@ -15,7 +15,16 @@ import pytest
 from django.db import connections, transaction
 from django.db.models import F
 
-from django_txmsg import Destination, Message, Refuse, send_message, stages, wire
+from django_txmsg import (
+    Destination,
+    Message,
+    Refuse,
+    message_type,
+    send_message,
+    stages,
+    upgrade,
+    wire,
+)
 from django_txmsg.checks.stages import check
 from django_txmsg.dead_letters import bulk
 from django_txmsg.flows import (
@@ -49,7 +58,7 @@ from django_txmsg.signals import flow_late
 from django_txmsg.testing import drain
 from tests.app.models import Effect, Order
 from tests.faults import wait_until
-from tests.running import committing, put, running, ship
+from tests.running import committing, declared, put, running, ship
 from tests.running import step as take
 from tests.shelved_flows import at_hand, shelved
 
@@ -215,7 +224,7 @@ def operate(kind: str, **options: Any) -> int:
     return bulk.finish(bulk.start(kind, {}, **options)).done
 
 
-def answered(run: Run) -> dict[str, Any]:
+def answered(run: Run) -> Any:
     assert again(run).outcome == Outcome.ANSWERED
     return json.loads(run.answer)
 
@@ -705,6 +714,69 @@ def say_as(run: Run, value: object) -> None:
     row = OutboxMessage.objects.order_by("-id").first()
     ticket = f"{run.run_id.hex}.{again(run).turn.hex}"
     OutboxMessage.objects.filter(pk=row.pk).update(headers={wire.TICKET: ticket})
+
+
+@message_type("tests.Told", version=1)
+@dataclass
+class ToldBefore:
+    text: str
+
+
+@message_type("tests.Told", version=2, readable_from=2)
+@dataclass
+class Told:
+    text: str
+
+
+tell = Destination("shop.tell", Pack, reply=Told)
+tell_before = Destination("shop.tell", Pack, reply=ToldBefore)
+
+
+@shelved
+class Older(Flow[Pack, str], name="shop.aging", within=HOUR):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return self.ask(tell_before, pack, then=self.told)
+
+    @step
+    def told(self, reply: ToldBefore) -> Next[str]:
+        return reply.text
+
+
+@shelved
+class Newer(Flow[Pack, str], name="shop.aging", within=HOUR, version=2):
+    @step
+    def start(self, pack: Pack) -> Next[str]:
+        return self.ask(tell, pack, then=self.told)
+
+    @step
+    def told(self, reply: Told) -> Next[str]:
+        return reply.text
+
+
+@upgrade("shop.aging", from_version=1)
+def renewed(state: dict[str, Any]) -> dict[str, Any]:
+    return state
+
+
+@pytest.mark.parametrize("waits", ["start", "reply"])
+def test_what_waits_for_newer_code_continues_with_it(waits: str) -> None:
+    def told(pack: Pack) -> Told:
+        return Told(pack.how)
+
+    with declared(told, tell, name="shop.tell"), ExitStack() as code:
+        code.enter_context(at_hand(Newer if waits == "start" else Older))
+        with transaction.atomic():
+            run = start(Newer if waits == "start" else Older, Pack("1"))
+        code.close()
+        with at_hand(Older):
+            drain()
+        row = InboxMessage.objects.get(needs_version=2)
+        assert row.needs_type == {"start": "shop.aging", "reply": "tests.Told"}[waits]
+        assert again(run).ended_at is None
+        with at_hand(Newer):
+            drain()
+    assert answered(run) == "well"
 
 
 def test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not() -> None:
