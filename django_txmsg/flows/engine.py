@@ -343,13 +343,13 @@ class Going:
         key: str | None,
         *,
         replies: bool = True,
-        undoes: wire.Undone | None = None,
+        undoes: str = "",
     ) -> Message:
         """Store a message that continues the run, or whose answer does."""
         given = self._headers()
         given[wire.TICKET] = ticket(self.run.run_id, turn)
-        if undoes is not None:
-            given[wire.UNDOES] = str(undoes)
+        if undoes:
+            given[wire.UNDOES] = undoes
         if replies:
             given[wire.REPLY_TO] = self.declared.steps_name
         return send_part(
@@ -469,12 +469,12 @@ class Going:
             self._deliver()
             self.run.end(Outcome.FAILED)
             return
-        undone: wire.Undone | None = None
+        undoes = wire.OWN_WORK
         if row.request_id is not None:
-            undone = wire.Undone(row.request_id, row.created_at, row.answered)
+            undoes = str(wire.Undone(row.request_id, row.created_at, row.answered))
         turn, self._hop = uuid.uuid4(), 0
         body = Encoded(bytes(row.body), row.body_type)
-        sent = self._send(row.destination, body, turn, None, undoes=undone)
+        sent = self._send(row.destination, body, turn, None, undoes=undoes)
         self.run.wait(
             WaitsFor.UNDO,
             self.run.step,

@@ -29,7 +29,7 @@ def if_done(
     @functools.wraps(handler)
     def undo(message: Message) -> Any:
         given = message.conversation.get(wire.UNDOES)
-        if given is None:
+        if given is None or given == wire.OWN_WORK:
             return handler(message)
         try:
             undone = wire.Undone.parse(given)

@@ -16,6 +16,7 @@ from typing import Any
 
 from .conversation import FLOW as FLOW
 from .conversation import HOP as HOP
+from .conversation import OWN_WORK as OWN_WORK
 from .conversation import PROP as PROP
 from .conversation import REPLY_TO as REPLY_TO
 from .conversation import TICKET as TICKET

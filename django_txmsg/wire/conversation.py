@@ -19,8 +19,10 @@ TICKET = "txmsg-ticket"
 FLOW = "txmsg-flow"
 #: Steps since the last sleep or wait.
 HOP = "txmsg-hop"
-#: The request that an undo is for.
+#: The request that an undo is for; or OWN_WORK.
 UNDOES = "txmsg-undoes"
+#: Of an undo of a step's own work, for which there was no request.
+OWN_WORK = "own"
 #: Begins the names of what travels along with a flow.
 PROP = "txmsg-prop-"
 

@@ -644,6 +644,28 @@ def test_what_is_cancelled_before_its_start_has_come_never_starts() -> None:
     assert effects() == ["void 0"]
 
 
+@pytest.mark.usefixtures("shipping")
+def test_a_refused_undo_of_own_work_goes_on_when_redelivered() -> None:
+    Stock.answer = SoldOut("7")
+    refusals = [Refuse("not now")]
+
+    def unsure(request: Reserve) -> None:
+        if refusals:
+            raise refusals.pop()
+        void(request)
+
+    stages.unregister("shop.void")
+    stages.stage(invoice_void)(unsure)
+    run = ship_it()
+    drain(raises=False)
+    assert again(run).waits_for == WaitsFor.UNDO
+    assert DeadLetter.objects.get().reason == "refused"
+    assert operate("redeliver") == 1
+    drain()
+    assert again(run).outcome == Outcome.FAILED
+    assert effects() == ["reserve 7", "release 7", "void 0"]
+
+
 @shelved
 class Circle(Flow[Pack, str], name="shop.circle", within=None):
     @step
