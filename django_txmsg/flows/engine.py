@@ -202,11 +202,14 @@ class Going:
         self._step = run.step
 
     def call(self, step: Step, *values: Any) -> Any:
-        """Return the result of a step. Raises FlowError if the step created another
-        continuation."""
+        """Return the result of a step, whose undos of its own work are registered.
+        Raises FlowError if the step created another continuation."""
         self._step = step.name
         arguments = () if step.takes_nothing else values
         result = step.call(self._flow, *arguments)
+        for destination, body in self._flow._undos:
+            self._register(destination, body, None)
+        self._flow._undos.clear()
         made = self._flow._made
         if (made and made[-1] is not result) or len(made) > 1:
             raise FlowError(
@@ -260,8 +263,6 @@ class Going:
 
     def apply(self, result: Any) -> None:
         """Execute what a step has returned, and store the run."""
-        for destination, body in self._flow._undos:
-            self._register(destination, body, None)
         run, turn = self.run, uuid.uuid4()
         match result:
             case Ask():

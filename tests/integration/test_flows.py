@@ -550,6 +550,10 @@ class Shipping(Flow[Pack, str], name="shop.shipping", within=None):
     said: str = ""
     rounds: int = 0
 
+    @signal
+    def noted(self, note: Note) -> None:
+        self.undo(invoice_void, Reserve(note.text))
+
     @step
     def start(self, pack: Pack) -> Next[str]:
         self.baggage["tenant"] = "blue"
@@ -587,7 +591,7 @@ def shipping() -> Iterator[None]:
 
 def ship_it(how: str = "well") -> Run:
     with transaction.atomic():
-        return start(Shipping, Pack("7", how))
+        return start(Shipping, Pack("7", how), key="7")
 
 
 @pytest.mark.usefixtures("shipping")
@@ -664,6 +668,21 @@ def test_a_refused_undo_of_own_work_goes_on_when_redelivered() -> None:
     drain()
     assert again(run).outcome == Outcome.FAILED
     assert effects() == ["reserve 7", "release 7", "void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_an_undo_that_a_signal_registers_is_done_in_its_turn() -> None:
+    run = ship_it()
+    drain()
+    with transaction.atomic():
+        Shipping.signal("7", Note("1"))
+        Shipping.signal("7", Note("2"))
+    drain()
+    with transaction.atomic():
+        cancel(run, "stop")
+    drain()
+    assert failed(run) == {"why": "stop"}
+    assert effects() == ["reserve 7", "void 2", "void 1", "release 7", "void 0"]
 
 
 @shelved
