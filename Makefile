@@ -31,7 +31,7 @@ demo: $(FOR_DEMO)
 # an environment printed if it fails, so how each ended is said last.
 test: $(FOR_TOX)
 	@rm -rf build/results
-	@$(TOX) run-parallel --parallel 2 -e sqlite,postgresql,spark43,lint; \
+	@$(TOX) run-parallel --parallel 2 -e sqlite,postgresql,spark43-sample,lint; \
 		code=$$?; $(PYTHON) scripts/what_ran.py; exit $$code
 
 test-matrix: $(FOR_TOX)

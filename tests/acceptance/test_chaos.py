@@ -43,7 +43,9 @@ def run(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("broker", ["activemq", "embedded"])
+@pytest.mark.parametrize(
+    "broker", ["activemq", pytest.param("embedded", marks=pytest.mark.matrix)]
+)
 def test_everything_works_through_a_pooler_that_comes_and_goes(
     broker: str, run, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,9 @@ def table_locked() -> None:
     ask("COMMIT")
 
 
-@pytest.mark.parametrize("fault", [demoted, all_connections_ended])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(demoted, marks=pytest.mark.matrix), all_connections_ended]
+)
 def test_it_goes_on_after(
     fault: Callable[[], None], manage: Manage, destination: str
 ) -> None:
@@ -71,7 +73,10 @@ def test_it_goes_on_after_time_outs(manage: Manage, destination: str) -> None:
     through(stream, table_locked)
 
 
-@pytest.mark.parametrize("fault", [lambda: None, all_connections_ended])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(lambda: None, marks=pytest.mark.matrix), all_connections_ended],
+)
 def test_a_pool_of_four_connections_is_enough_for_eight_threads(
     fault: Callable[[], None], manage: Manage, destination: str
 ) -> None:

@@ -114,7 +114,7 @@ def sessions() -> int:
     return int(count)
 
 
-@pytest.fixture(params=["embedded", "apart"])
+@pytest.fixture(params=["embedded", pytest.param("apart", marks=pytest.mark.matrix)])
 def broker(request: pytest.FixtureRequest) -> Iterator[str]:
     """The URL of a broker in the same database, and of one that still works."""
     if request.param == "embedded":

@@ -17,6 +17,7 @@ pytestmark = committing
 ONCE = Outcome(effects=1, sent=1, copies=1)
 
 
+@pytest.mark.matrix
 def test_on_the_embedded_broker(manage: Manage, tmp_path: Path) -> None:
     url = "database://?poll=0.01&lease=2"
     play = Play("outbox", url, manage, tmp_path, uuid.uuid4().hex[:8])

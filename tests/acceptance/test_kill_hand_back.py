@@ -41,7 +41,11 @@ def declare() -> None:
 @pytest.mark.postgresql  # one database will do: the brokers differ
 @pytest.mark.parametrize(
     "broker",
-    ["activemq", "rabbitmq", pytest.param("rabbitmq_amqp", marks=pytest.mark.soak)],
+    [
+        "activemq",
+        pytest.param("rabbitmq", marks=pytest.mark.matrix),
+        pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
+    ],
 )
 def test_both_are_there_and_one_is_dropped(
     broker: str,

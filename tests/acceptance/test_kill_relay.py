@@ -88,6 +88,7 @@ def play(url: str, manage: Manage, destination: str) -> None:
         assert not OutboxMessage.objects.exclude(attempts=0).exists()
 
 
+@pytest.mark.matrix
 def test_on_the_embedded_broker(manage: Manage, destination: str) -> None:
     play("database://?poll=0.01", manage, destination)
 

@@ -145,7 +145,9 @@ def test_the_broker_is_killed(
 
 
 @pytest.mark.postgresql
-@pytest.mark.parametrize("broker", ["activemq", "embedded"])
+@pytest.mark.parametrize(
+    "broker", ["activemq", pytest.param("embedded", marks=pytest.mark.matrix)]
+)
 def test_postgresql_is_killed(
     broker: str,
     manage: Manage,

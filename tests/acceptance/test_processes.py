@@ -134,7 +134,10 @@ def effects() -> int:
     return Effect.objects.count()
 
 
-@pytest.mark.parametrize("command", ["consume", "relay", "txmsg run"])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param("consume", marks=pytest.mark.matrix), "relay", "txmsg run"],
+)
 def test_sigterm_drains_all_children_and_ends_with_zero(
     command: str, start: Callable[..., ManageProcess]
 ) -> None:
@@ -216,6 +219,7 @@ def test_sighup_replaces_the_children_one_after_the_other(
     process.succeed()
 
 
+@pytest.mark.matrix
 def test_a_rolling_restart_stops_at_code_that_does_not_start(
     start: Callable[..., ManageProcess], code: Path
 ) -> None:
@@ -271,7 +275,10 @@ def test_metrics_count_for_all_children(start: Callable[..., ManageProcess]) -> 
     process.succeed()
 
 
-@pytest.mark.parametrize("processes", [[], ["--processes", "2"]])
+@pytest.mark.parametrize(
+    "processes",
+    [pytest.param([], marks=pytest.mark.matrix), ["--processes", "2"]],
+)
 def test_probes_of_a_healthy_a_hung_and_a_draining_process(
     processes: list[str], start: Callable[..., ManageProcess]
 ) -> None:
@@ -314,6 +321,7 @@ def failing(start: Callable[..., ManageProcess], words: list[str]) -> ManageProc
     return wait_until(run)
 
 
+@pytest.mark.matrix
 def test_a_stopped_child_is_not_alive(start: Callable[..., ManageProcess]) -> None:
     process = start("relay", "--processes", "2", "--http", "127.0.0.1:0")
     where = address(process)
@@ -327,6 +335,7 @@ def test_a_stopped_child_is_not_alive(start: Callable[..., ManageProcess]) -> No
     process.succeed()
 
 
+@pytest.mark.matrix
 def test_a_broker_that_is_away_leaves_a_process_alive_and_ready(
     start: Callable[..., ManageProcess], code: Path
 ) -> None:

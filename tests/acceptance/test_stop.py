@@ -73,7 +73,9 @@ def _table() -> Iterator[object]:
     for state, marks in MARKS:
         for command in ("relay", "consume", *(["run"] if state in RUN else [])):
             name = f"{command}-{state.__name__}"
-            yield pytest.param(state, command, id=name, marks=marks)
+            # Both halves end in one process too, which has two reasons to wait.
+            more = [pytest.mark.matrix] if state in RUN and command != "run" else []
+            yield pytest.param(state, command, id=name, marks=[marks, *more])
     for state in CONSUME:
         yield pytest.param(state, "consume", id=f"consume-{state.__name__}")
     yield pytest.param(states.in_the_handler, "run", id="run-in_the_handler")

@@ -226,6 +226,7 @@ def test_a_worker_killed_before_each_acknowledgement(
     assert left(destination) == 0
 
 
+@pytest.mark.matrix
 def test_poison_ends_in_the_dead_letters(
     destination: str, manage: Manage, settings: dict[str, Any]
 ) -> None:

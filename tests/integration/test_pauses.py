@@ -227,7 +227,9 @@ def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) ->
     )
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.matrix) for n in (2, 3))]
+)
 def test_order_per_key_across_destinations_whatever_is_full(seed: int) -> None:
     dice = random.Random(seed)
     names = [f"tests.d{n}" for n in range(4)]

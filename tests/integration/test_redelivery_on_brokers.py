@@ -43,7 +43,14 @@ MODES = ["outbox", "best_effort_1pc"]
 ODD = "a:b\nc\\d ü"
 
 
-@pytest.fixture(autouse=True, params=["activemq", "rabbitmq", "rabbitmq_amqp"])
+@pytest.fixture(
+    autouse=True,
+    params=[
+        "activemq",
+        pytest.param("rabbitmq", marks=pytest.mark.matrix),
+        "rabbitmq_amqp",
+    ],
+)
 def broker(request: pytest.FixtureRequest) -> Iterator[StompServer]:
     """Make each of the brokers the default one in turn."""
     server: StompServer = request.getfixturevalue(request.param)

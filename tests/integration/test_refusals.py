@@ -311,6 +311,7 @@ def test_a_store_that_is_full_says_so(
     fill_the_store(small_activemq, destination, trials, "destination", "store is Full")
 
 
+@pytest.mark.matrix
 def test_a_store_that_is_full_says_nothing(
     silent_activemq: SilentActiveMQ, destination: str, trials: Callable[[], int]
 ) -> None:

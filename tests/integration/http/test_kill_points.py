@@ -281,6 +281,7 @@ def test_killed_under_asgi(serve, consume) -> None:
     assert_done_once("1")
 
 
+@pytest.mark.matrix
 @pytest.mark.postgresql
 @pytest.mark.parametrize("txmsg", ["activemq"], indirect=True)
 def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
