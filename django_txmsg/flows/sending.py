@@ -15,6 +15,7 @@ from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
 from ..models import Run
 from ..models.run import WaitsFor
 from ..sending.outbox import require_transaction, send_part
+from ..sending.scope import current_scope
 from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
 from .values import Cancelled, read_ticket
@@ -33,7 +34,7 @@ def start_run(
 ) -> Run:
     """Store a run and the message that starts it, in the caller's transaction."""
     using = declared.using
-    require_transaction(using, declared.name)
+    _insist_on_one_transaction(using, declared.name)
     caller = {} if answer_to is None else {wire.REPLY_TO: check_destination(answer_to)}
     run = Run(
         service=conf.get().SERVICE,
@@ -105,7 +106,8 @@ def resume(token: str, value: object = None) -> None:
     """Continue the run that waits for this token, in the caller's transaction.
 
     `value` is the step's argument. Raises AlreadyResumed if the run was resumed before
-    or has continued otherwise; InvalidMessage for another type of value.
+    or has continued otherwise; InvalidMessage for another type of value; FlowError in a
+    stage whose messages are not stored in its transaction.
     """
     try:
         run_id, turn = read_ticket(token)
@@ -122,7 +124,7 @@ def resume(token: str, value: object = None) -> None:
         raise AlreadyResumed(_RESUMED)
     declared = declaration_of(run)
     taken = declared.step(run.step)
-    require_transaction(using, declared.steps_name)
+    _insist_on_one_transaction(using, declared.steps_name)
     if not runs.filter(resumed_at=None).update(resumed_at=Now()):
         raise AlreadyResumed(_RESUMED)
     destination: Any = declared.steps_name
@@ -160,6 +162,20 @@ def cancel(run: Run, why: str = "") -> None:
         using=declared.using,
         broker=declared.broker,
     )
+
+
+def _insist_on_one_transaction(using: str, destination: str) -> None:
+    """Raise TransactionRequired outside a transaction, and FlowError in a stage whose
+    messages leave in another one than the run's row is stored in."""
+    current = current_scope()
+    if current is not None and current.enlist is not None:
+        raise FlowError(
+            f"Stage {current.stage!r} does not store the messages that it sends, so a "
+            f"run and its message to {destination!r} would not be one transaction. "
+            f'Give the stage transaction="outbox", or let it send a message to a stage '
+            f"that has it."
+        )
+    require_transaction(using, destination)
 
 
 def declaration_of(run: Run) -> Declaration:

@@ -25,8 +25,9 @@ def start(
     Only one run of a `key` is open at a time. If there is one, `on_conflict` "skip"
     returns it and stores nothing. `answer_to` is a destination that gets the answer.
 
-    Raises AlreadyRunning, TransactionRequired, and InvalidMessage for a body that the
-    flow does not take.
+    Raises AlreadyRunning, TransactionRequired, InvalidMessage for a body that the flow
+    does not take, and FlowError in a stage whose messages are not stored in its
+    transaction, such as one with transaction="none".
     """
     if on_conflict not in ("error", "skip"):
         raise ConfigurationError(

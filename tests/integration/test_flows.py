@@ -27,6 +27,7 @@ from django_txmsg import (
 )
 from django_txmsg.checks.stages import check
 from django_txmsg.dead_letters import bulk
+from django_txmsg.errors import FlowError
 from django_txmsg.flows import (
     AlreadyResumed,
     AlreadyRunning,
@@ -844,6 +845,32 @@ def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:
     assert DeadLetter.objects.get().reason == "undo_in_doubt"
     assert again(run).waits_for == WaitsFor.UNDO
     assert effects() == ["reserve 1"]
+
+
+@pytest.mark.parametrize("mode", ["none", "best_effort_1pc", "broker_only"])
+def test_no_run_is_stored_where_its_message_is_not(mode: str) -> None:
+    run = place()
+    drain()
+    errors: list[str] = []
+
+    def meddle(message: Message) -> None:
+        for act in (
+            lambda: start(Checkout, PlaceOrder("2"), key="2"),
+            lambda: resume(token(), True),
+        ):
+            with pytest.raises(FlowError) as raised, transaction.atomic():
+                act()
+            errors.append(str(raised.value))
+
+    with declared(meddle, "tests.meddle", transaction=mode):
+        with transaction.atomic():
+            send_message("tests.meddle", None)
+        drain()
+    assert len([one for one in errors if "tests.meddle" in one]) == 2
+    assert Run.objects.get() == run
+    say(True)
+    drain()
+    assert answered(run)
 
 
 def test_nobody_makes_us_answer_elsewhere() -> None:
