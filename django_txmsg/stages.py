@@ -233,7 +233,7 @@ def stage(
         if undoes is not None:
             work = undoing.if_done(
                 work,
-                lambda: _consumers(str(undoes), broker),
+                lambda: consumers(str(undoes), broker),
                 lambda: declared.definition.using,
             )
         declared = Stage(
@@ -304,7 +304,7 @@ def find(names: Sequence[str]) -> list[Stage]:
     return [known[name] for name in names or sorted(known)]
 
 
-def _consumers(destination: str, broker: str) -> list[str]:
+def consumers(destination: str, broker: str) -> list[str]:
     """Return the names of the stages that consume a destination here."""
     return [
         one.name

@@ -92,6 +92,7 @@ class ConfirmPages:
             "fields": hidden_fields(filters),
             "again": facts.again if redelivers else 0,
             "forgotten": facts.forgotten if redelivers else 0,
+            "in_doubt": facts.in_doubt if kind == BulkKind.DISCARD else 0,
             "memory": conf.get().RETENTION.INBOX,
             "redelivers": redelivers,
             "background": count > AT_ONCE,

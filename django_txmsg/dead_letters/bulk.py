@@ -232,17 +232,14 @@ def _next(operation: BulkOperation, using: str) -> list[DeadLetter]:
         # No SKIP LOCKED here: the cursor would pass a message that is locked for a
         # moment.
         letters = letters.select_for_update()
-    # The longest columns are not loaded.
-    if operation.kind == BulkKind.REDELIVER:
-        letters = letters.only(*_NEEDED)
-    else:
-        letters = letters.only("pk")
-    return list(letters.order_by("pk")[:size])
+    return list(letters.only(*_NEEDED).order_by("pk")[:size])
 
 
-#: The columns that redelivery reads of a dead letter; the rest is copied within the
+#: The columns of a dead letter that operations read; the longest are copied within the
 #: database.
-_NEEDED = ("message_id", "stage", "broker", "destination", "headers", "deaths")
+_NEEDED = (
+    "message_id", "stage", "broker", "destination", "headers", "deaths", "reason",
+)  # fmt: skip
 
 
 def _do(

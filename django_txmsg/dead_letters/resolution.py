@@ -21,8 +21,8 @@ from ..models import DeadLetter, InboxMessage, Worker
 from ..models.dead_letter import Resolution
 from ..models.outbox_store import NewMessage
 from ..models.worker import living
-from ..sending import answering, storing
-from ..stages import all_stages
+from ..sending import answering, storing, undoing
+from ..stages import all_stages, consumers
 
 
 @dataclass
@@ -124,9 +124,13 @@ def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
 
 
 def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") -> None:
-    """Discard open dead letters that the caller's transaction has locked."""
+    """Discard open dead letters that the caller's transaction has locked. That confirms
+    an undo in doubt."""
     tally.done += _resolve(batch, using, Resolution.DISCARDED, by)
     for one in batch:
+        if one.reason == undoing.IN_DOUBT:
+            undoing.confirm(one, _undone_by(one), using)
+            continue
         answering.answer_dead(
             one.headers,
             "discarded",
@@ -139,6 +143,14 @@ def discard(batch: list[DeadLetter], tally: Tally, *, using: str, by: str = "") 
     ordered = {one.name for one in all_stages() if one.ordered}
     for stage in ordered & {one.stage for one in batch}:
         order.wake(stage, [one.message_id for one in batch if one.stage == stage])
+
+
+def _undone_by(undo: DeadLetter) -> list[str]:
+    """Return the stages here whose work an undo undoes."""
+    for one in all_stages():
+        if one.name == undo.stage and one.undoes is not None:
+            return consumers(one.undoes, one.broker)
+    return []
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:

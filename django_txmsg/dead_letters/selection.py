@@ -23,6 +23,7 @@ from ..models.dead_letter import Resolution
 from ..models.fields import OneOf, clock
 from ..models.holds import Holds
 from ..rules import dead_letters as rules
+from ..sending.undoing import IN_DOUBT
 
 #: The keys of a filter. All given conditions must hold.
 FILTERS = {
@@ -107,7 +108,8 @@ class Summary:
     """What an action would affect: how many, how old, and where.
 
     `forgotten` ones died before the inbox's retention begins: if a stage has processed
-    one since, it would process it again, and nothing can tell.
+    one since, it would process it again, and nothing can tell. To discard the
+    `in_doubt` ones, undos of flows, confirms them.
     """
 
     count: int = 0
@@ -115,6 +117,7 @@ class Summary:
     newest: dt.datetime | None = None
     again: int = 0
     forgotten: int = 0
+    in_doubt: int = 0
     places: list[tuple[str, str, int]] = field(default_factory=list)
 
 
@@ -189,11 +192,13 @@ def summary(letters: QuerySet[DeadLetter]) -> Summary:
         newest=Max("created_at"),
         again=Count("pk", filter=Q(deaths__gt=1)),
         forgotten=Count("pk", filter=Q(created_at__lt=bound) & ~Q(stage="")),
+        in_doubt=Count("pk", filter=Q(reason=IN_DOUBT)),
     )
     for row in rows.order_by("-count"):
         found.count += row["count"]
         found.again += row["again"]
         found.forgotten += row["forgotten"]
+        found.in_doubt += row["in_doubt"]
         found.oldest = min(filter(None, (found.oldest, row["oldest"])))
         found.newest = max(filter(None, (found.newest, row["newest"])))
         found.places.append((row["stage"], row["destination"], row["count"]))

@@ -131,9 +131,11 @@ class Flow(Generic[In, Out]):
             signals=signals,
         )
         declare(declared)
-        for address, accepted, work in (
-            (name, StartReader(accepts, lambda: declared.reads), engine.begin),
-            (declared.steps_name, UnreadReader(lambda: declared.reads), engine.go_on),
+        started = StartReader(accepts, lambda: declared.reads)
+        continued = UnreadReader(lambda: declared.reads)
+        for address, accepted, work, undoes in (
+            (name, started, engine.begin, None),
+            (declared.steps_name, continued, engine.go_on, name),  # takes cancels
         ):
             stages.register(
                 stages.Stage(
@@ -145,6 +147,7 @@ class Flow(Generic[In, Out]):
                     using=using,
                     broker=broker,
                     concurrency=concurrency,
+                    undoes=undoes,
                 )
             )
 

@@ -17,6 +17,10 @@ from ..errors import DecodeError
 from ..models import DeadLetter, InboxMessage
 from ..models.dead_letter import Resolution
 from ..models.fields import clock
+from .answering import Address
+
+#: The reason of an undo's dead letter if nobody can tell whether its request was done.
+IN_DOUBT = "undo_in_doubt"
 
 
 def if_done(
@@ -38,7 +42,7 @@ def if_done(
         consumers = list(stages())
         if not consumers:
             raise DecodeError(
-                "undo_in_doubt",
+                IN_DOUBT,
                 f"no stage here consumes what request {undone.request_id} was sent to",
             )
         # Each of them: a topic's request may have been done by one and not by another.
@@ -61,13 +65,31 @@ def was_done(undone: wire.Undone, stage: str, using: str) -> bool:
     known = inbox.filter(message_id=undone.request_id, stage=stage)
     if old and not known.exists():
         raise DecodeError(
-            "undo_in_doubt",
+            IN_DOUBT,
             f"request {undone.request_id} is older than what the inbox of stage "
             f"{stage!r} remembers: nobody can tell whether it was done",
         )
     copies = _copies(undone, stage, using)
     revoked = [inbox.revoke(stage, one) for one in copies]
     return not all(revoked)
+
+
+def confirm(letter: DeadLetter, doing: Iterable[str], using: str) -> None:
+    """Confirm an undo in doubt, which an operator has checked, inside the caller's
+    transaction: its run continues. Neither its request, which went to the stages
+    `doing`, nor the undo itself is processed any more.
+
+    Raises DecodeError if no answer may go to the run any more.
+    """
+    undone = wire.Undone.parse(letter.headers[wire.UNDOES])
+    inbox = InboxMessage.objects.db_manager(using)
+    for stage in doing:
+        for one in _copies(undone, stage, using):
+            inbox.revoke(stage, one)
+    inbox.revoke(letter.stage, letter.message_id)
+    address = Address.of(letter.headers)
+    if address is not None:
+        address.send(None, using=using, broker=letter.broker)
 
 
 def _copies(undone: wire.Undone, stage: str, using: str) -> Iterator[uuid.UUID]:

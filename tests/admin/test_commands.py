@@ -176,6 +176,14 @@ def test_messages_older_than_the_inbox_are_warned_about() -> None:
     assert "1 of them are older than the inbox remembers (14 days)" in text
 
 
+def test_undos_in_doubt_are_said_to_be_confirmed() -> None:
+    factories.DeadLetterFactory(reason="undo_in_doubt")
+
+    text = run("dead_letters", "discard", "--all", "--dry-run")
+
+    assert "1 of them are undos in doubt" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

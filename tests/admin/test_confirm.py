@@ -41,6 +41,17 @@ def test_letters_older_than_the_inbox_give_a_warning(operator: Client) -> None:
     assert "older than the inbox" not in page
 
 
+def test_discarding_an_undo_in_doubt_is_said_to_confirm_it(operator: Client) -> None:
+    factories.DeadLetterFactory(reason="undo_in_doubt")
+    factories.DeadLetterFactory()
+
+    page = operator.get(URL, {"kind": "discard"}).content.decode()
+
+    assert "1 undo in doubt" in page
+    page = operator.get(URL, {"kind": "redeliver"}).content.decode()
+    assert "in doubt" not in page
+
+
 def test_one_is_redelivered_and_its_page_says_so(operator: Client) -> None:
     letter = factories.DeadLetterFactory()
     factories.InboxMessageFactory(message_id=letter.message_id, dead=True, attempts=7)

@@ -843,8 +843,18 @@ def test_an_undo_older_than_the_inbox_is_for_a_person() -> None:
     say(False)
     drain()
     assert DeadLetter.objects.get().reason == "undo_in_doubt"
+    assert operate("redeliver") == 1
+    drain()
+    assert DeadLetter.objects.get(resolution="open").reason == "undo_in_doubt"
     assert again(run).waits_for == WaitsFor.UNDO
+
+    assert operate("discard") == 1, "whoever has checked confirms it so"
+    drain()
+    assert failed(run) == {"number": "1"}
     assert effects() == ["reserve 1"]
+    request = OutboxMessage.objects.get(destination="shop.reserve")
+    row = InboxMessage.objects.get(stage="shop.reserve", message_id=request.message_id)
+    assert row.revoked_at is not None, "nor is the request executed later"
 
 
 @pytest.mark.parametrize("mode", ["none", "best_effort_1pc", "broker_only"])

@@ -345,11 +345,17 @@ class Command(BaseCommand):
         report: Report,
     ) -> None:
         letters = selection.matching(action, filters, using=using)
-        if action == "redeliver" and not options["json"]:
-            forgotten = selection.summary(letters).forgotten
-            if forgotten:
+        if action != "restore" and not options["json"]:
+            facts = selection.summary(letters)
+            if action == "discard" and facts.in_doubt:
                 self.stderr.write(
-                    f"{forgotten} of them are older than the inbox remembers "
+                    f"{facts.in_doubt} of them are undos in doubt: discarding confirms "
+                    f"that you have checked, and undone by hand what was done. Their "
+                    f"flows continue."
+                )
+            if action == "redeliver" and facts.forgotten:
+                self.stderr.write(
+                    f"{facts.forgotten} of them are older than the inbox remembers "
                     f"({conf.get().RETENTION.INBOX:g} days): one that was processed "
                     f"in the meantime would be processed again."
                 )
