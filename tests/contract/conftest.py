@@ -1,4 +1,4 @@
-"""The brokers with a server of their own, and helpers for tests about them."""
+"""Brokers that run as a server, and helpers for tests of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELSEWHERE = os.environ.get("TXMSG_TEST_STOMP_URL", "")
 
 
 class Party(Talk):
-    """One broker under contract, and its server."""
+    """One broker under test, and its server."""
 
     def __init__(
         self, name: str, server: StompServer | ByAmqp, stack: ExitStack
@@ -27,18 +27,18 @@ class Party(Talk):
         self.name, self.server, self.stack = name, server, stack
 
     def broker(self, **options: str | int) -> Broker:
-        """Return the broker; options are those of its server's `url()`."""
+        """Return the broker; the options are those of its server's `url()`."""
         return make_broker("tested", self.server.url(**options))
 
 
 @pytest.fixture(params=["activemq", "rabbitmq", "rabbitmq_amqp"])
 def served(request: pytest.FixtureRequest) -> Iterator[Party]:
-    """Each of the brokers that live in a server of their own."""
+    """Each broker that runs as a server."""
     with ExitStack() as stack:
         yield Party(request.param, request.getfixturevalue(request.param), stack)
 
 
 @pytest.fixture
 def allowed(destination: str) -> str:
-    """A destination that the limited user may use as well."""
+    """A destination that the limited user may use too."""
     return f"{ALLOWED}{destination}"

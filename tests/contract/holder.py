@@ -8,7 +8,7 @@ from tests.faults import hang_here
 
 
 def hold(url: str, destination: str) -> None:
-    """Take two messages and keep them."""
+    """Receive two messages, and keep them unacknowledged."""
     session = make_broker("held", url).open()
     session.subscribe(destination, prefetch=2)
     take(session, 2)

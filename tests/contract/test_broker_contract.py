@@ -1,5 +1,5 @@
-"""The promises that relay and consumer rely on, for every broker: the public suite, on
-each of ours, and tests for some of them."""
+"""The promises that relay and consumer rely on: the public suite for each of our
+brokers, and tests of some of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestTheEmbeddedBroker(BrokerSuite):
 
     @contextmanager
     def held_elsewhere(self, destination: str) -> Iterator[None]:
-        """In a process that knows the tests' database."""
+        """Hold messages in a process that has the settings of the tests' database."""
         code = f"from tests.contract.holder import hold; hold({self.url!r}, "
         consumer = self.manage("shell", "-c", f"{code}{destination!r})")
         consumer.wait_for_line("holds 2")
@@ -55,7 +55,7 @@ class TestTheEmbeddedBroker(BrokerSuite):
 
 
 class OnServer(BrokerSuite):
-    """The suite on a broker with a server of its own."""
+    """The suite for a broker that runs as a server."""
 
     held_for = 5.0
 
@@ -70,13 +70,13 @@ class OnServer(BrokerSuite):
 @pytest.mark.parametrize("server", ["activemq", "rabbitmq", "rabbitmq_amqp"])
 class TestServers(OnServer):
     def refused(self, destination: str) -> Outgoing | None:
-        """RabbitMQ takes the header for further queues, as a list."""
+        """RabbitMQ reads this header as a list of further queues, and refuses text."""
         if isinstance(self.server, ActiveMQ):
             return None
         return Outgoing(destination, {"CC": "no list"}, b"refused")
 
     def turned_away(self, destination: str) -> AbstractContextManager[object] | None:
-        """A queue that is full and rejects more. (`test_refusals.py` uses another
+        """Use a queue that is full and rejects more. (`test_refusals.py` uses another
         ActiveMQ for this.)"""
         if isinstance(self.server, ActiveMQ):
             return None

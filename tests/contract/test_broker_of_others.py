@@ -1,4 +1,5 @@
-"""A broker that is not ours passes the suite, and does a stage's work."""
+"""A broker that is not part of the package passes the suite, and stages work with
+it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class TestRedisStreams(BrokerSuite):
 
     @contextmanager
     def turned_away(self, destination: str) -> Iterator[None]:
-        """The user may write to streams of other names alone."""
+        """Use a user who may only write to streams with other names."""
         client = redis.Redis.from_url(self.url.partition("?")[0])
         with client:
             client.execute_command("ACL", "SETUSER", "default", "resetkeys", "~*.free")
@@ -52,8 +53,8 @@ def named(url: str, path: str = "tests.redis_broker.RedisBroker"):
 def test_stages_work_with_the_class_that_a_setting_names(
     redis: Redis, destination: str, mode: str
 ) -> None:
-    """One stage receives another's message; failures are redelivered, and finally
-    dead."""
+    """One stage receives the other's messages; failures are redelivered and finally
+    buried."""
     got: list[int] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Brokers with a server of their own: connecting, outages, TLS."""
+"""Brokers that run as a server: connecting, outages, TLS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Open = Callable[[str], Session]
 
 @pytest.fixture
 def opened() -> Iterator[Open]:
-    """Open sessions by URL; they end with the test."""
+    """Open sessions by URL; they are closed at the end of the test."""
     with ExitStack() as stack:
         yield lambda url: stack.enter_context(make_broker("tested", url).open())
 
@@ -48,7 +48,7 @@ def url_of(hosts: str, party: Party) -> str:
 
 @pytest.fixture
 def proxy(served: Party) -> Iterator[Proxy]:
-    """A proxy before the broker's server."""
+    """A proxy in front of the broker's server."""
     with Proxy(server_of(served).port) as proxy:
         yield proxy
 
@@ -145,7 +145,8 @@ def test_a_server_with_another_authority_is_not_trusted(
 
 
 def test_a_server_of_another_name_is_not_trusted(served: Party) -> None:
-    """Its authority is; the certificate is for localhost and 127.0.0.1."""
+    """The authority is trusted, but the certificate is for localhost and 127.0.0.1
+    only."""
     server = server_of(served)
     with Proxy(server.tls_port, host="127.0.0.2") as proxy:
         url = server.url(tls=True, port=proxy.port).replace("@127.0.0.1", "@127.0.0.2")
@@ -261,7 +262,7 @@ def test_heartbeats_keep_idle_connections_alive(
     opened: Open,
     destination: str,
 ) -> None:
-    """Silent for longer than a connection without heart-beats would be trusted."""
+    """The connection is idle for longer than it would live without heartbeats."""
     servers = (activemq, rabbitmq, rabbitmq_amqp)
     sessions = [opened(server.url(heartbeat="3")) for server in servers]
     for session in sessions:

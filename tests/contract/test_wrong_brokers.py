@@ -1,5 +1,5 @@
-"""The suite is red for a broker that breaks a promise: one wrong broker for each, and
-the test that finds it."""
+"""The suite fails for a broker that breaks a promise: one faulty broker for each
+promise, and the test that finds it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Answers = list[BrokerError | None]
 
 
 class Wrong(RedisSession):
-    """A sound session, until a subclass breaks one of its promises."""
+    """A correct session; each subclass breaks one promise."""
 
     transacted = False
 
 
 class WrongBroker(RedisBroker):
-    """Its sessions are of the kind that the URL's fragment names: a process that knows
-    only alias and URL can make it."""
+    """The URL's fragment names the class of its sessions, so that a process can create
+    the broker from alias and URL alone."""
 
     def open(
         self, *, transacted: bool = False, subscriber: str | None = None
@@ -118,7 +118,7 @@ class AcknowledgesEarly(Wrong):
         return delivery
 
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """Everything is acknowledged already."""
+        """Do nothing: everything is acknowledged already."""
 
 
 class LosesWhatItHolds(Wrong):
@@ -136,7 +136,7 @@ class AcknowledgesAllBefore(Wrong):
 
 class NeverAcknowledges(Wrong):
     def ack(self, deliveries: Sequence[Delivery]) -> None:
-        """A duplicate for each message, for ever."""
+        """Send a duplicate of each message, endlessly."""
 
 
 class DeliversTwice(Wrong):
@@ -255,7 +255,7 @@ _sending = threading.Lock()
 
 
 class LosesWhatTwoSendAtOnce(Wrong):
-    """As one does that reads, changes and writes without a lock."""
+    """Loses messages because it reads, changes and writes without a lock."""
 
     def send(self, batch: Sequence[Outgoing], **options: Any) -> Answers:
         if not _sending.acquire(blocking=False):
@@ -277,10 +277,10 @@ class GivesToEverySession(Wrong):
 
 
 class ForgetsASlowHolder(Wrong):
-    """Its lease is renewed only by calls, and there are none."""
+    """Renews its lease only when it is called, and the handler makes no calls."""
 
     def _keep(self) -> None:
-        """Renew nothing."""
+        """Do not renew the lease."""
 
 
 class SendsMoreThanItsPrefetch(Wrong):
@@ -290,7 +290,7 @@ class SendsMoreThanItsPrefetch(Wrong):
 
 
 class Suite(BrokerSuite):
-    """The suite for a kind of session, one test at a time."""
+    """The suite for one class of sessions, one test at a time."""
 
     holds_back = False
     held_for = 2.0
@@ -309,7 +309,7 @@ class Suite(BrokerSuite):
 
 
 def held(entry: bytes) -> Delivery:
-    """Return something to acknowledge."""
+    """Return a delivery to acknowledge."""
     return Delivery("", {}, b"", False, "", entry)
 
 

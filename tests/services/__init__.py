@@ -1,8 +1,8 @@
 """Real servers for the tests and the benchmarks, on free ports of this machine.
 
-Each server lives in a temporary directory of its own, is ended by its own process id,
-and can be killed and restarted with its data and its port. No installed service is
-touched. `tests/conftest.py` makes fixtures of them.
+Each server has its own temporary directory, is stopped by its own process id, and can
+be killed and restarted with the same data and port. Installed services are not touched.
+`tests/conftest.py` makes fixtures of these servers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def shared(kind: type[S]) -> S:
-    """Return this process's one server of a kind, running."""
+    """Return the running server of this kind that this process shares."""
     server = _shared.get(kind)
     if server is None:
         server = _shared[kind] = _begin(kind)
@@ -54,8 +54,8 @@ def shared(kind: type[S]) -> S:
 
 
 def _begin(kind: type[S]) -> S:
-    """Start a server for the first time: nobody knows its ports yet, so that another
-    on other ports does as well where a busy machine made this one fail."""
+    """Start a server for the first time. If it fails on a busy machine, another one on
+    other ports can replace it, because its ports are not known yet."""
     server = _new(kind)
     try:
         server.start()

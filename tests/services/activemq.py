@@ -1,4 +1,4 @@
-"""ActiveMQ Classic with STOMP connectors, as a broker of the tests' own."""
+"""ActiveMQ Classic with STOMP connectors, as a separate broker for the tests."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ActiveMQ(StompServer):
 
     @property
     def jms_url(self) -> str:
-        """Where Java connects to."""
+        """Return the URL to which Java connects."""
         return f"tcp://127.0.0.1:{self.openwire_port}"
 
     @classmethod
@@ -161,15 +161,15 @@ class ActiveMQ(StompServer):
 
 
 class SmallActiveMQ(ActiveMQ):
-    """One that says so when it has no room: at `CRAMPED` queues, and when its store of
-    a few megabytes is full."""
+    """A broker that returns an error when it has no room: in `CRAMPED` queues, and when
+    its store of a few megabytes is full."""
 
     store, usage = "6 mb", ' sendFailIfNoSpace="true"'
     journal = ' journalMaxFileLength="256kb" cleanupInterval="300"'
 
 
 class SilentActiveMQ(SmallActiveMQ):
-    """One that stops reading when its store is full."""
+    """A broker that stops reading when its store is full."""
 
     usage = ""
 

@@ -1,4 +1,4 @@
-"""RabbitMQ as those see it who come by AMQP: the same node, other ports and URLs."""
+"""A RabbitMQ node as AMQP clients see it: the same node, with other ports and URLs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from .stomp_server import PASSWORD, USER
 
 
 class ByAmqp:
-    """A RabbitMQ node's AMQP listeners; all else is the node's."""
+    """The AMQP listeners of a RabbitMQ node; everything else is delegated to the
+    node."""
 
     name = "rabbitmq_amqp"
 
@@ -30,7 +31,7 @@ class ByAmqp:
         password: str = PASSWORD,
         **options: str,
     ) -> str:
-        """Return the broker's URL, or that of a proxy before it on `port`."""
+        """Return the broker's URL, or the URL of a proxy in front of it on `port`."""
         scheme, own = ("amqps", self.tls_port) if tls else ("amqp", self.port)
         if tls:
             options.setdefault("ca", str(self.node.ca))

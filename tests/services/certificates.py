@@ -9,7 +9,8 @@ PASSWORD = "txmsg-keystore"
 
 
 class Certificates:
-    """An authority and the certificate of `localhost` it signed, in a directory."""
+    """A certificate authority and the certificate that it signed for `localhost`, in a
+    directory."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(exist_ok=True)

@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("JmsPeer.java")
 
 
 def missing() -> str | None:
-    """Return why there is no JMS client here, None where there is one."""
+    """Return why no JMS client is available, or None if there is one."""
     absent = [name for name in NEEDED if not (JARS / f"{name}.jar").exists()]
     if shutil.which("javac") is None:
         absent.append("javac")
@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Received:
-    """One message as Java saw it: "text" or "bytes", its body and its properties."""
+    """A message as Java received it: "text" or "bytes", its body and its properties."""
 
     kind: str
     body: bytes
@@ -42,7 +42,7 @@ class Received:
 
 
 class JmsPeer:
-    """The other team: sends to a queue, or receives from one."""
+    """A Java client that sends to a queue or receives from one."""
 
     def __init__(self, server: ActiveMQ, classes: Path) -> None:
         self._server = server
@@ -58,7 +58,7 @@ class JmsPeer:
     def receive(
         self, queue: str, count: int = 1, selector: str | None = None
     ) -> list[Received]:
-        """Take messages, those that a selector lets through."""
+        """Receive messages, or only those that a selector matches."""
         chosen = [] if selector is None else [_encoded(selector)]
         said = self._run("java", "JmsPeer", "receive", queue, str(count), *chosen)
         return [_received(line) for line in said.splitlines()]

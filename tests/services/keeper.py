@@ -1,8 +1,8 @@
-"""Ends what a test process started, should that process die without a word.
+"""Clean up after a test process that dies without doing so itself.
 
-The keeper is a process of its own that holds the read end of a pipe. When the other
-end closes, for whatever reason (SIGKILL included), it ends every process group it was
-told of and removes every directory.
+The keeper is a separate process that holds the read end of a pipe. When the other end
+closes, for whatever reason (SIGKILL included), the keeper ends every process group and
+removes every directory that it was given.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ GRACE = 10.0
 
 
 class Keeper:
-    """The test process's end of the pipe; the keeper starts with the first word."""
+    """The test process's end of the pipe. The first command starts the keeper."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def watch(self, group: int, stop_signal: int) -> None:
-        """End this process group when we are gone."""
+        """End this process group when the test process has ended."""
         self._tell(f"watch {group} {stop_signal}")
 
     def forget(self, group: int) -> None:
-        """The group has ended: its id may soon be somebody else's."""
+        """Do not end this group any more: it has ended, and its id may be reused."""
         self._tell(f"forget {group} 0")
 
     def remove(self, directory: Path) -> None:
-        """Remove this directory when we are gone."""
+        """Remove this directory when the test process has ended."""
         self._tell(f"remove 0 {directory}")
 
     def _tell(self, line: str) -> None:
@@ -52,7 +52,7 @@ class Keeper:
         self._process.stdin.flush()
 
     def _close(self) -> None:
-        """Let the keeper do what is left to do, and wait for it."""
+        """Close the pipe, so that the keeper cleans up, and wait for it."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -63,7 +63,7 @@ KEEPER = Keeper()
 
 
 def keep(lines: list[str]) -> None:
-    """Act on what the test process said before it went."""
+    """Execute the commands that the test process has sent before it ended."""
     groups: dict[int, int] = {}
     directories: list[str] = []
     for line in lines:

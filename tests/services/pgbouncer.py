@@ -1,8 +1,8 @@
-"""PgBouncer in transaction mode, before a PostgreSQL server of the tests' own.
+"""PgBouncer in transaction mode, in front of a PostgreSQL server of the tests.
 
-Two transactions of one client may run on two connections of the server, and one
-connection of the server runs the transactions of many clients: whatever the package
-keeps in a session (a setting, a prepared statement, an advisory lock) is found out.
+Two transactions of one client may run in two sessions of the server, and one session
+runs the transactions of many clients. So tests fail if the package keeps state in a
+session: a setting, a prepared statement or an advisory lock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ server_login_retry = 1
 
 
 class PgBouncer(Server):
-    """Hands a small pool of PostgreSQL's connections to many clients."""
+    """Shares a small pool of PostgreSQL connections among many clients."""
 
     name = "pgbouncer"
     debian_packages = "pgbouncer"
@@ -79,7 +79,8 @@ class PgBouncer(Server):
         return True
 
     def url(self, database: str = "txmsg") -> str:
-        """Return the URL of a database, with what Django must know of a pooler."""
+        """Return the URL of a database, with the options that Django needs behind a
+        pooler."""
         return (
             f"postgres://{USER}:{PASSWORD}@127.0.0.1:{self.port}/{database}"
             "?DISABLE_SERVER_SIDE_CURSORS=true"
@@ -87,5 +88,5 @@ class PgBouncer(Server):
 
 
 def _user() -> str | None:
-    """Return whom to run as: PgBouncer refuses to run as root."""
+    """Return the user to run as: PgBouncer refuses to run as root."""
     return "postgres" if os.geteuid() == 0 else None

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, with real fsync."""
+"""A separate PostgreSQL server for the tests, with real fsync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSWORD = "txmsg-secret"
 
 
 class PostgreSQL(Server):
-    """PostgreSQL on loopback; data survives `kill()` as the server promises."""
+    """A PostgreSQL server on loopback. Committed data survives `kill()`."""
 
     name = "postgresql"
     debian_packages = "postgresql"
@@ -42,7 +42,7 @@ class PostgreSQL(Server):
 
     @classmethod
     def _program(cls, name: str) -> Path | None:
-        """Find a program of the newest version that Debian keeps beside others."""
+        """Return the path of a program, of the newest installed version."""
         root = cls.root()
         return root.find(f"usr/lib/postgresql/*/bin/{name}") or root.which(name)
 
@@ -67,7 +67,7 @@ class PostgreSQL(Server):
             raise ServerFailedError(f"initdb failed:\n{done.stdout}{done.stderr}")
 
     def _give(self, *paths: Path) -> None:
-        """Let the server's user own what it writes."""
+        """Make the server's user the owner of the files that it writes."""
         user = _user()
         if user:
             for path in paths:
@@ -103,7 +103,7 @@ class PostgreSQL(Server):
         return self.url(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database, whoever is still connected to it."""
+        """Drop a database, even if clients are connected to it."""
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(
                 sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(
@@ -135,11 +135,11 @@ class Standby(PostgreSQL):
             raise ServerFailedError(f"no copy: {done.stdout}{done.stderr}")
 
     def promote(self) -> None:
-        """Follow nobody any more."""
+        """Stop following the primary, and accept writes."""
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute("SELECT pg_promote()")
 
 
 def _user() -> str | None:
-    """Return whom to run as: PostgreSQL refuses to run as root."""
+    """Return the user to run as: PostgreSQL refuses to run as root."""
     return "postgres" if os.geteuid() == 0 else None

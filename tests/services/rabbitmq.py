@@ -1,4 +1,4 @@
-"""RabbitMQ with its STOMP plugin, as a node of the tests' own."""
+"""RabbitMQ with its STOMP plugin, as a separate node for the tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SINCE_4 = "stomp.max_frame_size = 67108864\n"
 
 
 class RabbitMQ(StompServer):
-    """One RabbitMQ node with a port mapper (epmd) of its own."""
+    """One RabbitMQ node with its own port mapper (epmd)."""
 
     name = "rabbitmq"
     debian_packages = "rabbitmq-server openssl"
@@ -68,7 +68,7 @@ class RabbitMQ(StompServer):
 
     @classmethod
     def major(cls) -> int:
-        """Return the first number of its version."""
+        """Return the first number of the node's version."""
         found = cls.root().find("usr/lib/rabbitmq/lib/rabbitmq_server-*")
         return int(found.name.rpartition("-")[2].split(".")[0]) if found else 0
 
@@ -101,7 +101,7 @@ class RabbitMQ(StompServer):
         return super().ready() and accepts(self.amqp_port) and accepts(self.amqps_port)
 
     def close_all_connections(self) -> None:
-        """End every connection as an operator does before maintenance."""
+        """Close every connection, as an operator does before maintenance."""
         self.control("close_all_connections", "maintenance")
 
     def remove(self) -> None:
@@ -142,7 +142,7 @@ class RabbitMQ(StompServer):
 
 
 def _definitions() -> dict[str, list[dict[str, str]]]:
-    """Return the users, and what each may touch, as RabbitMQ imports them."""
+    """Return the users and their permissions, in RabbitMQ's import format."""
     salt = b"salt"
     digest = hashlib.sha256(salt + PASSWORD.encode()).digest()
     allowed = f"^({ALLOWED.replace('.', '[.]')}.*|amq[.]default)$"

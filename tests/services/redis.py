@@ -1,4 +1,4 @@
-"""Redis, which keeps what it has answered through a SIGKILL."""
+"""Redis that keeps all confirmed writes when it is killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Redis(Server):
         return f"redis://127.0.0.1:{self.port}/{database}"
 
     def prepare(self) -> None:
-        """Nothing to prepare: all is said on the command line."""
+        """Do nothing: all options are on the command line."""
 
     def launch(self) -> subprocess.Popen[bytes]:
         program = self.programs()["redis-server"]
@@ -44,7 +44,7 @@ class Redis(Server):
         )
 
     def ready(self) -> bool:
-        """Tell whether it answers, and has read its file."""
+        """Return whether the server answers and has loaded its file."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), 2) as connection:
                 connection.settimeout(5)

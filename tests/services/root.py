@@ -1,7 +1,7 @@
-"""A Debian in a folder, beside this machine's own: newer servers, in the same tests.
+"""A Debian system in a folder of this machine, with newer servers for the same tests.
 
-`scripts/servers_of_today.sh` makes the folders. `TXMSG_TEST_RABBITMQ_ROOT=sid` starts
-RabbitMQ from the folder of that name.
+`scripts/servers_of_today.sh` creates the folders. `TXMSG_TEST_RABBITMQ_ROOT=sid` starts
+RabbitMQ from the folder `sid`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "servers_of_today.sh"
 
 @dataclass(frozen=True)
 class Root:
-    """Where a server's programs are: a folder by its name, or "" for this machine."""
+    """The place of a server's programs: the name of a folder, or "" for this
+    machine."""
 
     name: str = ""
 
     @classmethod
     def of(cls, server: str) -> Root:
-        """Return the one that the environment names for a server."""
+        """Return the root that the environment names for a server."""
         return cls(os.environ.get(f"TXMSG_TEST_{server.upper()}_ROOT", ""))
 
     @property
     def folder(self) -> Path:
-        """Where its file system begins."""
+        """Return the directory in which its file system begins."""
         if not self.name:
             return Path("/")
         return _roots() / self.name
 
     def find(self, *patterns: str) -> Path | None:
-        """Return a program as a process in there names it: the last file that fits."""
+        """Return the path of a program as seen inside the root: the last one that
+        matches."""
         for pattern in patterns:
             found = sorted(self.folder.glob(pattern.lstrip("/")), key=_version)
             if found:
@@ -41,7 +43,8 @@ class Root:
         return None
 
     def which(self, name: str) -> Path | None:
-        """Find a program on PATH, which Debian's folders for servers are added to."""
+        """Return the path of a program on PATH, extended by Debian's folders for
+        servers."""
         if self.name:
             return self.find(f"usr/bin/{name}", f"usr/sbin/{name}")
         found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
@@ -50,7 +53,8 @@ class Root:
     def command(
         self, command: list[str], user: str | None
     ) -> tuple[list[str], str | None]:
-        """Return how a command is started in there, and as whom from out here."""
+        """Return the command that starts a program inside the root, and the user to run
+        it as."""
         if not self.name:
             return command, user
         as_user = ["-u", user] if user else []
@@ -59,7 +63,7 @@ class Root:
         return [*told, str(SCRIPT), "in", self.name, *as_user, *command], None
 
     def give(self, path: Path, user: str) -> None:
-        """Make a user in there the owner of a file or directory."""
+        """Make a user of the root the owner of a file or directory."""
         entries = (self.folder / "etc/passwd").read_text().splitlines()
         (found,) = (entry for entry in entries if entry.startswith(f"{user}:"))
         _, _, uid, gid, *_ = found.split(":")
@@ -67,11 +71,11 @@ class Root:
 
 
 def _roots() -> Path:
-    """Return where the folders are."""
+    """Return the directory of these folders."""
     given = os.environ.get("TXMSG_TEST_ROOTS") or "~/.cache/txmsg/roots"
     return Path(given).expanduser()
 
 
 def _version(path: Path) -> list[tuple[int, str]]:
-    """Sort 9 before 15."""
+    """Return a sort key that puts version 9 before 15."""
     return [(int(part) if part.isdigit() else 0, part) for part in path.parts]

@@ -1,4 +1,5 @@
-"""An S3 server: moto's, from PyPI. It knows conditional writes, and no wrong key."""
+"""An S3 server: moto's, from PyPI. It supports conditional writes, and accepts any
+key."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class S3(Server):
         return {"moto[server]": Path(sys.executable) if found else None}
 
     def prepare(self) -> None:
-        """Nothing: all is in memory."""
+        """Do nothing: all data is in memory."""
 
     def launch(self) -> subprocess.Popen[bytes]:
         address = ["-H", "127.0.0.1", "-p", str(self.port)]
@@ -46,12 +47,12 @@ class S3(Server):
 
     @property
     def url(self) -> str:
-        """The endpoint."""
+        """Return the endpoint."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def options(self) -> dict[str, str]:
-        """The storage options of a lake here."""
+        """Return the storage options of a lake on this server."""
         return {
             "AWS_ACCESS_KEY_ID": "tests",
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -61,6 +62,6 @@ class S3(Server):
         }
 
     def make_bucket(self, name: str) -> None:
-        """Make an empty bucket."""
+        """Create an empty bucket."""
         request = urllib.request.Request(f"{self.url}/{name}", method="PUT")
         urllib.request.urlopen(request, timeout=30).close()

@@ -1,4 +1,4 @@
-"""A real server as a process: start, stop, kill, restart with its data."""
+"""A real server as a process: start, stop, kill, and restart with its data."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ BLOCK = 100
 
 
 class ServerFailedError(RuntimeError):
-    """A server did not start, or did not end."""
+    """A server did not start, or did not stop."""
 
 
 class Server:
-    """One server in a directory of its own, on ports that stay its own."""
+    """One server with its own directory, and ports that it keeps."""
 
     name: ClassVar[str]
     #: What `missing()` says to install where a program is not there.
@@ -52,17 +52,17 @@ class Server:
 
     @classmethod
     def root(cls) -> Root:
-        """Return where its programs are."""
+        """Return the root that contains this server's programs."""
         return Root.of(cls.name)
 
     @classmethod
     def programs(cls) -> dict[str, Path | None]:
-        """Return each needed program with its place, None where it is missing."""
+        """Return each needed program with its path, or None if it is missing."""
         raise NotImplementedError
 
     @classmethod
     def missing(cls) -> str | None:
-        """Say what to install, or return None when everything is there."""
+        """Return what has to be installed, or None if everything is there."""
         absent = [name for name, place in cls.programs().items() if place is None]
         if not absent:
             return None
@@ -77,24 +77,24 @@ class Server:
         )
 
     def prepare(self) -> None:
-        """Write configuration and data directory, once."""
+        """Write the configuration and the data directory, once."""
         raise NotImplementedError
 
     def launch(self) -> subprocess.Popen[bytes]:
-        """Start the process by way of `spawn`."""
+        """Start the process with `spawn`."""
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Tell whether the server does its work, not only whether it listens."""
+        """Return whether the server works, not only whether it listens."""
         raise NotImplementedError
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
+        """Return whether the process exists."""
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Start the server and wait until it works."""
+        """Start the server, and wait until it is ready."""
         if self.running:
             return
         if self.process is not None:
@@ -124,7 +124,7 @@ class Server:
             pause.wait(0.1)
 
     def stop(self) -> None:
-        """End the server in its own orderly way."""
+        """Stop the server in its regular way."""
         if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -139,7 +139,8 @@ class Server:
         self._settle()
 
     def kill(self) -> None:
-        """SIGKILL, the server and every process it started: a power cut."""
+        """Send SIGKILL to the server and to every process that it started, like a power
+        cut."""
         if self.process is None:
             return
         if self.running:  # or else its id may be somebody else's by now
@@ -153,17 +154,17 @@ class Server:
         self._settle()
 
     def restart(self) -> None:
-        """Stop and start again, with the same data on the same port."""
+        """Stop the server, and start it again with the same data and port."""
         self.stop()
         self.start()
 
     def remove(self) -> None:
-        """End the server and delete its directory."""
+        """Stop the server, and delete its directory."""
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def log(self, lines: int = 40) -> str:
-        """Return the end of what the server wrote."""
+        """Return the end of the server's output."""
         with contextlib.suppress(FileNotFoundError):
             text = (self.directory / "log").read_text(errors="replace")
             return "\n".join(text.splitlines()[-lines:])
@@ -176,7 +177,7 @@ class Server:
         env: dict[str, str] | None = None,
         user: str | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process in a group of its own, watched by the keeper."""
+        """Start a process in its own group, watched by the keeper."""
         command, user = self.root().command(command, user)
         with (self.directory / "log").open("ab") as log:
             process = subprocess.Popen(
@@ -201,7 +202,7 @@ class Server:
         env: dict[str, str] | None = None,
         user: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run one of the server's own tools to its end."""
+        """Run one of the server's own tools until it ends."""
         command, user = self.root().command(command, user)
         return subprocess.run(
             command,
@@ -217,7 +218,8 @@ class Server:
         )
 
     def _settle(self) -> None:
-        """Sweep what the leader left of its group, and let the keeper forget it."""
+        """End what is left of the process group, and let the keeper forget the
+        group."""
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -226,10 +228,11 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a port nobody listens on, which nobody else is given either.
+    """Return a free port that is given to no other server.
 
     A server binds its ports seconds after they were found, and again after it was
-    killed: meanwhile they must not go to another server, of this run or of one beside.
+    killed. Until then they must not go to another server, of this run or of a parallel
+    one.
     """
     return next(_PORTS)
 
@@ -237,9 +240,9 @@ def free_port() -> int:
 def _ports() -> Iterator[int]:
     """Yield the free ports of one block after the other, each port once.
 
-    The first port of a block is the lock on it, held as long as this process lives.
-    The blocks lie below the ports the kernel hands to clients: a client that retries
-    a dead port of the kernel's range can meet its own outgoing connection there.
+    The first port of a block is the lock on the block, held while this process lives.
+    The blocks lie below the ports that the kernel assigns to clients: a client that
+    retries a dead port of the kernel's range can connect to itself.
     """
     blocks = random.SystemRandom()  # the tests' own seed may be that of another run
     while True:
@@ -256,7 +259,7 @@ def _ports() -> Iterator[int]:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """Return a socket bound to the port of loopback, or None where it is taken."""
+    """Return a socket bound to the port on loopback, or None if the port is taken."""
     bound = socket.socket()
     try:
         bound.bind(("127.0.0.1", port))

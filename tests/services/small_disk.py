@@ -1,4 +1,4 @@
-"""A disk of a few megabytes, in memory, to be filled up to its last byte."""
+"""A disk of a few megabytes, in memory, that a test can fill completely."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .keeper import KEEPER
 
 
 class SmallDisk:
-    """A tmpfs of so many megabytes. Only root may mount one."""
+    """A tmpfs of the given number of megabytes. Only root can mount one."""
 
     def __init__(self, megabytes: int) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="txmsg-disk-"))
@@ -27,13 +27,13 @@ class SmallDisk:
 
     @classmethod
     def missing(cls) -> str | None:
-        """Say what is needed, or return None when it is there."""
+        """Return what is needed to mount it, or None if nothing is missing."""
         if os.geteuid() == 0 and shutil.which("mount"):
             return None
         return "A small disk can be mounted by root alone: run these tests as root."
 
     def fill(self) -> None:
-        """Leave not one byte."""
+        """Fill the disk to its last byte."""
         with self._ballast.open("ab", buffering=0) as ballast:
             for size in (1 << 20, 1 << 12, 1):
                 with contextlib.suppress(OSError):
@@ -42,7 +42,7 @@ class SmallDisk:
 
     @property
     def is_full(self) -> bool:
-        """Whether a file of one page finds no room."""
+        """Return whether there is no room for a file of one page."""
         probe = self.path / "probe"
         try:
             probe.write_bytes(b"\0" * 4096)
@@ -53,11 +53,11 @@ class SmallDisk:
         return False
 
     def make_room(self) -> None:
-        """Take the filling away."""
+        """Delete the file that fills the disk."""
         self._ballast.unlink()
 
     def remove(self) -> None:
-        """Unmount it, whoever still uses it."""
+        """Unmount the disk, even if it is in use."""
         if self.path.is_mount():
             subprocess.run(["umount", "--lazy", str(self.path)], check=False)
         shutil.rmtree(self.path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the two STOMP brokers have in common: users, TLS, and the first handshake."""
+"""What both STOMP brokers share: users, TLS, and the first handshake."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class StompServer(Server):
 
     @cached_property
     def certificates(self) -> Certificates:
-        """The authority a client has to trust, and the server's certificate."""
+        """Return the authority that a client has to trust, with the server's
+        certificate."""
         return Certificates(self.directory / "tls")
 
     @property
     def ca(self) -> Path:
-        """The file for `?ca=`."""
+        """Return the file for `?ca=`."""
         return self.certificates.authority
 
     def url(
@@ -48,7 +49,7 @@ class StompServer(Server):
         password: str = PASSWORD,
         **options: str,
     ) -> str:
-        """Return the broker's URL, or that of a proxy before it on `port`."""
+        """Return the broker's URL, or the URL of a proxy in front of it on `port`."""
         scheme, own = ("stomp+ssl", self.tls_port) if tls else ("stomp", self.port)
         if tls:
             options.setdefault("ca", str(self.ca))
@@ -57,7 +58,8 @@ class StompServer(Server):
         return f"{scheme}://{user}:{password}@{where}{query}"
 
     def ready(self) -> bool:
-        """Tell whether it lets the user in, and listens for TLS, which comes after."""
+        """Return whether the broker accepts the user's login, and listens for TLS,
+        which starts last."""
         frame = (
             "CONNECT\naccept-version:1.2\nhost:/\n"
             f"login:{USER}\npasscode:{PASSWORD}\n\n\0"
@@ -77,7 +79,7 @@ class StompServer(Server):
 
 
 def accepts(port: int) -> bool:
-    """Tell whether somebody listens on the port of loopback."""
+    """Return whether a server listens on the port on loopback."""
     try:
         socket.create_connection(("127.0.0.1", port), 2).close()
     except OSError:
