@@ -1,4 +1,4 @@
-"""What a lake must hold after an archive, checked with another reader than ours."""
+"""Checks of a lake after an archive, made with a reader that is not ours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OVERLAPPING = replace(SMALL, overlap=True)
 def archive(
     spark: Any, log: Log, lake: LakeSpec, *, table: Table = OUTBOX, **more: Any
 ) -> ArchiveResult:
-    """Archive one table to the end."""
+    """Archive one table completely."""
     options = more.pop("options", SMALL)
     return Archiver(spark, log.spec, lake, table, options, **more).run()
 
@@ -46,7 +46,7 @@ def delta_rows(lake: LakeSpec, table: Table = OUTBOX) -> pa.Table:
 
 
 def hashes_in(log: Log, table: Table = OUTBOX) -> dict[int, int]:
-    """Return id and checksum of every row of the database."""
+    """Return the id and checksum of every row of the database."""
     found: dict[int, int] = {}
     for batch in open_database(log.spec).read(table, table.columns, ""):
         ids = batch.column(0).to_pylist()
@@ -55,7 +55,7 @@ def hashes_in(log: Log, table: Table = OUTBOX) -> dict[int, int]:
 
 
 def hashes_of_lake(lake: LakeSpec, table: Table = OUTBOX) -> list[tuple[int, int]]:
-    """Return id and checksum of every row of the lake, doubles included."""
+    """Return the id and checksum of every row of the lake, duplicates included."""
     names = [one.name for one in table.columns]
     rows = delta_rows(lake, table).select(names).combine_chunks()
     schema = pa.schema([one.arrow.with_nullable(True) for one in table.columns])
@@ -69,8 +69,8 @@ def hashes_of_lake(lake: LakeSpec, table: Table = OUTBOX) -> list[tuple[int, int
 def assert_moved_once(
     before: dict[int, int], log: Log, lake: LakeSpec, expected: set[int]
 ) -> None:
-    """Each of the expected rows is in the lake once, as it was, and nowhere else; all
-    others are in the database, as they were."""
+    """Check that each expected row is unchanged, in the lake once, and not in the
+    database, and that all other rows are unchanged in the database."""
     there = hashes_of_lake(lake)
     assert len(there) == len(dict(there)), "a row is in the lake twice"
     assert dict(there) == {one: before[one] for one in expected}

@@ -30,7 +30,7 @@ JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def since_pyspark(*version: int) -> pytest.MarkDecorator:
-    """Leave a test out on a PySpark that cannot do what it asks for."""
+    """Skip a test on a PySpark version that lacks what the test needs."""
     needed = ".".join(map(str, version))
     return pytest.mark.skipif(
         installed() < version, reason=f"needs PySpark {needed}: told as an error"
@@ -43,15 +43,15 @@ analyzes = since_pyspark(4, 1, 2)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Earlier releases leave the sockets open by which they have brought rows, and warn
-    of time zones that pandas may not know, where their own assertions are imported."""
+    """Ignore warnings of earlier releases: they leave sockets open after collecting
+    rows, and use time zones that pandas deprecates."""
     if installed() < (4, 2):
         os.environ.setdefault("PYARROW_IGNORE_TIMEZONE", "1")
         config.addinivalue_line("filterwarnings", "ignore:unclosed:ResourceWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A Spark job on two slow cores takes its time."""
+    """Allow more time: a Spark job is slow on two cores."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and not item.get_closest_marker("timeout"):
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """The one session."""
+    """The Spark session that all tests share."""
     from django_txmsg.spark import register
     from django_txmsg.spark.session import build
 
@@ -88,7 +88,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 def migrate(url: str) -> None:
-    """Make the tables in the database `test_<name>` of a URL."""
+    """Create the tables in the database `test_<name>` of a URL."""
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
         cwd=ROOT,
@@ -99,7 +99,7 @@ def migrate(url: str) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_template() -> str:
-    """A database with the tables, to copy."""
+    """A database with the tables, as a template to copy."""
     postgres = ask_for(PostgreSQL)
     name = f"template_{uuid.uuid4().hex[:8]}"
     postgres.create_database(f"test_{name}")
@@ -109,7 +109,7 @@ def postgres_template() -> str:
 
 @pytest.fixture(scope="session")
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the tables, to copy."""
+    """A file with the tables, as a template to copy."""
     directory = tmp_path_factory.mktemp("sqlite")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -127,7 +127,7 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_log(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[..., Log]]:
-    """Make an empty message log: of a service, on a kind of database."""
+    """Create an empty message log for a service, on one kind of database."""
     made: list[Log] = []
 
     def make(vendor: str, service: str = "shop") -> Log:
@@ -164,5 +164,5 @@ def pg_log(make_log: Callable[..., Log]) -> Log:
 
 @pytest.fixture
 def lake(tmp_path: Path) -> LakeSpec:
-    """A place for a lake."""
+    """A directory for a lake."""
     return LakeSpec(f"file://{tmp_path}/lake")

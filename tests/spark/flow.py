@@ -1,4 +1,5 @@
-"""Three services' logs after a flow of orders, with faults planted by number."""
+"""The logs of three services after a flow of orders, with a planted number of
+faults."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ PLACE, PLACED = "orders.place", "topic:orders.placed"
 
 @dataclass
 class Flow:
-    """The logs, and what was done to which messages."""
+    """The logs, and which messages were tampered with."""
 
     logs: dict[str, Log]
     planted: dict[str, set[str]] = field(default_factory=dict)
@@ -34,8 +35,9 @@ def run_flow(
     start: dt.datetime | None = None,
     seed: int = 7,
 ) -> Flow:
-    """`shop` sends each order to `payments` through a queue; that announces it on a
-    topic, and `shipping` and `shop` listen. Five messages an order, received or not."""
+    """Store the messages of a flow. `shop` sends each order to the queue of `payments`;
+    `payments` announces it on a topic, to which `shipping` and `shop` listen. Each
+    order has five sent or received messages."""
     dice = random.Random(seed)
     begin = start or dt.datetime.now(UTC) - dt.timedelta(days=5)
     names = ("shop", "payments", "shipping")

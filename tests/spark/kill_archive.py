@@ -1,8 +1,9 @@
-"""A program that archives several logs at once and dies by SIGKILL, JVM and all.
+"""Archive several logs at the same time, then kill the whole process group, JVM
+included.
 
-Each archive stands still at a step of its own; when all have got there, the whole
-process group is killed. Its only argument is a JSON list of
-`{url, service, lake, step, nth}`, some with `overlap`.
+Each archive stops at a chosen step; when all have reached their step, SIGKILL follows.
+The only argument is a JSON list of `{url, service, lake, step, nth}`, some with
+`overlap`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DIFFERING = ("settled", "amending", "amended")
 
 
 def main(plan: list[dict[str, Any]]) -> None:
-    """Bring every archive to its step, then die."""
+    """Bring every archive to its step, then kill the process group."""
     spark = build(
         "kill",
         {"spark.master": "local[2]", "spark.driver.extraJavaOptions": JAVA_OPTIONS},
@@ -67,7 +68,7 @@ def main(plan: list[dict[str, Any]]) -> None:
 
 
 def requeue(source: SourceSpec) -> None:
-    """Make a row of the first batch live again, as an operator might."""
+    """Reactivate a row of the first batch, as an operator may do."""
     from django_txmsg.spark.connection import connect_plain
 
     connection = connect_plain(source)

@@ -1,6 +1,6 @@
-"""A program that follows several logs, each in a child, and dies at a step in each.
+"""Follow several logs, each in a child process that dies at a chosen step.
 
-Its only argument is a JSON list of `{url, service, lake, step, nth, webhook}`.
+The only argument is a JSON list of `{url, service, lake, step, nth, webhook}`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIONS = FollowOptions(
 
 
 class Telling(Webhook):
-    """One that dies when its message is taken, and before that is noted."""
+    """Dies after the webhook has accepted the alert, and before that is recorded."""
 
     def post(self, message: Any, stop: threading.Event) -> bool:
         assert super().post(message, stop)
@@ -39,7 +39,7 @@ class Telling(Webhook):
 
 
 def follow(one: dict[str, Any]) -> None:
-    """Follow until the step comes for the nth time."""
+    """Follow until the step is reached for the nth time."""
     source = SourceSpec(one["service"], one["url"])
     left = one.get("nth", 1)
 
@@ -58,7 +58,7 @@ def follow(one: dict[str, Any]) -> None:
 
 
 def main(plan: list[dict[str, Any]]) -> None:
-    """Let every child die; end with 0 if all have been killed."""
+    """Start the children; exit with 0 if each of them was killed."""
     children = []
     for one in plan:
         child = os.fork()

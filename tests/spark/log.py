@@ -1,4 +1,4 @@
-"""A message log for the tests: rows of the outbox and the inbox, written plainly."""
+"""A message log for the tests: outbox and inbox rows inserted by plain SQL."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class Log:
         self.insert("django_txmsg_outboxmessage", complete)
 
     def send_many(self, count: int, *, every: float = 1.0, **values: Any) -> None:
-        """Add `count` rows, one `every` so many seconds, with different bodies."""
+        """Add `count` rows with different bodies, one `every` given number of
+        seconds."""
         self.send(
             [
                 {"created_at": LONG_AGO + dt.timedelta(seconds=every * number),

@@ -1,8 +1,8 @@
-"""Settings of one of the example project's services, run by itself.
+"""Settings for one of the example project's services, run alone.
 
-The project is one process group to try out; here each of its three apps is a service
-with a database of its own, and they share the broker's. Nothing leaves by itself: the
-test says when.
+In the example project all three apps run in one process group. Here each app is a
+service with its own database, and they share the broker's. Nothing is dispatched
+automatically: the test decides when.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Running a job in this process as the command line does."""
+"""Run a job in this process, as the command line does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from django_txmsg.spark.spec import JobSpec
 
 
 def outcome(spec: JobSpec, *words: str) -> Outcome:
-    """Run a job and return all that it says."""
+    """Run a job and return its result and output."""
     parser = ArgumentParser()
     cli.add_jobs(parser)
     given = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""Whatever a service is called and wherever its lake lies, nothing archived is lost."""
+"""No archived row is lost, whatever the service's name and the lake's location."""
 
 from __future__ import annotations
 

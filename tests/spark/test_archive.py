@@ -1,4 +1,4 @@
-"""`archive`: what it takes, what it leaves, what it refuses."""
+"""`archive`: which rows it takes, leaves and refuses."""
 
 from __future__ import annotations
 

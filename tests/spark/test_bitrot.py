@@ -1,4 +1,4 @@
-"""A bit that flips in the lake is found by whoever reads it, and gets no further."""
+"""Every reader notices a flipped bit in the lake, and passes no such data on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files_of(lake: LakeSpec, table: Any = OUTBOX) -> list[Path]:
 
 
 def chunk(path: Path, column: str) -> tuple[int, int]:
-    """Where the bytes of a column begin and end."""
+    """Return where the bytes of a column begin and end."""
     group = pq.read_metadata(path).row_group(0)
     [found] = [
         one
@@ -46,7 +46,7 @@ def chunk(path: Path, column: str) -> tuple[int, int]:
 
 @contextmanager
 def flipped(path: Path, place: int, bit: int = 3) -> Iterator[None]:
-    """Flip a bit for the time of the block."""
+    """Flip a bit while the block runs."""
     whole = path.read_bytes()
     spoilt = bytearray(whole)
     spoilt[place] ^= 1 << bit
@@ -112,8 +112,8 @@ def test_nothing_spoilt_gets_into_journeys_or_verdicts(
 def test_a_replay_stores_nothing_that_is_not_as_it_was_proven(
     spark: Any, make_log, lake: LakeSpec
 ) -> None:
-    """Also of a file whose pages have no checksums: an early release has written it,
-    or another tool."""
+    """This also holds for files whose pages have no checksums, from an early release or
+    another tool."""
     log: Log = make_log("sqlite")
     log.send_many(50)
     archive(spark, log, lake)

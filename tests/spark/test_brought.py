@@ -1,4 +1,4 @@
-"""What a run makes of the journeys that are there, by the logs of the lake alone."""
+"""How a run decides from the lake's logs whether to extend or rebuild the journeys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`manage.py pipeline`: settings become a specification, and runs show in the admin."""
+"""`manage.py pipeline`: settings become a job specification, and runs are listed in the
+admin."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ def test_all_about_a_lake_comes_from_the_settings(monkeypatch) -> None:
 
 
 def test_a_job_connects_as_the_alias_does(monkeypatch) -> None:
-    """Else it would read another schema's log, as somebody else, in the clear."""
+    """Otherwise it could read another schema, as another user, over an unencrypted
+    connection."""
     given = {
         "ENGINE": "shop.database",  # a project's own, made of Django's
         "OPTIONS": {

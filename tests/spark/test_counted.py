@@ -1,4 +1,5 @@
-"""Journeys that are over are counted by their files' footers, and judged as all are."""
+"""Finished journeys are counted by their files' footers, with the same verdicts as if
+their rows were read."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ Counts = dict[str, dict[str, int]]
 
 
 def processed(log: Log, start: dt.datetime, count: int = 4) -> list[uuid.UUID]:
-    """Messages of a queue, one a second, each processed two seconds after it was sent,
-    or later: the last one after `count` + 1 seconds."""
+    """Store messages of a queue, one each second, and return their ids. The first is
+    processed two seconds after it was sent, the last `count` + 1 seconds after."""
     ids = [uuid.uuid4() for _ in range(count)]
     log.send(
         [
@@ -67,7 +68,7 @@ def judged(spark: Any, spec: JobSpec, **options: Any) -> Counts:
 
 
 def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Counts:
-    """What a run says that has none: every row is read."""
+    """Return the output of a run that has no journeys and reads every row."""
     assert spec.lake is not None
     shutil.rmtree(at, ignore_errors=True)
     shutil.copytree(spec.lake.uri.removeprefix("file://"), at)
@@ -77,7 +78,8 @@ def without_journeys(spark: Any, spec: JobSpec, at: Path, **options: Any) -> Cou
 
 
 def files_of(lake: LakeSpec) -> dict[Path, int]:
-    """The files of the journeys, and of how many rows their footers tell."""
+    """Return the files of the journeys, each with the number of rows that its footer
+    counts."""
     root = Path(lake.uri.removeprefix("file://")) / "journeys"
     table = DeltaTable(root)
     found = {}
@@ -88,7 +90,7 @@ def files_of(lake: LakeSpec) -> dict[Path, int]:
 
 
 def spoil(path: Path) -> None:
-    """Leave nothing of a file but its footer."""
+    """Overwrite a file's data, and leave only its footer intact."""
     content = path.read_bytes()
     footer = 8 + int.from_bytes(content[-8:-4], "little")
     path.write_bytes(b"PAR1" + bytes(len(content) - 4 - footer) + content[-footer:])
@@ -215,7 +217,7 @@ def test_files_that_others_have_joined_are_read(
 
 
 def to(*destinations: str) -> pa.Table:
-    """Rows of journeys that are over: one to each destination."""
+    """Return rows of finished journeys, one to each destination."""
     count = len(destinations)
     instants = pa.array([LONG_AGO] * count, pa.timestamp("us", "UTC"))
     columns = {"destination": destinations, "deliveries": [1] * count}
@@ -235,8 +237,8 @@ def test_a_footer_of_too_many_lines_is_left_out(
 
 
 def test_lines_are_summed_up_while_a_file_is_written() -> None:
-    """Where each message has a destination of its own, such as that of its answer,
-    they are as many as the rows."""
+    """If each message has its own destination, as answers do, there are as many lines
+    as rows."""
     counted, before = tally.Tallying(), pa.total_allocated_bytes()
     for number in range(20):
         counted.add(to(*(f"answers.{number}.{line}" for line in range(1_000))))

@@ -1,4 +1,4 @@
-"""The example project's three services: the jobs find what was planted, and mend it."""
+"""The jobs find and repair faults planted in the example project's three services."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def play(services: ThreeServices, lake: LakeSpec, tmp_path: Path, orders: int) -
 
 
 def assert_orders_came_through(services: ThreeServices, orders: int) -> None:
-    """All orders are shipped but those whose payment fails, and each was charged once
-    but those whose message came again."""
+    """Check that every order was shipped, except those whose payment failed, and
+    charged once, except those whose message was repeated."""
     open_orders = services.ask(
         "shop", "SELECT number FROM orders_order WHERE status <> 'shipped'"
     )

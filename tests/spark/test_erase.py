@@ -1,4 +1,5 @@
-"""`erase` takes messages out of everything; `verify` says whether the lake is whole."""
+"""`erase` removes messages everywhere; `verify` reports whether the lake is
+complete."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ SECRET = "a-secret-of-anns"
 
 
 def log_of_a_person(log: Log) -> uuid.UUID:
-    """Three messages, one of them to be forgotten, in every table that can have it."""
+    """Three messages in every table that can contain them; one of them is to be
+    erased."""
     log.send_many(2)
     ann, session = uuid.uuid4(), uuid.uuid4()
     log.send(

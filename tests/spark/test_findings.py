@@ -1,4 +1,4 @@
-"""Findings in the database: their age, who acknowledges them and why, the report."""
+"""Findings in the database: their age, acknowledgement, and the report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The page of the first run, typed to the letter after the quickstart, prints what it
-says."""
+"""The commands of the first-run page, executed after the quickstart, print what the
+page shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`pipeline follow`: killed, stopped, cut off, and nothing lost, doubled or unsaid."""
+"""`pipeline follow` when killed, stopped or cut off: no row and no alert is lost or
+doubled."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ JOURNEYS = Table("journeys", "", "", (), "", ("",))
 
 
 class Receiver(ThreadingHTTPServer):
-    """Takes what a webhook is sent. `answers` come first; then all is well."""
+    """A webhook that records its requests. It gives the `answers` first, then 200."""
 
     def __init__(self, *answers: int, context: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), Taking)
@@ -73,7 +74,7 @@ class Receiver(ThreadingHTTPServer):
         )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that does not trust us is no error of ours."""
+        """Ignore clients that refuse our certificate."""
 
 
 class Taking(BaseHTTPRequestHandler):
@@ -129,7 +130,7 @@ def round_of(
     options: FollowOptions = NOW,
     **more: Any,
 ) -> tuple[Follower, list[str]]:
-    """Follow for one round; return the follower, and what it said."""
+    """Follow for one round; return the follower and its output."""
     said: list[str] = []
     webhook = Webhook(url) if url else None
     spec = JobSpec((log.spec,), lake)
@@ -144,7 +145,7 @@ def round_of(
 def following(
     spec: JobSpec, directory: Path, *words: str, **environment: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """Follow in a process, which is killed in the end if it is still there."""
+    """Follow in a process, which is killed at the end if it still runs."""
     path = directory / f"{uuid.uuid4().hex}.json"
     path.write_text(spec.to_json())
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What all jobs have in common: a bar, a last line, a record, a dry run."""
+"""What all jobs share: a progress bar, a last line, a record, and a dry run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ RUNS = Table("runs", "", "", (), "", ("",))
 
 @pytest.fixture
 def words(tmp_path: Path) -> dict[str, list[str]]:
-    """The options that each job needs, in an order in which all have work to do."""
+    """The options that each job needs, in an order in which every job has work to
+    do."""
     people = tmp_path / "people.json"
     people.write_text('{"name": "Ann"}\n{"name": "Bob"}\n')
     jobs = {

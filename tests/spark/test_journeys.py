@@ -1,4 +1,5 @@
-"""Journeys are kept up batch by batch, and are those that the whole lake would make."""
+"""Journeys that are extended batch by batch equal those computed from the whole
+lake."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def content(journeys: Any) -> list[tuple[Any, ...]]:
 
 
 def at_once(spark: Any, spec: JobSpec) -> list[tuple[Any, ...]]:
-    """The journeys that all that is archived makes."""
+    """Return the journeys computed from everything that is archived."""
     with WholeLog(spark, spec) as log:
         assert log.lake is not None
         sent, received = (
@@ -87,7 +88,8 @@ def archive_all(spark: Any, log: Log, lake: LakeSpec) -> None:
 
 
 def traffic(log: Log, rng: random.Random, known: list[uuid.UUID]) -> None:
-    """Messages sent and received in any order: again, late, and by strangers."""
+    """Store messages that were sent and received in any order: repeated, late, and from
+    unknown senders."""
     known += [uuid.UUID(int=rng.getrandbits(128)) for _ in range(12)]
 
     def place() -> str:
@@ -237,12 +239,12 @@ def test_a_database_from_a_backup_counts_nothing_twice(
 
 
 def log_of(lake: LakeSpec) -> int:
-    """How many entries the log of the journeys has."""
+    """Return how many entries the journeys' log has."""
     return DeltaTable(lake.uri.removeprefix("file://") + "/journeys").version()
 
 
 class Killed(Exception):
-    """What a process that is killed would not raise."""
+    """Stands for the death of the process."""
 
 
 @pytest.mark.parametrize("step", ["written", "committed"])
@@ -401,7 +403,7 @@ def test_what_is_archived_and_what_is_live_are_judged_as_one(
 def test_with_journeys_and_without_all_is_judged_alike(
     spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
 ) -> None:
-    """Whatever is archived, live, or in a batch that a killed run has left."""
+    """The messages are archived, live, or in a batch that a killed run has left."""
     log: Log = make_log("sqlite")
     spec, rng, known = JobSpec((log.spec,), lake), random.Random(seed), []
     options = ReconcileOptions(grace=dt.timedelta(0), many=0)

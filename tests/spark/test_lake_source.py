@@ -1,4 +1,5 @@
-"""`spark.read.format("txmsg").option("lake", …)`: what the log names, and no more."""
+"""`spark.read.format("txmsg").option("lake", …)` reads exactly the files that the log
+names."""
 
 from __future__ import annotations
 

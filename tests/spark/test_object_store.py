@@ -1,4 +1,4 @@
-"""A lake in an object store: there and back, and its keys nowhere else."""
+"""A lake in an object store: rows are written and read back, and no key leaks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.spark.running import outcome, run
 
 @pytest.fixture
 def bucket(s3: S3) -> LakeSpec:
-    """A place for a lake in a bucket of its own."""
+    """The address of a lake in a new bucket."""
     name = f"lake-{uuid.uuid4().hex[:12]}"
     s3.make_bucket(name)
     return LakeSpec(f"s3://{name}/of/ours", storage_options=s3.options)

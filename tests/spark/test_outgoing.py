@@ -1,4 +1,5 @@
-"""Messages stored from data: each once, whatever is repeated, killed or fails."""
+"""Messages stored from a dataset are stored once, despite repetitions, kills and
+failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who listens to which topic, and whose clocks differ: as messages show it."""
+"""Which stages listen to which topic, and which services' clocks differ, as messages
+show it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def heard(consumer: str, first: float, last: float) -> Place:
 
 
 def declared(*names: str) -> list[Subscription]:
-    """Stages of service b, one of which listens to no topic."""
+    """The stages of service b; one of them listens to no topic."""
     topics = [Subscription(TOPIC, "b", one) for one in names]
     return [*topics, Subscription("queue", "b", "queue")]
 

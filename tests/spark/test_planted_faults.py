@@ -1,4 +1,5 @@
-"""Three logs on both kinds of database, written by hand: verdicts, report, replays."""
+"""Verdicts, report and replays over three hand-written logs, on both kinds of
+database."""
 
 from __future__ import annotations
 

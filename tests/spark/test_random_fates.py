@@ -1,9 +1,9 @@
-"""Faults planted at random through the package itself, into two services' own tables:
-the same verdicts while all is live, half archived, and from the journeys.
+"""Random faults in two services that use the package itself: the verdicts are the same
+whether all rows are live, half of them archived, or all in journeys.
 
-`shop` and `orders` have a database each. Nothing is written by hand but the time, which
-passes for every row of both, and what a broker would lose, double or let a stranger
-put in.
+`shop` and `orders` have a database each. The test writes only instants by hand, to let
+time pass for the rows of both, and plays the faults of a broker: lost, doubled and
+foreign messages.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Fate = Callable[["Services"], None]
 
 
 def handle(message: Message) -> None:
-    """Do what the message says."""
+    """Do what the message's body demands."""
     match message.body:
         case "refuse":
             raise Refuse("no")
@@ -62,7 +62,7 @@ def handle(message: Message) -> None:
 
 @dataclass
 class Services:
-    """Both services, and what is to be found of the messages that they exchanged."""
+    """Both services, and the expected verdict of each message between them."""
 
     stages: dict[str, Stage]
     dice: random.Random
@@ -86,7 +86,7 @@ class Services:
                 step(self.stages[name], times)
 
     def lose(self, queue: str) -> None:
-        """The broker loses what lies in a queue."""
+        """Delete the messages of a queue, as a broker that loses them."""
         assert QueueMessage.objects.filter(queue=queue).delete()[0]
 
     def letter(self, message: Message) -> list[DeadLetter]:
@@ -106,7 +106,7 @@ def orders() -> Iterator[None]:
 
 
 def pass_time(by: dt.timedelta, *aliases: str) -> None:
-    """Let time pass for every row of a database: all its instants are longer ago."""
+    """Move all instants of a database's rows into the past."""
     for model in apps.get_app_config("django_txmsg").get_models():
         names = [f.name for f in model._meta.fields if isinstance(f, DateTimeField)]
         if names and model._meta.managed:
@@ -117,8 +117,8 @@ def pass_time(by: dt.timedelta, *aliases: str) -> None:
 
 
 def set_clock(ahead: dt.timedelta) -> None:
-    """Let the clock of `orders` be ahead: of its rows all instants but those that the
-    senders of messages have told."""
+    """Move the clock of `orders` ahead: in its rows, all instants except those that
+    senders wrote."""
     pass_time(-ahead, "other")
     for model, name in (
         (InboxMessage, "created_at"),
@@ -337,7 +337,7 @@ FATES: tuple[Fate, ...] = (
 
 @contextmanager
 def playing(dice: random.Random) -> Iterator[Services]:
-    """Two services whose messages meet random fates, each at least once."""
+    """Two services whose messages meet random fates, each fate at least once."""
     with ExitStack() as stack:
         stack.enter_context(orders())
         stages = {

@@ -1,4 +1,5 @@
-"""`reconcile` over real logs: what is judged, what is new, and who is kept waiting."""
+"""`reconcile` over real logs: which messages it judges, which findings are new, and
+that it blocks no writer."""
 
 from __future__ import annotations
 
@@ -138,7 +139,8 @@ def test_a_listener_of_another_service_is_retired_by_hand(
 def test_two_databases_of_a_service_are_one_log(
     spark, make_log, lake: LakeSpec
 ) -> None:
-    """What goes from one to the other arrives, and the same id is in both."""
+    """A message from one database to the other arrives, and both contain the same
+    id."""
     one, other = make_log("sqlite"), make_log("sqlite", "shop_other")
     topic = "topic:orders.placed"
     sent, told = ids(2)

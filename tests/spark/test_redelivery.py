@@ -1,4 +1,5 @@
-"""`replay --from dead_letters`: the app is asked, and redelivers by its one rule."""
+"""`replay --from dead_letters` requests a bulk operation, which redelivers by the app's
+own rule."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def replay(spec: JobSpec, where: str, *more: str) -> dict[str, Any]:
 
 @pytest.fixture
 def spec(settings: Any) -> JobSpec:
-    """The tests' own database, as the pipeline takes it."""
+    """The job specification for the tests' own database."""
     return JobSpec((source_spec("default", "tests"),))
 
 
@@ -42,7 +43,7 @@ def impatient(settings: Any) -> None:
 
 
 def counting(name: str, *errors: type[Exception]) -> Callable[[Message], None]:
-    """Return a handler that has an effect, once it has raised these."""
+    """Return a handler that first raises these exceptions and then has an effect."""
     left = list(errors)
 
     def handle(message: Message) -> None:
@@ -58,7 +59,8 @@ def counting(name: str, *errors: type[Exception]) -> Callable[[Message], None]:
 def test_a_topics_letter_goes_to_the_stage_that_gave_up_and_to_no_other(
     spark: Any, spec: JobSpec
 ) -> None:
-    """Not to one that has done its work so long ago that its inbox has forgotten it."""
+    """Other stages do not get it, even if their inbox no longer remembers the
+    message."""
     with (
         declared(counting("bill", *[ValueError] * 3), TOPIC, name="billing") as stage,
         declared(counting("ship"), TOPIC, name="shipping") as other,
@@ -119,7 +121,7 @@ def test_what_its_stage_has_processed_meanwhile_is_skipped(
 def test_more_letters_than_one_names_by_hand_are_one_operation(
     spark: Any, spec: JobSpec
 ) -> None:
-    """One rate, one pause, one audit: an operator has not to look after many."""
+    """There is one rate, one pause and one audit entry, not one for each letter."""
     number = 6_000
     DeadLetter.objects.bulk_create(
         make.DeadLetterFactory.build(destination="orders.other", stage="")

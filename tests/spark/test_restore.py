@@ -1,5 +1,5 @@
-"""Lake and database that do not come from one moment: each row is kept once, or one
-clear error says what to do. Every backup here is really made, and really restored."""
+"""The lake or the database comes from a backup: each row is kept once, or an error says
+what to do. Every backup here is really made, and really restored."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def messages_of_lake(lake: LakeSpec) -> list[str]:
 
 
 class Backup:
-    """A copy of a database, as its own tools make it, and the way back."""
+    """A copy of a database, made and restored by the database's own tools."""
 
     def __init__(self, log: Log, directory: Path) -> None:
         self.log, self.file = log, directory / f"backup-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""The database and the lake must compute one checksum, whatever a row holds."""
+"""The database and the lake compute the same checksum, whatever a row contains."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One row at a time, and the same question of all who ask it: the same answer.
+"""Every use of a rule gives the same result for the same row.
 
-The app asks by querysets and by SQL, the pipeline by SQL on a connection of its own;
-what a rule means is written here once more, in Python, from the row's columns.
+The app uses querysets and SQL; the pipeline uses SQL on its own connection. The
+expected result is computed here in Python, from the row's columns.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def gauge(name: str) -> float:
 
 
 def lags() -> dict[str, float]:
-    """Return what all tell of the age of the oldest due message, in seconds."""
+    """Return the age of the oldest due message in seconds, from every report."""
     source = source_spec("default", "tests")
     connection_of_its_own = connect_plain(source)
     try:
@@ -104,7 +104,8 @@ def lags() -> dict[str, float]:
 
 
 def agree_on_lag(what: str, due: dt.datetime | None) -> None:
-    """All tell the age of the one row that is due at `due`, or none."""
+    """Check that all reports give the age of the one row that is due at `due`, or
+    none."""
     found = lags()
     expected = 0.0 if due is None else max(0.0, (ago() - due).total_seconds())
     assert found == pytest.approx(dict.fromkeys(found, expected), abs=5.0), what
@@ -141,7 +142,7 @@ def raw(rule: str) -> bool:
 
 
 def claimed() -> bool:
-    """Return whether a relay takes the only row. It is there as before then."""
+    """Return whether a relay would claim the only row. The row is not changed."""
     token = uuid.uuid4()
     rows = OutboxMessage.objects.claim(
         broker="default", token=token, lease=60, limit=10
@@ -261,7 +262,7 @@ WEEK = {"OUTBOX": 7, "INBOX": 7, "DEAD_LETTERS": 7}
 
 
 def archivable(table: str) -> bool:
-    """Return whether `pipeline archive` takes anything of a table."""
+    """Return whether `pipeline archive` would take a row of a table."""
     ledger = Ledger(source_spec("default", "tests"), TABLES[table])
     try:
         return bool(ledger.waiting(ago(days=7), None))
@@ -270,7 +271,8 @@ def archivable(table: str) -> bool:
 
 
 def agree_on_settled(table: str, what: str, expected: bool) -> None:
-    """Both delete the only row, or neither does; an archive deletes what it takes."""
+    """Check that pruning and archiving either both delete the only row, or neither
+    does."""
     model = {"outbox": OutboxMessage, "inbox": InboxMessage, "dead_letters": DeadLetter}
     asked: Asked = {"pipeline archive": lambda: archivable(table)}
     if table in model:

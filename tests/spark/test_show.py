@@ -1,4 +1,4 @@
-"""`show` finds a message wherever its rows are."""
+"""`show` finds a message in databases and lake."""
 
 from __future__ import annotations
 

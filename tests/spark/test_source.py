@@ -1,4 +1,5 @@
-"""`format("txmsg")`: rows as they are, filters pushed, one state of the database."""
+"""`format("txmsg")`: rows are unchanged, filters run in the database, and a read sees
+one state of it."""
 
 from __future__ import annotations
 

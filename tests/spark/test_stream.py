@@ -1,4 +1,5 @@
-"""`readStream.format("txmsg")`: no row missed that commits late, none read twice."""
+"""`readStream.format("txmsg")` misses no row that commits late, and reads none
+twice."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from tests.spark.log import Log
 def follow(
     spark: Any, log: Log, directory: Path, *, restarts: int = 5, **options: str
 ) -> list[int]:
-    """Read what there is, through a checkpoint, and return all ids read so far."""
+    """Read everything available, with a checkpoint, and return all ids read so far."""
     stream = (
         spark.readStream.format("txmsg")
         .options(service=log.spec.service, url=log.spec.url, **options)
@@ -205,7 +206,8 @@ def test_rows_that_are_older_than_the_pipelines_columns_come_first(
 
 
 class Reading:
-    """A stream's reader, asked for its end as this version of Spark asks for it."""
+    """A stream's reader that returns its end offset as this version of Spark requests
+    it."""
 
     def __init__(self, log: Log, **options: str) -> None:
         schema = StructType([StructField("id", LongType())])
@@ -222,7 +224,7 @@ class Reading:
 
 @pytest.fixture(params=["as here", "as 4.1"])
 def asking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spark, as it asks streams in this version and in an earlier one."""
+    """Spark's way of querying a stream, in this version and in an earlier one."""
     if request.param == "as 4.1":
         monkeypatch.setattr(pyspark, "__version__", "4.1.0")
 

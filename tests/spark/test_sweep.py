@@ -1,4 +1,5 @@
-"""`sweep`: what failed attempts left goes, small files join, and nothing else."""
+"""`sweep` removes the files of failed attempts, joins small files, and changes nothing
+else."""
 
 from __future__ import annotations
 

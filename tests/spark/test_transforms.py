@@ -1,4 +1,4 @@
-"""The transforms on small frames, with what must come out written down."""
+"""The transforms on small frames, with hand-written results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def at(minutes: float) -> dt.datetime:
 
 
 def sent(spark: Any, *rows: tuple[Any, ...], **more: Any) -> Any:
-    """Rows of an outbox: due when they are stored, unless said otherwise."""
+    """Return outbox rows that are due when they are stored, unless a test says
+    otherwise."""
     names = ("service", "message_id", "destination", "created_at", "expires_at",
              "dispatched_at", "dead_at", "cancelled_at")  # fmt: skip
     usual = {"broker": "default", "attempts": 0, **more}
@@ -467,7 +468,7 @@ LISTENERS = st.dictionaries(st.sampled_from(["b/one", "b/two"]), MINUTES, max_si
 def model(
     sends: list[Any], receipts: list[Any], listeners: dict[str, int]
 ) -> list[tuple[str, str, str | None, str]]:
-    """Reconciliation as one would explain it, with dictionaries and loops."""
+    """Reconcile in plain Python, with dictionaries and loops."""
     stored: dict[tuple[str, str, str], list[Any]] = {}
     for number, destination, minute, fate in sends:
         due = [""]
@@ -571,7 +572,7 @@ INBOX = (
 
 
 def at_once() -> dict[str, Any]:
-    """Columns of messages that are due when they are stored."""
+    """Return columns of messages that are due when they are stored."""
     return {"due_at": sf.col("created_at"), "attempts": sf.lit(0)}
 
 

@@ -1,4 +1,5 @@
-"""What an earlier PySpark does not have is done without, or told in one line."""
+"""Features that an earlier PySpark lacks are replaced, or refused with a one-line
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The lake and live databases as one log: each row once, and no more work than that."""
+"""Lake and live databases read as one log: each row once, and no file or row without
+need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline runs where there is no Django, by spark-submit, and on a cluster."""
+"""The pipeline runs without Django, by spark-submit, and on a cluster."""
 
 from __future__ import annotations
 
@@ -321,7 +321,7 @@ SETTINGS = {
 
 
 def submitting(**more: str) -> dict[str, str]:
-    """Return the environment of who submits: nothing in it shows where we are."""
+    """Return the environment of `spark-submit`, without any path of this checkout."""
     hidden_from_it = ("PYTHONPATH", "DJANGO_SETTINGS_MODULE")
     return {
         **{k: v for k, v in os.environ.items() if k not in hidden_from_it},

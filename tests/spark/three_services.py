@@ -1,7 +1,7 @@
-"""The example project as three services, and faults planted on the way between them.
+"""The example project as three services, with faults planted between them.
 
-`shop` places orders, `payments` charges them, `shipping` sends them: three messages an
-order, each stored, relayed and consumed by the project's own commands.
+`shop` places orders, `payments` charges them, `shipping` ships them. The project's own
+commands store, relay and consume three messages for each order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ for number in range({first}, {last}):
 
 @dataclass
 class ThreeServices:
-    """The running services, and the ids of the messages that met a fate."""
+    """The running services, and the ids of the messages with a planted fault."""
 
     urls: dict[str, str]
     met: dict[str, set[str]] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class ThreeServices:
         self.manage(service, "consume", "--once", STAGES[service])
 
     def run(self, count: int) -> None:
-        """Let orders run through the services, and plant what they meet on the way."""
+        """Process orders, and plant faults in their messages."""
         self.place(0, count)
         charges = self.ask(
             "shop",
@@ -141,7 +141,7 @@ class ThreeServices:
         self.consume("shop")
 
     def come_again(self) -> None:
-        """Messages come again whose inbox rows are in the lake by now."""
+        """Repeat messages whose inbox rows are already in the lake."""
         for queue, headers, body in self.kept:
             self.ask("broker", f"{_COPY} VALUES (%s, %s, %s, 0)", queue, headers, body)
         self.consume("payments")
@@ -152,7 +152,7 @@ class ThreeServices:
         )
 
     def finish(self) -> None:
-        """Let all that is stored come to its end."""
+        """Process everything that is stored."""
         self.relay("shop")
         self.relay("payments")
         for service in ("payments", "shipping"):
@@ -172,7 +172,7 @@ class ThreeServices:
         assert len(lost) == len(self.met[fate])
 
     def _let_strangers_in(self) -> None:
-        """Copies under ids, and of orders, that no service has ever sent."""
+        """Send copies under ids, and of orders, that no service has sent."""
         strangers = self.ask(
             "broker",
             f"{_COPY} SELECT queue, jsonb_set(headers, '{{txmsg-id}}',"
@@ -186,7 +186,7 @@ class ThreeServices:
 
 
 def start(postgres: PostgreSQL) -> ThreeServices:
-    """Make the databases: migrated once, and copied."""
+    """Create the databases: migrated once, then copied."""
     name = f"shop_{os.urandom(4).hex()}"
     urls = {"template": postgres.create_database(f"{name}_template")}
     services = ThreeServices(

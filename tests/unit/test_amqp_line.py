@@ -1,5 +1,5 @@
-"""An AMQP line that is slow, stands still or is full: what its writes and heart-beats
-do about it, on real sockets."""
+"""How writes and heartbeats behave on a slow, stalled or full AMQP connection, with
+real sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults import wait_until
 
 
 class Line:
-    """A transport over a socket pair with small buffers, and its far end."""
+    """A transport over a socket pair with small buffers, and the socket of its peer."""
 
     def __init__(self, send_timeout: float) -> None:
         near, self.far = socket.socketpair()
@@ -31,7 +31,7 @@ class Line:
         self.read = bytearray()
 
     def drain(self, pause: float, stop: threading.Event) -> None:
-        """Read a little now and then, as a slow line does."""
+        """Read a little at a time, like a slow connection."""
         self.far.settimeout(0.2)
         while not stop.is_set():
             try:
@@ -99,7 +99,7 @@ def test_a_heart_beat_waits_for_no_line_and_is_whole_when_there_is_room(
 
 def test_a_full_line_delays_no_other_s_heart_beat(line: Line) -> None:
     class Beating:
-        """What the heart knows of a link."""
+        """What the heartbeat thread uses of a connection."""
 
         def __init__(self, transport: Transport) -> None:
             self.transport, self.heartbeat = transport, 0.1

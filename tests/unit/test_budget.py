@@ -1,4 +1,4 @@
-"""Lanes share what they have in memory, and no large message is left for nobody."""
+"""Lanes share a memory budget, and a large message is always claimed in the end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_lane_that_waits_ends_when_it_is_stopped(stack) -> None:
 
 
 def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> None:
-    """Two that were both not alone: the one that ends last comes again, alone."""
+    """Neither of two lanes was alone. The one that ends last claims again, alone."""
     budget = Budget(4)
     with ExitStack() as first:
         enter(budget, first)
@@ -91,7 +91,8 @@ def test_the_last_lane_that_may_not_take_a_large_body_claims_again(stack) -> Non
 
 
 def test_a_lane_that_was_alone_claims_again_when_another_has_passed_by(stack) -> None:
-    """The other's claim hid a large body from it, as it locks what it may not take."""
+    """The other lane's claim locked the large row, which it may not take, and so hid
+    it."""
     budget, first = Budget(4), ExitStack()
     one = enter(budget, first)
     with ExitStack() as second:

@@ -1,4 +1,4 @@
-"""Celery's settings under which a task would be lost, or done twice, are refused."""
+"""Checks refuse Celery settings under which a task would be lost or executed twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ careless = Celery("careless", set_as_current=False, broker="amqp://")
 
 @careless.task(base=OnceTask, acks_late=False, shared=False)
 def lost() -> None:
-    """Be acknowledged before it is done."""
+    """Be acknowledged before the work is done."""
 
 
 def nothing() -> None:
@@ -49,7 +49,7 @@ def found() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def usual() -> Iterator[None]:
-    """Put the app's settings back after the test."""
+    """Restore the app's settings after the test."""
     names = ("broker_url", "result_backend", "task_protocol", "task_always_eager")
     before = {name: app.conf[name] for name in (*names, "task_default_delivery_mode")}
     yield

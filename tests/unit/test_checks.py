@@ -1,4 +1,4 @@
-"""Each system check finds what it is there for, and nothing where all is well."""
+"""Each system check finds its problem, and finds nothing in good settings."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_database_of_another_vendor_is_an_error(
 def test_the_embedded_broker_of_a_project_without_a_default_database_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`DATABASES["default"] = {}`, with aliases for all there is."""
+    """`DATABASES["default"] = {}`, while all other settings name aliases."""
     monkeypatch.setattr(connections["other"], "vendor", "unknown")
     with broker("database://other"):
         found = only(check())
@@ -234,7 +234,7 @@ def test_stage_with_an_unknown_broker_is_an_error() -> None:
     ("to", "ids"), [("tests.placed", []), ("topic:tests.placed", ["txmsg.E009"])]
 )
 def test_broker_redelivery_is_for_queues(url: str, to: str, ids: list[str]) -> None:
-    """A copy sent to a topic would reach its other subscribers."""
+    """A copy sent to a topic would reach the other subscribers too."""
     with stage(to=to, redelivery=RedeliveryPolicy(mode="broker")), broker(url):
         assert [one.id for one in check()] == ids
 
@@ -260,7 +260,7 @@ def test_a_topic_in_many_threads_is_a_warning_on_activemq(
 def test_a_queue_that_rabbitmq_keeps_a_subscription_in_is_no_stage_s(
     url: str, ids: list[str]
 ) -> None:
-    """Half of its messages would go to the stage of the topic."""
+    """The topic's stage would get half of its messages."""
     with (
         stage(to="topic:tests.placed", name="audit"),
         stage(to="topic:tests.placed", name="tests.audit"),
@@ -350,8 +350,8 @@ def test_a_database_whose_statements_would_not_do_what_they_say(
 
 
 def test_a_time_zone_on_sqlite_shifts_what_is_due(tmp_path: Path) -> None:
-    """Why it is refused: the hour at which a message is due and the hour at which it
-    is claimed are of two zones."""
+    """Due times and claims would use different time zones; so the setting is
+    refused."""
     program = """
 import datetime as dt, django
 from django.conf import settings

@@ -1,4 +1,4 @@
-"""The hook on commit messages lets imperatives with a scope through, and no others."""
+"""The hook for commit messages accepts imperatives with a scope only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TXMSG: what is not known or not of its type is named, with a way out."""
+"""TXMSG: the error names an unknown or ill-typed key, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When recurring messages are due, through the changes of the clock."""
+"""When recurring messages are due, also across clock changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NIGHT = dt.timedelta(hours=6)
 
 
 def ticks(expression: str, night: dt.datetime) -> list[str]:
-    """The ticks from midnight to six or so in Berlin, each with its offset."""
+    """Return the ticks from midnight to about six in Berlin, each with its UTC
+    offset."""
     found = Cron(expression, "Europe/Berlin").between(night - SECOND, night + NIGHT)
     return [tick.astimezone(BERLIN).strftime("%H:%M%z")[:-2] for tick in found]
 

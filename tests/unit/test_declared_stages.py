@@ -1,4 +1,4 @@
-"""What `@stage` refuses: names that are none, and handlers that can never be called."""
+"""`@stage` refuses invalid names, and handlers that could not be called."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def two(order: Order, more: int) -> None: ...
 
 
 def with_a_repository(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an argument to whatever the call has."""
+    """Add an argument to any call."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def with_a_repository(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_a_message(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an argument to the message."""
+    """Add an argument beside the message."""
 
     @functools.wraps(function)
     def call(message: Message) -> Any:
@@ -99,7 +99,7 @@ def for_a_message(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def for_a_body(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add an argument to the body and its message."""
+    """Add an argument beside the body and its message."""
 
     @functools.wraps(function)
     def call(order: Order, message: Message) -> Any:

@@ -1,7 +1,7 @@
-"""What we use of Django without its documentation: there, and in one place only.
+"""The undocumented parts of Django that we use exist, and are used in one module only.
 
-A Django that lacks one of these names fails here, by that name, and not somewhere in a
-transaction that begins late.
+If a Django release lacks one of these names, a test here fails and names it, instead of
+a transaction that begins late.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def test_what_else_a_connection_has(vendor: str, name: str) -> None:
 
 
 def test_a_connection_forgets_its_block_when_it_connects() -> None:
-    """The very attributes that a late block saves, and the two ways to a cursor."""
+    """A late block saves these attributes, and the two methods that lead to a
+    cursor."""
     wrapper = type(new("sqlite3"))
     source = inspect.getsource(wrapper.connect)  # type: ignore[attr-defined]
     forgotten = {name for name in STATE if f"self.{name} =" in source}
@@ -217,7 +218,7 @@ PACKAGE = Path(django_txmsg.__file__).parent
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """Return the attributes that a file uses, and the names of some in quotes."""
+    """Return the attributes that a file uses, and some names that it quotes."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute):
             yield node.attr

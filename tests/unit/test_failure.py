@@ -1,4 +1,4 @@
-"""What is kept of an exception: enough to read, little enough to store."""
+"""What is kept of an exception: enough to understand it, little enough to store it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def otherwise_raised(error: BaseException) -> BaseException:
-    """Return the error from another place."""
+    """Return the same error, raised at another place."""
     try:
         raise error
     except BaseException as caught:
@@ -37,7 +37,7 @@ def test_one_cause_has_one_fingerprint_whatever_it_says() -> None:
 
 
 def module(name: str, path: str) -> dict[str, Any]:
-    """Return a module whose function `handle` fails, as two apps have one each."""
+    """Return a module whose function `handle` fails; two apps have a module like it."""
     there: dict[str, Any] = {"__name__": name}
     code = "def handle():\n    raise ValueError('no stock')\n"
     exec(compile(code, path, "exec"), there)

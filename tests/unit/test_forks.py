@@ -1,5 +1,5 @@
-"""What two processes must not share after a fork, whoever forks: Python, or a server
-that tells Python nothing of it, as uWSGI does."""
+"""What two processes must not share after a fork, by Python or by a server that
+bypasses Python's fork hooks, such as uWSGI."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def fork_untold() -> int:
-    """Fork without Python's hooks, and with its lock in hand on both sides."""
+    """Fork without Python's hooks, while both sides hold the lock."""
     return int(ctypes.PyDLL(None).fork())
 
 
@@ -37,7 +37,7 @@ def fork_untold() -> int:
 def test_a_forked_process_makes_ids_of_its_own(
     fork: Callable[[], int], make: Callable[[], object]
 ) -> None:
-    """But for their time, which can be the same."""
+    """Only the time in them may be equal."""
     reader, writer = os.pipe()
     child = fork()
     if child == 0:  # pragma: no cover - the other process
@@ -54,8 +54,8 @@ def test_a_forked_process_makes_ids_of_its_own(
 
 
 def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
-    """Each such process would count on from the same ordinal, and give its messages the
-    ids of the others'."""
+    """Otherwise each such process would continue with the same ordinal, and give its
+    messages the same ids."""
     cause = Message(id=new_id(), destination="tests.q", body=None)
     with in_scope(Scope(session_id=cause.id, cause=cause, stage="tests")):
         child = os.fork()
@@ -67,8 +67,8 @@ def test_a_process_that_a_handler_forks_is_in_no_stage() -> None:
 
 
 def test_a_forked_process_starts_without_what_its_parent_has_made() -> None:
-    """Even where another thread of the parent has the lock in that moment: a child
-    that inherited it would wait for ever."""
+    """Another thread of the parent may hold the lock at that moment. A child that
+    inherited the lock would wait for ever."""
     made = PerProcess(lambda name: [name, os.getpid()])
     parents = made("a")
     with made._lock:

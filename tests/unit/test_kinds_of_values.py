@@ -1,5 +1,5 @@
-"""Every kind of value arrives as it was sent, or is refused at the call: none arrives
-as something else in silence."""
+"""Every kind of value arrives as it was sent, or the call refuses it. None is changed
+silently."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Twig(Leaf):
 
 @dataclass
 class Box:
-    """A field of any kind, as its annotation says."""
+    """A field of any kind, given by an annotation."""
 
     value: Any
 
@@ -114,7 +114,7 @@ class Sub(Model):
 
 
 class Aliased(BaseModel):
-    """What is written under one name is read under another."""
+    """A field that is written under one name and read under another."""
 
     model_config = ConfigDict(populate_by_name=True)
     amount: int = Field(0, validation_alias="amount_in", serialization_alias="out")
@@ -163,7 +163,7 @@ class Secret(BaseModel):
 
 
 class Written(BaseModel):
-    """A serializer of the user's own."""
+    """A field with the user's own serializer."""
 
     name: str
 
@@ -173,7 +173,7 @@ class Written(BaseModel):
 
 
 class Counting(BaseModel):
-    """A validator that is not done once and for all."""
+    """A field whose validator gives another result each time."""
 
     number: int
 
@@ -408,7 +408,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 
 
 def sent_and_read(annotation: Any, value: Any) -> Any:
-    """Return what arrives in a field of a dataclass, of a list, and by itself."""
+    """Return the values that arrive in a field of a dataclass, in a list, and alone."""
     holder = dataclasses.make_dataclass("Holder", [("value", annotation)])
     found = codecs.body_type(holder)
     inside = codecs.reader(holder).read(

@@ -1,4 +1,4 @@
-"""Leases are renewed while they are held, each database's by a thread of its own."""
+"""Held leases are renewed, by one thread for each database."""
 
 from __future__ import annotations
 

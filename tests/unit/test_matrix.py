@@ -1,5 +1,5 @@
-"""The Pythons, Djangos and PySparks that are promised are those that tox runs, and
-what CI takes from others is pinned."""
+"""tox runs every Python, Django and PySpark that the docs promise, and CI pins what it
+downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The envelope: immutable, discreet, and only what every broker can carry."""
+"""The envelope: immutable, without secrets in its repr, and limited to what every
+broker can carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proxy does each fault to a real connection."""
+"""Each fault of the proxy has its effect on a real connection."""
 
 from __future__ import annotations
 

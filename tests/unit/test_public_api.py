@@ -1,5 +1,5 @@
-"""The names a user types. Dropping or renaming one breaks somebody's code, and renaming
-a logger silences somebody's alarm: that takes an entry in the changelog."""
+"""The names that users write. Removing or renaming one breaks a user's code or alarm,
+so it needs an entry in the changelog."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_the_documentation_imports_from_public_paths_only() -> None:
 
 
 def imported(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield module and name of what a page's Python imports from the package."""
+    """Yield module and name of each import from the package in a page's Python."""
     for block in blocks(page):
         if block.language != "python" or not block.runs:
             continue
@@ -271,7 +271,7 @@ def test_every_logger_has_a_name_that_alarms_may_be_set_on() -> None:
 
 
 def loggers(path: Path) -> Iterator[ast.expr]:
-    """Yield what a module gives to `logging.getLogger()`."""
+    """Yield the names that a module passes to `logging.getLogger()`."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and "getLogger" in ast.unparse(node.func):
             yield from node.args or [ast.Constant(None)]

@@ -1,4 +1,4 @@
-"""decide(): pure, so it is tried with everything."""
+"""decide() is a pure function, so Hypothesis tries all inputs."""
 
 from __future__ import annotations
 

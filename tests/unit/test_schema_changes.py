@@ -1,4 +1,4 @@
-"""Each change of a class of bodies, and whom it breaks: the table of the docs."""
+"""Each change of a body's class, and which side it breaks: the table in the docs."""
 
 from __future__ import annotations
 

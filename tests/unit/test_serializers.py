@@ -1,4 +1,5 @@
-"""Bodies to bytes and back; whatever cannot is an error of ours."""
+"""Bodies to bytes and back. Each value that cannot be converted raises one of our
+errors."""
 
 from __future__ import annotations
 

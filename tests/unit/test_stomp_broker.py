@@ -1,4 +1,4 @@
-"""What the STOMP broker's errors are, whatever has gone wrong beneath it."""
+"""The STOMP broker raises our errors, whatever the client below it raises."""
 
 from __future__ import annotations
 

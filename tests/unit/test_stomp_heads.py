@@ -1,4 +1,5 @@
-"""A frame filled into what its batch shares is the frame that its message would be."""
+"""A frame made from the prepared headers of its batch equals the frame of its message
+alone."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[StompSession]:
 
 
 def frame(session: StompSession, item: Any) -> Any:
-    """Return the frame of what is to be sent, or its error."""
+    """Return the frame of an outgoing message, or its error."""
     try:
         if not isinstance(item, Encoded):
             item = session._session.encode(
@@ -62,7 +63,7 @@ def frame(session: StompSession, item: Any) -> Any:
 
 
 def same(session: StompSession, *batch: Outgoing) -> int:
-    """Compare each message's frame, and return how many were filled in."""
+    """Compare each message's frame, and return how many used prepared headers."""
     heads, filled = Heads(session._session, session._mortal), 0
     for one in batch:
         try:

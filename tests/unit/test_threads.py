@@ -1,5 +1,5 @@
-"""No class of ours *is* a thread, a process or a dict: each new Python may give those
-another attribute of a name that we use."""
+"""No class of ours *is* a thread, a process or a dict: a new Python may give those an
+attribute with a name that we use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ APART = ("django_txmsg.spark", "django_txmsg.jms", "django_txmsg.migrations")
 
 
 def modules() -> list[str]:
-    """Every module of the package."""
+    """Return every module of the package."""
     found = pkgutil.walk_packages(django_txmsg.__path__, "django_txmsg.")
     return [one.name for one in found if not one.name.startswith(APART)]
 

@@ -1,4 +1,4 @@
-"""Lanes take turns at their database, and none waits for ever."""
+"""Lanes take turns at their database, and no lane waits for ever."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ A_WHILE = 0.2
 def another(
     turn: Turn, leave: threading.Event | None = None
 ) -> Iterator[threading.Event]:
-    """A lane beside this one. The event says that it is at the database, where it
-    stays until it is to leave."""
+    """Run another lane. It sets the event when it is at the database, and stays there
+    until it is released."""
     came = threading.Event()
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Typed bodies: read by version, refused without a word of what they hold."""
+"""Typed bodies: read by version; errors quote no value."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class Two(pydantic.BaseModel):
 
 
 class Foreign:
-    """pydantic has no schema for it."""
+    """A class for which pydantic has no schema."""
 
 
 class Elsewhere(pydantic.BaseModel):
-    """Decimals that are not where a plain schema has them."""
+    """Decimals at places where a plain schema has none."""
 
     model_config = pydantic.ConfigDict(
         populate_by_name=True, arbitrary_types_allowed=True
@@ -385,7 +385,7 @@ class Colour:
 
 
 class ColourCodec(codecs.Codec):
-    """A codec of a project's own."""
+    """A codec that a project might write."""
 
     def handles(self, annotation: Any) -> bool:
         return annotation is Colour
@@ -441,7 +441,7 @@ class Calling:
 
 
 def of_nothing_known(order: Missing) -> None:  # type: ignore[name-defined]  # noqa: F821
-    """Declared wrong."""
+    """A handler with a wrong declaration."""
 
 
 @pytest.mark.parametrize("handler", [of_the_message, of_anything, lambda message: 1])

@@ -1,4 +1,4 @@
-"""What a type checker says of typed destinations and their stages."""
+"""What a type checker reports about typed destinations and their stages."""
 
 from __future__ import annotations
 

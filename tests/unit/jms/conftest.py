@@ -1,4 +1,4 @@
-"""Scripted brokers, connections to them, and a listener that remembers."""
+"""Scripted brokers, connections to them, and a listener that records its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADDRESS = "/queue/orders.place"
 
 
 class Listener:
-    """A completion listener that remembers what it was told, in order."""
+    """A completion listener that records its calls, in order."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -72,7 +72,8 @@ class Gate(Listener):
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[..., ScriptedBroker]]:
-    """Make scripted brokers, closed in the end; they insist on honest clients."""
+    """Create scripted brokers. They are closed at the end, and fail the test if a
+    client violated STOMP."""
     with contextlib.ExitStack() as stack:
         made: list[ScriptedBroker] = []
 
@@ -88,13 +89,14 @@ def scripted() -> Iterator[Callable[..., ScriptedBroker]]:
 
 @pytest.fixture
 def broker(scripted: Callable[..., ScriptedBroker]) -> ScriptedBroker:
-    """A scripted broker in ActiveMQ Classic's manner."""
+    """A scripted broker that behaves like ActiveMQ Classic."""
     return scripted()
 
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., jms.Connection]]:
-    """Make connections; in the end what still waits is given up, and they close."""
+    """Create connections. At the end, pending waits are given up, and the connections
+    are closed."""
     made: list[jms.Connection] = []
 
     def make(to: ScriptedBroker, **options: Any) -> jms.Connection:
@@ -124,12 +126,13 @@ def producer(session: jms.Session) -> jms.MessageProducer:
 
 @pytest.fixture(autouse=True)
 def watchdog() -> Iterator[None]:
-    """Dump the stacks of all threads when a test seems to be in a deadlock."""
+    """Dump the stacks of all threads if a test seems to hang."""
     faulthandler.dump_traceback_later(60, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 
 
 def ours() -> set[threading.Thread]:
-    """The threads of this package's JMS part: those of other tests come and go."""
+    """Return the threads of this package's JMS part. Those of other tests come and
+    go."""
     return {one for one in threading.enumerate() if one.name.startswith("jms-")}

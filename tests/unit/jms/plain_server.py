@@ -1,7 +1,7 @@
-"""A socket server that does one thing wrong, for faults of the transport itself.
+"""A socket server with one fault, for tests of the transport.
 
-The scripted broker speaks STOMP; these tests need a peer that hangs up, stops reading
-or never answers, and whose mistake cannot be blamed on a broker.
+The scripted broker speaks STOMP. These tests need a peer that hangs up, stops reading
+or never answers, without STOMP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CONNECTED = b"CONNECTED\nversion:1.2\nserver:plain/1\nheart-beat:0,0\n\n\x00"
 
 
 class Client:
-    """One accepted connection; ``over`` is set when the test is."""
+    """One accepted connection. ``over`` is set when the test has ended."""
 
     def __init__(self, sock: socket.socket, over: threading.Event) -> None:
         self.sock = sock
@@ -29,7 +29,7 @@ class Client:
         self.sock.sendall(CONNECTED)
 
     def receipt_everything(self) -> None:
-        """Answer each frame that asks for a receipt, until the client goes."""
+        """Answer each frame that asks for a receipt, until the client disconnects."""
         rest = b""
         while piece := self.sock.recv(65_536):
             *frames, rest = (rest + piece).split(b"\x00")
@@ -51,7 +51,7 @@ class Client:
 def plain_server(
     serve: Callable[[Client], object], *, tls: bool = False
 ) -> Iterator[tuple[str, int]]:
-    """Serve each connection on a thread of its own, until the block ends."""
+    """Serve each connection in its own thread, until the block ends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "server.pem")
     over = threading.Event()

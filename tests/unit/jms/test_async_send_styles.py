@@ -1,4 +1,4 @@
-"""R1: both API styles accept a completion listener, and a future is a third."""
+"""R1: both API styles accept a completion listener, and there is a future too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Delayed sends: by a scheduler, or by letting a message expire where nobody reads."""
+"""Delayed sends: by a scheduler, or by messages that expire in a queue without
+consumers."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_rabbitmq_cannot_delay_what_shall_expire(
     ],
 )
 def test_long_delay_blocks_only_similar_delays(milliseconds: int, queue: str) -> None:
-    """One queue for each power of two: at its head is never twice somebody's delay."""
+    """There is one queue for each power of two, so the first message waits at most
+    twice as long as those behind it."""
     waits, headers = RABBITMQ.delayed(Destination("x"), milliseconds, transacted=False)
     assert str(waits) == queue
     assert int(headers["expiration"]) == milliseconds

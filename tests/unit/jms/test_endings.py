@@ -1,4 +1,4 @@
-"""How subscriptions, connections and threads end, also when something is against it."""
+"""How subscriptions, connections and threads end, also when something prevents it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What stomp.py 9 does wrong, each beside our transport that does not.
+"""Faults of stomp.py 9, each beside our transport, which does not have it.
 
-Every pair shows the fault on stomp.py itself, so that a fence can go when its fault is
-gone. `test_stomp_py_...` failing means: stomp.py has improved, reconsider the fence.
+Each pair shows the fault on stomp.py itself, so that our workaround can go when the
+fault is fixed. If a test `test_stomp_py_...` fails, stomp.py has improved.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 def plain_stomp(
     address: tuple[str, int], *, tls: bool = False, **options: Any
 ) -> Iterator[stomp.Connection12]:
-    """A connection of stomp.py's own, whose socket is closed in the end."""
+    """A connection of stomp.py itself; its socket is closed at the end."""
     link = stomp.Connection12([address], auto_decode=False, **options)
     if tls:
         link.set_ssl([address], ca_certs=CA)

@@ -1,4 +1,4 @@
-"""Frames as bytes and back: every split, every escape, no injection, no crash."""
+"""Encoding and parsing frames: every split, every escape, no injection, no crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An exception at any line - of a signal, of no memory - loses and doubles nothing."""
+"""An exception at any line, from a signal or a lack of memory, neither loses nor
+doubles a message."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ Scripted = Callable[..., ScriptedBroker]
 
 
 class Interrupt(BaseException):
-    """What a signal handler raises."""
+    """The exception that a signal handler raises."""
 
 
 def interrupt_in(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool
 ) -> None:
-    """Raise at the next call of a function, before or after what it does."""
+    """Raise at the next call of a function, before or after its work."""
     function = getattr(owner, name)
     armed = [True]
 

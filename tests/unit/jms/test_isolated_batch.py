@@ -1,4 +1,5 @@
-"""A batch sent one by one blames the message the broker refused, and no other."""
+"""A batch that is sent message by message blames only the message that the broker
+refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from django_txmsg.testing import RABBITMQ, ScriptedBroker
 def test_the_message_after_a_refused_one_does_not_leave_when_the_broker_hangs_up() -> (
     None
 ):
-    """The ERROR comes first, the end of the connection a moment later."""
+    """The ERROR arrives first, and the connection ends a moment later."""
     with ScriptedBroker(RABBITMQ) as broker:
         broker.on("SEND", nth=2).reject(closes=False)
         broker.on("*", where=lambda _: len(broker.received("SEND")) == 2).cut()

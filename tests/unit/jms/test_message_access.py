@@ -1,4 +1,5 @@
-"""R7 and R9: what the client sets is readable after completion, and not in flight."""
+"""R7 and R9: headers set by the client are readable after completion, and not in
+flight."""
 
 from __future__ import annotations
 

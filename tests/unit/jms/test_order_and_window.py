@@ -1,4 +1,5 @@
-"""R3: the order of callbacks is the order of sends; windows bound what is in flight."""
+"""R3: callbacks come in the order of the sends; the window limits the messages in
+flight."""
 
 from __future__ import annotations
 

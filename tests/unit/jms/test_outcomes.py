@@ -1,4 +1,4 @@
-"""R2: completion never before the receipt; every error once, in one place."""
+"""R2: no completion before the receipt; each error is reported once, in one place."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_a_receipt_between_timeouts_keeps_the_connection(
 def test_a_receipt_that_beats_the_return_of_the_send_gives_one_callback_elsewhere(
     broker: ScriptedBroker, producer: jms.MessageProducer
 ) -> None:
-    """The broker's own receipt then comes second, and is ignored."""
+    """The broker's own receipt then arrives second, and is ignored."""
     link, listener = producer.session.link, Listener()
     put = link.writer.put
 

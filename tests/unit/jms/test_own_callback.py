@@ -1,4 +1,4 @@
-"""R5: a callback cannot wait for itself; everything else it may do."""
+"""R5: a callback cannot wait for itself; everything else is allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Connect = Callable[..., jms.Connection]
 
 
 class Trier:
-    """Calls something inside its callback and keeps what that raised."""
+    """Calls something in its callback, and keeps the raised exception."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
@@ -106,8 +106,9 @@ def test_the_application_thread_may_close_while_a_callback_runs(
 def test_a_callback_that_waits_for_the_thread_that_waits_for_it_is_named(
     broker: ScriptedBroker, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with Jakarta Messaging, who hands the closing on and waits for it waits for
-    himself; it is told who waits for whom, and where."""
+    """As in Jakarta Messaging, a callback that lets another thread close, and waits for
+    that thread, waits for itself. A warning names both threads and the callback's
+    position."""
     session = connect(broker, close_timeout="0.2").create_session()
     handed_on = threading.Thread(target=session.close, name="closer", daemon=True)
     over = threading.Event()

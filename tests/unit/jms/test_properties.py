@@ -1,7 +1,7 @@
-"""Whatever happens, in whatever order: exactly one callback per accepted send.
+"""Exactly one callback for each accepted send, in any order of events.
 
-Hypothesis chooses an interleaving of sends, receipts, errors, timeouts, loss and
-close; the scripted broker and the real client play it.
+Hypothesis chooses the order of sends, receipts, errors, time-outs, losses and closes;
+the scripted broker and the real client execute it.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def play(
 
 
 class Counted(Pending):
-    """A pending frame that counts how often it is told."""
+    """A pending frame that counts its notifications."""
 
     __slots__ = ("told",)
 
@@ -207,7 +207,7 @@ TRANSACTED_FATES = st.sampled_from(["ok", "ok", "ok", "hold", "reject", "drop"])
 
 
 class Chain(Listener):
-    """Whose callback sends one more, once."""
+    """A listener whose callback sends one more message, once."""
 
     def __init__(self, send: Callable[[Listener], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""R6: policies for places where a listener does not belong, and forks."""
+"""R6: policies for code in which a listener is not allowed, and forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transacted sessions: committed, rolled back, or in doubt, and never mixed up."""
+"""Transacted sessions: committed, rolled back or in doubt, and never mixed up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROFILES = ["classic", "artemis", "rabbitmq"]
 
 
 def commands(broker: ScriptedBroker) -> list[str]:
-    """What was sent after CONNECT, barriers left out."""
+    """Return the commands sent after CONNECT, without barriers."""
     return [
         frame.command
         for frame in broker.received("*")
@@ -221,7 +221,7 @@ def test_a_send_without_receipt_that_failed_rolls_the_transaction_back(
 def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """As on ActiveMQ, where an ERROR without receipt goes over another thread."""
+    """ActiveMQ sends an ERROR without a receipt id from another thread."""
     session = connect(broker).create_session(transacted=True)
     producer = session.create_producer(DESTINATION)
     broker.on("COMMIT", nth=1).call_with(
@@ -239,7 +239,7 @@ def test_the_reason_of_a_refused_commit_may_come_after_the_refusal(
 def test_a_refused_commit_ends_the_connection_that_would_keep_its_transaction(
     broker: ScriptedBroker, connect: Connect
 ) -> None:
-    """As on ActiveMQ, which answers an ABORT after it with "Invalid transaction id"."""
+    """ActiveMQ answers an ABORT after it with "Invalid transaction id"."""
     session = connect(broker).create_session(transacted=True)
     session.create_producer(DESTINATION).send(jms.Message("1"))
     broker.on("COMMIT", nth=1).reject("marked rollback only")

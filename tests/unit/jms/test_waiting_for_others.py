@@ -1,4 +1,4 @@
-"""Waiting ends: what is waited for never waits for the one who waits."""
+"""Waiting ends: no thread waits for a thread that waits for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_thread(function: Callable[[], Any]) -> threading.Thread:
 
 
 def fill(producer: jms.MessageProducer, gate: Gate, body: bytes) -> None:
-    """Send until there is no room any more."""
+    """Send until the window is full."""
     for _ in range(50):
         try:
             producer.send_async(jms.Message(body), gate, timeout=0.2)
@@ -68,7 +68,7 @@ def test_a_commit_waits_for_no_send_that_came_after_it(
     stop = threading.Event()
 
     class Chain(Listener):
-        """Whose callback sends the next one, without an end."""
+        """A listener whose callback always sends the next message."""
 
         def on_completion(self, message: jms.Message) -> None:
             super().on_completion(message)

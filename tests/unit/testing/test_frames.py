@@ -1,4 +1,4 @@
-"""The scripted broker's codec, held against the specification's own bytes."""
+"""The scripted broker's codec, compared with examples of the specification."""
 
 from __future__ import annotations
 

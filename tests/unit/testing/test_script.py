@@ -1,4 +1,4 @@
-"""Each verb of the script does to a real connection what it says."""
+"""Each verb of the script has its effect on a real connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripted broker is of use to projects and processes that have no Django."""
+"""Projects and processes without Django can use the scripted broker."""
 
 from __future__ import annotations
 
