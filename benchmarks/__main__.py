@@ -2,9 +2,9 @@
 
     python -m benchmarks [--only NAME,NAME] [--quick] [--write]
 
-A row is one of ours beside another of the same run, turn by turn: the median of the
-rounds' ratios, and the lowest and highest of them. Beside other work on the machine the
-figures are worth nothing.
+A row compares one of our figures with another one, measured alternately in the same
+run: the median of the rounds' ratios, and the lowest and highest of them. The figures
+mean nothing if other work runs on the machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ RUNS: list[tuple[str, list[str], list[str]]] = [
 
 
 def main() -> int:
-    """Run them one after the other, then print the table; 1 if one of them failed."""
+    """Run the benchmarks one after the other, then print the table. Return 1 if one of
+    them failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +88,7 @@ def main() -> int:
 
 
 def machine() -> Iterator[str]:
-    """Say what it ran on, and beside what."""
+    """Print the machine, and the versions of what was compared."""
     about = Path("/proc/cpuinfo")
     model = ""
     if about.exists():

@@ -21,7 +21,7 @@ ours.conf.update(SETTINGS, task_default_queue="bench.after")
 
 
 def charge(order: int) -> int:
-    """Take the money for an order: a row, of which there should be one."""
+    """Charge an order: insert a row, of which there should be one."""
     from tests.app.models import Effect
 
     Effect.objects.create(name="charge", message_id=str(order))
@@ -30,7 +30,7 @@ def charge(order: int) -> int:
 
 @plain.task(name="charge", shared=False)
 def charge_before(order: int) -> int:
-    """Charge as Celery does by default: acknowledged before it is done."""
+    """Charge by Celery's default: the task is acknowledged before it is executed."""
     return charge(order)
 
 
@@ -38,17 +38,18 @@ def charge_before(order: int) -> int:
     name="charge_late", shared=False, acks_late=True, reject_on_worker_lost=True
 )
 def charge_late(order: int) -> int:
-    """Charge as Celery's documentation advises: acknowledged after it is done."""
+    """Charge as Celery's documentation advises: the task is acknowledged after it is
+    executed."""
     return charge(order)
 
 
 @ours.task(name="charge", shared=False)
 def charge_plain(order: int) -> int:
-    """Charge, called through the outbox."""
+    """Charge, in a task called through the outbox."""
     return charge(order)
 
 
 @ours.task(name="charge_once", shared=False, base=OnceTask)
 def charge_once(order: int) -> int:
-    """Charge, called through the outbox, once."""
+    """Charge, in an OnceTask called through the outbox."""
     return charge(order)

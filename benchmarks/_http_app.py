@@ -1,4 +1,4 @@
-"""The one view of `http_outbox`, behind what the environment asks for."""
+"""The view of `http_outbox`, behind the middleware that the environment names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _local = threading.local()
 
 
 def place(request: HttpRequest) -> HttpResponse:
-    """Store one row, and send two messages where the contender does."""
+    """Store one row, and send two messages if the contender does."""
     Order.objects.create(number=request.GET["number"])
     sends = KIND in ("outbox", "direct")
     for destination in ("bench.pay", "bench.ship") if sends else ():

@@ -1,4 +1,4 @@
-"""A service that sends one message after the other until its input ends; then it prints
+"""A service that sends one message after the other until its input ends. Then it prints
 when each was sent, by the monotonic clock, and how long its transaction took."""
 
 from __future__ import annotations

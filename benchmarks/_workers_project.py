@@ -1,8 +1,8 @@
-"""One Django project with one task, on each backend: the settings of a process of
-`benchmarks.workers`, chosen by BENCH_BACKEND alone.
+"""A Django project with one task. BENCH_BACKEND alone chooses the backend, and so the
+settings of each process of `benchmarks.workers`.
 
-As a program: `enqueue N`, `alone N SECONDS` (one at a time, for the latency of an idle
-system), or a command of `manage.py`.
+Its arguments are `enqueue N`, `alone N SECONDS` (one task at a time, for the latency of
+an idle system), or a command of `manage.py`.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from benchmarks._workers_project import AMQP, BACKEND
 
 
 def insert(number: int) -> None:
-    """Insert a row; the database tells when."""
+    """Insert a row; the database adds the time."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("INSERT INTO bench_effect (task) VALUES (%s)", [number])
 
 
 def begin(number: int) -> None:
-    """Insert the row of the caller, in its transaction."""
+    """Insert the caller's row, in the caller's transaction."""
     with connection.cursor() as cursor:
         cursor.execute("INSERT INTO bench_call (task) VALUES (%s)", [number])
 
@@ -27,7 +27,7 @@ if BACKEND in ("txmsg", "django-tasks-db"):
 
     @task
     def effect(number: int) -> None:
-        """Do it as a task."""
+        """Insert the row, as a task."""
         insert(number)
 
     def call(number: int) -> Any:

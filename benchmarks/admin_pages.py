@@ -72,7 +72,8 @@ FILL_DEAD = f"""
 
 
 def fill(outbox: int, inbox: int, dead: int) -> None:
-    """Fill the tables, and let PostgreSQL settle as its autovacuum would."""
+    """Fill the tables, then vacuum and analyze them as PostgreSQL's autovacuum
+    would."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -133,7 +134,7 @@ def pages() -> dict[str, str]:
 
 
 def measure(ask: Callable[[], Any], rounds: int) -> list[float]:
-    """Return the seconds that each round took, shortest first."""
+    """Return the seconds of each round, shortest first."""
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -143,7 +144,8 @@ def measure(ask: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def redelivery_rate(count: int) -> float:
-    """Redeliver so many dead letters as `manage.py consume` does; return the rate."""
+    """Redeliver the given number of dead letters as `manage.py consume` does; return
+    the rate."""
     from django_txmsg.dead_letters import bulk
     from django_txmsg.models import DeadLetter, OutboxMessage
 
@@ -161,7 +163,7 @@ def redelivery_rate(count: int) -> float:
 
 
 def main() -> int:
-    """Fill, ask, redeliver; say what it took."""
+    """Fill the tables, load the pages, redeliver, and print the times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outbox", type=int, default=1_000_000)
     parser.add_argument("--inbox", type=int, default=1_000_000)

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def store(alias: str, count: int) -> str:
-    """Store messages for a broker to a new destination, whose queue is there."""
+    """Store messages for a broker, to a new destination whose queue exists."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages
@@ -139,7 +139,7 @@ def relay(alias: str, count: int) -> float:
 
 
 def drain(alias: str, destination: str, count: int) -> None:
-    """Take every message off the broker again, and insist that all are there."""
+    """Receive every message, and check that none is missing."""
     from django_txmsg.brokers import get_broker
 
     with get_broker(alias).open() as session:
@@ -189,7 +189,7 @@ def bare(port: int, count: int, lanes: int) -> float:
 
 
 def waiting(port: int, count: int) -> float:
-    """Return the rate of py-amqp waiting for each confirm."""
+    """Return the rate of py-amqp when it waits for each confirm."""
     queue = f"bench.bare.{uuid.uuid4().hex[:8]}"
     with connected(port, confirm_publish=True) as link:
         channel = link.channel()
@@ -203,7 +203,7 @@ def waiting(port: int, count: int) -> float:
 
 
 def message() -> amqp.Message:
-    """A message as the relay's are."""
+    """Return a message like the relay's."""
     headers = {**HEADERS, "txmsg-id": str(uuid.uuid4())}
     return amqp.Message(
         BODY,
@@ -214,7 +214,7 @@ def message() -> amqp.Message:
 
 
 def connected(port: int, **options: Any) -> amqp.Connection:
-    """A connection of py-amqp's own."""
+    """Return a connection of plain py-amqp."""
     from tests.services.stomp_server import PASSWORD, USER
 
     return amqp.Connection(f"127.0.0.1:{port}", USER, PASSWORD, **options)

@@ -79,7 +79,7 @@ def main() -> None:
 def play(
     app: str, task: str, outbox: bool, rabbitmq: Any, options: Any
 ) -> tuple[int, int, int]:
-    """Return how many orders there are, and how many were charged never or twice."""
+    """Return the number of orders, and how many were charged never or twice."""
     from tests.app.models import Effect, Order
 
     Order.objects.all().delete()
@@ -126,7 +126,7 @@ def settle() -> None:
 
 
 def serve(task: str) -> None:
-    """Do what a web process does, over and over."""
+    """Do the work of a web process, in a loop."""
     from django.db import transaction
 
     from benchmarks import _celery_apps
@@ -140,7 +140,7 @@ def serve(task: str) -> None:
 
 
 def in_a_child(work: Callable[[], None]) -> int:
-    """Return the id of a process that works until it is killed."""
+    """Fork a process that works until it is killed; return its id."""
     from django.db import connections
 
     connections.close_all()
@@ -154,7 +154,7 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 
 def started(*command: str, module: bool = True) -> subprocess.Popen[bytes]:
-    """Start a Python process in a group of its own."""
+    """Start a Python process in its own group."""
     return subprocess.Popen(
         [sys.executable, *(["-m"] if module else []), *command],
         start_new_session=True,
@@ -164,7 +164,7 @@ def started(*command: str, module: bool = True) -> subprocess.Popen[bytes]:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL the process, and all that it started."""
+    """Kill the process, and all that it has started, with SIGKILL."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

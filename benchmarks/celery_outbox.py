@@ -1,10 +1,11 @@
-"""What a call through the outbox costs, beside Celery's own; and a OnceTask's work.
+"""The cost of a task's call through the outbox, and of an OnceTask's work, beside
+Celery.
 
-python -m benchmarks.celery_outbox [--calls 1000] [--rounds 5]
+    python -m benchmarks.celery_outbox [--calls 1000] [--rounds 5]
 
 A call is a transaction that stores an order and calls a task, on PostgreSQL and
-RabbitMQ; nothing is dispatched meanwhile. The work is one task's execution as a
-worker's process does it, without the broker.
+RabbitMQ; nothing is dispatched meanwhile. The work is one execution of a task as in a
+worker's process, without the broker.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def main() -> None:
 
 
 def calls(call: Callable[[int], Any], count: int) -> float:
-    """Return microseconds for a transaction with an order and a call."""
+    """Return the microseconds of a transaction with an order and a call."""
     from django.db import connection, transaction
 
     from tests.app.models import Order
@@ -96,7 +97,7 @@ def calls(call: Callable[[int], Any], count: int) -> float:
 
 
 def work(task: Any, count: int) -> float:
-    """Return microseconds for an execution of a task that stores one row."""
+    """Return the microseconds of executing a task that stores one row."""
     from celery.app.trace import build_tracer
 
     trace = build_tracer(task.name, task, app=task.app)

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def handler(message: Any) -> None:
-    """One business insert, one outgoing message."""
+    """Insert one business row, and send one message."""
     from django_txmsg import send_message
     from tests.app.models import Effect
 
@@ -92,7 +92,7 @@ def handler(message: Any) -> None:
 
 
 def three(message: Any) -> None:
-    """The same with three outgoing messages, one after the other."""
+    """Insert one business row, and send three messages, one after the other."""
     from django_txmsg import send_message
 
     handler(message)
@@ -101,7 +101,7 @@ def three(message: Any) -> None:
 
 
 def three_at_once(message: Any) -> None:
-    """The same, stored together."""
+    """Insert one business row, and store three messages together."""
     from django_txmsg import send_messages
     from tests.app.models import Effect
 
@@ -144,7 +144,7 @@ def consume(
     **stage: Any,
 ) -> float:
     """Return the rate at which `count` waiting messages are consumed, `beside` a stage
-    of this destination; from `empty` tables, or from what is there."""
+    of that destination; from `empty` tables, or from tables as they are."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
@@ -194,7 +194,7 @@ def consume(
 
 
 def clean() -> None:
-    """Empty the tables, so that every run meets the same database."""
+    """Empty the tables, so that every run begins with the same database."""
     from django.db import connection
 
     with connection.cursor() as cursor:

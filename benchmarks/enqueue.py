@@ -1,9 +1,12 @@
-"""What enqueue() costs, beside others that keep tasks in the same database.
+"""The cost of enqueue(), compared with other packages that keep tasks in the same
+database.
 
-python -m benchmarks.enqueue [--rows 2000] [--rounds 7]
+    python -m benchmarks.enqueue [--rows 2000] [--rounds 7]
 
-django-tasks-db, and procrastinate through Django's connection, are measured where they
-are installed: pip install django-tasks-db procrastinate
+It measures django-tasks-db, and procrastinate through Django's connection, if they are
+installed:
+
+    pip install django-tasks-db procrastinate
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ def main() -> None:
 
 
 def measured(call: Callable[[int], Any], rows: int, alone: bool) -> float:
-    """Return microseconds a task, in one transaction or with a commit for each."""
+    """Return the microseconds of a task, in one transaction or with a commit for
+    each."""
     from django.db import transaction
 
     clean()
@@ -85,7 +89,7 @@ def measured(call: Callable[[int], Any], rows: int, alone: bool) -> float:
 
 
 def clean() -> None:
-    """Empty the tables of all of them."""
+    """Empty the tables of all packages."""
     from django.db import connection
 
     names = set(connection.introspection.table_names())
@@ -100,7 +104,7 @@ def clean() -> None:
 
 
 def _nothing(n: int, text: str) -> None:
-    """Be deferred."""
+    """The function of the deferred job, which is never run."""
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
     python -m benchmarks.growth [--rows 2000000] [--body 300] [--rounds 5]
 
-Two databases of one server take turns: one is empty before each round, the other has
-ten days of messages in its outbox and as many in its inbox, the eldest day past its
-retention. The relay's broker takes everything at once; the stage is fed by the embedded
-broker. Then a day is pruned and vacuumed away, and the relay measured once more.
+Two databases of one server are measured alternately. One is empty before each round.
+The other has ten days of messages in its outbox and as many in its inbox; the oldest
+day is past its retention. The relay's broker accepts everything at once; the embedded
+broker feeds the stage. Then a day is pruned and vacuumed, and the relay is measured
+again.
 
-Ids as the package makes them begin with an instant: a message's own, or, of what a
-stage sends, that of the message behind it. Their index entries come at the right edge.
-Ids that others give may be random: each meets an index page of its own, and the first
-change of a page since a checkpoint writes all of it to the log. Half of the settled
-rows have such ids, and the relay is measured with each sort. Every round follows a
-checkpoint: its worst case. Autovacuum is off, lest it fall into one round and not the
-other; the VACUUM after the pruning is timed.
+Ids made by the package begin with an instant, so their index entries are appended.
+Foreign ids may be random: each touches a different index page, and the first change of
+a page after a checkpoint writes the whole page to the log. Half of the settled rows
+have random ids, and the relay is measured with both kinds. Every round follows a
+checkpoint, which is the worst case. Autovacuum is off, so that it does not fall into
+some rounds only; the VACUUM after the pruning is timed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def main() -> None:
 
 
 def compare(what: str, work: Callable[[], float], rounds: int, goal: str) -> None:
-    """Print the ratio of the two databases, turn by turn, and keep it for the table."""
+    """Measure the two databases alternately, print the ratio, and keep it for the
+    table."""
 
     def empty() -> float:
         use("empty")
@@ -111,7 +112,7 @@ def compare(what: str, work: Callable[[], float], rounds: int, goal: str) -> Non
 
 
 def use(database: str) -> None:
-    """Let what follows, in any thread, connect to this database."""
+    """Connect to this database from now on, in any thread."""
     from django.db import connections
 
     connections["default"].close()
@@ -119,7 +120,7 @@ def use(database: str) -> None:
 
 
 def execute(*statements: str) -> None:
-    """Run statements outside of any transaction."""
+    """Run statements outside a transaction."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -128,7 +129,8 @@ def execute(*statements: str) -> None:
 
 
 def relayed(new_id: str) -> float:
-    """Return the rate at which messages with such ids are claimed and settled."""
+    """Return the rate at which messages with this kind of ids are claimed and
+    settled."""
     fill(MESSAGES, dispatched=False, new_id=new_id)
     vacuum()
     return rate(MESSAGES, lane())
@@ -141,7 +143,7 @@ def consumed() -> float:
 
 
 def grow(rows: int, body: int) -> None:
-    """Insert what ten days have left behind."""
+    """Insert the rows of ten days."""
     new, other = NEW_ID.format(at="at"), OTHER_ID
     source = f"""
         (SELECT CASE WHEN number % 2 = 0 THEN {new} ELSE {other} END AS message_id, at
@@ -175,7 +177,8 @@ def grow(rows: int, body: int) -> None:
 
 
 def indexes(table: str) -> tuple[list[str], list[str]]:
-    """Return the statements that drop a table's indexes, and those that make them."""
+    """Return the statements that drop a table's indexes, and those that create them
+    again."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -202,7 +205,7 @@ def indexes(table: str) -> tuple[list[str], list[str]]:
 
 
 def prune() -> int:
-    """Delete what is past its retention, as `prune_messages` does."""
+    """Delete rows past their retention, as `prune_messages` does."""
     from django_txmsg.monitoring import retention
 
     kinds = [kind for kind in retention.kinds() if kind.logged]
@@ -210,13 +213,13 @@ def prune() -> int:
 
 
 def vacuum_all() -> None:
-    """Do what autovacuum would have done by now."""
+    """Vacuum all tables, as autovacuum would have done by now."""
     execute("VACUUM ANALYZE django_txmsg_inboxmessage")
     vacuum()
 
 
 def size() -> str:
-    """Say how large the two tables and their indexes are."""
+    """Print the size of the two tables and their indexes."""
     from django.db import connection
 
     told = []
@@ -233,7 +236,7 @@ def size() -> str:
 
 
 def since(began: float) -> str:
-    """Say how long that took."""
+    """Print the time since then."""
     return f"{time.perf_counter() - began:.0f} s"
 
 

@@ -1,16 +1,18 @@
-"""What the HTTP outbox costs a request: one row and two messages, beside others.
+"""The cost of the HTTP outbox for a request with one row and two messages.
 
     python -m benchmarks.http_outbox [--seconds 6] [--rounds 5]
-                                     [--apart]  # the broker on a processor of its own
+        [--apart]  # the broker on a processor of its own
 
-gunicorn, PostgreSQL and ActiveMQ run on this machine, as does the client that loads
-them. "Two rows more" is the least that any outbox does in a request: one INSERT of two
-rows of that size, with no receipt and fewer indexes. "By hand" is the least of one
-whose messages a control message of its own looks after: one receipt more. Nobody
-claims, sends or settles what these two store. "sustained" counts in how the messages
-reach the broker: the request rate at which the outbox does not grow. What a contender
-has sent is taken off the broker before the next one begins: a heap full of messages
-that nobody wants would be the next one's cost.
+gunicorn, PostgreSQL, ActiveMQ and the client that loads them run on this machine.
+
+"Two rows more" is the minimum that any outbox does in a request: one INSERT of two rows
+of that size, with no receipt and fewer indexes. "By hand" is the minimum of an outbox
+with control messages: one receipt more. The rows of these two are never claimed, sent
+or settled.
+
+"sustained" includes the time in which the messages reach the broker: the request rate
+at which the outbox does not grow. The messages of one contender are removed from the
+broker before the next one begins, because a full heap would slow that one down.
 """
 
 from __future__ import annotations
@@ -147,7 +149,8 @@ def serving(kind: str, database: str, broker: str) -> Iterator[int]:
 
 
 def load(port: int, seconds: float) -> tuple[int, list[float]]:
-    """Send requests for so long from all clients; return how many, and their times."""
+    """Send requests from all clients for that many seconds; return their number and
+    times."""
     latencies: list[float] = []
     errors: list[str] = []
     until = time.perf_counter() + seconds
@@ -185,7 +188,7 @@ def wait_for_dispatch() -> None:
 
 
 def drain(broker: str, kind: str) -> None:
-    """Take off the broker what this contender has sent."""
+    """Remove this contender's messages from the broker."""
     from django_txmsg import jms
 
     with jms.ConnectionFactory(broker).create_connection() as connection:

@@ -36,7 +36,7 @@ Contender = Callable[[str, int], None]
 
 
 def _frame(extra: str) -> bytes:
-    """The bytes django_txmsg.jms writes for a message, written by hand."""
+    """Return the bytes that django_txmsg.jms writes for a message, composed by hand."""
     return (
         f"SEND\ndestination:/queue/{QUEUE}\npersistent:true\ncontent-length:300\n"
         f"content-type:application/octet-stream\ntxmsg-id:{uuid.uuid4()}\n{extra}\n"
@@ -57,7 +57,7 @@ def _raw_connection(url: str) -> socket.socket:
 
 
 def raw_pipelined(url: str, count: int, window: int = 1000) -> None:
-    """A bare socket: frames coalesced, receipts counted, a window of them open."""
+    """Send over a bare socket: joined frames, a window of open receipts."""
     with contextlib.closing(_raw_connection(url)) as connection:
         sent = received = 0
         while received < count:
@@ -74,7 +74,8 @@ def raw_pipelined(url: str, count: int, window: int = 1000) -> None:
 
 
 def raw_transactions(url: str, count: int, per_commit: int = 500) -> None:
-    """A bare socket: coalesced frames, one COMMIT with a receipt per 500."""
+    """Send over a bare socket: joined frames, one COMMIT with a receipt for every
+    500."""
     with contextlib.closing(_raw_connection(url)) as connection:
         for number in range(count // per_commit):
             name = f"transaction:t{number}\n"
@@ -87,7 +88,7 @@ def raw_transactions(url: str, count: int, per_commit: int = 500) -> None:
 
 
 def stomp_one_by_one(url: str, count: int) -> None:
-    """stomp.py as most use it with proof: wait for each message's receipt."""
+    """Send by stomp.py, and wait for each message's receipt, as most users do."""
     import stomp
 
     options = jms.ConnectionFactory(url)
@@ -162,7 +163,7 @@ def transacted(url: str, count: int, per_commit: int = 500) -> None:
 
 
 def drain(url: str, count: int) -> None:
-    """Take everything off the queue, and insist that it is all there."""
+    """Receive everything from the queue, and check that nothing is missing."""
     with contextlib.closing(_raw_connection(url)) as connection:
         connection.settimeout(30)
         connection.sendall(
@@ -195,7 +196,8 @@ def compare(
 
 
 def memory_per_message(count: int = 20_000) -> float:
-    """Return the bytes held for one message in flight, its 300-byte body included."""
+    """Return the bytes of memory that one message in flight takes, its 300-byte body
+    included."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         threading.Thread(target=_swallow, args=(server,), daemon=True).start()
@@ -226,7 +228,7 @@ def _swallow(server: socket.socket) -> None:
 
 @contextlib.contextmanager
 def brokers() -> Iterator[tuple[str | None, str | None]]:
-    """The brokers' URLs, from the environment or of servers started here."""
+    """Return the brokers' URLs, from the environment or of servers started here."""
     names = ("TXMSG_BENCH_ACTIVEMQ", "TXMSG_BENCH_RABBITMQ")
     activemq, rabbitmq = (os.environ.get(name) for name in names)
     with contextlib.ExitStack() as stack:
@@ -249,7 +251,7 @@ def report(title: str, results: dict[str, tuple[float, float]]) -> None:
 
 
 def ratio(text: str, value: float, goal: float) -> None:
-    """Print one ratio beside its goal."""
+    """Print one ratio and its goal."""
     met = value >= goal
     print(f"  {text:<58}{value:>7.2f}   goal {goal:g}  {'met' if met else 'MISSED'}")
     ours, _, other = text.partition(" / ")

@@ -1,9 +1,9 @@
-"""What order costs: ordered stages beside unordered ones, and links at the relay.
+"""The cost of order: ordered stages beside unordered ones, and links at the relay.
 
-python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
-    [--only keys|relay|followers]
+    python -m benchmarks.ordered [--messages 3000] [--rounds 3] [--followers 1000000]
+        [--only keys|relay|followers]
 
-Each message inserts one row and sends one message, from ActiveMQ, with PostgreSQL.
+Each message comes from ActiveMQ, inserts one row in PostgreSQL and sends one message.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def keys(options: argparse.Namespace) -> None:
-    """Ordered beside unordered, by the number of keys."""
+    """Compare ordered with unordered stages, by the number of keys."""
     count = options.messages
     for threads in (1, 4):
         base = f"unordered, 100,000 keys, {threads} threads"
@@ -65,7 +65,7 @@ def keys(options: argparse.Namespace) -> None:
 
 
 def relay(options: argparse.Namespace) -> None:
-    """What the relay pays for messages with keys: nothing without."""
+    """Measure the relay with and without links for messages with keys."""
     count = 3 * options.messages
     base = "no keys"
     contenders = {
@@ -80,7 +80,7 @@ def relay(options: argparse.Namespace) -> None:
 
 
 def followers(options: argparse.Namespace) -> None:
-    """What a million followers behind a stuck head cost the others."""
+    """Measure how a million messages behind a blocked one slow down other keys."""
     count, many = options.messages, options.followers
     base = "alone"
     behind = f"beside {many:,} that wait"
@@ -104,8 +104,8 @@ def followers(options: argparse.Namespace) -> None:
 def consume(
     count: int, keys: int, ordered: Any, concurrency: int, stage: str = ""
 ) -> float:
-    """Return the rate at which `count` messages of so many keys are consumed, by a
-    stage of that name if others wait there."""
+    """Return the rate at which `count` messages of the given number of keys are
+    consumed, by a stage of that name if messages already wait there."""
     from django_txmsg import wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing
@@ -156,15 +156,15 @@ def consume(
 
 
 def done(stage: str) -> int:
-    """Return how many messages are processed: those that wait are handled twice."""
+    """Return how many messages are processed. Messages that wait are handled twice."""
     from tests.app.models import Effect
 
     return Effect.objects.count()
 
 
 def hold(stage: str, count: int) -> None:
-    """Make another inbox, in which a stuck key of the stage has so many followers. Once
-    for all rounds: it takes longer than they do."""
+    """Create another inbox, in which the given number of messages wait behind a blocked
+    one. It is made once for all rounds, because it takes longer than they do."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -192,7 +192,7 @@ def hold(stage: str, count: int) -> None:
 
 @contextmanager
 def exchanged() -> Iterator[None]:
-    """Have that inbox in place of the empty one for the duration of the block."""
+    """Use that inbox instead of the empty one while the block runs."""
     from django.db import connection
 
     clean()
@@ -210,7 +210,7 @@ def exchanged() -> Iterator[None]:
 
 
 def ship(count: int, keys: int, linked: bool) -> float:
-    """Return the rate at which the outbox of so many keys is emptied."""
+    """Return the rate at which an outbox with that many keys is emptied."""
     from django.conf import settings
     from django.db import connection, transaction
     from django.test import override_settings

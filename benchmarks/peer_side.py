@@ -1,8 +1,9 @@
-"""The nearest peer's turn, django-outbox-pattern's, inside its own environment.
+"""The part of the benchmark for django-outbox-pattern, run in an environment with that
+package.
 
-`relay`: stores PEER_COUNT messages of 300 bytes and times its publish command until
-the last row is marked. `consume`: sends that many to a queue and times its subscriber
-until its callback has saved the last. Prints messages per second.
+`relay` stores PEER_COUNT messages of 300 bytes, and times the publish command until the
+last row is marked. `consume` sends that many messages to a queue, and times the
+subscriber until its callback has saved the last one. Both print messages per second.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ TEXT = "x" * 285
 
 
 def relay() -> float:
-    """Return the rate of its publish command."""
+    """Return the rate of the package's publish command."""
     Published.objects.bulk_create(
         [Published(destination=QUEUE, body={"text": TEXT}) for _ in range(COUNT)],
         batch_size=1000,
@@ -73,8 +74,8 @@ def relay() -> float:
 
 
 def consume() -> float:
-    """Return the rate of its consumer with the same handler as ours has: an inbox row,
-    a business row, an outgoing message."""
+    """Return the rate of the package's subscriber, with the same handler as ours: an
+    inbox row, a business row, an outgoing message."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE IF NOT EXISTS effect (id bigserial, name text)")
     done, finished = 0, threading.Event()

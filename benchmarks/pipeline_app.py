@@ -1,11 +1,11 @@
-"""What the pipeline's columns, triggers and index cost those who do not use them.
+"""The cost of the pipeline's columns, triggers and index for a project that has them.
 
     python -m benchmarks.pipeline_app [--messages 10000] [--rounds 7]
 
-Relay and consume, turn by turn with and without `django_txmsg.spark` in the database:
-messages a second, and PostgreSQL's own processor time for each message. And the
-processor time alone of one connection that stores messages and writes each twice, as a
-relay does: a figure that other work on the machine hardly moves.
+Relay and consume run alternately with and without `django_txmsg.spark` in the database.
+Measured are messages a second, and PostgreSQL's processor time for each message; and
+the processor time of one connection that stores messages and writes each twice, like a
+relay. That last figure hardly depends on other work on the machine.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def one_connection(count: int) -> float:
-    """Return the processor time of storing a message, its claim and its settlement."""
+    """Return the processor time for storing a message, claiming and settling it."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages
@@ -100,13 +100,13 @@ def one_connection(count: int) -> float:
 
 
 def seconds_of(file: Path, fields: slice) -> float:
-    """Return the processor time of the process whose `stat` it is."""
+    """Return the processor time of a process, from its `stat` file."""
     after = file.read_text().rpartition(")")[2].split()
     return sum(map(int, after[fields])) / os.sysconf("SC_CLK_TCK")
 
 
 def postgres_seconds() -> float:
-    """Return the processor time of the servers' processes so far, ended ones too."""
+    """Return the processor time of all server processes so far, ended ones included."""
     used = 0.0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def postgres_seconds() -> float:
 
 
 def install(present: bool) -> None:
-    """Add to outbox and inbox what the app has there, or take it away."""
+    """Add the app's columns to outbox and inbox, or remove them."""
     from django.core.management import call_command
     from django.db import connection
 

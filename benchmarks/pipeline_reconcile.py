@@ -1,4 +1,5 @@
-"""`reconcile` of all at once, with journeys, and what the next day costs."""
+"""The cost of `reconcile`: over everything at once, with journeys, and on the next
+day."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ _BEGUN = 1_767_268_800_000_000
 def measure(
     spark: SparkSession, messages: int, day: int, count: int
 ) -> list[tuple[str, str, str, str, str]]:
-    """Judge messages that are all in the lake, then days of `day` more; return the
-    lines of the table. Each reads the databases, which are empty, and the lake, counts,
-    and looks for what is known of findings."""
+    """Judge messages that are all in the lake, and then days with `day` more messages
+    each. Return the lines of the table. Each run reads the empty databases and the
+    lake, counts, and looks for known findings."""
     directory = tempfile.mkdtemp(prefix="txmsg-bench-reconcile-")
     subprocess.run(
         [sys.executable, "tests/manage.py", "migrate", "-v0", "--skip-checks"],
@@ -101,9 +102,9 @@ def fill_lake(
     batch: int,
     day: int,
 ) -> None:
-    """Archive, as one settled batch, messages with these numbers that each of two
-    services has sent the other, `day` a day: one in twenty to a topic, and one in a
-    thousand, to a queue, is lost."""
+    """Archive messages with these numbers as one settled batch. Two services have sent
+    them to each other, `day` a day: one in twenty to a topic. One in a thousand, to a
+    queue, is lost."""
     ids = spark.range(numbers.start, numbers.stop)
     ids = ids.withColumn("h", sf.md5(sf.col("id").cast("string")))
     ids = ids.withColumn("batch_id", sf.lit(batch).cast("long"))

@@ -1,4 +1,4 @@
-"""A filled message log, and the ways of bringing it into Parquet files by day."""
+"""A filled message log, and ways to write it into Parquet files by day."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEEK = timedelta(days=7)
 
 
 def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
-    """Warm each way up, then let them take turns; return the medians."""
+    """Warm up each way, then run them alternately; return the medians."""
     for name, way in ways.items():
         print(f"  warm-up {name}: {way():.1f} s", flush=True)
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -46,8 +46,8 @@ def turns(ways: dict[str, Callable[[], float]], count: int) -> dict[str, float]:
 
 
 def fill(url: str, rows: int) -> None:
-    """Store settled rows with bodies of 288 bytes, over four days, unless they are
-    there already."""
+    """Store settled rows of four days with bodies of 288 bytes, if they are not there
+    yet."""
     with psycopg.connect(url, autocommit=True) as connection:
         there = connection.execute(
             "SELECT count(dispatched_at) FROM django_txmsg_outboxmessage"
@@ -72,7 +72,8 @@ def fill(url: str, rows: int) -> None:
 
 
 def as_text(column: Column) -> str:
-    """Return PostgreSQL's expression for what CSV and JDBC cannot bring as bytes."""
+    """Return PostgreSQL's expression for values that CSV and JDBC cannot carry as
+    bytes."""
     casts = {"uuid": "::text", "xid": "::text::bigint", "json": "::text"}
     return f'{column.quoted}{casts.get(column.kind, "")} AS "{column.name}"'
 
@@ -83,7 +84,7 @@ def parent_of(pid: int) -> int:
 
 
 def family(pid: int) -> set[int]:
-    """Return a process and all that come from it."""
+    """Return a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -96,8 +97,8 @@ def family(pid: int) -> set[int]:
 
 
 def peak() -> float:
-    """Return the most memory that Spark's JVM, driver and executors in one, has had
-    resident: its heap, and all that is beside it."""
+    """Return the peak resident memory of Spark's JVM, which is driver and executors in
+    one, heap and everything else included."""
     for pid in family(os.getpid()):
         status = Path(f"/proc/{pid}/status").read_text()
         if status.startswith("Name:\tjava"):
@@ -106,7 +107,7 @@ def peak() -> float:
 
 
 def pin(pids: set[int], cores: set[int]) -> None:
-    """Let processes, with every thread that they have, run on these cores alone."""
+    """Restrict processes, with all their threads, to these cores."""
     for pid in pids:
         with suppress(OSError):
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -123,7 +124,8 @@ class Bench:
         self.write = 0.0
 
     def lake(self) -> LakeSpec:
-        """Return a fresh lake, and remove the one before; the database forgets that."""
+        """Return a new lake, after removing the previous one, also from the
+        database."""
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute("DELETE FROM django_txmsg_archivemark")
         shutil.rmtree(self.directory)
@@ -131,14 +133,14 @@ class Bench:
         return Lake(LakeSpec(f"{self.directory}/lake"), create=True).spec
 
     def archiver(self, **options: Any) -> Archiver:
-        """Return an archive of the outbox into a fresh lake."""
+        """Return an archiver of the outbox into a new lake."""
         return Archiver(
             self.spark, self.source, self.lake(), OUTBOX,
             ArchiveOptions(WEEK, vacuum=False, **options),
         )  # fmt: skip
 
     def on_one_core(self) -> float:
-        """The write step where Spark, its workers and PostgreSQL share one core."""
+        """Run the write step while Spark, its workers and PostgreSQL share one core."""
         with psycopg.connect(self.url) as connection:
             servers = family(parent_of(connection.info.backend_pid))
         pids = servers | family(os.getpid())
@@ -169,7 +171,7 @@ class Bench:
         return spent
 
     def copy_step(self) -> float:
-        """One process: COPY as CSV, parsed by Arrow, written by day."""
+        """Use one process: COPY as CSV, parsed by Arrow, written by day."""
         lake = self.lake()
         names = [one.name for one in OUTBOX.columns]
         types = {one.name: one.arrow.type for one in OUTBOX.columns}
@@ -211,7 +213,7 @@ class Bench:
         return time.monotonic() - started
 
     def jdbc_step(self) -> float:
-        """`spark.read.jdbc` in as many partitions, written by day by Spark."""
+        """Use `spark.read.jdbc` with as many partitions; Spark writes by day."""
         target = f"{self.lake().uri}/jdbc"
         asked = ", ".join(as_text(one) for one in OUTBOX.columns)
         user, _, place = self.url.partition("://")[2].rpartition("@")

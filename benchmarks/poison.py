@@ -1,4 +1,4 @@
-"""What poison costs: 1,000 messages that always fail, in front of good ones.
+"""The cost of poison messages: 1,000 that always fail, in front of good ones.
 
 python -m benchmarks.poison [--good 10000] [--poison 1000] [--rounds 3]
 """
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def handler(message: Any) -> None:
-    """Fail on poison; else one business row."""
+    """Fail for poison messages; insert a business row for the others."""
     from tests.app.models import Effect
 
     if message.body["poison"]:
@@ -57,8 +57,8 @@ def handler(message: Any) -> None:
 
 
 def consume(good: int, poison: int) -> float:
-    """Return the rate of the good messages, from the first of them to the last; the
-    poison's redeliveries go on meanwhile."""
+    """Return the rate of the good messages, from the first to the last, while the
+    poison messages are redelivered."""
     from django_txmsg import signals, wire
     from django_txmsg.brokers import get_broker
     from django_txmsg.brokers.base import Outgoing

@@ -1,18 +1,19 @@
 """How fast the relay hands 10,000 stored messages to a broker, each with proof.
 
     python -m benchmarks.relay [--messages 10000] [--rounds 3] [--broker activemq]
-                               [--lanes N]  # instead of the setting's default
-                               [--peer]     # beside django-outbox-pattern 3.2.1
-                               [--apart]    # the broker on a processor of its own
+        [--lanes N]  # instead of the setting's default
+        [--peer]     # beside django-outbox-pattern 3.2.1
+        [--apart]    # the broker on a processor of its own
 
-The bare producer sends the same bytes from memory, by the same batches, over the same
-number of connections, through the same client; what is missing in its way is Django
-and the database. Both send some rounds before anything is measured, turn by turn: a JVM
-goes on compiling for minutes what it is asked to do, on the processors that the
-contenders need, and whoever had warmed it alone would have the faster broker. The peer
-runs in an environment of its own that is made on demand; it neither makes its messages
-persistent nor asks for receipts. With the processes goes a line that says who had the
-processors: what cannot be idle cannot be faster.
+The bare producer sends the same bytes from memory, in the same batches, over the same
+number of connections and with the same client. It uses neither Django nor the database.
+Before anything is measured, both send some rounds alternately: a JVM compiles for
+minutes, on the processors that the contenders need, and a contender that warmed it up
+alone would meet a faster broker.
+
+The peer runs in a separate environment that is created on demand; it neither makes its
+messages persistent nor asks for receipts. With several processes, a line shows who used
+the processors: if none is idle, a second relay cannot be faster.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main() -> None:
 
 
 def store(count: int) -> str:
-    """Store `count` messages to a fresh destination and return it."""
+    """Store `count` messages to a new destination, and return the destination."""
     from django.db import connection, transaction
 
     from django_txmsg import send_messages
@@ -136,7 +137,7 @@ def relay(broker: Any, count: int) -> float:
 
 
 def processes(broker: Any, count: int, number: int, database: str) -> float:
-    """Return the rate of so many relays side by side, which have started already."""
+    """Return the rate of that many relays side by side, which are already running."""
     destination = store(count)
     url = broker.url()
     seconds = together(
@@ -153,7 +154,7 @@ def processes(broker: Any, count: int, number: int, database: str) -> float:
 
 
 def bare_processes(url: str, count: int, activemq: bool) -> float:
-    """Return the rate of two bare producers side by side: what the broker takes."""
+    """Return the rate of two bare producers side by side: the broker's limit."""
     destination = f"bench.bare.{uuid.uuid4().hex[:8]}"
     seconds = together(
         2,
@@ -166,8 +167,8 @@ def bare_processes(url: str, count: int, activemq: bool) -> float:
 
 
 def together(number: int, code: str) -> float:
-    """Start processes that define `work()`, let them go at once, and return the seconds
-    until the last one's work has ended."""
+    """Start processes that define `work()`, release them together, and return the
+    seconds until the last one has ended."""
     running = [
         subprocess.Popen(
             [
@@ -247,7 +248,7 @@ def produce(url: str, destination: str, count: int, activemq: bool) -> None:
 
 
 def drain(url: str, destination: str, count: int) -> None:
-    """Take every message off the broker again, and insist that all are there."""
+    """Receive every message, and check that none is missing."""
     from django_txmsg import jms
 
     with (

@@ -32,7 +32,7 @@ OTHER_ID = "gen_random_uuid()"
 
 
 def main() -> None:
-    """Measure and print what was asked for."""
+    """Run and print the measurements that were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", nargs="?", choices=["grown", "pinned", "waiting"])
     parser.add_argument("--dispatched", type=int, default=2_000_000)
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def empty() -> None:
-    """Begin again."""
+    """Empty the tables."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -62,7 +62,7 @@ def empty() -> None:
 
 
 def lane() -> Any:
-    """Return a lane whose broker takes everything at once."""
+    """Return a lane whose broker accepts everything at once."""
     from django_txmsg.brokers.base import Outgoing
     from django_txmsg.relaying.lane import Lane
 
@@ -84,7 +84,7 @@ def fill(
     due: str = "clock_timestamp()",
     new_id: str = NEW_ID,
 ) -> None:
-    """Insert rows as a long life would have left them."""
+    """Insert the rows that years of use would leave."""
     from django.db import connection
 
     message_id = new_id.format(at="clock_timestamp()")
@@ -106,7 +106,7 @@ def fill(
 
 
 def vacuum() -> None:
-    """Bring the statistics up to date, as autovacuum would have."""
+    """Update the statistics, as autovacuum would."""
     from django.db import connection
 
     with connection.cursor() as cursor:
@@ -125,14 +125,14 @@ def rate(count: int, working: Any) -> float:
 
 
 def memory() -> float:
-    """Return this process's resident megabytes."""
+    """Return the resident memory of this process in megabytes."""
     import psutil
 
     return float(psutil.Process().memory_info().rss / 1e6)
 
 
 def grown(dispatched: int, pending: int) -> None:
-    """Compare an almost empty table with one full of history and backlog."""
+    """Compare an almost empty table with one that has a long history and a backlog."""
     fill(20_000, dispatched=False)
     vacuum()
     small = rate(20_000, lane())
@@ -160,7 +160,7 @@ def grown(dispatched: int, pending: int) -> None:
 
 
 def pinned(database: str, count: int) -> None:
-    """Relay under an old snapshot, and compare the end with the beginning."""
+    """Relay under an old snapshot, and compare the last messages with the first."""
     import psycopg
 
     fill(count, dispatched=False)
@@ -182,7 +182,7 @@ def pinned(database: str, count: int) -> None:
 
 
 def waiting(dispatched: int, delayed: int, parked: int) -> None:
-    """Look for work beside many rows whose time has not come."""
+    """Look for due messages beside many rows that are not due yet."""
     import statistics
     import uuid
     from collections.abc import Callable

@@ -46,8 +46,8 @@ LINES: list[tuple[str, str, str, str, str]] = []
 
 
 def measure_write(bench: Bench, count: int) -> None:
-    """The write step with two tasks a core against COPY in one process, JDBC, itself
-    with one task, and itself on one core."""
+    """Compare the write step with two tasks a core with COPY in one process, with JDBC,
+    with one task, and with one core."""
     ways: dict[str, Callable[[], float]] = {
         "archive": lambda: bench.write_step(4), "copy": bench.copy_step,
         "one task": bench.write_step, "one core": bench.on_one_core,
@@ -70,7 +70,7 @@ def measure_write(bench: Bench, count: int) -> None:
 
 
 def measure_archive(bench: Bench) -> None:
-    """The whole of `archive`, and where its time goes."""
+    """Measure all of `archive`, and the time of its steps."""
     if not bench.write:
         bench.write_step()
         bench.write = bench.write_step()
@@ -90,7 +90,8 @@ def measure_archive(bench: Bench) -> None:
 
 
 def measure_replay(bench: Bench, count: int) -> None:
-    """`replay` against one process: COPY into staging and the same merge."""
+    """Compare `replay` with one process that copies into staging and merges in the same
+    way."""
     from django_txmsg.spark.schemas import STAGED
     from django_txmsg.spark.staging import Staging
 
@@ -148,8 +149,8 @@ def measure_replay(bench: Bench, count: int) -> None:
 
 
 def measure_latency(bench: Bench) -> None:
-    """How long a transaction with one send_message() takes, beside an archive, and
-    beside one process that does nothing but read the same table."""
+    """Measure a transaction with one send_message(), beside an archive, and beside one
+    process that only reads the same table."""
     spans: dict[str, list[tuple[float, float]]] = {"alone": []}
 
     def during(name: str, work: Callable[[], Any]) -> None:
@@ -193,7 +194,7 @@ def measure_latency(bench: Bench) -> None:
 
 
 def read_all(bench: Bench) -> None:
-    """Read the whole outbox again and again for a while, and do nothing with it."""
+    """Read the whole outbox repeatedly for a while, and discard it."""
     sql = f"COPY (SELECT * FROM {OUTBOX.relation}) TO STDOUT (FORMAT binary)"
     with psycopg.connect(bench.url) as connection, connection.cursor() as cursor:
         until = time.monotonic() + 5
@@ -204,7 +205,7 @@ def read_all(bench: Bench) -> None:
 
 
 def print_table() -> None:
-    """Print what was measured, beside what it was measured against."""
+    """Print each measurement and its comparison."""
     head = ("measure; against", "ours", "other", "ratio", "goal")
     widths = [max(len(line[n]) for line in [head, *LINES]) for n in range(5)]
     print()

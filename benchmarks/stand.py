@@ -1,7 +1,7 @@
-"""What every benchmark stands on: real servers, a Django project, a table of ratios.
+"""The base of every benchmark: real servers, a Django project, a table of ratios.
 
-Absolute figures are this machine's of this hour; a competitor runs in the same run,
-turn by turn, and only the ratio of the medians is worth quoting.
+Absolute figures depend on the machine and on the hour. A competitor runs in the same
+run, alternately, and only the ratio of the medians is worth quoting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def postgresql(name: str = "bench") -> str:
-    """Start a PostgreSQL of our own and return the URL of an empty database."""
+    """Start a separate PostgreSQL, and return the URL of an empty database."""
     from tests import services
 
     return services.shared(services.PostgreSQL).create_database(name)
@@ -77,8 +77,8 @@ def django(
 
 
 def peer(mode: str, broker_url: str, count: int) -> float:
-    """Return django-outbox-pattern 3.2.1's rate, in an environment of its own that is
-    made on demand."""
+    """Return the rate of django-outbox-pattern 3.2.1, in a separate environment that is
+    created on demand."""
     home = Path(tempfile.gettempdir()) / "txmsg-bench-peer"
     python = home / "bin" / "python"
     if not python.exists():
@@ -105,7 +105,7 @@ def peer(mode: str, broker_url: str, count: int) -> float:
 
 
 def servers() -> list[str]:
-    """Return the servers' names and versions, where Debian's packages have them."""
+    """Return the servers' names and versions, if Debian's packages have them."""
     names = ["activemq", "postgresql", "rabbitmq-server"]
     query = ["dpkg-query", "-W", "-f", "${Package} ${Version}\n", *names]
     try:
@@ -117,7 +117,7 @@ def servers() -> list[str]:
 def turns(
     contenders: Mapping[str, Callable[[], float]], rounds: int
 ) -> dict[str, list[float]]:
-    """Run the contenders turn by turn and return each one's figures."""
+    """Run the contenders alternately, and return the figures of each."""
     figures: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, run in contenders.items():
@@ -131,8 +131,8 @@ def turns(
 
 
 def set_apart(server: int) -> None:
-    """Leave one processor to a server's process, and the others to this one and what it
-    starts from now on: as where the server has a machine of its own."""
+    """Give one processor to a server's process, and the others to this process and
+    those that it starts from now on, as if the server had a separate machine."""
     own, *others = sorted(os.sched_getaffinity(0))
     for thread in os.listdir(f"/proc/{server}/task"):
         os.sched_setaffinity(int(thread), {own})
@@ -140,8 +140,8 @@ def set_apart(server: int) -> None:
 
 
 def processor_time() -> Counter[str]:
-    """Return the processor time used so far by program, and the idle time, in ticks
-    (Linux)."""
+    """Return the processor time used so far by each program, and the idle time, in
+    ticks (Linux)."""
     idle = Path("/proc/stat").read_text().split(maxsplit=6)[4:6]
     used = Counter({"idle": sum(map(int, idle))})
     for file in Path("/proc").glob("[0-9]*/stat"):
@@ -154,7 +154,7 @@ def processor_time() -> Counter[str]:
 
 
 def shares(before: Counter[str], after: Counter[str]) -> str:
-    """Say who had which share of the processors between two looks."""
+    """Return each program's share of the processors between two measurements."""
     spent = {name: after[name] - before[name] for name in after}
     total = sum(spent.values()) or 1
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
@@ -168,10 +168,8 @@ def table(
     unit: str = "messages/s",
     goals: Mapping[str, float] | None = None,
 ) -> None:
-    """Print medians, spread, and each one's ratio to `against` of the same round.
-
-    A goal is what the ratio shall reach; one of a time, what it shall not exceed.
-    """
+    """Print medians, spread, and each contender's ratio to `against` in the same round.
+    A goal is a minimum for a rate, and a maximum for a time."""
     base = figures[against]
     goals = goals or {}
     print(f"\n{title} ({unit}; median of {len(base)} runs)")
@@ -196,8 +194,8 @@ def note(
     goal: str = "",
     measured: str = "",
 ) -> None:
-    """Keep a row for the table of all benchmarks, where one is being made. `measured`
-    is the median with its unit."""
+    """Keep a row for the table of all benchmarks, if one is being made. `measured` is
+    the median with its unit."""
     file = os.environ.get(ROWS)
     if file:
         row = {

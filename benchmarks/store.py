@@ -1,4 +1,4 @@
-"""What storing a message costs, beside `Model.objects.create` of a row of that size.
+"""The cost of storing a message, beside `Model.objects.create` of a row of that size.
 
 python -m benchmarks.store [--rows 2000] [--rounds 5]
 """
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def create(rows: int) -> float:
-    """Return microseconds a row for a plain model of the same size."""
+    """Return the microseconds per row of a plain model of the same size."""
     from django.db import transaction
 
     from tests.app.models import Order
@@ -52,7 +52,7 @@ def create(rows: int) -> float:
 
 
 def one_by_one(rows: int) -> float:
-    """Return microseconds a message for send_message()."""
+    """Return the microseconds per message of send_message()."""
     from django.db import transaction
 
     from django_txmsg import send_message
@@ -66,7 +66,7 @@ def one_by_one(rows: int) -> float:
 
 
 def in_bulk(rows: int) -> float:
-    """Return microseconds a message for send_messages() of 1,000."""
+    """Return the microseconds per message of send_messages() with 1,000 messages."""
     from django.db import transaction
 
     from django_txmsg import send_messages

@@ -84,7 +84,7 @@ def order() -> Order:
 
 
 def plain_order() -> dict[str, Any]:
-    """Return the same as a dict: whoever sends makes his body, either way."""
+    """Return the same order as a dict: a sender builds a body in either case."""
     lines = [{"item": one["item"], "amount": one["amount"]} for one in LINES]
     return {"number": "A-1", "text": "x" * 100, "lines": lines, "currency": "EUR"}
 
@@ -97,7 +97,7 @@ BODY = (
 
 
 def plain(message: Any) -> None:
-    """One business insert, one outgoing message."""
+    """Insert one business row, and send one message."""
     from django_txmsg import send_message
     from tests.app.models import Effect
 
@@ -106,7 +106,7 @@ def plain(message: Any) -> None:
 
 
 def typed(order: Order, message: Any) -> None:
-    """The same with types."""
+    """Do the same with typed bodies."""
     from django_txmsg import send_message
     from tests.app.models import Effect
 

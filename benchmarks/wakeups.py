@@ -1,10 +1,11 @@
-"""How soon another process wakes, what an idle one costs, and what the telling costs.
+"""How soon another process wakes up, what an idle process costs, and what notifying
+costs.
 
-python -m benchmarks.wakeups [--messages 200] [--part latency|idle|commits]
+    python -m benchmarks.wakeups [--messages 200] [--part latency|idle|commits]
 
-Processes on one PostgreSQL, `database://`: from the commit to the handler of a `run`
-that is idle, from the commit to the dispatch by a `relay`, with NOTIFY and by polling;
-transactions a second of an idle process; commits of 32 clients with and without.
+All processes use one PostgreSQL and `database://`, with NOTIFY and by polling. Measured
+are the time from the commit to the handler of an idle `run`, and to the dispatch by a
+`relay`; the transactions a second of an idle process; and the commits of 32 clients.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def settings(*, notify: bool, **more: Any) -> dict[str, Any]:
-    """Return TXMSG as all processes have it."""
+    """Return TXMSG for all processes."""
     return {"SERVICE": "bench", "NOTIFY": notify, **more}
 
 
@@ -69,13 +70,13 @@ def start(role: str, url: str, *, notify: bool = True) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End it in good order."""
+    """Stop the process with SIGTERM."""
     process.terminate()
     process.communicate()
 
 
 def latency(url: str, count: int) -> None:
-    """From the commit to the work in another process."""
+    """Measure the time from the commit to the work in another process."""
     from django.conf import settings as django_settings
 
     for role, what in (("run", "handler"), ("relay", "dispatch by a relay")):
@@ -121,7 +122,7 @@ def measured(process: subprocess.Popen[str], count: int) -> list[float]:
 
 
 def idle(url: str) -> None:
-    """Transactions of a process that has nothing to do, by the server's count."""
+    """Count the transactions of an idle process at the server."""
     import psycopg
 
     def count() -> int:
@@ -148,7 +149,7 @@ def idle(url: str) -> None:
 
 
 def commits(url: str, rounds: int) -> None:
-    """Commits of 32 clients that each store a message."""
+    """Measure the commits of 32 clients that each store a message."""
     from django_txmsg.models import OutboxMessage
 
     def run(notify: bool) -> Callable[[], float]:
@@ -177,7 +178,7 @@ def commits(url: str, rounds: int) -> None:
 
 
 def play(role: str, url: str, notify: bool) -> None:
-    """Be one of the processes."""
+    """Run one of the processes."""
     stand.django(url, settings(notify=notify, DISPATCH_ON_COMMIT="off"))
     from django.core.management import call_command
 

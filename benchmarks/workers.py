@@ -1,11 +1,12 @@
-"""The same task on each backend: a row in a transaction, by settings alone.
+"""The same task, a row in a transaction, on each backend, chosen by settings alone.
 
-python -m benchmarks.workers [--tasks 1500] [--rounds 2] [--only NAME,NAME]
+    python -m benchmarks.workers [--tasks 1500] [--rounds 2] [--only NAME,NAME]
 
-For each backend: the rate between the 10th and the 90th hundredth of the effects, by
-the database's clock; the rate of enqueueing in a transaction with a row; the latency of
-an idle system; processor time a task; and what a SIGKILL of the worker loses or
-doubles. The peers run in an environment of their own, which is made on demand.
+For each backend it measures the rate of the middle 80 % of the effects, by the
+database's clock; the rate of enqueueing in a transaction with a row; the latency of an
+idle system; the processor time of a task; and the tasks that are lost or doubled by a
+SIGKILL of the worker. The peers run in a separate environment, which is created on
+demand.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[psutil.Process]:
-        """Run the worker; it is killed in the end, with all that it started."""
+        """Run the worker; at the end it is killed, with everything it started."""
         command = [self._python, "-m", *self._given.worker]
         worker = subprocess.Popen(
             command, env=self._environment, cwd=ROOT, start_new_session=True
@@ -238,7 +239,7 @@ def processor_time(worker: psutil.Process) -> float:
 
 
 def environment() -> str:
-    """Return the Python that has this package and its peers."""
+    """Return the Python of an environment that has this package and its peers."""
     home = Path(tempfile.gettempdir()) / "txmsg-bench-workers"
     python = home / "bin" / "python"
     if not python.exists():

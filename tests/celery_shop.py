@@ -35,7 +35,7 @@ app.conf.update(
 
 
 def die_once() -> None:
-    """Kill this process, or the whole worker, once, where the file says so."""
+    """Kill this process, or the whole worker, once, if the file demands it."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE", "/nowhere"))
     if note.exists():
         whole_worker = note.read_text() == "worker"
@@ -47,8 +47,8 @@ def die_once() -> None:
 
 @signals.task_success.connect
 def die_late(sender: Any = None, **_: Any) -> None:
-    """Kill this process, once, when it has called what follows a task, and before the
-    task's message is acknowledged."""
+    """Kill this process, once, after a task has called its links, and before the task's
+    message is acknowledged."""
     note = Path(os.environ.get("TXMSG_TEST_CELERY_DIE_LATE", "/nowhere"))
     if note.exists() and note.read_text() == sender.request.id:
         note.unlink()
@@ -62,7 +62,7 @@ def add(x: int, y: int) -> int:
 
 
 def effect(task: Any, name: str) -> None:
-    """Leave a trace of an execution in the database. Nothing is unique."""
+    """Leave a trace of this execution in the database. No column is unique."""
     from tests.app.models import Effect
 
     Effect.objects.create(name=name, message_id=str(task.request.id))
@@ -70,15 +70,14 @@ def effect(task: Any, name: str) -> None:
 
 @app.task(bind=True)
 def step(self: Any, *given: Any, **named: Any) -> list[Any]:
-    """Leave a trace, each time, and return what was given."""
+    """Leave a trace at each execution, and return the argument."""
     effect(self, f"step {json.dumps(given)}")
     return list(given)
 
 
 @app.task(bind=True, base=OnceTask)
 def charge(self: Any, *given: Any) -> list[Any]:
-    """Leave a trace once, and call another task. May die after its commit, before
-    anything else that is done then."""
+    """Leave a trace once, and call another task. May die right after its commit."""
     transaction.on_commit(die_once)
     effect(self, f"charge {json.dumps(given)}")
     step.delay("called by", *given)
@@ -87,7 +86,7 @@ def charge(self: Any, *given: Any) -> list[Any]:
 
 @app.task(bind=True, base=OnceTask, default_retry_delay=0, max_retries=3)
 def retried(self: Any, times: int) -> int:
-    """Retry so many times, after a trace that must not stay."""
+    """Leave a trace that must be rolled back, then retry, the given number of times."""
     effect(self, f"retried {self.request.retries}")
     if self.request.retries < times:
         raise self.retry()
@@ -103,7 +102,7 @@ def replaced(self: Any, *given: Any) -> Any:
 
 @app.task(bind=True)
 def replaced_inside(self: Any) -> Any:
-    """Be replaced within a transaction of its own."""
+    """Be replaced inside an inner transaction."""
     with transaction.atomic():
         effect(self, "rolled back")
         return self.replace(step.s("replacement"))
@@ -111,7 +110,7 @@ def replaced_inside(self: Any) -> Any:
 
 @app.task(bind=True, default_retry_delay=0)
 def retried_inside(self: Any) -> int:
-    """Retry once within a transaction of its own."""
+    """Retry once inside an inner transaction."""
     with transaction.atomic():
         effect(self, f"retried inside {self.request.retries}")
         if not self.request.retries:
@@ -128,5 +127,5 @@ def failing(self: Any) -> None:
 
 @app.task(base=OnceTask)
 def poison() -> None:
-    """Take the worker's process along."""
+    """Kill the worker's process."""
     os.kill(os.getpid(), signal.SIGKILL)

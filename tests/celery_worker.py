@@ -41,7 +41,8 @@ def environment(url: str, **more: str) -> dict[str, str]:
 
 
 def forget_connections() -> None:
-    """Close what this process's app has open, so that its settings count anew."""
+    """Close the open connections of this process's app, so that its settings are read
+    again."""
     following.close()
     backend = vars(app._local).pop("backend", None)
     app._backend_cache = None
@@ -54,7 +55,7 @@ def forget_connections() -> None:
 
 
 class CeleryWorker:
-    """A worker; leaving the `with` block kills what is left of it."""
+    """A worker process; leaving the `with` block kills what remains of it."""
 
     def __init__(self, directory: Path, url: str, **more: str) -> None:
         self.log = directory / f"worker-{len(list(directory.iterdir()))}.log"
@@ -81,9 +82,9 @@ class CeleryWorker:
         KEEPER.forget(self.process.pid)
 
     def said(self) -> str:
-        """Return what it wrote."""
+        """Return the worker's output."""
         return self.log.read_text(errors="replace")
 
     def wait_for_end(self) -> None:
-        """Wait until the worker is gone."""
+        """Wait until the worker has ended."""
         wait_until(lambda: self.process.poll() is not None, message=self.said)

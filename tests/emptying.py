@@ -14,8 +14,9 @@ _sql_flush = DatabaseOperations.sql_flush
 
 
 def delete_where_little_is() -> None:
-    """Have Django delete from tables with few pages, under the lock of TRUNCATE: that
-    makes new files for each table and all its indexes, and syncs them."""
+    """Let Django delete from tables with few pages instead of TRUNCATE, under the same
+    lock. TRUNCATE creates new files for each table and all its indexes, and syncs
+    them."""
     DatabaseOperations.sql_flush = sql_flush
 
 

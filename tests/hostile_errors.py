@@ -8,7 +8,7 @@ from django.core.exceptions import ValidationError
 
 
 class SilentError(LookupError):
-    """Its text raises, in one way or another."""
+    """An exception whose text raises, in several ways."""
 
     def __str__(self) -> str:
         raise KeyError("no text")
@@ -17,21 +17,21 @@ class SilentError(LookupError):
 
 
 class ExitingError(LookupError):
-    """Its text ends the thread that asks for it."""
+    """An exception whose text raises SystemExit."""
 
     def __str__(self) -> str:
         raise SystemExit(3)
 
 
 class NoTextError(LookupError):
-    """Its text is none."""
+    """An exception whose text is not a string."""
 
     def __str__(self) -> Any:
         return 7
 
 
 class UntracedError(LookupError):
-    """Nothing that a traceback is written from can be read."""
+    """An exception of which no traceback can be formatted."""
 
     @property
     def _hidden(self) -> Any:
@@ -39,7 +39,7 @@ class UntracedError(LookupError):
 
     @_hidden.setter
     def _hidden(self, value: object) -> None:
-        """contextlib sets them."""
+        """Accept the attributes that contextlib sets."""
 
     __cause__ = __context__ = __traceback__ = _hidden
     __notes__ = __suppress_context__ = _hidden
@@ -53,18 +53,18 @@ class _Nameless(type):
 
 
 class NamelessError(LookupError, metaclass=_Nameless):
-    """The names of its class raise."""
+    """An exception whose class raises when its names are read."""
 
 
 class DurableError(RuntimeError, LookupError):
-    """Asked whether it is one of Django's own, it raises."""
+    """An exception that raises when its class is checked."""
 
     def __str__(self) -> str:
         raise KeyError("no text")
 
 
 def misspelt() -> ValidationError:
-    """Return Django's own, with a parameter that its text does not find."""
+    """Return one of Django's exceptions, whose text lacks a parameter."""
     return ValidationError("%(value)s is no colour", params={"vlaue": 1})
 
 

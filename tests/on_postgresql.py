@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let it be asked for a pooler."""
+    """Add the option for a pooler."""
     parser.addoption("--pgbouncer", action="store_true", help="a pooler before it")
 
 

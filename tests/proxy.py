@@ -24,7 +24,7 @@ BEAT = 0.1
 
 
 class _Link:
-    """One client's connection and the one the proxy made for it."""
+    """One client's connection, and the proxy's connection to the server."""
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client = client
@@ -122,7 +122,7 @@ class Proxy:
         listener.close()
 
     def cut(self, *, reset: bool = True) -> None:
-        """Break every open connection; new ones are welcome."""
+        """Break every open connection; accept new ones."""
         with self._changed:
             cut = self._mark_cut(reset=reset)
             self._changed.wait_for(lambda: not cut & self._links, timeout=10)
@@ -133,22 +133,23 @@ class Proxy:
             self._budget[way] = count
 
     def hang(self, *ways: str) -> None:
-        """Forward nothing from now on, as behind a dead router: nobody is told."""
+        """Forward nothing from now on, like a dead router that reports no error."""
         with self._changed:
             self._hung.update(ways or BOTH)
 
     def lose(self, *ways: str) -> None:
-        """Swallow what comes this way, such as the receipts of what was stored."""
+        """Drop everything in this direction, such as the receipts of stored
+        messages."""
         with self._changed:
             self._lost.update(ways or BOTH)
 
     def delay(self, seconds: float) -> None:
-        """Hold every piece back that long, both ways."""
+        """Delay every piece by that time, in both directions."""
         with self._changed:
             self._delay = seconds
 
     def resume(self) -> None:
-        """Forward again what hung, and forget every other fault."""
+        """Forward the held pieces, and end every other fault."""
         with self._changed:
             self._hung.clear()
             self._lost.clear()
@@ -205,7 +206,7 @@ class Proxy:
                 self._changed.notify_all()
 
     def _mark_cut(self, *, reset: bool) -> set[_Link]:
-        """Tell every link to end; whoever moves its bytes closes it."""
+        """Tell every link to end; the thread that moves its bytes closes it."""
         links = set(self._links)
         for link in links:
             link.cut, link.reset = True, reset

@@ -1,6 +1,7 @@
-"""A STOMP client without manners: writes any frame, reads whatever comes back.
+"""A STOMP client without rules: it writes any frame, and reads any answer.
 
-For what no decent client would do, and to look at a broker without ours in between.
+It does what no correct client would do, and shows a broker's behaviour without our
+client in between.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class RawClient:
         self.sock.sendall(data)
 
     def next(self, timeout: float | None = None) -> Frame | None:
-        """Return the next frame; None when none comes in time or ever will."""
+        """Return the next frame, or None if none comes in time or the connection has
+        ended."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while not self.arrived:
             left = deadline - time.monotonic()
@@ -101,13 +103,13 @@ class RawClient:
         assert self.expect("RECEIPT", timeout)["receipt-id"] == receipt
 
     def expect_end(self, timeout: float | None = None) -> None:
-        """Insist that the broker closes the connection and says nothing more."""
+        """Check that the broker closes the connection without another frame."""
         frame = self.next(timeout)
         assert frame is None, f"expected the end, got {frame}"
         assert self.closed_by_peer, "the connection is still open"
 
     def drain(self, quiet: float = 0.5) -> list[Frame]:
-        """Return all frames until none comes for so many seconds."""
+        """Return all frames until none comes for the given number of seconds."""
         found = []
         while (frame := self.next(quiet)) is not None:
             found.append(frame)

@@ -1,11 +1,12 @@
-"""A broker of somebody else's, as they would write it: Redis Streams, with redis-py.
+"""A broker as a user of the package might write it: Redis Streams, with redis-py.
 
-A destination is a stream. Those who share its work are a group of consumers: one group
-of a queue, one for each subscriber of a topic. Who receives a message has it pending;
-when it was not touched for a `lease`, another one of the group claims it. Nobody calls
-a session while a handler works, so a thread touches what the session holds.
+A destination is a stream. A consumer group shares its messages: one group for a queue,
+one for each subscriber of a topic. A received message is pending for its consumer; if
+it was not touched for a `lease`, another consumer of the group claims it. The package
+does not call a session while a handler works, so a thread touches the messages that the
+session holds.
 
-What a topic's stream has to keep is up to its owner, who trims it (`XTRIM`).
+The owner of a topic's stream decides how long it is, and trims it (`XTRIM`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RedisBroker(Broker):
 
 
 class RedisSession(Session):
-    """One consumer of a group, or one sender."""
+    """A consumer of a group, or a sender."""
 
     def __init__(self, client: redis.Redis, lease: int) -> None:
         self.client, self._lease = client, lease
@@ -203,14 +204,14 @@ class RedisSession(Session):
 
 
 def stream_of(destination: str) -> str:
-    """Return the stream of a queue or a topic, apart from keys of others."""
+    """Return the stream of a queue or a topic, under a name apart from other keys."""
     return f"messages:{destination}"
 
 
 @contextmanager
 def asked() -> Iterator[None]:
-    """Raise BrokerUnavailable when the server does not answer, and
-    DestinationUnavailable when it may not be written to there, or is full."""
+    """Raise BrokerUnavailable if the server does not answer, and DestinationUnavailable
+    if the stream may not be written, or the server is full."""
     try:
         yield
     except redis.ResponseError as error:

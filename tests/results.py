@@ -23,12 +23,13 @@ SERVERS = ("activemq", "rabbitmq")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the file be named, without its ending."""
+    """Add the option for the file's name, without its ending."""
     parser.addoption("--results", type=Path, help="where to leave how each test ended")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect in the process that reports, and tell it the servers of the others."""
+    """Collect results in the main process, and get the servers of the workers from
+    them."""
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(_Worker(config))
     elif config.option.results:
@@ -36,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Worker:
-    """A process of pytest-xdist, which started servers."""
+    """A pytest-xdist process, which starts servers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -46,7 +47,7 @@ class _Worker:
 
 
 class _Results:
-    """How each test ended, over all processes."""
+    """The result of each test, from all processes."""
 
     def __init__(self, config: pytest.Config) -> None:
         on_postgresql = config.pluginmanager.has_plugin("tests.on_postgresql")
@@ -78,7 +79,7 @@ class _Results:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Hear of a worker's servers; one that crashed says nothing."""
+        """Take over a worker's list of servers. A crashed worker sends none."""
         self._servers |= getattr(node, "workeroutput", {}).get("servers", {})
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
@@ -99,7 +100,7 @@ class _Results:
         self._path.write_text(json.dumps(results, indent=1))
 
     def _fail(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Note the error's first line."""
+        """Record the error's first line."""
         crash = getattr(report.longrepr, "reprcrash", None)
         text = crash.message if crash else str(report.longrepr)
         (line, *_) = text.strip().splitlines() or [""]

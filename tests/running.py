@@ -1,7 +1,7 @@
 """Stages declared and run inside the test's own process.
 
-`step()` takes one arrival through the very code a consumer's thread runs, and
-`running()` starts such threads. Whole processes are `faults.ManageProcess`.
+`step()` processes one delivery with the same code as a consumer's thread, and
+`running()` starts such threads. For whole processes use `faults.ManageProcess`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ IMPATIENT: dict[str, Any] = {
 
 
 def txmsg(**more: Any) -> override_settings:
-    """Return settings like IMPATIENT, with `more` in place of its keys."""
+    """Return settings like IMPATIENT, with `more` replacing some keys."""
     return override_settings(TXMSG={**IMPATIENT, **more})
 
 
@@ -75,7 +75,7 @@ def declared(
 
 
 class Script:
-    """A handler that raises what its script says, and notes each attempt."""
+    """A handler that raises what its script lists, and records each attempt."""
 
     def __init__(self, *errors: BaseException | None) -> None:
         self.errors = list(errors)
@@ -107,7 +107,7 @@ def thread_of(
 
 
 def step(stage: stages.Stage, times: int = 1, *, parked: bool = True) -> None:
-    """Let the stage take `times` arrivals (or batches, or parked messages)."""
+    """Let the stage process `times` deliveries (or batches, or parked messages)."""
     thread = thread_of(stage)
     try:
         for _ in range(times):
@@ -154,7 +154,7 @@ def _wake(threads: list[StageThread], stop: threading.Event) -> None:
 
 
 def send(destination: str, body: object = None, **arguments: Any) -> Message:
-    """Store a message and have it dispatched."""
+    """Store a message, and dispatch it."""
     with transaction.atomic(using=arguments.get("using")):
         message = send_message(destination, body, **arguments)
     ship(arguments.get("using") or "default", arguments.get("broker", "default"))
@@ -172,8 +172,8 @@ def ship(using: str = "default", broker: str = "default") -> int:
 
 @contextmanager
 def at_work(*relays: Relay) -> Iterator[None]:
-    """Relays that end with the block, also when the test fails: they would go on with
-    the next test's rows."""
+    """Run relays that end with the block, also when the test fails. Otherwise they
+    would take rows of the next test."""
     threads = [threading.Thread(target=relay.run) for relay in relays]
     for thread in threads:
         thread.start()
@@ -186,8 +186,8 @@ def at_work(*relays: Relay) -> Iterator[None]:
 
 
 def drained(destination: str, broker: str = "default") -> list[Delivery]:
-    """Take all that lies in a queue. A last message of our own shows the end: how long
-    a broker takes for the next one, nobody knows."""
+    """Receive all messages of a queue. A last message of the test shows the end,
+    because there is no limit to how long a broker takes for the next one."""
     end = uuid.uuid4().bytes
     found: list[Delivery] = []
     with get_broker(broker).open() as session:
@@ -212,7 +212,7 @@ def put(
     message_id: uuid.UUID | None = None,
     broker: str = "default",
 ) -> uuid.UUID:
-    """Hand a delivery straight to the broker: a copy, or a foreign message."""
+    """Give a delivery to the broker directly: a copy, or a foreign message."""
     message_id = message_id or uuid.uuid4()
     if headers is None:
         headers = {"txmsg-id": str(message_id), "content-type": "application/json"}
@@ -224,8 +224,8 @@ def put(
 
 @contextmanager
 def record_lost_at(statement: str) -> Iterator[None]:
-    """Lose the one record of the inbox just before the first statement that begins like
-    this, as in a crash of the server that a pooler hides."""
+    """Delete the only record of the inbox right before the first statement that begins
+    with this text, like a crash of the server that a pooler hides."""
     lost: list[str] = []
 
     def execute(run: Any, sql: str, *rest: Any) -> Any:

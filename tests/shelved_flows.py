@@ -1,4 +1,4 @@
-"""Flows of tests, which no other test sees: declared once, known while a test asks."""
+"""Flows of tests, declared once, and known only while a test uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _stages: dict[type[Any], list[stages.Stage]] = {}
 
 
 def shelved(flow: Shelved) -> Shelved:
-    """Take a flow away that was declared just now."""
+    """Remove a flow that was declared just now from the known ones."""
     name = flow._declaration.name
     _stages[flow] = stages.find([name, name + STEPS])
     _withdraw(name)
@@ -25,7 +25,7 @@ def shelved(flow: Shelved) -> Shelved:
 
 @contextmanager
 def at_hand(*flows: type[Any]) -> Iterator[None]:
-    """Let flows be known for the duration of the block."""
+    """Let flows be known while the block runs."""
     for flow in flows:
         declaration.declare(flow._declaration)
         for stage in _stages[flow]:

@@ -1,7 +1,8 @@
-"""The embedded broker with queues of limited length, as a policy limits them elsewhere.
+"""The embedded broker with queues of limited length, like a broker's policy.
 
-`ROOM` says how many messages a destination still takes. What is beyond is refused as a
-broker refuses it whose queue is full, and what follows it by its key is held back.
+`ROOM` is the number of messages that a destination still accepts. Further messages are
+refused as by a broker whose queue is full, and later messages of the same key are held
+back.
 """
 
 from __future__ import annotations
