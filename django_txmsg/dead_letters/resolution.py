@@ -56,9 +56,7 @@ def redeliver(
         stage, row = letter.stage, known.get((letter.message_id, letter.stage))
         topic = wire.is_topic(letter.destination)
         if row is not None and row.revoked_at is not None:
-            tally.skipped[letter.pk] = (
-                f"whoever asked for message {letter.message_id} has gone on without it"
-            )
+            tally.skipped[letter.pk] = _revoked(letter)
         elif row is not None and row.processed_at is not None and not force:
             tally.skipped[letter.pk] = (
                 f"stage {stage!r} has processed message {letter.message_id} in the "
@@ -84,6 +82,13 @@ def redeliver(
         _store_again(sent, using)
     if parked or sent:
         tally.done += _resolve([*parked, *sent], using, Resolution.REDELIVERED, by)
+
+
+def _revoked(letter: DeadLetter) -> str:
+    return (
+        f"message {letter.message_id} is revoked: the flow that sent it has gone on "
+        f"without it, and would not undo it"
+    )
 
 
 def _known(
@@ -154,10 +159,18 @@ def _undone_by(undo: DeadLetter) -> list[str]:
 
 
 def restore(batch: list[DeadLetter], tally: Tally, *, using: str) -> None:
-    """Open discarded dead letters that the caller's transaction has locked."""
+    """Open discarded dead letters that the caller's transaction has locked, but for
+    those that are revoked: nothing can be done about them."""
+    known, kept = _known(batch, using), []
+    for letter in batch:
+        row = known.get((letter.message_id, letter.stage))
+        if row is not None and row.revoked_at is not None:
+            tally.skipped[letter.pk] = _revoked(letter)
+        else:
+            kept.append(letter.pk)
     tally.done += (
         DeadLetter.objects.using(using)
-        .filter(pk__in=[one.pk for one in batch], resolution=Resolution.DISCARDED)
+        .filter(pk__in=kept, resolution=Resolution.DISCARDED)
         .update(resolution=Resolution.OPEN, resolved_at=None, resolved_by="")
     )
 
@@ -173,7 +186,7 @@ def redeliver_copy(
     original.
 
     Raises InvalidMessage for headers that cannot travel or a JSON body that does not
-    parse, TxmsgError if the dead letter is no longer open.
+    parse, TxmsgError if the dead letter is no longer open, or is revoked.
     """
     using = letter._state.db or "default"
     content_type = letter.content_type or wire.BYTES
@@ -199,6 +212,9 @@ def redeliver_copy(
             [letter], using, Resolution.REPLACED, by, replaced_by=copy.message_id
         ):
             raise TxmsgError(f"Dead letter {letter.pk} is not open any more.")
+        row = _known([letter], using).get((letter.message_id, letter.stage))
+        if row is not None and row.revoked_at is not None:
+            raise TxmsgError(f"No copy was sent: {_revoked(letter)}.")
         if letter.stage in _stages_here(using, [letter]):
             _park_copy(letter, copy, using)
             InboxMessage.order.db_manager(using).wait_for_copy(

@@ -26,8 +26,8 @@ from django_txmsg import (
     wire,
 )
 from django_txmsg.checks.stages import check
-from django_txmsg.dead_letters import bulk
-from django_txmsg.errors import FlowError
+from django_txmsg.dead_letters import bulk, resolution
+from django_txmsg.errors import FlowError, TxmsgError
 from django_txmsg.flows import (
     AlreadyResumed,
     AlreadyRunning,
@@ -396,6 +396,27 @@ def test_a_request_that_an_operator_discards_is_answered() -> None:
     operate("discard")
     drain()
     assert failed(run) == {"number": "1"}
+    assert effects() == []
+
+
+def test_no_copy_of_a_revoked_request_is_executed() -> None:
+    Stock.answer = Refuse("never")
+    run = place()
+    take_start()
+    ship()
+    take(stages.find(["shop.reserve"])[0])
+    Stock.answer = None
+
+    letter = DeadLetter.objects.get(resolution="open")
+    with pytest.raises(TxmsgError, match="has gone on without it"):
+        resolution.redeliver_copy(letter, headers={}, body=bytes(letter.body))
+    drain()
+    assert failed(run) == {"number": "1"}
+    restored = bulk.finish(bulk.start("restore", {}))
+    assert (restored.done, restored.skipped) == (0, 1)
+    assert "has gone on without it" in restored.skipped_why[str(letter.pk)]
+    drain()
+    assert DeadLetter.objects.get().resolution == "discarded"
     assert effects() == []
 
 
