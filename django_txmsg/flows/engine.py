@@ -108,9 +108,6 @@ def go_on(declared: Declaration, message: Message) -> None:
     going = Going(declared, run, message)
     if not run.failing:
         going.continued()
-    elif message.body.type == "txmsg.Dead":
-        # This does not confirm an undo, which must still be done.
-        return _late(declared, message, run_id)
     else:
         going.undone()
     return None
@@ -154,23 +151,24 @@ def _cancelled(declared: Declaration, message: Message) -> None:
         was_done(undone, declared.name, declared.using)
     run = runs.locked(undone.request_id)
     why = message.body.read(codecs.reader(Cancelled))
-    if run is not None and run.outcome == Outcome.HANDED_OVER:
-        # The called flow that would answer now must be cancelled too.
+    handed_over = run is not None and run.outcome == Outcome.HANDED_OVER
+    if run and handed_over and (caller is not None or not run.caller):
+        # The called flow that would answer now must be cancelled too. If it still has
+        # to answer whoever asked this run, it cannot be: it may not have begun.
+        assert run.request_id is not None
+        assert run.ended_at is not None
+        called = wire.Undone(run.request_id, run.ended_at, undone.answered)
         send_part(
             run.asked + STEPS,
             why,
-            dict(message.conversation)
-            | {
-                wire.UNDOES: str(
-                    wire.Undone(run.request_id or uuid.uuid4(), undone.at, False)
-                )
-            },
+            {**message.conversation, wire.UNDOES: str(called)},
             using=declared.using,
             broker=declared.broker,
         )
     elif run is None or run.ended_at is not None:
-        if caller is not None:
-            caller.send(why, using=declared.using, broker=declared.broker)
+        if caller is None:
+            return _late(declared, message, undone.request_id)
+        caller.send(why, using=declared.using, broker=declared.broker)
     else:
         going = Going(declared, run, message)
         if caller is not None:
@@ -179,9 +177,10 @@ def _cancelled(declared: Declaration, message: Message) -> None:
             run.caller = _back(message)
         if run.failing:
             going.store()
-            return
+            return None
         on_cancel = declared.on_cancel
         going.signalled(Fail(why) if on_cancel is None else going.call(on_cancel, why))
+    return None
 
 
 class Going:
@@ -247,12 +246,15 @@ class Going:
     def undone(self) -> None:
         """Record that the current undo is confirmed, and continue with the previous
         one."""
-        self._open_undos().filter(number=self._undoing().number).update(
-            confirmed_at=Now()
-        )
+        undo = self._undoing()
+        if self._message.body.type == "txmsg.Dead" and not undo.cancels:
+            # This confirms no undo, which must still be done; but a flow may fail so.
+            return _late(self.declared, self._message, self.run.run_id)
+        self._open_undos().filter(number=undo.number).update(confirmed_at=Now())
         self._step = "undo"
         self._undo_next()
         self.store()
+        return None
 
     def signalled(self, result: Any) -> None:
         """Execute what a signal has returned; after None the run waits as before."""
@@ -370,12 +372,11 @@ class Going:
         return given
 
     def _answered(self) -> None:
-        """Record that a request was certainly executed; a called run has ended."""
-        if not self.run.undos:
-            return
-        rows = self._open_undos().filter(request_id=self.run.request_id)
-        rows.filter(cancels=True).delete()
-        rows.update(answered=True)
+        """Record that a request was certainly executed. A called run that answered
+        first may still be undoing: cancelling it waits for that."""
+        if self.run.undos:
+            rows = self._open_undos().filter(request_id=self.run.request_id)
+            rows.update(answered=True)
 
     def _keep_answer(self, value: Any) -> None:
         destination: Any = self.declared.name

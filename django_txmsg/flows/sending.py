@@ -149,7 +149,8 @@ _RESUMED = (
 def cancel(run: Run, why: str = "") -> None:
     """Cancel a run, in the caller's transaction. Its signal for `Cancelled` decides;
     without one it fails, and undoes what it has done. A run that has ended does not
-    change."""
+    change, nor one that has handed over to a flow that has its caller to answer: cancel
+    that flow's run."""
     declared = declaration_of(run)
     send_part(
         declared.steps_name,

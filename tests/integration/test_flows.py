@@ -7,7 +7,7 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -546,12 +546,17 @@ class Pack:
 @shelved
 class Packing(Flow[Pack, Reserved | Cancelled], name="shop.packing", within=HOUR):
     number: str = ""
+    hurried: bool = False
 
     @step
     def start(self, pack: Pack) -> Next[Reserved | Cancelled]:
         self.number = pack.number
-        if pack.how == "another way":
-            return self.hand_over(Packing, Pack(pack.number))
+        if pack.how.startswith("another way"):
+            how = pack.how.removeprefix("another way").strip() or "well"
+            return self.hand_over(Packing, Pack(pack.number, how))
+        self.hurried = pack.how == "answer first"
+        if pack.how == "void":
+            self.undo(invoice_void, Reserve("1"))
         return self.ask(
             stock_reserve, Reserve(pack.number), then=self.packed, undo=stock_release
         )
@@ -560,6 +565,8 @@ class Packing(Flow[Pack, Reserved | Cancelled], name="shop.packing", within=HOUR
     def packed(self, reply: Reserved | SoldOut) -> Next[Reserved | Cancelled]:
         if isinstance(reply, SoldOut):
             return self.fail(Cancelled("sold out"))
+        if self.hurried:
+            return self.fail(Reserved("none"), answer_first=True)
         return self.sleep(2 * MINUTE, then=self.sealed)
 
     @step
@@ -585,6 +592,8 @@ class Shipping(Flow[Pack, str], name="shop.shipping", within=None):
     @step
     def packed(self, box: Reserved) -> Next[str]:
         self.said = box.shelf
+        if box.shelf == "none":
+            return self.fail("no box")
         return self.later(self.count, 2)
 
     @step
@@ -705,6 +714,81 @@ def test_an_undo_that_a_signal_registers_is_done_in_its_turn() -> None:
     drain()
     assert failed(run) == {"why": "stop"}
     assert effects() == ["reserve 7", "void 2", "void 1", "release 7", "void 0"]
+
+
+@contextmanager
+def once_broken(undo: Any, handler: Any, **more: Any) -> Iterator[None]:
+    """Let the stage of an undo fail until it is redelivered."""
+    broken = [ValueError("not now")] * 3
+
+    def unsure(request: Reserve) -> None:
+        if broken:
+            raise broken.pop()
+        handler(request)
+
+    stages.unregister(undo.name)
+    with declared(unsure, undo, name=undo.name, **more):
+        yield
+    stages.stage(undo, **more)(handler)
+
+
+@pytest.mark.usefixtures("shipping")
+@pytest.mark.parametrize("how", ["answer first", "another way answer first"])
+def test_a_flow_that_answers_first_is_undone_before_anything_older(how: str) -> None:
+    with once_broken(stock_release, release, undoes=stock_reserve):
+        run = ship_it(how)
+        drain(raises=False)
+        assert again(run).waits_for == WaitsFor.UNDO
+        assert effects() == ["reserve 7"]
+        assert operate("redeliver") == 1
+        drain()
+    assert failed(run) == "no box"
+    assert effects() == ["reserve 7", "release 7", "void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_a_flow_that_fails_by_a_dead_request_confirms_its_cancel() -> None:
+    Stock.answer = Refuse("never")
+    with once_broken(invoice_void, void):
+        run = ship_it("void")
+        drain(raises=False)
+        assert Run.objects.get(flow="shop.packing").waits_for == WaitsFor.UNDO
+        with transaction.atomic():
+            cancel(run, "stop")
+        drain()
+        operate("redeliver", force=True)
+        drain()
+    assert failed(run) == {"why": "stop"}
+    assert not Run.objects.filter(ended_at=None).exists()
+    assert effects() == ["void 1", "void 0"]
+
+
+@pytest.mark.usefixtures("shipping")
+def test_who_asked_a_run_that_has_handed_over_is_answered_once() -> None:
+    run = ship_it("another way")
+    for name in ("shop.shipping", "shop.packing"):
+        ship()
+        take(stages.find([name])[0])
+    with transaction.atomic():
+        cancel(Run.objects.get(outcome=Outcome.HANDED_OVER))
+    drain(ahead=HOUR)
+    assert answered(run) == "box of 7, blue"
+
+
+@pytest.mark.usefixtures("shipping")
+def test_cancelling_a_run_that_nobody_asked_cancels_what_it_handed_over_to() -> None:
+    with transaction.atomic():
+        run = start(Packing, Pack("7", "another way"))
+    ship()
+    take(stages.find(["shop.packing"])[0])
+    with transaction.atomic():
+        cancel(run)
+    for _ in range(2):
+        ship()
+        take(stages.find(["shop.packing.steps"])[0])
+    drain(ahead=HOUR)
+    assert Run.objects.get() == run
+    assert effects() == []
 
 
 @shelved
