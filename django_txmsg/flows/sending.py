@@ -12,13 +12,13 @@ from django.utils import timezone
 from .. import conf, wire
 from ..envelope.message import check_destination, check_key
 from ..errors import AlreadyResumed, AlreadyRunning, FlowError, InvalidMessage
-from ..models import Run
+from ..models import OutboxMessage, Run
 from ..models.run import WaitsFor
 from ..sending.outbox import require_transaction, send_part
 from ..sending.scope import current_scope
 from ..sending.typed_name import TypedName
 from .declaration import Declaration, declarations
-from .values import Cancelled, read_ticket
+from .values import Cancelled, deadline_id, read_ticket
 
 #: The prefix of a signal's turn.
 SIGNAL = "signal"
@@ -105,9 +105,10 @@ def send_signal(
 def resume(token: str, value: object = None) -> None:
     """Continue the run that waits for this token, in the caller's transaction.
 
-    `value` is the step's argument. Raises AlreadyResumed if the run was resumed before
-    or has continued otherwise; InvalidMessage for another type of value; FlowError in a
-    stage whose messages are not stored in its transaction.
+    `value` is the step's argument. Raises AlreadyResumed if the run was resumed before,
+    its deadline has passed or it has continued otherwise; InvalidMessage for another
+    type of value; FlowError in a stage whose messages are not stored in its
+    transaction.
     """
     try:
         run_id, turn = read_ticket(token)
@@ -125,19 +126,24 @@ def resume(token: str, value: object = None) -> None:
     declared = declaration_of(run)
     taken = declared.step(run.step)
     _insist_on_one_transaction(using, declared.steps_name)
-    if not runs.filter(resumed_at=None).update(resumed_at=Now()):
-        raise AlreadyResumed(_RESUMED)
     destination: Any = declared.steps_name
     if not taken.takes_nothing:
         destination = TypedName(declared.steps_name, taken.annotation)
-    send_part(
-        destination,
-        value,
-        {wire.TICKET: token, wire.FLOW: str(run.first_run)},
-        correlation_id=run.correlation_id,
-        using=using,
-        broker=declared.broker,
-    )
+    with transaction.atomic(using=using):
+        # The update locks the row, as storing its time-out does.
+        if not runs.filter(resumed_at=None).update(resumed_at=Now()):
+            raise AlreadyResumed(_RESUMED)
+        stored = OutboxMessage.objects.using(using)
+        if stored.filter(message_id=deadline_id(turn)).exists():
+            raise AlreadyResumed(_RESUMED)
+        send_part(
+            destination,
+            value,
+            {wire.TICKET: token, wire.FLOW: str(run.first_run)},
+            correlation_id=run.correlation_id,
+            using=using,
+            broker=declared.broker,
+        )
 
 
 _RESUMED = (

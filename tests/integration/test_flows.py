@@ -432,6 +432,20 @@ def test_the_first_who_resumes_is_the_only_one() -> None:
         say(True)
 
 
+def test_who_resumes_after_the_time_out_was_stored_is_refused() -> None:
+    run = place()
+    drain()
+    Run.objects.update(due_at=F("due_at") - 31 * DAY)
+    say(True)
+    Run.objects.update(resumed_at=None)
+    Deadlines(["default"]).tick()
+    with pytest.raises(AlreadyResumed):
+        say(True)
+    assert again(run).resumed_at is None
+    drain()
+    assert answered(run), "the first was accepted before the time-out was stored"
+
+
 def test_a_signal_replaces_what_the_run_waits_for() -> None:
     run = place()
     drain()
