@@ -189,13 +189,18 @@ class Flow(Generic[In, Out]):
         `undo` takes the same body, once, if the run fails and the request was executed.
         `otherwise` gets TimedOut if the deadline commits first, and Dead if the request
         is given up; without `otherwise`, the run then fails. Raises ConfigurationError
-        if `then` is not a step, and without a deadline.
+        if `then` is not a step, without a deadline, and if the stage of `undo` undoes
+        other requests.
         """
         of_flow = isinstance(destination, type) and issubclass(destination, Flow)
         asked: Any = destination
+        if of_flow:
+            asked = asked.destination
+        if undo is not None:
+            _check_undo(str(undo), str(asked))
         return self._note(
             Ask(
-                asked.destination if of_flow else asked,
+                asked,
                 body,
                 then=self._step(then),
                 undo=undo,
@@ -290,6 +295,16 @@ def _types_of(cls: type[Any], name: str) -> tuple[Any, Any]:
         f"Flow {name!r} does not say what starts it and what it answers: write "
         f"class {cls.__name__}(Flow[Order, Answer], name={name!r})."
     )
+
+
+def _check_undo(undo: str, asked: str) -> None:
+    for one in stages.all_stages():
+        if one.destination == undo and one.undoes not in (None, asked):
+            raise ConfigurationError(
+                f"undo={undo!r} of a request to {asked!r}: stage {one.name!r} undoes "
+                f"{one.undoes!r}, and would find no such request. Give the undo of "
+                f"{asked!r}, or correct undoes= of the stage."
+            )
 
 
 def _handler(

@@ -27,7 +27,7 @@ from django_txmsg import (
 )
 from django_txmsg.checks.stages import check
 from django_txmsg.dead_letters import bulk, resolution
-from django_txmsg.errors import FlowError, TxmsgError
+from django_txmsg.errors import ConfigurationError, FlowError, TxmsgError
 from django_txmsg.flows import (
     AlreadyResumed,
     AlreadyRunning,
@@ -1025,6 +1025,12 @@ def test_an_undo_whose_request_is_done_elsewhere_is_an_error_of_the_checks() -> 
     assert ids() == ["txmsg.E062"]
     stages.stage(stock_reserve, using="other")(reserve)
     assert ids() == ["txmsg.E062"]
+
+
+def test_an_undo_of_other_requests_is_refused() -> None:
+    flow = Checkout()
+    with pytest.raises(ConfigurationError, match=r"undoes 'shop\.reserve'"):
+        flow.ask(invoice, Reserve("1"), then=flow.expired, undo=stock_release)
 
 
 def test_of_an_answer_its_deadline_and_copies_at_once_one_goes_on() -> None:
