@@ -44,7 +44,7 @@ REST = 180.0
 
 
 def declare() -> None:
-    """In the consumers: an effect of each message, and one of the message that its
+    """In the consumers: record an effect of each message, and of the message that its
     stage sends."""
     service = conf.get().SERVICE
 
@@ -195,7 +195,8 @@ class Chaos:
         self._stand_still([worker.pid])
 
     def web_stands_still(self) -> None:
-        """The same to the web processes, in the middle of their requests."""
+        """SIGSTOP the web processes in the middle of their requests, for longer than
+        every lease."""
         assert self._web is not None
         self._stand_still(self._web.workers())
 
@@ -246,12 +247,12 @@ class Chaos:
         self._pgbouncer.restart()
 
     def pgbouncer_stands_still(self) -> None:
-        """The database is there and answers nothing."""
+        """The pooler accepts connections and answers nothing."""
         assert self._pgbouncer.process is not None
         self._stand_still([self._pgbouncer.process.pid])
 
     def disk_full(self) -> None:
-        """PostgreSQL has no room for another row, in its own words, for a while."""
+        """PostgreSQL reports for a while that it has no room for another row."""
         name = str(connection.settings_dict["NAME"])
         models = (OutboxMessage, InboxMessage, Effect)
         tables = [one._meta.db_table for one in models]
@@ -272,7 +273,8 @@ class Chaos:
         )
 
     def queue_full(self) -> None:
-        """RabbitMQ takes nothing for a queue of ours, whatever is taken out of it."""
+        """RabbitMQ accepts no message for one of our queues, even if messages are
+        consumed."""
         policy = "full"
         self._control(
             "set_policy", policy, f"^{self._service}[.](orders|done)$",
@@ -282,14 +284,14 @@ class Chaos:
         self._control("clear_policy", policy)
 
     def memory_alarm(self) -> None:
-        """RabbitMQ is low on memory, and reads nothing from who publishes."""
+        """RabbitMQ is low on memory, and reads nothing from senders."""
         self._control("set_vm_memory_high_watermark", "absolute", "1MB")
         self._enough.wait(self._random.uniform(3, 8))
         self._control("set_vm_memory_high_watermark", "0.4")
 
     def permission_revoked(self) -> None:
-        """Our user may write nothing on RabbitMQ; it forgets what it has allowed when
-        the connections end."""
+        """Our user may not write on RabbitMQ. The connections are closed, since
+        RabbitMQ caches permissions for a connection."""
         self._control("set_permissions", USER, ".*", "^$", ".*")
         assert isinstance(self._broker, RabbitMQ)
         self._broker.close_all_connections()
@@ -315,8 +317,8 @@ class Chaos:
                 one.send_signal(signal.SIGCONT)
 
     def _end(self, worker: ManageProcess) -> None:
-        """SIGTERM, once it is running: an interpreter that is still starting has no
-        handler."""
+        """Send SIGTERM once the process runs: an interpreter that is starting has no
+        handler yet."""
         at_work = ("Stop with Ctrl-C", "Consuming:")
         wait_until(
             lambda: not worker.running or any(it in worker.output for it in at_work)

@@ -63,7 +63,7 @@ FILES = {
 
 
 def write(where: Path, **tests: str) -> None:
-    """Write the project there, and these modules of tests beside it."""
+    """Write the project's files there, with these test modules."""
     named = {f"{name}.py": text for name, text in tests.items()}
     for name, text in {**FILES, **named}.items():
         path = where / name

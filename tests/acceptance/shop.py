@@ -12,7 +12,7 @@ PROJECT = Path(__file__).resolve().parents[2] / "example_project"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return an environment without a word of this suite's settings."""
+    """Return an environment without this suite's settings."""
     kept = {
         name: value
         for name, value in os.environ.items()

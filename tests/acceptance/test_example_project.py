@@ -22,14 +22,14 @@ demo = load_demo()
 
 
 class Stand:
-    """The running project: where its web server is, and what it is made of."""
+    """The running project: the address of its web server, and its processes."""
 
     def __init__(self, base: str, env: dict[str, str], processes: list[Any]) -> None:
         self.env, self.processes = env, processes
         self.shop = demo.Shop(base)
 
     def over(self, number: str, *, arrives: bool = True) -> dict[str, Any]:
-        """Wait until an order has come to its end."""
+        """Wait until an order is completed."""
         seen: dict[str, Any] = demo.wait(
             lambda: self.shop.over(number, arrives),
             f"order {number} to come to its end",
@@ -38,7 +38,7 @@ class Stand:
         return seen
 
     def rows(self, sql: str, *parameters: object) -> list[Any]:
-        """Ask the project's database."""
+        """Query the project's database."""
         with psycopg.connect(self.env["DATABASE_URL"]) as connection:
             return connection.execute(sql, parameters).fetchall()
 
@@ -49,7 +49,7 @@ def stand(
     activemq: services.ActiveMQ,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stand]:
-    """The project with a database of its own, its web server, relay and consumer."""
+    """The project with its own database, web server, relay and consumer."""
     env = environment(
         DATABASE_URL=postgres.create_database("shop"),
         TXMSG_BROKER_URL=activemq.url(),

@@ -47,8 +47,8 @@ def disk() -> Iterator[services.SmallDisk]:
 
 
 def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
-    """The log of the server stays elsewhere: without room for that it ends itself,
-    which is another fault."""
+    """The server's log is on another disk: without room for its log the server would
+    end, which is another fault."""
     place = disk.path / "tablespace"
     place.mkdir()
     if os.geteuid() == 0:
@@ -65,7 +65,7 @@ def on_postgresql(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
 
 
 def move_to(tablespace: str) -> None:
-    """Keep all tables there, and their indexes."""
+    """Move all tables and their indexes there."""
     kinds = {"r": "TABLE", "i": "INDEX"}
     for name, kind in ask(
         "SELECT c.oid::regclass::text, relkind FROM pg_class c"
@@ -81,7 +81,7 @@ def ask(sql: str) -> list[Any]:
 
 
 def on_sqlite(disk: services.SmallDisk) -> Iterator[services.SmallDisk]:
-    """Its whole file is there, for this process as for those that it starts."""
+    """Keep the whole database file there, for this process and those that it starts."""
     settings = connections["default"].settings_dict
     usual = Path(str(settings["NAME"]))
     connections.close_all()
@@ -105,7 +105,7 @@ def keep_full(disk: services.SmallDisk, seconds: float) -> None:
 
 
 def sessions() -> int:
-    """How many connections were made to the test's database so far."""
+    """Return how many connections were made to the test's database so far."""
     if connection.vendor != "postgresql":
         return 0
     ((count,),) = ask(
@@ -116,7 +116,7 @@ def sessions() -> int:
 
 @pytest.fixture(params=["embedded", pytest.param("apart", marks=pytest.mark.matrix)])
 def broker(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The URL of a broker in the same database, and of one that still works."""
+    """The URLs of a broker in the same database, and of one that still works."""
     if request.param == "embedded":
         yield EMBEDDED
     else:

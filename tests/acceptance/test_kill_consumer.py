@@ -1,4 +1,5 @@
-"""A consumer killed at each step of the outbox mode: nothing lost, no effect twice."""
+"""A consumer killed at each step of mode outbox: no message is lost, no effect
+doubled."""
 
 from __future__ import annotations
 

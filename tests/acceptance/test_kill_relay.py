@@ -25,7 +25,7 @@ BATCH = 20
 
 
 def arrivals(broker: str, destination: str, wanted: int) -> Counter[str]:
-    """Receive until `wanted` different messages are there and no more come."""
+    """Receive until `wanted` different messages have arrived and no more come."""
     seen: Counter[str] = Counter()
     with get_broker(broker).open() as session:
         session.subscribe(destination, prefetch=100)
@@ -41,7 +41,7 @@ def arrivals(broker: str, destination: str, wanted: int) -> Counter[str]:
 
 
 def play(url: str, manage: Manage, destination: str) -> None:
-    """Kill a relay at each step, each with an outbox of its own; let one finish all."""
+    """Kill a relay at each step, each with its own outbox; let another relay finish."""
     # A lane for each step: to the same broker, but by another alias.
     lanes = {f"lane{number}": step for number, step in enumerate(RELAY_STEPS)}
     settings: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""A process killed in the middle of a task: the task comes again, and works once."""
+"""A process killed in the middle of a task: the task is delivered again, and takes
+effect once."""
 
 from __future__ import annotations
 

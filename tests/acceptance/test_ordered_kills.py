@@ -110,7 +110,7 @@ class Traffic:
 
 
 def asked(query: Callable[[], int]) -> int:
-    """Ask the database, which may be away: 0 then."""
+    """Query the database. Return 0 if it is away."""
     try:
         return query()
     except (DatabaseError, InterfaceError):
@@ -173,7 +173,7 @@ def test_the_broker_is_killed(
 def test_the_database_takes_no_writes_for_a_while(
     fault: Callable[[], None], times: int, manage: Manage, destination: str
 ) -> None:
-    """As after a failover to a server that is read-only, or a proxy's."""
+    """As after a failover to a read-only server, or by a proxy."""
     traffic = Traffic(manage, "database://?poll=0.05&lease=5", destination)
     through(traffic, fault, times)
 

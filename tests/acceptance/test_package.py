@@ -1,4 +1,5 @@
-"""The wheel works outside the checkout, with what it and Django need beside it."""
+"""The wheel works outside the checkout, with its own and Django's dependencies
+alone."""
 
 from __future__ import annotations
 

@@ -81,7 +81,8 @@ def code(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start(manage: Manage, code: Path) -> Callable[..., ManageProcess]:
-    """Start a command with that code; its process states are the test's own."""
+    """Start a command with that code. Its state files are in a directory of the
+    test."""
 
     def start(*arguments: str, **more: object) -> ManageProcess:
         return manage(
@@ -312,7 +313,7 @@ def test_probes_of_a_healthy_a_hung_and_a_draining_process(
 
 
 def failing(start: Callable[..., ManageProcess], words: list[str]) -> ManageProcess:
-    """Return a run of a probe that fails, once one does."""
+    """Return the result of a probe once it fails."""
 
     def run() -> ManageProcess | None:
         probe = start(*words)

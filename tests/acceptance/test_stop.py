@@ -142,7 +142,7 @@ def test_a_second_signal_stops_at_once(
 
 
 def everything_happens_once(world: World) -> None:
-    """Mend the world, let others work on, and count."""
+    """Repair the system, let other processes work, and count the effects."""
     connections.close_all()
 
     def effect(message: Message) -> None:

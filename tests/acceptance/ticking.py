@@ -23,7 +23,7 @@ NOON = dt.datetime(2026, 6, 1, 12, tzinfo=dt.timezone.utc)
 
 
 class Clock:
-    """The same in every process: a clock that began at noon and hurries."""
+    """A clock that began at noon and runs fast, the same in every process."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
@@ -34,7 +34,7 @@ class Clock:
 
 
 class Hurried(threading.Event):
-    """Waits as much less as the clock hurries."""
+    """Waits for a shorter time, by the factor of the clock."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait by the faked clock."""

@@ -68,7 +68,7 @@ class Browser:
         self.driver.get(self._base + path)
 
     def look(self, *, dark: bool = False, size: tuple[int, int] = WIDE) -> None:
-        """Be a screen of this size, in light or dark mode."""
+        """Set the window's size, and light or dark mode."""
         command = self.driver.execute_cdp_cmd
         scheme = "dark" if dark else "light"
         command(
@@ -119,12 +119,12 @@ class Browser:
 
     @property
     def text(self) -> str:
-        """All text one can read now."""
+        """Return all visible text."""
         shown: str = self.driver.execute_script("return document.body.innerText")
         return shown
 
     def until(self, text: str, *, deadline: float = 30.0) -> None:
-        """Wait until the page shows this."""
+        """Wait until the page shows this text."""
         wait_until(
             lambda: text in self.text,
             deadline=deadline,
@@ -156,7 +156,7 @@ class Browser:
         return ratio
 
     def photograph(self, directory: Path, name: str) -> None:
-        """Keep a picture of the page: as high as it is, and small enough for docs."""
+        """Save a screenshot of the whole page, small enough for the docs."""
         width, height = self.driver.execute_script(
             "return [window.innerWidth,"
             " Math.min(document.documentElement.scrollHeight, 1500)]"

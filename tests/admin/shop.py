@@ -41,7 +41,7 @@ TIMEOUT = (
 
 
 def open_shop(orders: int = 240) -> None:
-    """Store a day of flows, some of them not over, some of them dead."""
+    """Store a day's flows, some of them unfinished, some of them dead."""
     chance = random.Random(orders)
     now = timezone.now()
     stored: list[OutboxMessage] = []
@@ -131,7 +131,8 @@ def order_body(number: int) -> bytes:
 
 
 def trouble(failed_orders: int = 23) -> DeadLetter:
-    """Let some orders die of two errors, and return a dead letter with all there is."""
+    """Let some orders die of two errors, and return a dead letter that has every
+    field."""
     for number in range(failed_orders):
         _die("shipping.send", NO_STOCK, number, minutes=5 + number * 3)
     for number in range(7):

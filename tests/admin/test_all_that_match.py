@@ -17,7 +17,7 @@ URL = "/admin/django_txmsg/deadletter/"
 
 @pytest.fixture
 def letters(db: None) -> None:
-    """Dead letters of which each filter shows some."""
+    """Dead letters, some of them for each filter."""
     factories.DeadLetterFactory.create_batch(4)
     factories.DeadLetterFactory.create_batch(3, discarded=True)
     factories.DeadLetterFactory.create_batch(2, redelivered=True)
@@ -82,7 +82,7 @@ def test_action_on_all_changes_exactly_the_listed_rows(
 
 
 def link_of(page: Any, kind: str) -> str:
-    """Return where the list's button for all leads."""
+    """Return the target of the list's button for all rows."""
     return f"{URL}confirm/?kind={kind}&{page.context['cl'].bulk_query}"
 
 
@@ -124,7 +124,7 @@ def test_every_filter_of_the_list_is_a_bulk_operations_too(operator: Client) -> 
 def test_a_list_is_narrowed_by_its_filters_only(
     operator: Client, model: str, lookup: str
 ) -> None:
-    """Else a masked header is read a character at a time."""
+    """Otherwise a user could read a masked header character by character."""
     factories.DeadLetterFactory(headers={"authorization": "Bearer s3cr3t"})
     factories.OutboxMessageFactory(headers={"authorization": "Bearer s3cr3t"})
     factories.InboxMessageFactory()

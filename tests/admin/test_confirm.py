@@ -1,4 +1,4 @@
-"""The question before anything is done to dead letters, and the deed."""
+"""The confirmation page for dead letters, and its action."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_outbox_is_filtered_by_destination_and_age(viewer: Client) -> None:
 
 
 def test_short_ids_of_one_flow_differ(viewer: Client) -> None:
-    """They begin alike, and end alike once in 65,536 times."""
+    """They begin alike; one pair in 65,536 also ends alike."""
     flow = "019e2f6c-0123-84a1-966a-"
     ids = {f"{flow}{own}" for own in ("b653ee1c3571", "0f53ee1c3571")}
     for message_id in ids:
@@ -233,7 +233,7 @@ def test_the_outbox_says_what_became_of_a_message_at_its_stages(
 
 @pytest.mark.parametrize("name", ["outboxmessage", "inboxmessage", "deadletter"])
 def test_a_nul_in_the_address_is_no_error(admin_client: Client, name: str) -> None:
-    """PostgreSQL stores none, and finds none."""
+    """PostgreSQL can neither store nor find a NUL."""
     for query in ("stage", "destination", "reason", "fingerprint", "q", "state"):
         url = f"/admin/django_txmsg/{name}/?{query}=%00x"
         assert admin_client.get(url).status_code < 500, url

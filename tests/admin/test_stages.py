@@ -1,4 +1,4 @@
-"""The page of the stages: how they do, and pausing them."""
+"""The page of the stages: their state, and pausing them."""
 
 from __future__ import annotations
 

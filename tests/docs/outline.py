@@ -48,7 +48,7 @@ def outline(page: str) -> list[str]:
 
 @cache
 def _written() -> str:
-    """Return all that the package can say on a page."""
+    """Return every text that the package can show on a page."""
     sources = [*PACKAGE.glob("templates/**/*.html"), *PACKAGE.glob("admin/*.py")]
     sources += PACKAGE.glob("models/*.py")
     text = " ".join(" ".join(path.read_text().split()) for path in sources)

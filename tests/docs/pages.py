@@ -60,7 +60,8 @@ def links(page: Path) -> Iterator[str]:
 
 
 def here(link: str) -> str:
-    """Return an address of one of our files as the file's path, others as they are."""
+    """Return the file's path for an address of one of our files, and other addresses as
+    they are."""
     found = _AT_HOME.match(link)
     return str(ROOT / link[found.end() :]) if found else link
 

@@ -1,8 +1,8 @@
-"""Takes the pictures of the documentation: `python -m tests.docs.pictures`.
+"""Take the pictures of the documentation: `python -m tests.docs.pictures`.
 
-The example project runs: its web server, relay and consumer. Customers order, some
-payments fail, an operator looks around. Beside the pictures lies what each page was
-made of, so that a test can tell when a page is not what its picture shows any more.
+The example project runs, with its web server, relay and consumer. Customers order, some
+payments fail, and an operator opens the pages. Each page's outline is stored beside its
+picture, so that a test can tell when a page no longer matches the picture.
 """
 
 from __future__ import annotations

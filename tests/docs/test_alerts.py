@@ -1,4 +1,4 @@
-"""The alerts of the how-to ask for metrics that a scrape has, by labels that it has."""
+"""The alerts of the how-to use metrics and labels that a scrape has."""
 
 from __future__ import annotations
 

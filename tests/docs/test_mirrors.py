@@ -31,7 +31,8 @@ def table(page: Path, heading: str) -> Iterator[list[str]]:
 
 
 def calls() -> Iterator[tuple[str, str]]:
-    """Return each call of the package that begins with a text: its name, the text."""
+    """Return each call in the package whose name begins with a text: the name and its
+    first argument."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and node.args:

@@ -1,4 +1,4 @@
-"""The permissions of the how-to are enough for a service, and not more."""
+"""The permissions in the how-to are enough for a service, and no more than needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SOON = 30.0
 
 @pytest.fixture(scope="module")
 def permitted(rabbitmq: services.RabbitMQ) -> services.RabbitMQ:
-    """The node with the page's commands done."""
+    """The node after the page's commands."""
     for command in COMMANDS:
         # As an argument: 4.3 cannot read it from a pipe.
         password = ["secret"] if command[0] == "add_user" else []
@@ -45,13 +45,13 @@ def shop(request: pytest.FixtureRequest, permitted: services.RabbitMQ) -> Broker
 
 
 def send(broker: Broker, destination: str) -> Any:
-    """Send one message, and return what went wrong with it."""
+    """Send one message, and return its error, if any."""
     with broker.open() as session:
         return session.send([Outgoing(destination, {}, b"1")])[0]
 
 
 def receives(broker: Broker, destination: str, subscriber: str | None = None) -> bool:
-    """Take one message; raise when it may not be read."""
+    """Receive one message. Raise if it may not be read."""
     with broker.open(subscriber=subscriber) as session:
         session.subscribe(destination, prefetch=1, subscriber=subscriber)
         if subscriber:

@@ -94,7 +94,7 @@ def test_every_page_has_its_markdown_beside_it_and_is_listed(site: Path) -> None
 
 
 def test_who_searches_dead_letters_is_sent_to_them(site: Path) -> None:
-    """A main entry of the index comes before all pages that contain the words."""
+    """The main index entry precedes all pages that contain the words."""
     index = (site / "searchindex.js").read_text()
     entries = json.loads(index[index.index("(") + 1 : index.rindex(")")])
     (place,) = entries["indexentries"]["dead letters"]

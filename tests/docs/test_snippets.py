@@ -1,5 +1,5 @@
-"""Every piece of Python that the documentation shows is run: that of the how-to pages
-by test_projects.py, and all other here."""
+"""Every Python block of the documentation is run: those of the how-to pages by
+test_projects.py, and all others here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SHOWING = [
 
 @pytest.fixture
 def _shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The application that the pages speak of, and stages that end with the page."""
+    """The application that the pages use, and stages that are removed after the
+    page."""
     known = {stage.name for stage in stages.all_stages()}
     models = ModuleType("shop.models")
     models.Order = Order  # type: ignore[attr-defined]
@@ -79,7 +80,7 @@ def _settings_are_sound(txmsg: dict[str, Any] | None) -> None:
 
 
 def _test_cases(namespace: dict[str, Any]) -> list[type[unittest.TestCase]]:
-    """Take the test cases out that a block has defined."""
+    """Remove and return the test cases that a block has defined."""
     names = [
         name
         for name, value in namespace.items()

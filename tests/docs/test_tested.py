@@ -50,7 +50,7 @@ def what_ran() -> Any:
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """What a run has left of which some tests failed."""
+    """Return the results of a run in which some tests failed."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "test_mixed.py").write_text(MIXED)
     (folder / "test_broken.py").write_text("import there_is_no_such_module\n")

@@ -33,7 +33,7 @@ QUOTED = [
 
 
 def said(package: Path) -> str:
-    """Return all texts of the package; a value within one is a line feed."""
+    """Return all texts of the package; a line feed stands for each inserted value."""
     texts = []
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

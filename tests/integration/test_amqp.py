@@ -172,7 +172,7 @@ def test_a_stage_of_a_stream_says_so_and_waits(
 def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """What RabbitMQ confirms there, it deletes with that connection."""
+    """RabbitMQ confirms messages to it, and deletes them when that connection ends."""
     session = opened(rabbitmq_amqp.url())
     with amqp.Connection(f"127.0.0.1:{rabbitmq.amqp_port}", USER, PASSWORD) as other:
         other.channel().queue_declare(destination, exclusive=True)
@@ -189,7 +189,7 @@ def test_a_queue_that_is_exclusive_to_another_connection_takes_nothing(
 def test_a_connection_that_was_ended_between_two_batches_is_an_outcome(
     rabbitmq_amqp: ByAmqp, rabbitmq: RabbitMQ, opened: Open, destination: str
 ) -> None:
-    """The good-bye was read before anything was written, and ended the relay."""
+    """RabbitMQ's closing frame was read before the next write, and ended the relay."""
     session = opened(rabbitmq_amqp.url())
     assert session.send([Outgoing(destination, {}, b"1")]) == [None]
     rabbitmq.close_all_connections()
@@ -352,7 +352,8 @@ def test_group_acknowledgement_skips_open_deliveries(
 def test_what_the_broker_counts_or_has_buried_before_came_before(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """From a quorum queue, and by an operator's dead-letter queue that leads back."""
+    """The message comes from a quorum queue, or from a dead-letter queue that leads
+    back."""
     back = f"{destination}.back"
     bare.queue_declare(
         destination, durable=True, auto_delete=False,
@@ -397,8 +398,8 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
 def test_a_subscription_whose_channel_ends_while_its_session_sends_is_over(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """As after RabbitMQ's consumer_timeout; no thread may wait for deliveries that can
-    never come."""
+    """As after RabbitMQ's consumer_timeout. No thread may wait for deliveries that
+    cannot come."""
     session = opened(rabbitmq_amqp.url())
     elsewhere = Outgoing(f"{destination}.other", {}, b"y")
     assert session.send([elsewhere]) == [None]
@@ -446,7 +447,8 @@ def test_a_subscription_in_use_is_not_deleted(
 def test_heart_beats_flow_while_the_session_s_thread_is_busy(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """Nobody reads or writes for longer than RabbitMQ waits for a heart-beat."""
+    """The session neither reads nor writes for longer than RabbitMQ waits for a
+    heartbeat."""
     session = opened(rabbitmq_amqp.url(heartbeat="1"))
     assert session.send([Outgoing(destination, {}, b"x")]) == [None]
     session.subscribe(destination, prefetch=1)
@@ -490,7 +492,7 @@ def test_a_queue_deleted_before_the_commit_is_made_again_for_what_came_back(
 def test_only_returned_messages_are_resent_after_the_commit(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """One body to three places, one of which is gone."""
+    """One body goes to three queues, one of which has been deleted."""
     gone, stays = f"{destination}.gone", f"{destination}.stays"
     session = opened(rabbitmq_amqp.url(), transacted=True)
     session.subscribe(destination, prefetch=1)
@@ -524,7 +526,7 @@ def of_sender(delivery: Delivery) -> dict[str, str]:
 def test_a_message_is_the_same_by_either_protocol(
     rabbitmq: RabbitMQ, rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
-    """On a queue that STOMP made."""
+    """The queue was declared by STOMP."""
     urls = (rabbitmq.url(), rabbitmq_amqp.url())
     for url in urls:
         assert opened(url).send([Outgoing(destination, HEADERS, b"{}")]) == [None]
@@ -604,7 +606,7 @@ def test_stomp_uses_a_queue_that_amqp_made(
     destination: str,
     kind: str,
 ) -> None:
-    """A quorum queue has to be named, since STOMP would declare it as classic."""
+    """The URL has to name a quorum queue, because STOMP would declare a classic one."""
     maker = opened(rabbitmq_amqp.url(queue_type=kind))
     assert maker.send([Outgoing(destination, {}, b"by amqp")]) == [None]
     options = {"existing": "other,tests.*"} if kind == "quorum" else {}
@@ -666,7 +668,8 @@ def test_headers_become_text_or_a_problem(
 def test_a_message_to_several_queues_goes_back_to_the_one_it_came_from(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
-    """Its list of queues is RabbitMQ's, which refuses a copy that has it as text."""
+    """RabbitMQ reads the header as a list of queues, and refuses a copy in which it is
+    text."""
     copied = f"{destination}.copied"
     session, other = opened(rabbitmq_amqp.url()), opened(rabbitmq_amqp.url())
     session.subscribe(destination, prefetch=2)

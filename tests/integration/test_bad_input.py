@@ -1,4 +1,5 @@
-"""What cannot be read: a dead letter at once, with its reason and its very bytes."""
+"""An unreadable message becomes a dead letter at once, with its reason and its
+bytes."""
 
 from __future__ import annotations
 

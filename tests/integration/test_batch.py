@@ -1,4 +1,5 @@
-"""Many messages in one transaction: each alone in failing, all together in leaving."""
+"""Many messages in one transaction: each fails alone, and their messages leave
+together."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def effect(message: Message) -> None:
 
 
 def failing(bad: object, error: type[Exception] = ValueError) -> Handler:
-    """Return a handler that leaves its effect and then fails for one body."""
+    """Return a handler that leaves its effect, and then fails for one body."""
 
     def handler(message: Message) -> None:
         effect(message)
@@ -147,8 +148,8 @@ def test_a_member_that_succeeds_at_its_second_attempt(mode: str) -> None:
 
 
 def test_a_member_with_an_operational_error_of_its_own() -> None:
-    """A deadlock or a lock time-out is the member's failure and no outage: it must not
-    take the others along, attempt by attempt, into the dead letters."""
+    """A deadlock or lock time-out is the failure of that message and not an outage: the
+    other messages must not lose attempts with it."""
     with declared(failing(1, OperationalError), batch=10) as stage:
         send_many(stage.destination, [0, 1, 2])
         step(stage, times=4)
@@ -158,7 +159,8 @@ def test_a_member_with_an_operational_error_of_its_own() -> None:
 
 
 def test_messages_that_came_before_go_one_by_one() -> None:
-    """Whoever kills the worker takes its batch along, but is alone the next time."""
+    """A message that kills its worker affects its batch once, and is alone at its next
+    attempt."""
     together: list[int] = []
     attempts: list[list[int]] = []
 

@@ -1,5 +1,4 @@
-"""A batch on the brokers with a server of their own: a message that fails, fails
-alone."""
+"""A batch on brokers that run as a server: a failing message fails alone."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ FAILS, REFUSES = 7, 21
 
 
 def cut_before(session: Any, proxy: Proxy) -> None:
-    """End the connection when everything is committed and nothing acknowledged."""
+    """Cut the connection after the commit and before any acknowledgement."""
     real = session.ack
 
     def ack(deliveries: Any) -> None:
@@ -51,8 +50,8 @@ def cut_before(session: Any, proxy: Proxy) -> None:
 def test_of_many_members_each_that_fails_rolls_back_alone(
     broker: str, cut: bool, destination: str, request: pytest.FixtureRequest
 ) -> None:
-    """Also when the connection ends before they are acknowledged: all come again, and
-    are known."""
+    """Also if the connection ends before they are acknowledged: all are delivered
+    again, and recognised."""
     server: Any = request.getfixturevalue(broker)
     transactions: dict[int, set[int]] = defaultdict(set)
     onward = f"{destination}.next"

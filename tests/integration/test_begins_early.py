@@ -22,7 +22,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.mark.postgresql
 def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
-    """Both begin in one round trip, and are two transactions nevertheless."""
+    """Both begin in one round trip, but they are two transactions."""
     statements: list[str] = []
 
     def note(execute: Any, sql: str, *rest: Any) -> Any:
@@ -58,7 +58,8 @@ def test_the_count_of_the_attempt_is_kept_when_its_transaction_is_not() -> None:
 @pytest.mark.postgresql
 @pytest.mark.parametrize("own", [None, "read committed"])
 def test_a_stage_without_a_level_has_the_one_of_its_connection(own: Any) -> None:
-    """The one of OPTIONS, in the first message of a connection and in those after."""
+    """OPTIONS sets the level, for the first message of a connection and for later
+    ones."""
     seen: list[str] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,5 @@
-"""What is big: bodies that go everywhere, and header blocks that go nowhere."""
+"""Large bodies travel over every broker; header blocks that are too large are
+refused."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def short(frame: Frame) -> str:
 
 
 def contents(client: RawClient, destination: str) -> list[bytes]:
-    """Take everything out of a queue; a last message of our own shows the end."""
+    """Receive all messages of a queue. A last message of the test shows the end."""
     send(client, destination, b"end", receipt="end put")
     read_to(client, "end put")
     client.send("SUBSCRIBE", id="all", destination=destination, ack="auto")
@@ -238,7 +238,8 @@ def test_activemq_sends_a_receipt_inside_a_transaction_before_the_commit(
 def test_rabbitmq_sends_a_receipt_inside_a_transaction_only_after_the_commits(
     rabbitmq: RabbitMQ, client: Client
 ) -> None:
-    """Who waits for it before COMMIT waits for ever; a barrier shows arrival."""
+    """A client that waits for it before COMMIT waits for ever. A barrier shows that the
+    frame arrived."""
     producer, name = client(rabbitmq), queue()
 
     producer.send("BEGIN", transaction="t", receipt="begin")
@@ -525,7 +526,7 @@ def channel(rabbitmq: RabbitMQ) -> Iterator[amqp.Channel]:
 
 
 def quorum_queue(channel: amqp.Channel, **arguments: object) -> str:
-    """Make a quorum queue with one message in it, and return its name."""
+    """Declare a quorum queue with one message in it, and return its name."""
     name = uuid.uuid4().hex
     named = {key.replace("_", "-"): value for key, value in arguments.items()}
     channel.queue_declare(
@@ -539,8 +540,8 @@ def quorum_queue(channel: amqp.Channel, **arguments: object) -> str:
 
 
 def returned(channel: amqp.Channel, *names: str) -> str:
-    """Take the message out of the queue that it is in, give it back, and return the
-    queue's name."""
+    """Receive the queue's message, return it to the queue, and return the queue's
+    name."""
     for name in names:
         if message := channel.basic_get(name):
             channel.basic_reject(message.delivery_tag, requeue=True)
@@ -549,7 +550,8 @@ def returned(channel: amqp.Channel, *names: str) -> str:
 
 
 def deliveries(channel: amqp.Channel, name: str, grave: str) -> int:
-    """Return how often a message is delivered until it is in its grave, at most 30."""
+    """Return how often a message is delivered before it is dead-lettered, at most
+    30."""
     for number in range(30):
         came: list[str] = []
 

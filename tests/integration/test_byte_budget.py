@@ -28,7 +28,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 @pytest.fixture(autouse=True)
 def budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it small, so that the test's bodies can be."""
+    """Lower the budget, so that the test's bodies can be small."""
     monkeypatch.setattr(claiming, "MAX_BYTES", 1000)
 
 
@@ -99,7 +99,7 @@ class Counted(DatabaseBroker):
 def test_lanes_hold_no_more_together_and_leave_nothing(
     sizes: list[int], most: int
 ) -> None:
-    """Each lane had the bound for itself, so four had four times as much."""
+    """Each lane used to have the whole budget, so four lanes had four times as much."""
     Counted.most = 0
     with txmsg(BROKERS={"default": {"BACKEND": f"{__name__}.Counted"}}):
         store(*sizes)
@@ -125,8 +125,8 @@ def test_a_consumer_takes_so_many_bytes_ahead() -> None:
 
 @pytest.mark.postgresql
 def test_a_large_message_that_another_lane_looks_at_is_not_left_behind() -> None:
-    """That lane may not claim it, and its attempt hides the message for a moment from
-    the lane that may: SKIP LOCKED."""
+    """The other lane may not claim it, but its attempt locks the row for a moment, and
+    SKIP LOCKED hides it from the lane that may."""
     store(5000)
     budget, looks = Budget(8), iter([True])
 

@@ -1,4 +1,4 @@
-"""The tasks, worked by a real Celery worker process."""
+"""The package's Celery tasks, executed by a real worker process."""
 
 from __future__ import annotations
 

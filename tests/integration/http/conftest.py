@@ -28,13 +28,13 @@ def txmsg(**http: Any) -> dict[str, Any]:
 
 
 def control_messages() -> int:
-    """How many control messages the broker has."""
+    """Return how many control messages the broker has."""
     queue = QueueMessage.objects.using("other").filter(queue="web.txmsg.control")
     return queue.count()
 
 
 def nothing_happened() -> bool:
-    """Whether neither data nor messages nor control messages are there."""
+    """Return whether there are no data, no messages and no control messages."""
     return not (
         Order.objects.exists()
         or OutboxMessage.objects.exists()
@@ -44,7 +44,7 @@ def nothing_happened() -> bool:
 
 
 def wait_for_the_database(seconds: float) -> None:
-    """Let its clock move on."""
+    """Wait until the database's clock has moved on."""
 
     def now() -> float:
         with connections["default"].cursor() as cursor:
@@ -66,7 +66,7 @@ def web() -> Iterator[Callable[..., override_settings]]:
 
 @pytest.fixture
 def heard() -> Iterator[dict[str, list[dict[str, Any]]]]:
-    """Collect the arguments of the three signals of a session."""
+    """Collect the arguments of a session's three signals."""
     said: dict[str, list[dict[str, Any]]] = {"ended": [], "sent": [], "handled": []}
     names = {
         "ended": signals.session_ended,

@@ -17,7 +17,8 @@ from tests.faults import wait_until
 
 
 def die_once(*_: Any, **__: Any) -> None:
-    """Kill this process, unless one was killed already: its successor lives."""
+    """Kill this process, unless one was killed before: the process that replaces it
+    lives."""
     try:
         os.close(os.open(os.environ["TXMSG_TEST_ONCE"], os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -67,7 +68,7 @@ def before_the_send() -> None:
 
 
 def before_the_mark() -> None:
-    """After the send: the broker has everything and the rows do not say so."""
+    """Die after the send: the broker has everything, and the rows are not marked."""
     _die_in(OutboxManager, "mark_dispatched", lambda *_: True)
 
 

@@ -93,7 +93,7 @@ class WebServer:
             os.kill(pid, signal.SIGCONT)
 
     def go_on(self) -> None:
-        """Let the requests commit that the hook has stopped."""
+        """Let the requests that the hook has stopped commit."""
         Path(f"{self._once}.go").touch()
 
     def workers(self) -> list[int]:

@@ -1,4 +1,5 @@
-"""The receiver of the orders' messages: one effect for each, and doubles would show."""
+"""The receiver of the orders' messages: one effect for each message, duplicates
+included."""
 
 from __future__ import annotations
 

@@ -59,13 +59,13 @@ def dispatch(using: str, session_id: uuid.UUID) -> None:
 
 
 def handle(delivery: Delivery) -> None:
-    """Look once, as the consumer does."""
+    """Handle a control message once, as the consumer does."""
     control_receive.handle(delivery, dispatch, threading.Event())
 
 
 def handle_to_the_end(delivery: Delivery) -> list[float]:
-    """Look as often as asked, in a thread and a connection of its own; return the
-    pauses that were asked for."""
+    """Handle a control message until it is settled, in another thread and connection.
+    Return the pauses that were requested."""
     pauses: list[float] = []
     errors: list[BaseException] = []
 
@@ -101,7 +101,7 @@ def send_two() -> None:
 
 
 def arrived() -> int:
-    """How many messages the broker has of the two."""
+    """Return how many of the two messages the broker has."""
     return QueueMessage.objects.using("other").filter(queue="http.orders").count()
 
 
@@ -228,7 +228,7 @@ def test_a_broker_with_an_attribute_using_is_not_taken_for_embedded(heard) -> No
 
 @on_postgresql
 def test_a_slow_commit_costs_little(arrivals) -> None:
-    """Consumed before the commit, which follows 50 ms later."""
+    """The control message is consumed 50 ms before the commit."""
     took = []
     committed_at = []
 
@@ -517,7 +517,8 @@ def test_a_signature_is_for_each_of_the_headers(arrivals, heard) -> None:
 
 
 def test_one_that_is_not_signed_is_a_hint(arrivals, heard) -> None:
-    """Like one from before an upgrade: committed messages leave."""
+    """An unsigned control message, as of an earlier release, makes committed messages
+    leave."""
     with outbox_session() as session:
         send_two()
     _forge(session.id, sign=False)
@@ -550,7 +551,8 @@ def test_it_does_not_outlive_its_use_on_the_broker() -> None:
 def test_session_that_can_never_be_checked_is_left_to_the_relay(
     arrivals, heard, caplog, monkeypatch
 ) -> None:
-    """As for a database without our tables. Logged, and no place is held for ever."""
+    """For example in a database without our tables. It is logged, and takes no place
+    for ever."""
     monkeypatch.setattr(control_receive, "PATIENCE", 0.5)
 
     def broken(using: str, session_id: uuid.UUID) -> None:

@@ -1,4 +1,5 @@
-"""Many requests, one session with the broker: what they share, and what not."""
+"""Many requests share one session with the broker: what they share, and what stays
+separate."""
 
 from __future__ import annotations
 

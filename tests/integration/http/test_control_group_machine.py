@@ -158,7 +158,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([WINDOW / 2, WINDOW]))
     def pass_time(self, seconds: float) -> None:
-        """Beyond the end of a group, as for a stopped process; the receiver
+        """Move beyond the end of a group, as for a suspended process. The receiver
         continues."""
         self.look()
         wait_for_the_database(seconds)

@@ -252,7 +252,7 @@ def test_two_threads_of_one_context_store_under_one_group(grouped, monkeypatch) 
 
 
 def test_a_clock_that_was_ahead_is_forgotten(grouped) -> None:
-    """Else each control message from then on would be held for as long."""
+    """Otherwise every later control message would be held for that long."""
     store()
     (groups_,) = control_group._groups.all()
     now = timezone.now()
@@ -358,7 +358,7 @@ def test_one_that_says_something_has_its_own_message(grouped, receiver, heard) -
 
 
 def test_a_copy_is_stored_under_a_group_too(grouped, receiver) -> None:
-    """Many rows go by COPY, and under the lock as others do."""
+    """Many rows are stored by COPY, under the same lock."""
     store()
     with outbox_session():
         for number in range(20):
@@ -442,7 +442,7 @@ def test_broker_gets_one_control_message_per_window(grouped, destination) -> Non
 
 
 def test_a_standby_says_nothing_until_it_is_promoted(postgres: PostgreSQL) -> None:
-    """It knows no locks; once promoted, none is left of the transactions before."""
+    """A standby has no locks. After its promotion, no earlier transaction is open."""
     one, long_ago = uuid.uuid4(), timezone.now() - dt.timedelta(hours=1)
     standby, asked = Standby(postgres), []
     here, there = (server.url("postgres") for server in (postgres, standby))

@@ -63,7 +63,7 @@ def serving() -> Iterator[Callable[[], None]]:
 
 
 def announce_what_never_ends(count: int) -> None:
-    """Leave control messages of sessions whose outcome stays unknown."""
+    """Leave control messages of sessions whose outcome is never known."""
     with get_broker().open() as session:
         session.send(
             [
@@ -100,7 +100,7 @@ def test_sessions_that_do_not_end_keep_no_other_waiting(monkeypatch) -> None:
 
 
 def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
-    """Each look takes a while, so that the next is due when it ends."""
+    """Each check takes so long that the next one is due when it ends."""
     monkeypatch.setattr(control_thread, "PREFETCH", 50)
     looked = threading.Event()
 
@@ -126,8 +126,8 @@ def test_it_stops_while_several_looks_are_due(monkeypatch) -> None:
 
 
 def test_a_control_message_that_is_no_more_use_is_dropped(monkeypatch) -> None:
-    """Its database was never to be asked: a day later it is gone, however often it was
-    sent again."""
+    """Its database could never be queried. After a day it is dropped, however often it
+    was sent again."""
     monkeypatch.setattr(control_thread, "HOLD", 0.0, raising=False)
     long_ago = dt.datetime.now(dt.timezone.utc) - dt.timedelta(days=2)
     old = ControlMessage(
@@ -148,7 +148,7 @@ def silent() -> Iterator[socket.socket]:
 
 
 def nobody() -> int:
-    """A port without a listener."""
+    """A port on which no server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port

@@ -300,7 +300,8 @@ def test_it_is_off_unless_switched_on() -> None:
 
 
 def test_a_key_knows_as_which_session_its_messages_are_stored() -> None:
-    """By it the pipeline erases the response with the messages."""
+    """The pipeline uses the session to erase the response together with the
+    messages."""
     post("a-key")
 
     assert IdempotencyKey.objects.get().session_id is not None

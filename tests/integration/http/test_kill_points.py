@@ -216,7 +216,8 @@ def test_a_commit_that_fails_changes_nothing(serve, consume) -> None:
 
 
 def test_a_slow_commit_is_waited_for(serve, consume) -> None:
-    """Longer than MAX_COMMIT_DURATION, and seen to be in progress all the time."""
+    """It takes longer than MAX_COMMIT_DURATION, and the receiver sees that it is in
+    progress."""
     http = {"HTTP": {"MAX_COMMIT_DURATION": 0.3, "COMMIT_DELAY_INCREMENT": 0.1}}
     web = serve("stand_still_before_the_commit", txmsg=http)
     consume()

@@ -71,7 +71,8 @@ def place(number: str) -> None:
 
 @pytest.mark.postgresql
 def test_a_control_message_names_the_transaction_of_its_session() -> None:
-    """And not one of another thread, which has the session in a copy of its context."""
+    """It does not name the transaction of another thread that has the session in a copy
+    of its context."""
 
     def elsewhere() -> None:
         place("elsewhere")
@@ -90,8 +91,8 @@ def test_a_control_message_names_the_transaction_of_its_session() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_is_forked_in_a_session_commits_by_itself() -> None:
-    """Not in its parent's block, in which the parent has sent the server nothing
-    yet."""
+    """The child does not use its parent's block, in which nothing was sent to the
+    server yet."""
     connections.close_all()
     with outbox_session() as session:
         child = multiprocessing.get_context("fork").Process(

@@ -1,5 +1,5 @@
-"""An exception that leaves a view rolls back, however outer code handles it; and the
-costs."""
+"""An exception that leaves a view rolls back, whatever outer code makes of it; and what
+views without a database cost."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def inner(request: HttpRequest) -> HttpResponse:
 
 
 def tries_again(request: HttpRequest) -> HttpResponse:
-    """Go on when the database cannot be reached at first."""
+    """Try again when the database cannot be reached at first."""
     with contextlib.suppress(DatabaseError):
         Order.objects.count()
     place("second")
@@ -126,7 +126,7 @@ def tries_again(request: HttpRequest) -> HttpResponse:
 
 
 def durable(request: HttpRequest) -> HttpResponse:
-    """Want a transaction of its own."""
+    """Ask for a durable transaction."""
     with transaction.atomic(durable=True):
         place("durable")
     return HttpResponse(status=201)
@@ -425,7 +425,7 @@ def test_a_test_that_never_commits_sends_no_control_message(client, heard) -> No
 
 @pytest.mark.sqlite
 def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None:
-    """Its thread is another one's next."""
+    """The next request uses the same thread."""
     other = connections["default"].copy()
     with other.cursor() as cursor:
         cursor.execute("BEGIN IMMEDIATE")
@@ -454,7 +454,7 @@ def test_a_request_cancelled_while_it_begins_leaves_nothing_open(client) -> None
 
 @pytest.mark.postgresql
 def test_a_connection_that_died_between_requests_is_replaced() -> None:
-    """As under `atomic()`, where CONN_HEALTH_CHECKS asks for it."""
+    """As under `atomic()` with CONN_HEALTH_CHECKS."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()

@@ -37,7 +37,7 @@ def place(number: str) -> list[str]:
 
 
 def order(request: HttpRequest) -> HttpResponse:
-    """Place an order, and then end as the query requires."""
+    """Place an order, and then end as the query string requires."""
     number = request.GET.get("number") or request.POST["number"]
     ids = place(number)
     ending = request.GET.get("then", "")
@@ -88,29 +88,29 @@ def write(request: HttpRequest) -> HttpResponse:
 
 @no_outbox
 def without(request: HttpRequest) -> HttpResponse:
-    """Say whether a transaction is open."""
+    """Return whether a transaction is open."""
     return JsonResponse({"atomic": connection.in_atomic_block})
 
 
 @transaction.non_atomic_requests
 def non_atomic(request: HttpRequest) -> HttpResponse:
-    """Say whether a transaction is open."""
+    """Return whether a transaction is open."""
     return JsonResponse({"atomic": connection.in_atomic_block})
 
 
 def atomic(request: HttpRequest) -> HttpResponse:
-    """Say how deep inside transactions and savepoints the view runs."""
+    """Return how many transactions and savepoints surround the view."""
     return JsonResponse({"depth": len(connection.atomic_blocks)})
 
 
 async def in_async_view(request: HttpRequest) -> HttpResponse:
-    """Send where no transaction can be open."""
+    """Send from an async view, which has no transaction."""
     send_message(orders(), {})
     return HttpResponse()
 
 
 async def in_async_view_right(request: HttpRequest) -> HttpResponse:
-    """Follow the error's advice."""
+    """Do what the error advises."""
 
     def work() -> None:
         with outbox_session():
