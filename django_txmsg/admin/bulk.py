@@ -126,7 +126,7 @@ class BulkAdmin(ReadOnlyAdmin):
 
     @admin.display(description="done")
     def progress(self, operation: BulkOperation) -> str:
-        """How many of how many."""
+        """The number of handled messages, out of how many."""
         return f"{operation.done:,} of {operation.total:,}"
 
     @admin.display(description="filter")

@@ -155,7 +155,7 @@ class DeadLetterAdmin(MessageAdmin):
 
     @admin.display(description="attempts")
     def tries(self, letter: DeadLetter) -> int:
-        """How often it was tried."""
+        """The number of attempts."""
         return letter.attempts
 
     @admin.display(description="age")

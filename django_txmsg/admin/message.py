@@ -215,7 +215,7 @@ def allowed(request: HttpRequest) -> dict[str, bool]:
 
 
 def state_of(outbox: list[Any], inbox: list[Any], letters: list[Any]) -> str:
-    """Return the state of the message: the worst, else the latest."""
+    """Return the state of the message: the worst one, or else the latest."""
     if any(letter.resolution == "open" for letter in letters):
         return "dead"
     for row in outbox:

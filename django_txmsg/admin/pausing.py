@@ -37,7 +37,8 @@ class PausableAdmin(ReadOnlyAdmin):
         raise NotImplementedError
 
     def database(self, name: str) -> str:
-        """Return the database of one. Raises LookupError for an unknown name."""
+        """Return the database of a stage or recurring message. Raises LookupError for
+        an unknown name."""
         return router.db_for_write(self.model)
 
     def may_pause(self, request: HttpRequest) -> bool:

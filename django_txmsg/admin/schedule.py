@@ -43,7 +43,7 @@ class ScheduleAdmin(PausableAdmin):
         return using
 
     def change(self, name: str, *, paused: bool, by: str, why: str) -> Model | None:
-        """Store no message at the ticks of one, or go on with its next tick."""
+        """Pause a recurring message, or let it continue with its next tick."""
         using, service = self.database(name), conf.get().SERVICE
         rows = Schedule.objects.db_manager(using)
         changed = (

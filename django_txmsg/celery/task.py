@@ -76,10 +76,10 @@ class TransactionalTask(DjangoTask):  # type: ignore[misc]  # published without 
 class OnceTask(TransactionalTask):
     """A task whose work in the database takes effect once.
 
-    The record that it was done, its work, and what it calls or sends are one
-    transaction, on the database that `using` names, or else the router. A redelivery
-    returns the first result, so that a chain goes on. The task must not be slow: its
-    transaction is open while it runs.
+    One transaction holds the record that the task is done, its work, and the tasks and
+    messages that it sends. It runs on the database that `using` names, or else the
+    router's. A redelivery returns the first result, so that a chain continues. The task
+    must not be slow, because the transaction is open while it runs.
     """
 
     #: Acknowledged after the commit, so that a worker that dies leaves the message with

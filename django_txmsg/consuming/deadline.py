@@ -94,7 +94,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the time is over."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self._until
 
     def error(self) -> StageTimedOut:
@@ -112,7 +112,7 @@ class Deadline:
         many: bool,
         context: dict[str, Any],
     ) -> Any:
-        """Run a statement of the handler, unless its time is over."""
+        """Run a statement of the handler, unless the deadline has passed."""
         if self.passed and not sql.startswith(_ENDING):
             raise self.error()
         connection = context["connection"]
@@ -189,8 +189,8 @@ class Watch:
 
 
 def _is_limited(connection: Any) -> bool:
-    """Whether a transaction ends the settings made for it: a TestCase's does not, as it
-    lasts longer."""
+    """Whether the settings made for a transaction end with it. Inside a TestCase they
+    do not, because its transaction lasts longer."""
     transaction = in_block(connection) and not in_testcase(connection)
     return transaction and connection.vendor == "postgresql"
 

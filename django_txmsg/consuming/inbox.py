@@ -288,9 +288,9 @@ def _given_back(arrival: Arrival, seen: Seen | None) -> Interrupted:
 
 
 def _adopt(arrival: Arrival) -> Outcome:
-    """Give a foreign message a stable identity before it is processed: it comes again
-    under that id, or from the inbox if its queue takes no messages now. If the broker
-    rejects it, it is buried."""
+    """Give a foreign message a stable identity before it is processed. The message then
+    arrives again under that id, or from the inbox if its queue takes no messages now.
+    If the broker rejects it, it is buried."""
     delivery = decoding.named(arrival.delivery)
     try:
         decoding.send_back(delivery, arrival.session)

@@ -62,8 +62,8 @@ _in_hand = _InHand()
 
 @contextmanager
 def in_hand(arrival: Arrival) -> Iterator[None]:
-    """Around the processing of one message: its follower in another thread waits a
-    moment, as this one does for its own predecessor."""
+    """Mark a message as being processed while the block runs. If its predecessor is
+    being processed by another thread, wait a moment for that first."""
     turn = arrival.turn
     if turn is None:
         yield

@@ -58,11 +58,11 @@ class Parking:
         self._since = 0
 
     def had_its_turn(self) -> None:
-        """Record that none was due: the next delivery comes first."""
+        """Record that no parked message was due: the next delivery comes first."""
         self._since = min(self._since, SHARE - 1)
 
     def waited_for(self, deliveries: int) -> None:
-        """Record how many deliveries have come before them."""
+        """Count deliveries that were processed while parked messages waited."""
         self._since += deliveries
 
     def claim(self) -> Parked | None:
@@ -77,7 +77,7 @@ class Parking:
         return parked
 
     def give_back(self, parked: Parked) -> None:
-        """Release it at once."""
+        """Release a claimed message at once."""
         rows = InboxMessage.objects.db_manager(self._stage.definition.using)
         rows.unpark(parked.seen.id, self.token)
 

@@ -120,10 +120,10 @@ class Chain:
         go_on: Handler,
         final: Callable[[BaseException], bool] = lambda error: False,
     ) -> Any:
-        """Take a message through the middlewares to `go_on`, which they wrap.
+        """Pass a message through the middlewares to `go_on`, which they wrap.
 
-        Raises what they raise, or what `go_on` raised: if they hid it, and if it is
-        `final`, which means that middlewares must not decide about it. Raises
+        Raises the middlewares' exception. If they hid the exception of `go_on`, or it
+        is `final` (middlewares must not decide about it), raises that one. Raises
         MiddlewareMisused.
         """
         call = _Call(message, go_on)

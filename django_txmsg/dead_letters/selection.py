@@ -105,11 +105,11 @@ def searched(text: str) -> Q:
 
 @dataclass
 class Summary:
-    """What an action would affect: how many, how old, and where.
+    """The dead letters that an action would affect: how many, how old, and where.
 
-    `forgotten` ones died before the inbox's retention begins: if a stage has processed
-    one since, it would process it again, and nothing can tell. To discard the
-    `in_doubt` ones, undos of flows, confirms them.
+    The `forgotten` ones died before the inbox's retention begins: the inbox no longer
+    knows whether their stage has processed them since, and would process them again.
+    Discarding the `in_doubt` ones, which are undos of flows, confirms them.
     """
 
     count: int = 0

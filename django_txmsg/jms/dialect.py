@@ -67,7 +67,8 @@ class Dialect:
         return f"/topic/{name}" if destination.is_topic else f"/queue/{name}"
 
     def told(self, existing: str) -> Dialect:
-        """Return this dialect with patterns of queues that must not be declared."""
+        """Return a dialect that does not declare the queues that match these
+        patterns."""
         return self
 
     def send_headers(self, destination: Destination) -> dict[str, str]:

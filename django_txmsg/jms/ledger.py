@@ -169,11 +169,13 @@ class Ledger:
     ) -> bool:
         """Handle an ERROR frame; return False if it cannot be attributed.
 
-        An ERROR with a receipt id is about that frame; an unknown id is ignored.
-        Without an id, if the broker ``names_receipts``, it is about a frame that asked
-        for none, and makes the transactions with such frames fail. If the broker does
-        not, and ``blames`` a frame at all, the ERROR is about the only frame without an
-        answer, or makes the only transaction fail that all of those are in.
+        An ERROR with a receipt id belongs to that frame; an unknown id is ignored.
+
+        An ERROR without an id, from a broker that ``names_receipts``, belongs to a
+        frame that asked for no receipt. It makes the transactions with such frames
+        fail. From any other broker it may belong to every frame, if it ``blames`` a
+        frame at all. It is attributed only if a single frame is unanswered, or if all
+        unanswered frames are in one transaction, which then fails.
         """
         if receipt:
             entry = self.open.get(receipt.encode())

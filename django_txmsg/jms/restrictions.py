@@ -2,7 +2,8 @@
 
 Hop 1 rather than hop 4: inside ``transaction.atomic()`` a message belongs in the
 outbox, because a rollback cannot take back what a broker has stored. On an event loop a
-full window blocks the loop. Uses nothing of Django except whether it is loaded.
+full window blocks the loop. Does not import Django, and only checks whether it is
+loaded.
 """
 
 from __future__ import annotations

@@ -97,7 +97,8 @@ class Window:
             check()
 
     def has_room(self, size: int, *, told: bool) -> bool:
-        """Return whether a send of that size fits; ``told``: one with a listener."""
+        """Return whether a send of that size fits. ``told``: the send has a
+        listener."""
         # A message larger than the window is sent alone.
         in_flight = self.in_flight
         if in_flight and (
@@ -202,8 +203,8 @@ class ToldSend(Pending):
         return self._sends.withdraw(self, self._message)
 
     def tell(self) -> None:
-        """Call the listener, on a pool thread; its errors are logged and go no
-        further."""
+        """Call the listener, on a pool thread. Its exceptions are logged and not
+        raised."""
         message, error = self._message, self.error
         listener, self._listener = self._listener, None  # a future's has this object
         assert listener is not None

@@ -232,9 +232,9 @@ class Transaction:
     def free(self) -> None:
         """End the connection if the broker keeps this transaction.
 
-        ActiveMQ forgets the name of one whose COMMIT it refuses, so that ABORT cannot
-        end it, but what it took of it fills its queues, and what it acknowledged
-        cannot be acknowledged again, for as long as the connection lasts.
+        ActiveMQ forgets the name of a transaction whose COMMIT it refuses, so ABORT
+        cannot end it. As long as the connection lasts, the transaction's messages fill
+        their queues, and its acknowledged messages cannot be acknowledged again.
         """
         if self.left_open:
             self.link.lose(f"it would keep transaction {self.name} open: {self.error}")

@@ -17,7 +17,7 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
 
 
 class AuditEntry(models.Model):
-    """One deed of one operator. `by` is a user of the admin, or "command: USER"."""
+    """One action of one operator. `by` is a user of the admin, or "command: USER"."""
 
     id = models.BigAutoField(primary_key=True)
     at = models.DateTimeField(db_default=Now())

@@ -247,7 +247,8 @@ class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
         return sql, parameters
 
     def unrecord(self, pk: int) -> None:
-        """Remove an arrival that will be recorded anew, and its counted attempt."""
+        """Remove an arrival, and its counted attempt, because it will be recorded
+        again."""
         self.filter(pk=pk).update(
             deliveries=models.F("deliveries") - 1, attempts=models.F("attempts") - 1
         )

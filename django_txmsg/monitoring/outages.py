@@ -35,8 +35,8 @@ class Known:
 
 
 def told(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """Return the outages as a process writes them: how long each had lasted at the
-    heartbeat, from which the database's clock gives its beginning."""
+    """Return the outages for the worker's row: the seconds that each had lasted at the
+    heartbeat. From those the database's clock gives its beginning."""
     return [
         {
             "kind": one.kind,

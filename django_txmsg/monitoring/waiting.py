@@ -46,7 +46,7 @@ class Waiting:
 
     @property
     def delayed(self) -> int:
-        """Those that are not due yet."""
+        """The number of messages that are not due yet."""
         return self.count - self.due
 
     @property

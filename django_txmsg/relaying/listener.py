@@ -192,7 +192,7 @@ def listening(databases: Collection[str]) -> Iterator[None]:
 
 
 class _Users:
-    """Who listens in one database: one thread does it for all."""
+    """The users of a listener in one database: one thread listens for all of them."""
 
     def __init__(self, using: str) -> None:
         self._using, self._lock = using, threading.Lock()

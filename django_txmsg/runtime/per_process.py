@@ -1,7 +1,7 @@
 """Objects of one process, which a forked child does not inherit.
 
-The parent's threads, sockets and locks are useless to the child, and it finds out
-itself what the parent has found out.
+The parent's threads, sockets and locks are useless to the child, and the child looks up
+again what the parent has looked up.
 """
 
 from __future__ import annotations

@@ -113,11 +113,12 @@ class LakeTable:
         replaced: Iterable[Named] = (),
         same_rows: bool = False,
     ) -> int:
-        """Name `files` in one log entry on top of `delta`, and return its version.
+        """Add `files` to the table in one log entry on top of `delta`, and return its
+        version.
 
-        `app` is what the entry is known by: if anybody has committed under the same
-        name since `delta` was loaded, this raises CommitFailedError. `same_rows` says
-        that `files` have the rows of those that are `replaced`.
+        `app` identifies the entry. If another process has committed under the same name
+        since `delta` was loaded, this raises CommitFailedError. `same_rows` means that
+        `files` have the same rows as the `replaced` files.
         """
         files = list(files)
         before: int = delta.version()

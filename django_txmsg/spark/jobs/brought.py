@@ -125,7 +125,7 @@ def stands(log: WholeLog, known: Tables, present: Tables) -> Standing:
 
 
 def _as_it_was(delta: DeltaTable, then: Looked) -> bool:
-    """Return whether no batch seen then has lost or gained a row since."""
+    """Return whether the batches of that version still have the same rows."""
     count = delta.version() - then.version + 1
     entries = delta.history(count) if count > 0 else []
     if not entries or (entries[-1]["version"], entries[-1]["timestamp"]) != (
@@ -146,5 +146,5 @@ def _changes(entry: Mapping[str, Any], seen: Mapping[str, int]) -> bool:
 
 
 def _said(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the entry that our own code has made."""
+    """Return the metadata that our own code added to the entry, or None."""
     return json.loads(entry["txmsg"]) if entry.get("txmsg") else None

@@ -41,7 +41,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who receives what is sent to a topic, since when and, if no more, until when."""
+    """A stage that receives from a topic, since when, and until when if it no longer
+    does."""
 
     destination: str
     consumer: str

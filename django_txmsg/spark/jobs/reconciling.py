@@ -33,11 +33,11 @@ class Reconciling:
 
     @property
     def under_way(self) -> bool:
-        """Whether one is running."""
+        """Whether a run is in progress."""
         return self._process is not None
 
     def start(self) -> None:
-        """Start one."""
+        """Start a run."""
         home = str(Path(__file__).resolve().parents[3])
         known = os.environ.get("PYTHONPATH", "")
         paths = os.pathsep.join(filter(None, [home, known]))

@@ -63,9 +63,9 @@ def throughput(sent: DataFrame, received: DataFrame) -> DataFrame:
 
 
 def backlog(sent: DataFrame, since: dt.datetime, until: dt.datetime) -> DataFrame:
-    """Return BACKLOG: messages due and not yet dispatched at each hour's end. Those
-    that waited already at `since` have come in its hour; those that are due only after
-    `until` wait for nothing."""
+    """Return BACKLOG: messages that are due and not dispatched at the end of each hour.
+    Messages that were waiting at `since` count from that hour on. Messages that are due
+    after `until` are left out."""
     left = sf.coalesce("dispatched_at", "dead_at")
     start = timestamp(since)
     stored, gone, dead = (sf.col(n) for n in ("created_at", "dispatched_at", "dead_at"))

@@ -145,8 +145,8 @@ def departures(sent: DataFrame) -> DataFrame:
 
 
 def due_at() -> Column:
-    """Return when a stored message was to leave. A failed attempt to send it moves
-    `due_at`: then this is the earliest instant that it can have been."""
+    """Return when a stored message should have left. A failed attempt to send it moves
+    `due_at`, so this is the earliest possible instant."""
     backoffs = sf.coalesce("attempts", sf.lit(0)) * int(_BACKOFF.total_seconds() * 1e6)
     first = sf.timestamp_micros(sf.unix_micros("due_at") - backoffs)
     return sf.greatest("created_at", first)

@@ -140,7 +140,7 @@ class Judgement:
 
     @property
     def strictest(self) -> dt.timedelta:
-        """What no message takes that is late nowhere."""
+        """The shortest time that makes a message late, at any destination."""
         return min([self.late_after, *(limit for _, limit in self.late_at)])
 
 
@@ -321,9 +321,9 @@ def findings(outcome: DataFrame) -> DataFrame:
 
 
 def places(steps: DataFrame) -> DataFrame:
-    """Return PLACE: who has received from where and from whom, from the first to the
-    last message, and how long messages were on their way. What was only sent has no
-    receiver."""
+    """Return PLACE: which consumer has received from which destination and sender, the
+    first and the last message, and the times on the way. A destination from which
+    nothing was received has no receiver."""
     listener = sf.when(is_topic(sf.col("destination")), sf.col("consumer"))
     # A copy was made where it was received.
     due = sf.when(sf.col("copied_at").isNull(), sf.col("due_at"))
