@@ -121,7 +121,7 @@ class Migration(migrations.Migration):
                     "ordered_since",
                     models.DateTimeField(
                         blank=True,
-                        help_text="When it first ran in order here.",
+                        help_text="When the stage was first ordered in this database.",
                         null=True,
                     ),
                 ),
@@ -129,7 +129,7 @@ class Migration(migrations.Migration):
                     "full_since",
                     models.DateTimeField(
                         blank=True,
-                        help_text="Ordered, it has received nothing since: too many messages wait.",
+                        help_text="Since when it receives nothing, because too many messages wait.",
                         null=True,
                     ),
                 ),
@@ -200,7 +200,7 @@ class Migration(migrations.Migration):
                     models.DurationField(
                         db_default=datetime.timedelta(seconds=30),
                         default=datetime.timedelta(seconds=30),
-                        help_text="Age of the last heartbeat from which the worker counts as dead.",
+                        help_text="Age of the last heartbeat at which the worker counts as dead.",
                     ),
                 ),
             ],
@@ -302,7 +302,7 @@ class Migration(migrations.Migration):
                     "due_at",
                     models.DateTimeField(
                         db_default=django.db.models.functions.datetime.Now(),
-                        help_text="When the rate allows the next batch.",
+                        help_text="The earliest time of the next batch.",
                     ),
                 ),
                 (
@@ -355,7 +355,7 @@ class Migration(migrations.Migration):
                     "deaths",
                     models.PositiveIntegerField(
                         default=1,
-                        help_text="How often this message ended here at this stage.",
+                        help_text="How often this message died at this stage.",
                     ),
                 ),
                 ("message_created_at", models.DateTimeField(blank=True, null=True)),
@@ -468,7 +468,7 @@ class Migration(migrations.Migration):
                 (
                     "fingerprint",
                     models.CharField(
-                        help_text="Of method, path and body: a key names one request.",
+                        help_text="Digest of method, path and body: a key is for one request.",
                         max_length=64,
                     ),
                 ),
@@ -489,7 +489,7 @@ class Migration(migrations.Migration):
                     "session_id",
                     models.UUIDField(
                         blank=True,
-                        help_text="As which session's its messages are stored.",
+                        help_text="The session under which its messages are stored.",
                         null=True,
                     ),
                 ),
@@ -528,7 +528,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="Who sent the message.",
+                        help_text="The service that sent the message.",
                         max_length=255,
                     ),
                 ),
@@ -571,7 +571,7 @@ class Migration(migrations.Migration):
                     "due_at",
                     models.DateTimeField(
                         blank=True,
-                        help_text="Parked until then; empty when not parked.",
+                        help_text="Parked until then; empty: not parked.",
                         null=True,
                     ),
                 ),
@@ -585,7 +585,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         db_default="",
-                        help_text="The message type that the code which parked it could not read.",
+                        help_text="The message type that the parking code could not read.",
                         max_length=255,
                     ),
                 ),
@@ -593,7 +593,7 @@ class Migration(migrations.Migration):
                     "needs_version",
                     models.PositiveIntegerField(
                         blank=True,
-                        help_text="The oldest version of it that can.",
+                        help_text="The oldest version of the code that can read it.",
                         null=True,
                     ),
                 ),
@@ -602,7 +602,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         db_default="",
-                        help_text="Of what an ordered stage has put aside.",
+                        help_text="The key of a message that waits at an ordered stage.",
                         max_length=255,
                     ),
                 ),
@@ -610,7 +610,7 @@ class Migration(migrations.Migration):
                     "waits_for",
                     models.UUIDField(
                         blank=True,
-                        help_text="The message whose turn is before this one's.",
+                        help_text="The predecessor in the order of its key.",
                         null=True,
                     ),
                 ),
@@ -619,7 +619,7 @@ class Migration(migrations.Migration):
                     "after_at",
                     models.DateTimeField(
                         blank=True,
-                        help_text="The place of that one in its key's order.",
+                        help_text="The predecessor's place in the order of its key.",
                         null=True,
                     ),
                 ),
@@ -715,7 +715,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="What stored this id again: a dead letter's redelivery, a replay.",
+                        help_text="Why this id was stored again: a redelivery, or a replay.",
                         max_length=64,
                     ),
                 ),
@@ -725,7 +725,7 @@ class Migration(migrations.Migration):
                         blank=True,
                         db_default="",
                         default="",
-                        help_text="The service that stored this message, and whose relay sends it. Empty: stored by an earlier release, sent by any.",
+                        help_text="The service that stored this message, and whose relay sends it. Empty: stored by an earlier release, any relay sends it.",
                         max_length=100,
                     ),
                 ),
@@ -770,7 +770,7 @@ class Migration(migrations.Migration):
                     "cancelled_at",
                     models.DateTimeField(
                         blank=True,
-                        help_text="When somebody called it back; it is dead from then on.",
+                        help_text="When it was cancelled; it is dead from then on.",
                         null=True,
                     ),
                 ),
@@ -778,7 +778,7 @@ class Migration(migrations.Migration):
                     "linked_at",
                     models.DateTimeField(
                         blank=True,
-                        help_text="When it got its place in the order of its key, and is on its way.",
+                        help_text="When it got its place in the order of its key.",
                         null=True,
                     ),
                 ),
@@ -786,7 +786,7 @@ class Migration(migrations.Migration):
                     "unique_key",
                     models.CharField(
                         blank=True,
-                        help_text="Held by this message until a relay has it in hand.",
+                        help_text="Held by this message until a relay claims it.",
                         max_length=255,
                         null=True,
                     ),
@@ -911,7 +911,8 @@ class Migration(migrations.Migration):
                 (
                     "priority",
                     models.SmallIntegerField(
-                        db_default=0, help_text="Of a task; the higher one comes first."
+                        db_default=0,
+                        help_text="The priority of a task; higher ones run first.",
                     ),
                 ),
             ],
@@ -954,7 +955,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="The expression and the time zone that the last tick is of.",
+                        help_text="The expression and time zone of the last tick.",
                         max_length=255,
                     ),
                 ),
@@ -967,7 +968,7 @@ class Migration(migrations.Migration):
                 (
                     "moves",
                     models.PositiveBigIntegerField(
-                        default=0, help_text="How often the last tick has changed."
+                        default=0, help_text="How often the last tick was advanced."
                     ),
                 ),
                 ("paused_at", models.DateTimeField(blank=True, null=True)),

@@ -29,7 +29,7 @@ class Migration(migrations.Migration):
             field=models.CharField(
                 db_default="",
                 default="",
-                help_text="The destination or stage; empty: the period is counted.",
+                help_text="The destination or stage; empty: marks the period as counted.",
                 max_length=255,
             ),
         ),

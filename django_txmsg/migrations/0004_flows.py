@@ -16,7 +16,7 @@ class Migration(migrations.Migration):
             name="revoked_at",
             field=models.DateTimeField(
                 blank=True,
-                help_text="When whoever asked for it took it back; it is dead from then on.",
+                help_text="When the flow that asked for it revoked it; it is dead then.",
                 null=True,
             ),
         ),
@@ -33,12 +33,15 @@ class Migration(migrations.Migration):
                 ("service", models.CharField(max_length=100)),
                 ("flow", models.CharField(max_length=200)),
                 ("key", models.CharField(blank=True, default="", max_length=255)),
-                ("version", models.PositiveIntegerField(help_text="Of its state.")),
+                (
+                    "version",
+                    models.PositiveIntegerField(help_text="The version of its state."),
+                ),
                 ("state", models.TextField(help_text="JSON.")),
                 (
                     "step",
                     models.CharField(
-                        help_text="The one that comes next.", max_length=200
+                        help_text="The step that runs next.", max_length=200
                     ),
                 ),
                 (
@@ -46,7 +49,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="The step for a deadline, or a request that is given up.",
+                        help_text="The step that runs if the deadline passes or the request is dead.",
                         max_length=200,
                     ),
                 ),
@@ -54,7 +57,7 @@ class Migration(migrations.Migration):
                     "turn",
                     models.UUIDField(
                         blank=True,
-                        help_text="Whoever brings it makes the run go on.",
+                        help_text="The token of the message that continues the run.",
                         null=True,
                     ),
                 ),
@@ -80,7 +83,7 @@ class Migration(migrations.Migration):
                     models.CharField(
                         blank=True,
                         default="",
-                        help_text="Where its request went.",
+                        help_text="The destination of its request.",
                         max_length=255,
                     ),
                 ),
@@ -94,21 +97,21 @@ class Migration(migrations.Migration):
                 (
                     "due_at",
                     models.DateTimeField(
-                        blank=True, help_text="Its deadline, while it waits.", null=True
+                        blank=True, help_text="The deadline of its wait.", null=True
                     ),
                 ),
                 (
                     "resumed_at",
                     models.DateTimeField(
                         blank=True,
-                        help_text="When somebody's word was stored.",
+                        help_text="When a call of resume() for it was stored.",
                         null=True,
                     ),
                 ),
                 (
                     "failing",
                     models.BooleanField(
-                        default=False, help_text="Whether it undoes what it has done."
+                        default=False, help_text="Whether it is undoing its work."
                     ),
                 ),
                 (
@@ -141,14 +144,12 @@ class Migration(migrations.Migration):
                     models.JSONField(
                         blank=True,
                         default=dict,
-                        help_text="The headers by which whoever asked gets the answer.",
+                        help_text="The caller's headers, by which the answer reaches the caller.",
                     ),
                 ),
                 (
                     "first_run",
-                    models.UUIDField(
-                        help_text="The run that has caused all the others."
-                    ),
+                    models.UUIDField(help_text="The first run of the conversation."),
                 ),
                 ("hop", models.PositiveIntegerField(default=0)),
                 ("baggage", models.JSONField(blank=True, default=dict)),
@@ -213,7 +214,7 @@ class Migration(migrations.Migration):
                 ("step", models.CharField(max_length=200)),
                 (
                     "message_id",
-                    models.UUIDField(help_text="The message that made the run go on."),
+                    models.UUIDField(help_text="The message that continued the run."),
                 ),
                 (
                     "created_at",
@@ -258,7 +259,7 @@ class Migration(migrations.Migration):
                     "request_id",
                     models.UUIDField(
                         blank=True,
-                        help_text="The request; empty: of a step's own work.",
+                        help_text="The request that it undoes; empty: a step's own work.",
                         null=True,
                     ),
                 ),
@@ -272,7 +273,7 @@ class Migration(migrations.Migration):
                     "cancels",
                     models.BooleanField(
                         default=False,
-                        help_text="Whether it cancels a run that was asked.",
+                        help_text="Whether it cancels the run of a flow that was asked.",
                     ),
                 ),
                 (

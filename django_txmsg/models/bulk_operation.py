@@ -86,7 +86,7 @@ class BulkOperation(models.Model):
     )
     created_at = models.DateTimeField(db_default=Now())
     due_at = models.DateTimeField(
-        db_default=Now(), help_text="When the rate allows the next batch."
+        db_default=Now(), help_text="The earliest time of the next batch."
     )
     changed_at = models.DateTimeField(db_default=Now())
     finished_at = models.DateTimeField(null=True, blank=True)

@@ -116,7 +116,7 @@ class DeadLetter(models.Model):
     fingerprint = models.CharField(max_length=64, default="", blank=True)
     attempts = models.PositiveIntegerField(default=0)
     deaths = models.PositiveIntegerField(
-        default=1, help_text="How often this message ended here at this stage."
+        default=1, help_text="How often this message died at this stage."
     )
     message_created_at = models.DateTimeField(null=True, blank=True)
     created_at = models.DateTimeField(db_default=Now())

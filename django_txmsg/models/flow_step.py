@@ -14,7 +14,7 @@ class FlowStep(models.Model):
     id = models.BigAutoField(primary_key=True)
     run = models.ForeignKey(Run, models.CASCADE, related_name="steps")
     step = models.CharField(max_length=200)
-    message_id = models.UUIDField(help_text="The message that made the run go on.")
+    message_id = models.UUIDField(help_text="The message that continued the run.")
     created_at = models.DateTimeField(db_default=Now())
     version = models.PositiveIntegerField()
     state = models.TextField(help_text="JSON, after the step.")

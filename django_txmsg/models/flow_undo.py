@@ -23,11 +23,13 @@ class FlowUndo(models.Model):
     body = models.BinaryField()
     body_type = models.CharField(max_length=255, default="", blank=True)
     request_id = models.UUIDField(
-        null=True, blank=True, help_text="The request; empty: of a step's own work."
+        null=True,
+        blank=True,
+        help_text="The request that it undoes; empty: a step's own work.",
     )
     created_at = models.DateTimeField(db_default=Now())
     cancels = models.BooleanField(
-        default=False, help_text="Whether it cancels a run that was asked."
+        default=False, help_text="Whether it cancels the run of a flow that was asked."
     )
     answered = models.BooleanField(
         default=False, help_text="Whether the answer to the request has come."

@@ -13,7 +13,8 @@ class IdempotencyKey(models.Model):
     caller = models.CharField(max_length=255)
     key = models.CharField(max_length=255)
     fingerprint = models.CharField(
-        max_length=64, help_text="Of method, path and body: a key names one request."
+        max_length=64,
+        help_text="Digest of method, path and body: a key is for one request.",
     )
     status_code = models.PositiveSmallIntegerField(null=True, blank=True)
     headers = models.JSONField(default=list)
@@ -21,7 +22,9 @@ class IdempotencyKey(models.Model):
         null=True, blank=True, help_text="Empty for a streaming response."
     )
     session_id = models.UUIDField(
-        null=True, blank=True, help_text="As which session's its messages are stored."
+        null=True,
+        blank=True,
+        help_text="The session under which its messages are stored.",
     )
     created_at = models.DateTimeField(db_default=Now())
 

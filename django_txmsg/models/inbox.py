@@ -544,7 +544,10 @@ class InboxMessage(models.Model):
     destination = models.CharField(max_length=255)
     correlation_id = models.CharField(max_length=255, default="", blank=True)
     service = models.CharField(
-        max_length=255, default="", blank=True, help_text="Who sent the message."
+        max_length=255,
+        default="",
+        blank=True,
+        help_text="The service that sent the message.",
     )
     created_at = models.DateTimeField(
         null=True, blank=True, help_text="When its sender stored the message."
@@ -563,10 +566,10 @@ class InboxMessage(models.Model):
     revoked_at = models.DateTimeField(
         null=True,
         blank=True,
-        help_text="When whoever asked for it took it back; it is dead from then on.",
+        help_text="When the flow that asked for it revoked it; it is dead then.",
     )
     due_at = models.DateTimeField(
-        null=True, blank=True, help_text="Parked until then; empty when not parked."
+        null=True, blank=True, help_text="Parked until then; empty: not parked."
     )
     lease_until = models.DateTimeField(null=True, blank=True)
     lease_token = models.UUIDField(null=True, blank=True)
@@ -577,23 +580,27 @@ class InboxMessage(models.Model):
         max_length=255,
         db_default="",
         blank=True,
-        help_text="The message type that the code which parked it could not read.",
+        help_text="The message type that the parking code could not read.",
     )
     needs_version = models.PositiveIntegerField(
-        null=True, blank=True, help_text="The oldest version of it that can."
+        null=True,
+        blank=True,
+        help_text="The oldest version of the code that can read it.",
     )
     key = models.CharField(
         max_length=255,
         db_default="",
         blank=True,
-        help_text="Of what an ordered stage has put aside.",
+        help_text="The key of a message that waits at an ordered stage.",
     )
     waits_for = models.UUIDField(
-        null=True, blank=True, help_text="The message whose turn is before this one's."
+        null=True, blank=True, help_text="The predecessor in the order of its key."
     )
     waits_since = models.DateTimeField(null=True, blank=True)
     after_at = models.DateTimeField(
-        null=True, blank=True, help_text="The place of that one in its key's order."
+        null=True,
+        blank=True,
+        help_text="The predecessor's place in the order of its key.",
     )
 
     objects = InboxManager()

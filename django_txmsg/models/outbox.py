@@ -43,7 +43,7 @@ class OutboxMessage(models.Model):
         max_length=64,
         default="",
         blank=True,
-        help_text="What stored this id again: a dead letter's redelivery, a replay.",
+        help_text="Why this id was stored again: a redelivery, or a replay.",
     )
     service = models.CharField(
         max_length=100,
@@ -51,7 +51,7 @@ class OutboxMessage(models.Model):
         db_default="",
         blank=True,
         help_text="The service that stored this message, and whose relay sends it. "
-        "Empty: stored by an earlier release, sent by any.",
+        "Empty: stored by an earlier release, any relay sends it.",
     )
     broker = models.CharField(max_length=64, default="default")
     destination = models.CharField(max_length=255)
@@ -77,18 +77,18 @@ class OutboxMessage(models.Model):
     cancelled_at = models.DateTimeField(
         null=True,
         blank=True,
-        help_text="When somebody called it back; it is dead from then on.",
+        help_text="When it was cancelled; it is dead from then on.",
     )
     linked_at = models.DateTimeField(
         null=True,
         blank=True,
-        help_text="When it got its place in the order of its key, and is on its way.",
+        help_text="When it got its place in the order of its key.",
     )
     unique_key = models.CharField(  # noqa: DJ001 - most rows have none, and no entry
         max_length=255,
         null=True,
         blank=True,
-        help_text="Held by this message until a relay has it in hand.",
+        help_text="Held by this message until a relay claims it.",
     )
 
     objects = OutboxManager()

@@ -24,7 +24,7 @@ class PeriodCount(models.Model):
         max_length=255,
         default="",
         db_default="",
-        help_text="The destination or stage; empty: the period is counted.",
+        help_text="The destination or stage; empty: marks the period as counted.",
     )
     count = models.BigIntegerField()
 

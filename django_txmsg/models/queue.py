@@ -162,7 +162,7 @@ class QueueMessage(models.Model):
     deliveries = models.PositiveIntegerField(default=0)
     lease_token = models.UUIDField(null=True, blank=True)
     priority = models.SmallIntegerField(
-        db_default=0, help_text="Of a task; the higher one comes first."
+        db_default=0, help_text="The priority of a task; higher ones run first."
     )
 
     objects: ClassVar[QueueManager] = QueueManager()

@@ -93,34 +93,39 @@ class Run(models.Model):
     service = models.CharField(max_length=100)
     flow = models.CharField(max_length=200)
     key = models.CharField(max_length=255, default="", blank=True)
-    version = models.PositiveIntegerField(help_text="Of its state.")
+    version = models.PositiveIntegerField(help_text="The version of its state.")
     state = models.TextField(help_text="JSON.")
-    step = models.CharField(max_length=200, help_text="The one that comes next.")
+    step = models.CharField(max_length=200, help_text="The step that runs next.")
     otherwise = models.CharField(
         max_length=200,
         default="",
         blank=True,
-        help_text="The step for a deadline, or a request that is given up.",
+        help_text="The step that runs if the deadline passes or the request is dead.",
     )
     turn = models.UUIDField(
-        null=True, blank=True, help_text="Whoever brings it makes the run go on."
+        null=True,
+        blank=True,
+        help_text="The token of the message that continues the run.",
     )
     waits_for = models.CharField(
         max_length=16, choices=WaitsFor.choices, default="", blank=True
     )
     asked = models.CharField(
-        max_length=255, default="", blank=True, help_text="Where its request went."
+        max_length=255,
+        default="",
+        blank=True,
+        help_text="The destination of its request.",
     )
     request_id = models.UUIDField(null=True, blank=True)
     since = models.DateTimeField(db_default=Now())
     due_at = models.DateTimeField(
-        null=True, blank=True, help_text="Its deadline, while it waits."
+        null=True, blank=True, help_text="The deadline of its wait."
     )
     resumed_at = models.DateTimeField(
-        null=True, blank=True, help_text="When somebody's word was stored."
+        null=True, blank=True, help_text="When a call of resume() for it was stored."
     )
     failing = models.BooleanField(
-        default=False, help_text="Whether it undoes what it has done."
+        default=False, help_text="Whether it is undoing its work."
     )
     undos = models.PositiveIntegerField(
         default=0, help_text="How many undos were registered."
@@ -133,9 +138,9 @@ class Run(models.Model):
     caller = models.JSONField(
         default=dict,
         blank=True,
-        help_text="The headers by which whoever asked gets the answer.",
+        help_text="The caller's headers, by which the answer reaches the caller.",
     )
-    first_run = models.UUIDField(help_text="The run that has caused all the others.")
+    first_run = models.UUIDField(help_text="The first run of the conversation.")
     hop = models.PositiveIntegerField(default=0)
     baggage = models.JSONField(default=dict, blank=True)
     correlation_id = models.CharField(max_length=255, default="", blank=True)

@@ -71,11 +71,11 @@ class Schedule(models.Model):
         max_length=255,
         default="",
         blank=True,
-        help_text="The expression and the time zone that the last tick is of.",
+        help_text="The expression and time zone of the last tick.",
     )
     last_tick = models.DateTimeField(db_default=Now())
     moves = models.PositiveBigIntegerField(
-        default=0, help_text="How often the last tick has changed."
+        default=0, help_text="How often the last tick was advanced."
     )
     paused_at = models.DateTimeField(null=True, blank=True)
     paused_by = models.CharField(max_length=255, default="", blank=True)

@@ -70,12 +70,14 @@ class StageState(models.Model):
     paused_by = models.CharField(max_length=255, default="", blank=True)
     paused_why = models.CharField(max_length=255, default="", blank=True)
     ordered_since = models.DateTimeField(
-        null=True, blank=True, help_text="When it first ran in order here."
+        null=True,
+        blank=True,
+        help_text="When the stage was first ordered in this database.",
     )
     full_since = models.DateTimeField(
         null=True,
         blank=True,
-        help_text="Ordered, it has received nothing since: too many messages wait.",
+        help_text="Since when it receives nothing, because too many messages wait.",
     )
 
     objects = StageStateManager()

@@ -54,7 +54,7 @@ class Worker(models.Model):
     silent_after = models.DurationField(
         default=silent_after(5.0),
         db_default=silent_after(5.0),
-        help_text="Age of the last heartbeat from which the worker counts as dead.",
+        help_text="Age of the last heartbeat at which the worker counts as dead.",
     )
 
     def __str__(self) -> str:
