@@ -150,6 +150,14 @@ def make_log(
         log.drop()
 
 
+#: `log`, on one kind of database where `make test` has little time.
+sampled = pytest.mark.parametrize(
+    "log",
+    ["postgresql", pytest.param("sqlite", marks=pytest.mark.matrix)],
+    indirect=True,
+)
+
+
 @pytest.fixture(params=["postgresql", "sqlite"])
 def log(request: pytest.FixtureRequest, make_log: Callable[..., Log]) -> Log:
     """An empty message log, on each kind of database."""

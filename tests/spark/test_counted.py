@@ -132,6 +132,7 @@ def test_finished_journeys_are_counted_without_reading(
 
 # A dozen judgements, of which half read everything.
 @pytest.mark.timeout(900)
+@pytest.mark.matrix
 def test_all_is_judged_as_if_it_were_read(
     spark, make_log, lake: LakeSpec, tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ def test_files_of_a_day_are_joined_when_they_are_a_crowd(
     assert sorted(files_of(lake).values()) == [16]
 
 
+@pytest.mark.matrix
 def test_files_that_others_have_joined_are_read(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -255,6 +257,7 @@ def test_lines_are_summed_up_while_a_file_is_written() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_more_lines_than_are_held_at_once_are_read(
     spark, make_log, lake: LakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +278,7 @@ def test_more_lines_than_are_held_at_once_are_read(
         judged(spark, spec)
 
 
+@pytest.mark.matrix
 def test_a_lake_may_be_at_an_address_with_a_day(
     spark, make_log, tmp_path: Path
 ) -> None:
@@ -308,7 +312,9 @@ def test_nothing_of_what_is_erased_is_in_a_footer(
     assert judged(spark, spec)["orders.place"]["ok"] == 1
 
 
-@pytest.mark.parametrize("how", ["lost", "damaged"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("lost", marks=pytest.mark.matrix), "damaged"]
+)
 def test_a_file_without_its_footer_is_named(
     spark, make_log, lake: LakeSpec, how: str
 ) -> None:

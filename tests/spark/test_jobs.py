@@ -22,7 +22,7 @@ from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from tests.faults import wait_until
 from tests.spark.archives import delta_rows, hashes_in
-from tests.spark.conftest import ANALYZES, ROOT, analyzes
+from tests.spark.conftest import ANALYZES, ROOT, analyzes, sampled
 from tests.spark.log import Log
 from tests.spark.running import outcome
 
@@ -50,6 +50,7 @@ def words(tmp_path: Path) -> dict[str, list[str]]:
     return jobs
 
 
+@sampled
 def test_every_job_ends_with_a_line_of_rows_and_seconds_and_leaves_a_record(
     spark, log: Log, lake: LakeSpec, words: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_every_job_ends_with_a_line_of_rows_and_seconds_and_leaves_a_record(
     }  # fmt: skip
 
 
+@sampled
 def test_a_dry_run_changes_nothing_but_the_list_of_runs(
     spark, log: Log, lake: LakeSpec, words: dict[str, list[str]], tmp_path: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_person_at_a_terminal_sees_a_bar_and_a_tool_does_not(
     assert plain.stderr == b""
 
 
+@sampled
 def test_a_listener_added_later_owes_nothing_for_what_was_sent_before(
     spark, log: Log, lake: LakeSpec
 ) -> None:

@@ -28,7 +28,7 @@ from django_txmsg.spark.spec import JobSpec, LakeSpec
 from django_txmsg.spark.staging import Brought, Staging
 from tests.faults import wait_until
 from tests.spark.archives import archive
-from tests.spark.conftest import ROOT
+from tests.spark.conftest import ROOT, sampled
 from tests.spark.log import LONG_AGO, Log
 from tests.spark.running import run
 
@@ -71,6 +71,7 @@ def test_a_dataframe_is_stored_as_it_is_and_once(spark, log: Log) -> None:
     assert log.count() == 100
 
 
+@sampled
 def test_an_id_a_destination_and_a_body_make_a_message(spark, log: Log) -> None:
     one = str(uuid.uuid4())
     frame = spark.createDataFrame(
@@ -163,6 +164,7 @@ def test_send_makes_each_row_of_a_dataset_one_message(
         run(spec, *words, "--name", "other")
 
 
+@sampled
 def test_replayed_copies_have_ids_of_their_own_the_same_ones_each_time(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -204,6 +206,7 @@ def test_a_run_is_remembered_when_its_messages_are_archived_and_pruned(
     assert log.count() == 0
 
 
+@sampled
 def test_replay_excludes_replayed_messages_by_default(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -222,6 +225,7 @@ def test_replay_excludes_replayed_messages_by_default(
     assert told["chosen"] == 40
 
 
+@sampled
 def test_a_message_is_replayed_from_the_database_or_from_the_lake(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -361,7 +365,14 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("staging", marks=pytest.mark.matrix),
+        "merging",
+        pytest.param("recording", marks=pytest.mark.matrix),
+    ],
+)
 def test_replay_killed_and_run_again_stores_each_message_once(
     spark, pg_log: Log, lake: LakeSpec, tmp_path: Path, moment: str
 ) -> None:

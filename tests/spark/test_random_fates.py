@@ -426,7 +426,9 @@ def play(spark: Any, lake: LakeSpec, seed: int) -> None:
         agree("from the journeys")
 
 
-@pytest.mark.parametrize("seed", [1, 5, 9])
+@pytest.mark.parametrize(
+    "seed", [1, *(pytest.param(n, marks=pytest.mark.matrix) for n in (5, 9))]
+)
 def test_random_fates_are_judged_the_same_wherever_they_lie(
     spark: object, lake: LakeSpec, seed: int
 ) -> None:
