@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import django
 from django.conf import settings
+from docutils import nodes
 
 import django_txmsg
 
@@ -62,8 +64,68 @@ MERMAID = DOCS.parent / "build" / "mermaid" / "package" / "dist"
 
 
 def setup(app: Any) -> None:
-    """Bring along what pages show by HTML, and each page's Markdown."""
+    """Link the words of the glossary, and copy the files that the site needs."""
+    app.connect("doctree-resolved", link_words)
     app.connect("build-finished", bring_along)
+
+
+GLOSSARY = "reference/glossary"
+#: Words that also occur in a general sense, so their first use is not linked.
+AMBIGUOUS = {"cancel", "refuse", "session", "store"}
+#: Where a word is not linked.
+APART = (
+    nodes.title, nodes.reference, nodes.literal, nodes.FixedTextElement, nodes.thead,
+    nodes.raw,
+)  # fmt: skip
+
+
+def link_words(app: Any, page: nodes.document, name: str) -> None:
+    """Link each word of the glossary from its first use on a page. In the Markdown
+    itself, that many links would hide the text."""
+    if name == GLOSSARY:
+        for row in _rows(page):
+            row["ids"].append(_anchor(row[0].astext()))
+        return
+    if name == "reference/api":
+        return  # its texts are docstrings
+    words = {
+        row[0].astext(): row[1].astext() for row in _rows(app.env.get_doctree(GLOSSARY))
+    }
+    left = {word: words[word] for word in words if word not in AMBIGUOUS}
+    address = app.builder.get_relative_uri(name, GLOSSARY)
+    for text in list(page.findall(nodes.Text)):
+        parent: Any = text.parent
+        outer = parent
+        while outer is not None and not isinstance(outer, APART):
+            outer = outer.parent
+        if outer is not None:
+            continue
+        parts: list[nodes.Node] = []
+        rest = text.astext()
+        while left and (found := _any_of(left).search(rest)):
+            word = found[1].lower()
+            link = nodes.reference("", found[0], internal=True)
+            link["refuri"] = f"{address}#{_anchor(word)}"
+            link["reftitle"] = left.pop(word)
+            parts += [nodes.Text(rest[: found.start()]), link]
+            rest = rest[found.end() :]
+        if parts:
+            parent.replace(text, [*parts, nodes.Text(rest)])
+
+
+def _rows(page: nodes.document) -> list[nodes.row]:
+    return [
+        row for row in page.findall(nodes.row) if isinstance(row.parent, nodes.tbody)
+    ]
+
+
+def _anchor(word: str) -> str:
+    return "word-" + word.lower().replace(" ", "-")
+
+
+def _any_of(words: dict[str, str]) -> re.Pattern[str]:
+    longest = "|".join(sorted(words, key=len, reverse=True))
+    return re.compile(rf"\b({longest})(?:s|d|ed|(?<=ch)es)?\b", re.IGNORECASE)
 
 
 def bring_along(app: Any, error: Exception | None) -> None:

@@ -93,6 +93,19 @@ def test_every_page_has_its_markdown_beside_it_and_is_listed(site: Path) -> None
         assert (site / page).read_text() == (docs / page).read_text()
 
 
+def test_each_word_of_the_glossary_is_linked_once_on_a_page(site: Path) -> None:
+    glossary = (site / "reference" / "glossary.html").read_text()
+    linked = {
+        page.stem: re.findall(r'glossary\.html#(word-[\w-]+)"', page.read_text())
+        for page in site.rglob("*.html")
+    }
+
+    assert all(len(words) == len({*words}) for words in linked.values())
+    assert {"word-relay", "word-dead-letter"} <= {*linked["keep-order"]}
+    for word in {word for words in linked.values() for word in words}:
+        assert f'id="{word}"' in glossary
+
+
 def test_who_searches_dead_letters_is_sent_to_them(site: Path) -> None:
     """The main index entry precedes all pages that contain the words."""
     index = (site / "searchindex.js").read_text()
