@@ -59,13 +59,15 @@ def table_locked() -> None:
 @pytest.mark.parametrize(
     "fault", [pytest.param(demoted, marks=pytest.mark.matrix), all_connections_ended]
 )
-def test_it_goes_on_after(
+def test_relay_and_consumer_continue_after_a_fault(
     fault: Callable[[], None], manage: Manage, destination: str
 ) -> None:
     through(Stream(manage, EMBEDDED, destination, 1, concurrency=2), fault)
 
 
-def test_it_goes_on_after_time_outs(manage: Manage, destination: str) -> None:
+def test_relay_and_consumer_continue_after_time_outs(
+    manage: Manage, destination: str
+) -> None:
     stream = Stream(manage, EMBEDDED, destination, 1, concurrency=2)
     stream.env["TXMSG_TEST_DATABASE_OPTIONS"] = json.dumps(
         {"options": "-c lock_timeout=200 -c statement_timeout=500"}

@@ -75,7 +75,7 @@ def test_orders_travel_and_one_ends_in_the_dead_letters(
     assert not [pid for pid in pids(said) if psutil.pid_exists(pid)]
 
 
-def test_it_says_what_went_wrong(demo: Start, tmp_path: Path) -> None:
+def test_a_failed_demo_prints_its_error(demo: Start, tmp_path: Path) -> None:
     code = demo(tmp_path / "no" / "such" / "directory" / "demo.sqlite3").wait(60)
     said = (tmp_path / "said").read_text()
 

@@ -38,7 +38,7 @@ def deadly() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 10])
-def test_exactly_as_often_as_any_other(
+def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
     batch: int, manage: Manage, destination: str
 ) -> None:
     """The other messages of its batch are processed without losing an attempt: it is

@@ -47,7 +47,7 @@ def declare() -> None:
         pytest.param("rabbitmq_amqp", marks=pytest.mark.soak),
     ],
 )
-def test_both_are_there_and_one_is_dropped(
+def test_copy_and_delivery_after_a_kill_are_processed_once(
     broker: str,
     manage: Manage,
     destination: str,

@@ -90,7 +90,7 @@ def effects(name: str) -> int:
     return Effect.objects.filter(name=name).count()
 
 
-def test_it_relays_and_consumes_and_prints_a_line_for_each_message(
+def test_run_relays_consumes_and_prints_a_line_for_each_message(
     run: Callable[..., ManageProcess],
 ) -> None:
     with txmsg(), transaction.atomic():
@@ -156,7 +156,7 @@ def test_closed_output_drains_the_process(command: str, code: Path) -> None:
         process.kill()
 
 
-def test_it_prunes_without_cron(run: Callable[..., ManageProcess]) -> None:
+def test_run_prunes_without_cron(run: Callable[..., ManageProcess]) -> None:
     old = make.OutboxMessageFactory(dispatched=True)
     OutboxMessage.objects.filter(pk=old.pk).update(
         created_at=ago(days=90), dispatched_at=ago(days=90)

@@ -210,7 +210,7 @@ def test_the_audit_is_a_page_that_finds_and_changes_nothing(
     assert client.get(f"{audit}add/").status_code == 403
 
 
-def test_a_note_does_not_overwrite_one_that_its_writer_has_not_seen(
+def test_note_does_not_overwrite_an_unseen_newer_note(
     operator: Client,
 ) -> None:
     letter = factories.DeadLetterFactory()
@@ -234,7 +234,7 @@ def test_a_note_is_on_an_error_that_there_is(operator: Client) -> None:
     assert not FailureNote.objects.exists()
 
 
-def test_who_may_start_an_operation_may_watch_it(
+def test_user_who_may_start_a_bulk_operation_may_see_it(
     somebody: Callable[..., Client],
 ) -> None:
     client = somebody("view_deadletter", "redeliver_deadletter")
@@ -248,7 +248,7 @@ def test_who_may_start_an_operation_may_watch_it(
     assert "Bulk operations" not in nobody.get(DEAD).content.decode()
 
 
-def test_who_may_not_see_the_answer_does_not_do_the_deed(
+def test_action_is_refused_to_a_user_who_may_not_see_its_page(
     somebody: Callable[..., Client],
 ) -> None:
     letter = factories.DeadLetterFactory()

@@ -117,7 +117,7 @@ def ids_of(number: int) -> list[int]:
 
 
 @pytest.mark.django_db
-def test_one_message_that_cannot_be_redelivered_spoils_no_other() -> None:
+def test_message_that_cannot_be_redelivered_does_not_stop_the_others() -> None:
     letters = factories.DeadLetterFactory.create_batch(250)
     spoilt = letters[130]
     # Somebody has stored just that redelivery already.
@@ -150,7 +150,7 @@ def test_pausing_stops_after_the_batch_and_resuming_goes_on() -> None:
 
 
 @pytest.mark.django_db
-def test_cancelling_keeps_what_is_done() -> None:
+def test_cancelled_operation_keeps_its_finished_messages() -> None:
     factories.DeadLetterFactory.create_batch(300)
     operation = bulk.start("redeliver", {})
     bulk.work_batch("default")
@@ -248,9 +248,7 @@ def test_a_redelivered_message_carries_its_own_headers_and_key() -> None:
 
 
 @pytest.mark.django_db
-def test_a_message_that_dies_again_is_the_same_dead_letter_and_redelivered_anew() -> (
-    None
-):
+def test_message_that_dies_again_is_the_same_letter_and_can_be_redelivered() -> None:
     letter = factories.DeadLetterFactory()
     bulk.finish(bulk.start("redeliver", {}))
     DeadLetter.objects.filter(pk=letter.pk).update(

@@ -99,7 +99,7 @@ def test_matching_letters_are_changed_and_counted(
     assert operation.filter == {"stage": "mail.send"}
 
 
-def test_restore_opens_what_was_discarded() -> None:
+def test_restore_reopens_discarded_letters() -> None:
     letter = factories.DeadLetterFactory(discarded=True)
 
     assert "Restored 1" in run("dead_letters", "restore", "--all")

@@ -52,7 +52,7 @@ def test_discarding_an_undo_in_doubt_is_said_to_confirm_it(operator: Client) -> 
     assert "in doubt" not in page
 
 
-def test_one_is_redelivered_and_its_page_says_so(operator: Client) -> None:
+def test_redelivered_letter_shows_its_resolution(operator: Client) -> None:
     letter = factories.DeadLetterFactory()
     factories.InboxMessageFactory(message_id=letter.message_id, dead=True, attempts=7)
 
@@ -88,7 +88,7 @@ def test_message_processed_meanwhile_is_skipped_and_reported(operator: Client) -
     assert letters[0].resolution == "open"
 
 
-def test_force_redelivers_what_was_processed(operator: Client) -> None:
+def test_force_redelivers_processed_messages(operator: Client) -> None:
     letter = factories.DeadLetterFactory()
     seen = factories.InboxMessageFactory(message_id=letter.message_id)
 
@@ -188,7 +188,7 @@ def test_a_rate_that_no_batch_could_keep_is_refused(
         ("restore", "redeliver_deadletter"),
     ],
 )
-def test_each_deed_needs_its_own_permission(
+def test_each_action_needs_its_own_permission(
     somebody: Callable[..., Client], kind: str, permission: str
 ) -> None:
     letter = factories.DeadLetterFactory(discarded=kind == "restore")

@@ -61,7 +61,7 @@ def test_the_contract_is_shown(viewer: Client) -> None:
     assert URL in viewer.get("/admin/django_txmsg/stagestate/").content.decode()
 
 
-def test_it_says_what_the_code_breaks(viewer: Client) -> None:
+def test_contract_page_shows_breaking_changes(viewer: Client) -> None:
     call_command("txmsg", "contracts", "export")
     assert "matches the code" in viewer.get(URL).content.decode()
 

@@ -134,7 +134,7 @@ def test_a_dead_letter_that_is_gone_leads_back(operator: Client) -> None:
     )
 
 
-def test_it_is_off_unless_the_setting_says_so(operator: Client, settings: Any) -> None:
+def test_editing_copies_is_off_by_default(operator: Client, settings: Any) -> None:
     letter = letter_with()
     settings.TXMSG = {**settings.TXMSG, "EDIT_DEAD_LETTERS": False}
 
@@ -143,7 +143,7 @@ def test_it_is_off_unless_the_setting_says_so(operator: Client, settings: Any) -
 
 
 @pytest.mark.parametrize("missing", ["edit_deadletter", "view_message_body"])
-def test_it_needs_two_permissions(
+def test_editing_a_copy_needs_two_permissions(
     somebody: Callable[..., Client], missing: str
 ) -> None:
     letter = letter_with()
@@ -183,7 +183,7 @@ def test_a_body_whose_lines_end_in_several_ways_is_not_edited(
     assert "end in several ways" in page
 
 
-def test_a_header_with_a_line_end_stays_what_it_is(operator: Client) -> None:
+def test_header_with_a_line_end_is_unchanged_in_a_copy(operator: Client) -> None:
     letter = letter_with()
     odd = {"tenant": " north ", "note": "one\ntwo: three", "line": "a\u2028b: c"}
     letter.headers |= odd

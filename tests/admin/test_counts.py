@@ -308,7 +308,7 @@ def test_a_database_that_does_not_answer_is_named_and_the_others_are_counted(
     assert away == {("other", ""): 1}
 
 
-def test_a_stage_whose_subscription_is_refused_is_attended_by_nobody(
+def test_stage_with_a_refused_subscription_has_no_consumer(
     client: Client,
 ) -> None:
     refused = [

@@ -110,7 +110,7 @@ class FindingsOnAReplica:
 
 
 @pytest.mark.django_db(databases=["default", "other"])
-def test_what_is_read_from_a_replica_is_acknowledged_where_it_is(
+def test_finding_read_from_a_replica_is_acknowledged_at_the_primary(
     findings: list[Finding],
 ) -> None:
     client = log_in("view_finding", "acknowledge_finding")

@@ -212,7 +212,7 @@ def test_no_page_has_a_style_or_a_script_of_its_own() -> None:
         assert not re.search(r"style=|<style|<script(?! src=)|\son\w+=", text), page
 
 
-def test_the_outbox_says_what_became_of_a_message_at_its_stages(
+def test_outbox_list_shows_a_messages_state_at_its_stages(
     viewer: Client,
 ) -> None:
     for kind in ("dead", "processed", "away"):

@@ -74,7 +74,9 @@ def test_how_many_wait_behind_a_dead_letter(
     assert told in page(letter, operator)
 
 
-def test_which_keys_stand_still_and_why(letter: DeadLetter, operator: Client) -> None:
+def test_blocked_keys_are_listed_with_the_reason(
+    letter: DeadLetter, operator: Client
+) -> None:
     listed = printed("order", "list")
     assert f"key k: 2 waiting for {letter.message_id}, which is dead" in listed
     (one,) = json.loads(printed("order", "list", "--json"))
@@ -90,7 +92,7 @@ def test_which_keys_stand_still_and_why(letter: DeadLetter, operator: Client) ->
     assert rows.content.decode().count("of its key") == 2
 
 
-def test_that_a_skipped_one_runs_late(operator: Client) -> None:
+def test_page_of_a_skipped_message_says_that_it_runs_late(operator: Client) -> None:
     skips: stages.Order = "skip"
     with declared(lambda message: None, "tests.skipping", ordered=skips):
         letter = factories.DeadLetterFactory(
@@ -119,7 +121,7 @@ def test_state_of_a_predecessor_is_shown(
     assert why in printed("order", "list")
 
 
-def test_one_that_its_relay_has_given_up(letter: DeadLetter) -> None:
+def test_page_of_a_message_that_its_relay_gave_up(letter: DeadLetter) -> None:
     InboxMessage.objects.filter(message_id=letter.message_id).delete()
     factories.OutboxMessageFactory(
         message_id=letter.message_id, dead_at=timezone.now(), last_error="rejected"

@@ -44,7 +44,7 @@ def told(*arguments: str) -> str:
 
 
 @pytest.mark.django_db
-def test_what_is_declared_and_what_was_left_behind_is_shown(operator: Client) -> None:
+def test_schedule_lists_declared_and_removed_messages(operator: Client) -> None:
     Schedule.objects.create(service="tests", name="long.gone", timing="0 1 * * * UTC")
     Schedule.objects.create(service="elsewhere", name="of.others")
 
@@ -69,7 +69,7 @@ def test_the_page_is_not_offered_where_nothing_recurs(operator: Client) -> None:
 
 
 @pytest.mark.django_db
-def test_it_is_paused_and_resumed(operator: Client) -> None:
+def test_recurring_message_is_paused_and_resumed(operator: Client) -> None:
     form = {"name": "reports.nightly", "why": "<b>moving</b>"}
     page = operator.post(f"{URL}pause/", form, follow=True).content.decode()
 
@@ -146,7 +146,7 @@ def test_tick_without_stored_message_is_overdue(operator: Client) -> None:
         ({"using": "nowhere"}, "not to be in a database 'nowhere'"),
     ],
 )
-def test_the_check_finds_what_could_not_be_stored(
+def test_check_finds_recurring_message_that_cannot_be_stored(
     options: dict[str, Any], why: str
 ) -> None:
     every("0 3 * * *", "reports.bad", **options)

@@ -84,7 +84,7 @@ def test_stages_work_with_the_class_that_a_setting_names(
 
 
 @committing
-def test_one_that_is_down_keeps_messages_in_the_outbox(destination: str) -> None:
+def test_messages_stay_in_the_outbox_while_the_broker_is_down(destination: str) -> None:
     with named(f"redis://127.0.0.1:{free_port()}"):
         with pytest.raises(BrokerUnavailable):
             send(destination, 1)

@@ -67,16 +67,16 @@ def test_the_page_has_both_commands() -> None:
 
 
 @pytest.mark.parametrize("queue", ["shop.ship", "shop.txmsg.control"])
-def test_it_may_use_its_own_queues(shop: Broker, queue: str) -> None:
+def test_user_may_use_the_services_own_queues(shop: Broker, queue: str) -> None:
     assert send(shop, queue) is None
     assert receives(shop, queue)
 
 
-def test_it_may_use_topics(shop: Broker) -> None:
+def test_user_may_use_topics(shop: Broker) -> None:
     assert receives(shop, "topic:orders.placed", subscriber="shop.on-order")
 
 
-def test_it_may_send_where_it_is_said(shop: Broker) -> None:
+def test_user_may_send_to_permitted_queues(shop: Broker) -> None:
     assert send(shop, "payments.charge") is None
 
 
@@ -89,11 +89,13 @@ def test_it_may_send_where_it_is_said(shop: Broker) -> None:
     ],
     ids=["another queue", "another control queue", "another subscription"],
 )
-def test_it_may_read_nothing_else(shop: Broker, act: Callable[[Broker], Any]) -> None:
+def test_user_may_read_no_other_queue(
+    shop: Broker, act: Callable[[Broker], Any]
+) -> None:
     with pytest.raises(BrokerUnavailable, match="refused"):
         act(shop)
 
 
 @pytest.mark.parametrize("queue", ["bank.transfer", "billing.txmsg.control"])
-def test_it_may_send_nowhere_else(shop: Broker, queue: str) -> None:
+def test_user_may_send_to_no_other_queue(shop: Broker, queue: str) -> None:
     assert isinstance(send(shop, queue), DestinationUnavailable)

@@ -67,7 +67,7 @@ def test_no_page_links_out_of_the_site_to_a_file() -> None:
     assert out == set()
 
 
-def test_the_site_asks_nobody_else_for_what_it_shows(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     foreign = {
         f"{page.relative_to(site)}: {address}"
         for page in site.rglob("*.html")
@@ -106,7 +106,7 @@ def test_each_word_of_the_glossary_is_linked_once_on_a_page(site: Path) -> None:
         assert f'id="{word}"' in glossary
 
 
-def test_who_searches_dead_letters_is_sent_to_them(site: Path) -> None:
+def test_search_for_dead_letters_leads_to_their_page(site: Path) -> None:
     """The main index entry precedes all pages that contain the words."""
     index = (site / "searchindex.js").read_text()
     entries = json.loads(index[index.index("(") + 1 : index.rindex(")")])

@@ -89,7 +89,7 @@ def test_a_run_ends_with_its_counts_and_its_failures(what_ran: Any, run: Any) ->
     assert "test_fails: AssertionError: a reason" in "".join(failures)
 
 
-def test_a_version_is_told_with_the_tests_that_used_it(what_ran: Any, run: Any) -> None:
+def test_version_is_listed_with_the_tests_that_used_it(what_ran: Any, run: Any) -> None:
     run["servers"]["rabbitmq"] = "4.9.1"
 
     tested = what_ran.merged({"RabbitMQ": {"3.1": {"passed": 7}}}, [run])

@@ -217,7 +217,7 @@ def test_queue_declared_concurrently_is_used_as_it_is(
         assert sending.result(60) == [None]
 
 
-def test_what_no_queue_takes_is_refused_with_the_reason_and_a_topic_is_not(
+def test_unroutable_message_is_refused_except_to_a_topic(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     there, missing = f"{destination}.there", f"{destination}.missing"
@@ -349,7 +349,7 @@ def test_group_acknowledgement_skips_open_deliveries(
     assert other.receive(0.3) is None
 
 
-def test_what_the_broker_counts_or_has_buried_before_came_before(
+def test_delivery_counted_or_dead_lettered_by_the_broker_is_a_redelivery(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
     """The message comes from a quorum queue, or from a dead-letter queue that leads
@@ -395,7 +395,7 @@ def test_a_queue_that_is_deleted_ends_its_consumers_session(
         session.receive(30)
 
 
-def test_a_subscription_whose_channel_ends_while_its_session_sends_is_over(
+def test_subscription_ends_if_its_channel_ends_during_a_send(
     rabbitmq_amqp: ByAmqp, opened: Open, destination: str
 ) -> None:
     """As after RabbitMQ's consumer_timeout. No thread may wait for deliveries that
@@ -477,7 +477,7 @@ def test_a_broker_that_stops_reading_is_not_waited_for_for_ever(
 # -- transactions ------------------------------------------------------------------
 
 
-def test_a_queue_deleted_before_the_commit_is_made_again_for_what_came_back(
+def test_queue_deleted_before_the_commit_is_redeclared_for_returned_messages(
     rabbitmq_amqp: ByAmqp, opened: Open, bare: amqp.Channel, destination: str
 ) -> None:
     target = f"{destination}.next"

@@ -47,7 +47,7 @@ def cut_before(session: Any, proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("broker", ["activemq", "rabbitmq"])
-def test_of_many_members_each_that_fails_rolls_back_alone(
+def test_each_failing_message_of_a_batch_rolls_back_alone(
     broker: str, cut: bool, destination: str, request: pytest.FixtureRequest
 ) -> None:
     """Also if the connection ends before they are acknowledged: all are delivered

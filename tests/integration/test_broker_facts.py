@@ -579,7 +579,7 @@ def test_a_quorum_queue_of_rabbitmq_4_drops_a_message_after_21_deliveries(
     assert deliveries(channel, name, grave) == (21 if limit else 30)
 
 
-def test_rabbitmq_4_3_delays_what_comes_back_by_one_rule_of_the_queue(
+def test_rabbitmq_4_3_delays_returned_messages_by_the_queues_rule(
     rabbitmq: RabbitMQ, channel: amqp.Channel
 ) -> None:
     """The delay grows by `min` each time, up to `max`. No message has its own."""

@@ -47,7 +47,7 @@ def sizes_claimed() -> list[int]:
     return [len(row.body) for row in claimed]
 
 
-def test_a_relay_takes_so_many_bytes_and_comes_again() -> None:
+def test_claim_is_limited_in_bytes_and_the_next_takes_the_rest() -> None:
     store(400, 500, 300, 100)
     assert sizes_claimed() == [400, 500]
     assert sizes_claimed() == [300, 100]
@@ -60,7 +60,7 @@ def test_a_larger_message_goes_alone() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "order-1"])
-def test_all_of_them_leave_in_order(key: str | None) -> None:
+def test_large_messages_leave_in_order(key: str | None) -> None:
     store(900, 900, 5000, 1, 2, 3000, 3, key=key)
     ship()
     rows = QueueMessage.objects.filter(queue="tests.q").order_by("id")
@@ -109,7 +109,7 @@ def test_lanes_hold_no_more_together_and_leave_nothing(
     assert 0 < Counted.most <= most
 
 
-def test_a_consumer_takes_so_many_bytes_ahead() -> None:
+def test_prefetch_is_limited_in_bytes() -> None:
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x" * size) for size in (600, 400, 1, 5000)
     )

@@ -132,7 +132,7 @@ def test_outside_of_a_transaction_it_is_an_error_where_settings_say_so() -> None
     assert len(stored()) == 1
 
 
-def test_what_a_worker_calls_by_itself_needs_no_transaction(
+def test_calls_by_a_worker_itself_need_no_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Such as the error links of a task whose time is up, in its main process."""
@@ -472,7 +472,7 @@ def broken(destination: str, headers: dict[str, str], body: Any) -> Any:
 
 
 @pytest.mark.parametrize("mask", ["hidden", "broken"])
-def test_what_is_written_of_arguments_respects_the_mask(mask: str) -> None:
+def test_stored_argument_texts_are_masked(mask: str) -> None:
     app.conf.task_send_sent_event = True
     try:
         with (
@@ -493,7 +493,7 @@ def test_what_is_written_of_arguments_respects_the_mask(mask: str) -> None:
     assert b"secret" not in event.body
 
 
-def test_what_is_sent_at_once_respects_the_mask_too() -> None:
+def test_argument_texts_of_direct_sends_are_masked() -> None:
     app.conf.update(broker_url="memory://", result_backend=None)
     forget_connections()
     with (
@@ -526,7 +526,7 @@ def test_a_broker_that_is_down_costs_no_attempt() -> None:
     assert (row.attempts, row.lease_token, row.dispatched_at) == (0, None, None)
 
 
-def test_a_test_s_drain_leaves_what_was_called() -> None:
+def test_drain_leaves_called_tasks() -> None:
     with transaction.atomic():
         charge.delay(7)
 

@@ -279,7 +279,7 @@ SHAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("linked", SHAPES)
 @pytest.mark.parametrize("option", ["callbacks", "chain"])
-def test_what_a_copy_calls_again_takes_effect_once(linked: str, option: str) -> None:
+def test_calls_repeated_by_a_copy_take_effect_once(linked: str, option: str) -> None:
     """Whatever its shape, and wherever Celery had drawn an id at each call."""
     app.conf.result_backend = "cache+memory://"
     forget_connections()
@@ -298,7 +298,7 @@ def test_what_a_copy_calls_again_takes_effect_once(linked: str, option: str) -> 
     assert len(set(once)) == len(once), called
 
 
-def test_what_is_linked_twice_is_called_twice() -> None:
+def test_task_linked_twice_is_called_twice() -> None:
     task, link = once_task(lambda: 0), json.loads(json.dumps(charge.s(1)))
     sent()
     deliver(task, callbacks=[link, link])

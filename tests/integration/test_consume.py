@@ -145,7 +145,7 @@ def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
     assert InboxMessage.objects.get().attempts == 2
 
 
-def test_what_the_sender_wrote_is_there_and_all_that_a_handler_writes_is_one() -> None:
+def test_handler_sees_the_senders_data_and_its_writes_are_atomic() -> None:
     """75 at a time, through the models and by hand, every fifth of them in vain."""
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

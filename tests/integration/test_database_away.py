@@ -68,7 +68,7 @@ def probed(times: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_delivery_in_hand_is_kept_until_the_database_is_back(
+def test_delivery_is_kept_until_the_database_is_back(
     batch: int, broker: ScriptedBroker, postgres: services.PostgreSQL
 ) -> None:
     with declared(effect, batch=batch) as stage, running(stage, concurrency=4):

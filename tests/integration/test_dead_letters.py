@@ -77,7 +77,7 @@ def test_redelivered_with_its_id_and_processed_once() -> None:
     assert OutboxMessage.objects.filter(destination="tests.next").count() == 1
 
 
-def test_one_that_dies_again_is_the_same_letter_one_death_older() -> None:
+def test_message_that_dies_again_keeps_its_letter_and_counts_a_death() -> None:
     handler = Stubborn()
     with declared(handler) as stage:
         send(stage.destination)
@@ -215,7 +215,7 @@ def test_a_dead_outbox_row_says_why() -> None:
 TOPIC = "topic:orders.placed"
 
 
-def test_a_topics_dead_letter_comes_again_to_the_stage_where_it_died() -> None:
+def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
     """Not to the other subscribers, though they remember nothing of it any more."""
     handler, others = Stubborn(), []
     with (

@@ -49,7 +49,7 @@ def send() -> None:
         send_message("tests.q", 1)
 
 
-def test_by_a_thread_without_waiting_for_a_poll() -> None:
+def test_thread_dispatches_right_after_the_commit() -> None:
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -168,7 +168,7 @@ def test_rollback_wakes_no_dispatcher() -> None:
         assert not dispatcher._dispatcher.all()
 
 
-def test_by_no_thread_where_the_database_is_in_memory(
+def test_no_thread_dispatches_on_an_in_memory_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in the tests of a project on SQLite: each of two connections fails at once

@@ -197,7 +197,7 @@ def test_init_knows_of_projects_without_urls() -> None:
     assert "django_txmsg.urls" not in said
 
 
-def test_init_leaves_out_what_is_there() -> None:
+def test_init_prints_only_missing_settings() -> None:
     with override_settings(
         MIDDLEWARE=["django_txmsg.middleware.OutboxMiddleware"],
         LOGGING={"version": 1, "incremental": True, "loggers": {"django_txmsg": {}}},
@@ -211,7 +211,7 @@ def test_init_leaves_out_what_is_there() -> None:
 
 @committing
 @pytest.mark.postgresql
-def test_a_user_who_may_not_read_the_list_of_migrations_is_told() -> None:
+def test_doctor_reports_unreadable_migrations() -> None:
     own, name = connection.settings_dict, f"unread_{uuid.uuid4().hex[:8]}"
     # The settings of a process put "test_" in front.
     database = str(own["NAME"]).removeprefix("test_")

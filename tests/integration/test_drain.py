@@ -43,7 +43,7 @@ class Declares(SimpleTestCase):
 class TestInsideATestCase(TestCase, Declares):
     """Nothing commits here, and no other connection sees a row."""
 
-    def test_a_message_makes_its_whole_way_and_so_does_what_it_causes(self) -> None:
+    def test_drain_processes_a_message_and_those_it_causes(self) -> None:
         def place(message: Message) -> None:
             Order.objects.create(number=message.body["number"], total=1)
             send_message("drained.paid", {"number": message.body["number"]})
@@ -263,7 +263,7 @@ class TestInsideATestCase(TestCase, Declares):
             drain()
         assert len(seen) == 1
 
-    def test_what_was_stored_can_be_looked_at_without_being_sent(self) -> None:
+    def test_stored_messages_can_be_read_without_sending(self) -> None:
         sent = send_message("drained.a", {"n": 1}, headers={"x": "y"}, key="k")
         send_message("drained.b", b"\0bytes")
 

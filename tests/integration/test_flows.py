@@ -252,7 +252,7 @@ def test_a_run_asks_waits_and_answers() -> None:
     assert not FlowUndo.objects.exists(), "an answer forgets the undos"
 
 
-def test_it_starts_only_if_its_transaction_commits() -> None:
+def test_flow_starts_only_if_the_callers_transaction_commits() -> None:
     with transaction.atomic():
         start(Checkout, PlaceOrder("1"))
         transaction.set_rollback(True)
@@ -261,7 +261,7 @@ def test_it_starts_only_if_its_transaction_commits() -> None:
     assert not Order.objects.exists()
 
 
-def test_one_run_of_a_key_is_open() -> None:
+def test_second_run_of_an_open_key_is_refused() -> None:
     run = place()
     with pytest.raises(AlreadyRunning) as raised, transaction.atomic():
         start(Checkout, PlaceOrder("2"), key="1")
@@ -274,7 +274,7 @@ def test_one_run_of_a_key_is_open() -> None:
     assert place().pk != run.pk
 
 
-def test_what_is_refused_by_the_participant_fails_the_run_and_is_undone() -> None:
+def test_request_refused_by_the_participant_fails_and_undoes_the_run() -> None:
     Stock.answer = SoldOut("1")
     run = place()
     drain()
@@ -282,7 +282,7 @@ def test_what_is_refused_by_the_participant_fails_the_run_and_is_undone() -> Non
     assert effects() == ["reserve 1", "release 1"]
 
 
-def test_who_asked_gets_the_answer_once_all_is_undone() -> None:
+def test_caller_is_answered_after_all_undos() -> None:
     Stock.answer = SoldOut("1")
     got: list[Message] = []
     stages.stage("tests.answers")(got.append)
@@ -432,7 +432,7 @@ def test_the_first_who_resumes_is_the_only_one() -> None:
         say(True)
 
 
-def test_who_resumes_after_the_time_out_was_stored_is_refused() -> None:
+def test_resume_after_the_stored_time_out_is_refused() -> None:
     run = place()
     drain()
     Run.objects.update(due_at=F("due_at") - 31 * DAY)
@@ -678,7 +678,7 @@ def test_a_run_that_fails_is_given_up_to_who_asked_it() -> None:
 
 
 @pytest.mark.usefixtures("shipping")
-def test_what_is_cancelled_before_its_start_has_come_never_starts() -> None:
+def test_run_cancelled_before_its_start_arrives_never_starts() -> None:
     run = ship_it()
     ship()
     take(stages.find(["shop.shipping"])[0])
@@ -778,7 +778,7 @@ def test_a_flow_that_fails_by_a_dead_request_confirms_its_cancel() -> None:
 
 
 @pytest.mark.usefixtures("shipping")
-def test_who_asked_a_run_that_has_handed_over_is_answered_once() -> None:
+def test_caller_of_a_run_that_handed_over_is_answered_once() -> None:
     run = ship_it("another way")
     for name in ("shop.shipping", "shop.packing"):
         ship()
@@ -790,7 +790,7 @@ def test_who_asked_a_run_that_has_handed_over_is_answered_once() -> None:
 
 
 @pytest.mark.usefixtures("shipping")
-def test_cancelling_a_run_that_nobody_asked_cancels_what_it_handed_over_to() -> None:
+def test_cancelling_a_run_without_caller_cancels_its_successor() -> None:
     with transaction.atomic():
         run = start(Packing, Pack("7", "another way"))
     ship()
@@ -843,7 +843,7 @@ class Careless(Flow[Pack, str], name="shop.careless", within=None):
 
 
 @pytest.mark.parametrize("how", ["nothing", "two"])
-def test_a_step_that_forgets_what_it_made_is_an_error(how: str) -> None:
+def test_step_that_does_not_return_its_continuation_is_an_error(how: str) -> None:
     with at_hand(Careless):
         with transaction.atomic():
             run = start(Careless, Pack("1", how))
@@ -1002,7 +1002,7 @@ def test_no_run_is_stored_where_its_message_is_not(mode: str) -> None:
     assert answered(run)
 
 
-def test_nobody_makes_us_answer_elsewhere() -> None:
+def test_answer_to_a_foreign_destination_is_refused() -> None:
     headers = {
         "content-type": "application/json",
         wire.TYPE: "tests.Reserve;v=1;min=1",
@@ -1033,7 +1033,7 @@ def test_an_undo_of_other_requests_is_refused() -> None:
         flow.ask(invoice, Reserve("1"), then=flow.expired, undo=stock_release)
 
 
-def test_of_an_answer_its_deadline_and_copies_at_once_one_goes_on() -> None:
+def test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run() -> None:
     """Threads take them side by side, each with a transaction of its own."""
     runs = [place(str(number)) for number in range(8)]
     drain()

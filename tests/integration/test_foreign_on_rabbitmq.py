@@ -93,7 +93,9 @@ def test_equal_messages_are_two_and_equal_ids_for_equal_content_are_one(
 
 
 @pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
-def test_other_modes_have_them_once_too(destination: str, mode: Any) -> None:
+def test_foreign_messages_are_once_in_other_modes_too(
+    destination: str, mode: Any
+) -> None:
     with declared(effect, destination, transaction=mode) as stage:
         put_foreign(destination, b"1")
         put_foreign(destination, b"1")
@@ -164,7 +166,7 @@ def test_a_dead_letter_that_does_not_go_back_is_taken_in(
     assert (letter.reason, bytes(letter.body)) == ("broker", b"given up")
 
 
-def test_one_that_cannot_be_read_is_one_dead_letter_however_often_it_comes(
+def test_unreadable_foreign_message_is_one_dead_letter(
     destination: str,
 ) -> None:
     """Its worker is gone before the acknowledgement, and it brings no id that lasts."""

@@ -189,7 +189,7 @@ def test_another_connection_s_query_is_cancelled_too() -> None:
     assert done() == []
 
 
-def test_an_error_of_its_own_stays_what_it_is() -> None:
+def test_handlers_own_error_is_kept_after_its_time_out() -> None:
     def handler(message: Message) -> None:
         late()
         raise LookupError("no stock")
@@ -211,7 +211,7 @@ def test_handler_in_time_is_not_affected() -> None:
     assert not Attempt.objects.exists()
 
 
-def test_the_others_of_a_process_go_on() -> None:
+def test_time_out_does_not_affect_other_threads() -> None:
     """Nothing of theirs is cancelled, nor of the same thread's next message."""
 
     def handler(message: Message) -> None:
@@ -306,7 +306,7 @@ def test_the_tests_of_a_project_are_limited_too() -> None:
             drain(slow.name)
 
 
-def test_it_is_a_number_of_seconds() -> None:
+def test_timeout_must_be_a_number_of_seconds() -> None:
     for seconds in (0, -1, float("nan"), float("inf"), 1e9):
         with pytest.raises(ConfigurationError, match="timeout="):
             stage("tests.never", timeout=seconds)

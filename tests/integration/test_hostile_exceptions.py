@@ -55,7 +55,7 @@ def run(
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_it_is_refused_as_its_policy_says(kind: str, batch: int) -> None:
+def test_unreadable_exception_obeys_refuse_on(kind: str, batch: int) -> None:
     letter = run(HOSTILE[kind][0], REFUSED, batch)
     assert (letter.reason, letter.attempts) == ("refused", 1)
     assert letter.exception.endswith(HOSTILE[kind][1])
@@ -63,7 +63,7 @@ def test_it_is_refused_as_its_policy_says(kind: str, batch: int) -> None:
 
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("mode", ["outbox", "best_effort_1pc"])
-def test_it_has_the_attempts_of_its_policy(kind: str, mode: Any) -> None:
+def test_unreadable_exception_counts_attempts(kind: str, mode: Any) -> None:
     letter = run(HOSTILE[kind][0], TWICE, mode=mode)
     assert (letter.reason, letter.attempts) == ("attempts_exhausted", 2)
     kept = Attempt.objects.values_list("exception", flat=True)

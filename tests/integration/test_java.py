@@ -67,7 +67,7 @@ def test_java_sends_to_a_typed_stage(peer: JmsPeer, destination: str) -> None:
     assert DeadLetter.objects.get().exception == "text: string_type"
 
 
-def test_java_takes_what_is_sent(peer: JmsPeer, destination: str) -> None:
+def test_java_receives_sent_messages(peer: JmsPeer, destination: str) -> None:
     sent = send(
         destination, Greeting(TEXT), headers={"tenant": "é", "correlation-id": "c"}
     )
@@ -125,7 +125,7 @@ def test_our_own_consumers_see_nothing_of_it(
         ("application/octet-stream", b"a", None, b"a"),
     ],
 )
-def test_what_goes_as_text(
+def test_which_bodies_java_gets_as_text(
     content_type: str, body: bytes, kind: str | None, sent: bytes
 ) -> None:
     headers = {"content-type": content_type}

@@ -214,7 +214,7 @@ def test_a_transaction_receives_sends_and_acknowledges_as_one(
     assert take_all(connection, destination) == []
 
 
-def test_what_was_not_acknowledged_is_delivered_again_to_the_next_connection(
+def test_unacknowledged_messages_go_to_the_next_connection(
     server: StompServer, connect: Connect, destination: str
 ) -> None:
     first = connect(server.url())

@@ -260,7 +260,7 @@ def test_hooks_of_an_unused_transaction(outer: bool) -> None:
     assert not connections["default"].in_atomic_block
 
 
-def test_a_connect_that_fails_leaves_the_transaction_what_it_is(
+def test_failed_connect_does_not_change_the_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A handler that tries again must not find itself in autocommit mode."""

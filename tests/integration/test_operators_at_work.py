@@ -117,7 +117,7 @@ def test_where_the_first_one_goes_by_itself_no_other_is_let_go() -> None:
     assert InboxMessage.objects.filter(waits_for__isnull=False).count() == 2
 
 
-def test_one_that_a_worker_is_about_to_put_back_is_let_go() -> None:
+def test_let_go_releases_a_message_that_a_worker_is_parking() -> None:
     first = first_of_three("tests.put-back")
     InboxMessage.objects.filter(pk=first.pk).update(due_at=Now())
     with declared(effect, first.stage, ordered="block") as stage:
@@ -137,7 +137,7 @@ def test_one_that_a_worker_is_about_to_put_back_is_let_go() -> None:
 
 
 @pytest.mark.postgresql
-def test_one_that_runs_is_not_waited_for_without_end(
+def test_let_go_does_not_wait_long_for_a_running_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = first_of_three("tests.runs")
@@ -224,7 +224,7 @@ def pause(operation: int) -> bool:
 
 
 @pytest.mark.postgresql
-def test_one_that_dies_again_while_its_letter_is_pruned_is_kept() -> None:
+def test_letter_that_dies_again_while_it_is_pruned_is_kept() -> None:
     letter = make.DeadLetterFactory(resolution="discarded", resolved_at=Now())
 
     def dies() -> int:

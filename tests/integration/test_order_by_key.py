@@ -83,7 +83,7 @@ def test_a_leased_message_holds_back_its_key() -> None:
     assert [bytes(one.body) for one in second] == [b"2"]
 
 
-def test_rows_of_other_brokers_and_services_are_not_among_what_is_held_back() -> None:
+def test_rows_of_other_brokers_and_services_are_not_held_back() -> None:
     """They wait elsewhere, and could fill the batch that is tried again."""
     with transaction.atomic():
         for broker in ("apart", "apart", "default", "default"):

@@ -70,7 +70,7 @@ def test_a_stage_that_is_renamed_under_traffic() -> None:
 
 
 @pytest.mark.postgresql
-def test_one_that_commits_late_has_the_place_in_which_it_left() -> None:
+def test_late_commit_is_ordered_by_when_it_left() -> None:
     """It has a lower number than messages that left before it."""
     destination = "tests.late"
     began, commit = threading.Event(), threading.Event()

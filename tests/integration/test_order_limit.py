@@ -65,7 +65,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     ("limit", "body"),
     [({"ORDER_MAX_WAITING": 10}, b"1"), ({"ORDER_MAX_BYTES": 20_000}, b"1" * 1_900)],
 )
-def test_it_stops_receiving_at_a_limit_and_goes_on_when_they_have_gone(
+def test_full_stage_stops_receiving_and_resumes_when_there_is_room(
     limit: dict[str, int], body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rooms, "FIRST_PAUSE", 600.0)

@@ -173,7 +173,7 @@ def test_a_broker_that_reorders(ordered: stages.Order) -> None:
     assert not InboxMessage.objects.exclude(attempts=1).exists()
 
 
-def test_one_that_waits_is_out_of_the_broker_and_counts_no_attempt() -> None:
+def test_waiting_message_has_left_the_broker_and_counts_no_attempt() -> None:
     with declared(effect, ordered="block") as stage:
         send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)

@@ -55,7 +55,7 @@ def test_nothing_is_open_while_the_handler_runs_and_its_answer_enters_once() -> 
     assert processed() == 1
 
 
-def test_of_two_copies_at_once_both_run_and_one_answers() -> None:
+def test_two_concurrent_copies_both_run_and_one_is_marked() -> None:
     both = threading.Barrier(2)
 
     def handler(message: Message) -> None:
@@ -72,7 +72,7 @@ def test_of_two_copies_at_once_both_run_and_one_answers() -> None:
     assert OutboxMessage.objects.count() == 1
 
 
-def test_what_a_failed_attempt_has_sent_is_dropped() -> None:
+def test_messages_of_a_failed_attempt_are_dropped() -> None:
     attempts: list[int] = []
 
     def handler(message: Message) -> None:
@@ -142,7 +142,7 @@ def test_a_coroutine_past_its_timeout_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), TimeoutError("no"), SystemExit(3)])
-def test_what_a_coroutine_raises_is_a_failed_attempt_of_its_message_alone(
+def test_exception_of_a_coroutine_fails_only_its_message(
     error: BaseException,
 ) -> None:
     async def handler(message: Message) -> None:

@@ -38,7 +38,7 @@ def left_in_queue(destination: str) -> int:
     return QueueMessage.objects.filter(queue=destination).count()
 
 
-def test_parked_messages_let_the_others_flow() -> None:
+def test_parked_messages_do_not_delay_others() -> None:
     def handler(message: Message) -> None:
         if message.body == "poison":
             raise ValueError

@@ -193,7 +193,7 @@ def test_a_larger_body_than_a_lane_s_share_leaves_its_pause_too(
     assert QueueMessage.objects.filter(queue=FULL).count() == 1
 
 
-def test_one_lane_tries_and_the_others_leave_it_to_it() -> None:
+def test_only_one_lane_tries_a_paused_destination() -> None:
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 50)
     first, second = Lane("default", "default"), Lane("default", "default")

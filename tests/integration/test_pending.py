@@ -153,7 +153,7 @@ def test_a_transaction_that_rolls_back_cancels_nothing() -> None:
 
 @committing
 @pytest.mark.postgresql
-def test_no_relay_takes_what_a_transaction_is_cancelling() -> None:
+def test_relay_does_not_claim_a_message_that_is_being_cancelled() -> None:
     one = stored(delay=None)
     claimed: list[Any] = []
 
@@ -218,7 +218,7 @@ def test_rescheduling_to_now_wakes_the_dispatcher_after_the_commit() -> None:
 
 
 @pytest.mark.django_db
-def test_a_stage_can_cancel_what_it_has_just_sent() -> None:
+def test_stage_can_cancel_its_own_message() -> None:
     def handler(message: Any) -> None:
         sent = send_message("tests.next", {})
         assert cancel_message(sent.id)
@@ -268,7 +268,7 @@ def test_invalid_id_is_refused() -> None:
 
 
 @pytest.mark.django_db
-def test_the_commands_cancel_and_reschedule_and_say_what_they_could_not() -> None:
+def test_commands_cancel_reschedule_and_report_failures() -> None:
     one, two, out = stored(), stored(), StringIO()
     call_command("txmsg", "reschedule", str(one), "--delay", "0", stdout=out)
     call_command("txmsg", "reschedule", str(two), "--at", "2030-01-01T00:00Z")

@@ -223,9 +223,7 @@ def test_a_worker_that_beats_seldom_is_waited_for_as_long_as_it_may_be_silent(
 
 
 @pytest.mark.parametrize("database", ["postgres"], indirect=True)
-def test_an_index_that_a_stopped_attempt_has_left_is_made_anew(
-    postgres, database
-) -> None:
+def test_invalid_index_of_a_stopped_migration_is_recreated(postgres, database) -> None:
     migrate()
     broken = "UPDATE pg_index SET indisvalid = false WHERE indexrelid = '{}'::regclass"
     index = "django_txmsg_outboxmessage_xid"

@@ -183,7 +183,7 @@ def test_parked_messages_are_not_read_before_their_time() -> None:
     assert read_for(lambda: inbox.due_stages({"tests.q": None, "tests.r": None})) < 100
 
 
-def test_of_many_due_parked_messages_one_is_read() -> None:
+def test_claim_of_a_parked_message_reads_one_row() -> None:
     InboxMessage.objects.create(
         stage="tests.q", message_id=uuid.uuid4(), destination="tests.q"
     )
@@ -295,7 +295,9 @@ def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
         ("inboxmessage", "processed_at|started_at|attempts|lease_until|lease_token"),
     ],
 )
-def test_what_every_message_changes_is_in_no_index(table: str, columns: str) -> None:
+def test_columns_that_every_message_changes_are_in_no_index(
+    table: str, columns: str
+) -> None:
     """Or else the update that claims a message, or ends it, writes to all of them."""
     with connection.cursor() as cursor:
         cursor.execute(

@@ -126,7 +126,7 @@ def test_followers_of_a_poison_message_wait(
     assert sorted(of_one) == of_one
 
 
-def test_a_broker_that_goes_away_behind_the_hang_up_costs_the_others_nothing(
+def test_broker_outage_after_a_hang_up_counts_no_attempt_for_others(
     scripted: ScriptedBroker,
 ) -> None:
     scripted.on("SEND", destination="/queue/tests.end").call_with(

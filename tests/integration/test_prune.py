@@ -56,7 +56,7 @@ def aged(model: type[Model], row: Any, **instants: Any) -> Any:
     return row
 
 
-def test_dispatched_messages_go_when_their_time_is_over() -> None:
+def test_dispatched_messages_are_deleted_after_their_retention() -> None:
     old = make.OutboxMessageFactory(dispatched=True, created_at=ago(days=8))
     young = make.OutboxMessageFactory(dispatched=True, created_at=ago(days=6))
     late = make.OutboxMessageFactory(created_at=ago(days=9), dispatched_at=ago(days=1))
@@ -221,7 +221,7 @@ def test_a_dry_run_counts_and_deletes_nothing() -> None:
     assert OutboxMessage.objects.count() == 3
 
 
-def test_each_transaction_looks_at_a_bounded_page() -> None:
+def test_each_pruning_transaction_reads_a_bounded_page() -> None:
     for number in range(23):
         make.OutboxMessageFactory(
             created_at=ago(days=9), dispatched_at=ago(days=9) if number % 2 else None

@@ -113,7 +113,7 @@ def test_the_latest_of_the_missed_ticks_is_made_up_for(
 
 @pytest.mark.django_db
 @pytest.mark.parametrize("by_setting", [False, True])
-def test_all_missed_ticks_are_made_up_for_where_that_is_asked(by_setting: bool) -> None:
+def test_missed_all_catches_up_every_tick(by_setting: bool) -> None:
     options = {} if by_setting else {"missed": "all"}
     missed = "all" if by_setting else "latest"
     with txmsg(MISSED_TICKS=missed), keeping(**options) as (clock, timekeeper):
@@ -375,7 +375,7 @@ def test_a_connection_that_breaks_costs_no_tick() -> None:
 
 
 @committing
-def test_a_tick_that_rolls_back_comes_again() -> None:
+def test_tick_of_a_rolled_back_transaction_is_stored_later() -> None:
     with keeping() as (clock, timekeeper):
         clock.now += MINUTE
         with suppress(KeyError), transaction.atomic():
@@ -485,7 +485,7 @@ def test_a_typed_destination_recurs() -> None:
         ({"EVERY": 5, "DESTINATION": "a"}, "cannot be int"),
     ],
 )
-def test_the_check_says_what_is_wrong_in_the_settings(entry: Any, said: str) -> None:
+def test_check_reports_errors_in_the_schedule_setting(entry: Any, said: str) -> None:
     from django_txmsg import conf
 
     with override_settings(TXMSG={"SCHEDULE": {"x": entry}}):

@@ -45,7 +45,7 @@ def working(consumer: Consumer) -> Iterator[threading.Thread]:
         thread.join(60)
 
 
-def test_after_so_many_deliveries_it_ends_and_leaves_the_rest_untouched() -> None:
+def test_consumer_ends_after_max_messages_and_leaves_the_rest() -> None:
     with txmsg(), declared(effect) as stage:
         for _ in range(10):
             put(stage.destination)
@@ -64,7 +64,7 @@ def test_after_so_many_deliveries_it_ends_and_leaves_the_rest_untouched() -> Non
     assert not InboxMessage.objects.exclude(deliveries=1, attempts=1).exists()
 
 
-def test_the_threads_of_a_process_finish_what_they_have() -> None:
+def test_threads_finish_their_messages_before_the_process_ends() -> None:
     limited = txmsg(CONSUME={"POLL_INTERVAL": 0.02, "MAX_MESSAGES": 4})
     with limited, declared(effect, concurrency=4) as stage:
         for _ in range(20):

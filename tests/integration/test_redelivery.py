@@ -101,7 +101,7 @@ def test_without_redeliveries_the_first_failure_is_the_last(mode: Any) -> None:
 
 
 @how
-def test_what_a_handler_does_to_its_body_is_gone_at_the_next_attempt(mode: Any) -> None:
+def test_handlers_changes_to_a_body_are_not_in_the_next_attempt(mode: Any) -> None:
     seen: list[Any] = []
 
     def handler(message: Message) -> None:

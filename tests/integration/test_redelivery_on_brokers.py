@@ -66,7 +66,7 @@ def empty(destination: str) -> bool:
 
 @pytest.mark.parametrize("transaction_mode", MODES)
 @pytest.mark.parametrize("mode", ["non_blocking", "blocking", "broker"])
-def test_exactly_so_many_attempts(
+def test_failing_message_gets_as_many_attempts_as_its_policy_allows(
     transaction_mode: Any, mode: Any, destination: str
 ) -> None:
     """And the handler sees the same message each time, wherever it waited."""
@@ -99,7 +99,7 @@ def test_exactly_so_many_attempts(
 
 @pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("mode", ["non_blocking", "broker"])
-def test_of_many_that_always_fail_none_is_tried_too_often(
+def test_many_failing_messages_each_keep_to_their_policy(
     mode: Any, count: int, destination: str
 ) -> None:
     runs: Counter[int] = Counter()

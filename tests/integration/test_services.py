@@ -36,7 +36,7 @@ def session(url: str) -> Iterator[jms.Session]:
         yield opened
 
 
-def test_a_killed_postgresql_comes_back_with_what_was_committed(
+def test_killed_postgresql_keeps_committed_data(
     postgres: services.PostgreSQL,
 ) -> None:
     url = postgres.create_database("killed")
@@ -54,7 +54,7 @@ def test_a_killed_postgresql_comes_back_with_what_was_committed(
         assert connection.execute("SHOW fsync").fetchone() == ("on",)
 
 
-def test_a_killed_broker_comes_back_with_what_it_gave_a_receipt_for(
+def test_killed_broker_keeps_confirmed_messages(
     stomp_server: StompServer, destination: str
 ) -> None:
     def send(body: str) -> None:

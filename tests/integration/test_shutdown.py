@@ -22,7 +22,7 @@ def effect(message: Message) -> None:
 
 
 @pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc"])
-def test_a_stop_finishes_the_message_in_hand_and_burns_no_attempt(
+def test_stop_finishes_the_running_message_and_costs_no_attempt(
     transaction: str,
 ) -> None:
     inside, go_on = threading.Event(), threading.Event()

@@ -140,7 +140,7 @@ MODES = ["outbox", "best_effort_1pc", "broker_only"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_runs_where_it_says(mode: Any) -> None:
+def test_middlewares_run_inside_or_around_the_transaction(mode: Any) -> None:
     with (
         around("Inside", "unused", "Around", "function"),
         declared(effect if mode == "outbox" else note_only, transaction=mode) as stage,
@@ -304,7 +304,7 @@ def test_nothing_that_it_does_wrong_inside_makes_a_message_processed(mode: Any) 
     assert not DeadLetter.objects.exists()
 
 
-def test_nor_what_it_does_wrong_around_the_transaction() -> None:
+def test_misused_call_next_around_the_transaction_fails_the_attempt() -> None:
     for wrong, handler, said in WRONG:
         does[:] = [wrong]
         with around("doing_outside"), declared(handler) as stage:
@@ -546,7 +546,7 @@ def test_context_variables_do_not_leak_into_the_next_message(
     assert found == [("the thread's", language, zone)] * 3
 
 
-def test_nor_does_the_next_attempt() -> None:
+def test_next_attempt_does_not_see_the_context_of_the_last() -> None:
     found: list[str] = []
 
     def handler(message: Message) -> None:
@@ -577,7 +577,7 @@ def test_a_threads_messages_share_its_caches() -> None:
     assert found[0] is found[1] is found[2]
 
 
-def test_what_a_handler_leaves_on_another_connection_ends_with_its_message() -> None:
+def test_open_block_on_another_connection_ends_with_its_message() -> None:
     found: list[bool] = []
 
     def handler(message: Message) -> None:

@@ -96,7 +96,7 @@ def test_of_copies_that_arrive_at_once_one_handler_runs(destination: str) -> Non
     assert OutboxMessage.objects.filter(destination=onward).count() == 100
 
 
-def test_as_many_handlers_at_once_as_the_stage_has_threads(destination: str) -> None:
+def test_stage_runs_as_many_handlers_as_it_has_threads(destination: str) -> None:
     meeting, met = threading.Barrier(6, timeout=60), []
 
     def handler(message: Message) -> None:
@@ -132,7 +132,7 @@ def test_a_topic_reaches_every_stage_once(destination: str) -> None:
     assert sorted(seen) == ["a"] * 10 + ["b"] * 10
 
 
-def test_what_a_handler_sends_past_its_transaction_is_out_whatever_follows(
+def test_message_sent_outside_the_stages_transaction_leaves_despite_a_failure(
     destination: str, server: StompServer
 ) -> None:
     def handler(message: Message) -> None:
@@ -226,7 +226,9 @@ def test_the_hazard_of_1pc_with_ids_from_the_client(
     assert taken(f"{destination}.next") == taken(destination) == []
 
 
-def test_the_same_stage_under_outbox(destination: str, proxy: Proxy) -> None:
+def test_client_ids_in_mode_outbox_have_one_effect(
+    destination: str, proxy: Proxy
+) -> None:
     """One row, one effect downstream, no dead letter."""
     handler = ClientDecidesIds(proxy, f"{destination}.next")
     with declared(handler, destination) as stage:

@@ -103,7 +103,7 @@ FEW_AND_MANY = pytest.mark.parametrize("count", [3, 20])
 
 
 @FEW_AND_MANY
-def test_of_many_with_one_duplicate_none_is_stored(count: int) -> None:
+def test_duplicate_in_send_messages_stores_none(count: int) -> None:
     ids = [uuid.uuid4() for _ in range(count)]
     with transaction.atomic():
         send_message("orders", 0, message_id=ids[1])

@@ -257,7 +257,7 @@ def test_messages_received_meanwhile_are_not_counted_as_taken_over(
 
 
 @pytest.mark.postgresql
-def test_a_stage_knows_what_its_sender_sends_twice(
+def test_stage_recognises_a_senders_repeated_message(
     theirs: Theirs, stomp_server: StompServer, destination: str
 ) -> None:
     sent = theirs(SENT.format(to=f"/queue/{destination}"), **broker(stomp_server))
@@ -274,7 +274,7 @@ def test_a_stage_knows_what_its_sender_sends_twice(
 
 
 @pytest.mark.postgresql
-def test_what_is_left_in_its_queue_is_moved_into_the_stages(
+def test_messages_left_in_the_old_queue_are_moved_to_the_new_one(
     theirs: Theirs, rabbitmq: services.RabbitMQ, destination: str
 ) -> None:
     where = broker(rabbitmq)

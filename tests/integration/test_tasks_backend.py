@@ -132,7 +132,7 @@ def test_a_task_is_enqueued_from_async_code(task: Any) -> None:
     assert async_to_sync(task.aget_result)(result.id) == result
 
 
-def test_the_result_that_is_got_is_the_one_that_was_given() -> None:
+def test_get_result_returns_the_enqueued_result() -> None:
     later = timezone.now() + dt.timedelta(hours=1)
     task = jobs.nothing.using(run_after=later)
     for given in (jobs.nothing.enqueue(1), task.enqueue(two=2)):
@@ -204,7 +204,7 @@ def _framework_log(caplog: pytest.LogCaptureFixture, level: int) -> list[Any]:
     return [r for r in caplog.records if r.name in names and r.levelno >= level]
 
 
-def test_what_is_raised_within_another_is_kept(mode: str) -> None:
+def test_chained_exceptions_are_kept(mode: str) -> None:
     result = finished(jobs.fail_within.enqueue())
     assert result.status == FAILED
     assert result.errors[0].exception_class is ValueError
@@ -663,7 +663,7 @@ def test_a_body_that_holds_no_arguments_is_dead(mode: str) -> None:
 
 
 @committing
-def test_a_lost_worker_s_task_comes_again_but_not_for_ever(mode: str) -> None:
+def test_task_of_a_lost_worker_is_redelivered_up_to_a_limit(mode: str) -> None:
     result = jobs.meaning_of_life.enqueue()
     row = OutboxMessage.objects.get()
     headers = {**row.headers, "txmsg-id": result.id}
@@ -714,7 +714,7 @@ def test_arguments_travel_unchanged() -> None:
     assert json.loads(body)["args"] == given
 
 
-def test_the_same_again_by_force_keeps_the_last_result() -> None:
+def test_forced_redelivery_keeps_the_last_result() -> None:
     result = finished(jobs.fail.enqueue())
     TaskRun.objects.create(message_id=result.id, workers=["before"], result=1)
     runs = TaskRun.objects
@@ -755,7 +755,7 @@ def test_wrong_settings_are_found(params: dict[str, Any], found: list[str]) -> N
         assert part in said
 
 
-def test_other_backends_are_none_of_ours() -> None:
+def test_other_backends_tasks_are_ignored() -> None:
     before = len(all_stages())
     for other in ("django_tasks.x.Y", "gone.Backend", "tests.app.models.Order", ""):
         with override_settings(TASKS={"default": {"BACKEND": other}}):
@@ -828,7 +828,7 @@ def test_an_alias_stays_apart_from_its_queues() -> None:
 
 
 @committing
-def test_what_has_finished_without_a_transaction_is_not_parked_work() -> None:
+def test_finished_task_without_transaction_is_not_parked() -> None:
     with tasks(OPTIONS={"TRANSACTION": "none"}):
         result = finished(jobs.note.enqueue("once"))
         row = OutboxMessage.objects.get()

@@ -94,7 +94,9 @@ def test_activemq_gives_a_topic_to_one_connection(
         ("database://", "topic:news", 3),
     ],
 )
-def test_so_many_threads_as_the_broker_allows(url: str, to: str, threads: int) -> None:
+def test_topic_runs_as_many_threads_as_the_broker_allows(
+    url: str, to: str, threads: int
+) -> None:
     with (
         txmsg(BROKERS={"default": {"URL": url}}),
         declared(lambda m: None, to, concurrency=3) as stage,

@@ -105,7 +105,7 @@ def test_a_message_is_created_sent_and_processed_in_linked_spans(
 
 # Django 6.1 deprecates what projects still call.
 @pytest.mark.filterwarnings("ignore:savepoint")
-def test_a_roll_back_drops_the_span_of_what_was_not_stored(
+def test_rollback_drops_the_create_span(
     telemetry: Telemetry,
 ) -> None:
     with transaction.atomic():

@@ -188,7 +188,9 @@ def test_the_hazard_of_1pc_with_ids_from_the_client(
     assert letter.attempts == 3
 
 
-def test_the_same_stage_under_outbox(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_ids_in_mode_outbox_have_one_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One row, one effect downstream, no dead letter; the lost step is the ack here."""
 
     def lost(session: DatabaseSession, deliveries: list[Delivery]) -> None:

@@ -149,7 +149,7 @@ def test_in_every_mode_and_in_batches(mode: Any, batch: int) -> None:
     assert got == [ORDER, Cancel("A-1"), UPGRADED]
 
 
-def test_a_destination_says_what_is_sent() -> None:
+def test_typed_destination_refuses_another_type() -> None:
     orders = Destination("tests.typed", Second | Cancel)
     with stages_of(orders, both), transaction.atomic():
         orders.send(ORDER, key="A-1")
@@ -311,7 +311,7 @@ def test_message_needing_newer_code_waits_without_attempts() -> None:
 
 
 @pytest.mark.parametrize("mode", ["best_effort_1pc", "broker_only"])
-def test_it_waits_in_the_other_modes_too(mode: Any) -> None:
+def test_message_for_newer_code_waits_in_every_mode(mode: Any) -> None:
     with declared(first, name="tests.place", transaction=mode) as stage:
         send(stage.destination, ORDER)
         step(stage, times=2)
@@ -406,7 +406,7 @@ def test_a_handler_of_messages_takes_every_version() -> None:
     assert bodies == [{"number": "A-1"}]
 
 
-def test_an_expired_one_that_waited_is_buried_by_the_code_that_reads_it() -> None:
+def test_waiting_message_that_expired_is_buried_by_newer_code() -> None:
     with declared(first, name="tests.place") as stage:
         send(stage.destination, ORDER)
         step(stage)

@@ -324,7 +324,7 @@ def test_send_waits_for_the_transaction_holding_the_key(commits: bool) -> None:
 
 
 @committing
-def test_of_many_that_race_for_a_key_one_is_stored() -> None:
+def test_concurrent_sends_with_one_unique_key_store_one() -> None:
     start, found, refused = threading.Barrier(6), set[uuid.UUID](), []
 
     def race(number: int) -> None:

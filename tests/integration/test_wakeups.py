@@ -52,7 +52,7 @@ def own_threads() -> Iterator[None]:
     notifier.stop_notifiers(30)
 
 
-def test_what_ends_the_thread_ends_no_later_notification(
+def test_error_in_the_notifiers_thread_does_not_stop_later_notifications(
     django_db_blocker: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     notifier.notify("default", {"warms up"})

@@ -86,7 +86,7 @@ def test_a_number_that_would_archive_nothing_or_never_rest_is_refused(
     assert words[1] in capsys.readouterr().err
 
 
-def test_all_about_a_lake_comes_from_the_settings(monkeypatch) -> None:
+def test_settings_describe_the_lake(monkeypatch) -> None:
     options = {"AWS_SECRET_ACCESS_KEY": "hidden", "AWS_REGION": "here"}
     lake = {"URI": "s3://b/l", "STORAGE_OPTIONS": options, "KEEP_BODIES": False}
     reader = "postgresql://u:hidden@replica/shop"

@@ -133,7 +133,7 @@ def test_finished_journeys_are_counted_without_reading(
 # A dozen judgements, of which half read everything.
 @pytest.mark.timeout(900)
 @pytest.mark.matrix
-def test_all_is_judged_as_if_it_were_read(
+def test_counted_files_give_the_same_verdicts_as_read_ones(
     spark, make_log, lake: LakeSpec, tmp_path: Path
 ) -> None:
     log: Log = make_log("sqlite")

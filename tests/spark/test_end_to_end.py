@@ -37,7 +37,7 @@ def test_the_jobs_find_exactly_what_was_planted_and_mend_it(
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_so_they_do_among_20_000_messages(
+def test_jobs_find_planted_faults_among_20_000_messages(
     spark: object, services: ThreeServices, lake: LakeSpec, tmp_path: Path
 ) -> None:
     play(services, lake, tmp_path, orders=6_700)

@@ -64,7 +64,7 @@ def test_resolved_findings_go_and_acknowledged_ones_stay(log: Log) -> None:
     assert noted.count(Which(acknowledged=False)) == {LOST: 1}
 
 
-def test_a_change_says_of_what_and_why_and_is_on_record(make_log) -> None:
+def test_acknowledging_needs_findings_and_a_reason_and_is_recorded(make_log) -> None:
     log: Log = make_log("sqlite")
     spec = JobSpec((log.spec,))
     Noted(log.spec).keep([finding(1), finding(2, verdict="late")], NOW, None)

@@ -168,7 +168,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, errors
 
 
-def test_what_settles_is_in_the_lake_until_the_process_is_stopped(
+def test_follow_archives_settled_rows_until_it_is_stopped(
     log: Log, lake: LakeSpec, tmp_path: Path, monkeypatch
 ) -> None:
     log.send_many(250, every=900.0)
@@ -539,7 +539,7 @@ def test_findings_made_without_follow_are_reported(log: Log, lake: LakeSpec) -> 
 @pytest.mark.parametrize(
     "url", ["ftp://host/x", "https:///secret", "https://u:p@host", "one"]
 )
-def test_an_address_that_is_none_is_refused_and_not_shown(url: str) -> None:
+def test_malformed_webhook_address_is_refused_and_not_printed(url: str) -> None:
     with pytest.raises(UsageError, match="is not understood") as refused:
         Webhook(url)
 

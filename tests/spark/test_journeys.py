@@ -356,7 +356,7 @@ def test_a_run_reads_one_version_of_the_journeys(
     assert log_of(lake) == entries + 1
 
 
-def test_what_is_archived_and_what_is_live_are_judged_as_one(
+def test_archived_and_live_rows_of_a_message_are_judged_together(
     spark, make_log, lake: LakeSpec
 ) -> None:
     log: Log = make_log("sqlite")

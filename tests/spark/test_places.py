@@ -43,7 +43,7 @@ def who(*given: Any) -> dict[str, tuple[Any, Any]]:
     return {one.consumer: (one.since, one.until) for one in found.expected}
 
 
-def test_who_has_received_is_expected_to_from_then_on() -> None:
+def test_listener_that_received_once_is_expected_from_then_on() -> None:
     found = [heard("c/s", 5, 9), heard("c/s", 3, 4)]
     assert who([], found, declared()) == {"c/s": (at(3), None)}
 
@@ -96,7 +96,7 @@ def test_a_stage_may_come_back() -> None:
     ]  # fmt: skip
 
 
-def test_who_was_retired_by_hand_stays_so() -> None:
+def test_listener_retired_by_hand_stays_retired() -> None:
     known = [Listener(TOPIC, "c/s", at(0), at(10))]
     assert who(known, [heard("c/s", 0, 20)], declared()) == {"c/s": (at(0), at(10))}
 

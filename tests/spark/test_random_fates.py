@@ -437,7 +437,9 @@ def test_random_fates_are_judged_the_same_wherever_they_lie(
 
 @pytest.mark.soak
 @pytest.mark.timeout(14_400)
-def test_so_they_are_in_200_draws(spark: object, tmp_path: Path) -> None:
+def test_verdicts_match_planted_fates_in_200_draws(
+    spark: object, tmp_path: Path
+) -> None:
     for seed in range(200):
         play(spark, LakeSpec(f"file://{tmp_path}/{seed}"), seed)
         for alias in ("default", "other"):

@@ -94,9 +94,7 @@ def test_a_topics_letter_goes_to_the_stage_that_gave_up_and_to_no_other(
 
 @committing
 @pytest.mark.usefixtures("impatient")
-def test_what_its_stage_has_processed_meanwhile_is_skipped(
-    spark: Any, spec: JobSpec
-) -> None:
+def test_replay_skips_letters_processed_meanwhile(spark: Any, spec: JobSpec) -> None:
     with declared(counting("done"), "orders.place"):
         done = make.DeadLetterFactory()
         make.InboxMessageFactory(message_id=done.message_id)

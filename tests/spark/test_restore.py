@@ -89,7 +89,7 @@ def _postgres(tool: str, *words: str) -> None:
     )
 
 
-def test_a_batch_that_a_lake_has_lost_before_it_was_deleted_is_archived_anew(
+def test_batch_lost_by_the_lake_before_deletion_is_archived_again(
     spark: Any, log: Log, lake: LakeSpec
 ) -> None:
     log.send_many(250)
@@ -105,7 +105,7 @@ def test_a_batch_that_a_lake_has_lost_before_it_was_deleted_is_archived_anew(
     assert_moved_once(before, log, lake, set(before))
 
 
-def test_a_lake_that_is_not_mounted_is_not_begun_anew(
+def test_unmounted_lake_is_not_created_again(
     spark: Any, log: Log, lake: LakeSpec, tmp_path: Path
 ) -> None:
     log.send_many(150)

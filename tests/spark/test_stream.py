@@ -144,7 +144,7 @@ def test_a_cap_on_rows_never_splits_a_transaction(
     assert len(batches) == 3
 
 
-def test_a_batch_that_was_begun_comes_again_as_it_was(
+def test_unfinished_micro_batch_is_repeated_unchanged(
     spark, log: Log, tmp_path: Path
 ) -> None:
     log.send_many(10)

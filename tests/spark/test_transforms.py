@@ -180,7 +180,7 @@ def test_what_two_consumers_of_a_queue_process_is_processed_twice(spark) -> None
     ]
 
 
-def test_what_expired_at_the_broker_or_went_elsewhere_is_not_lost(spark) -> None:
+def test_expired_and_external_messages_are_not_lost(spark) -> None:
     after = HORIZON + dt.timedelta(hours=1)
     messages = sent(
         spark,
@@ -282,7 +282,7 @@ def test_a_message_is_late_and_lost_from_when_it_was_due(spark) -> None:
     }  # fmt: skip
 
 
-def test_what_waits_for_too_long_is_a_finding(spark) -> None:
+def test_message_that_waits_too_long_is_a_finding(spark) -> None:
     messages = sent(
         spark,
         ("a", "not-sent", "q", at(0), None, None, None),
@@ -306,7 +306,7 @@ def test_what_waits_for_too_long_is_a_finding(spark) -> None:
     }  # fmt: skip
 
 
-def test_what_an_operator_has_resolved_is_dead_no_more(spark) -> None:
+def test_resolved_dead_letter_is_no_finding(spark) -> None:
     topic = "topic:t"
     messages = sent(
         spark,
@@ -352,7 +352,7 @@ def test_what_an_operator_has_resolved_is_dead_no_more(spark) -> None:
     }  # fmt: skip
 
 
-def test_what_keeps_no_log_is_external_by_a_pattern(spark) -> None:
+def test_destination_that_matches_a_pattern_is_external(spark) -> None:
     lost = [
         ("a", name, place, at(0), None, at(1), None)
         for name, place in (
@@ -406,7 +406,7 @@ def test_a_clock_that_is_ahead_makes_no_message_late(spark) -> None:
     }  # fmt: skip
 
 
-def test_who_listens_no_more_misses_nothing(spark) -> None:
+def test_retired_listener_has_no_lost_messages(spark) -> None:
     topic = "topic:t"
     messages = sent(
         spark,
@@ -646,7 +646,7 @@ def test_activity_counts_by_hour(spark) -> None:
     )
 
 
-def test_what_waited_before_is_part_of_the_backlog(spark) -> None:
+def test_backlog_includes_messages_that_waited_before(spark) -> None:
     outbox = spark.createDataFrame(
         [
             ("a", "q", at(-6000), None, None),
@@ -666,7 +666,7 @@ def test_what_waited_before_is_part_of_the_backlog(spark) -> None:
 
 
 @analyzes
-def test_what_waits_on_purpose_is_neither_backlog_nor_latency(spark) -> None:
+def test_delayed_messages_are_neither_backlog_nor_latency(spark) -> None:
     outbox = sent(
         spark,
         ("a", "delayed", "q", at(0), None, at(121), None),

@@ -96,7 +96,7 @@ def test_a_once_task_that_is_acknowledged_early_is_an_error() -> None:
     assert (code, "acks_late=False" in message) == ("txmsg.E020", True)
 
 
-def test_what_is_registered_later_tells_by_itself(
+def test_task_registered_later_logs_its_problems(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     late = Celery("late", set_as_current=False, broker="amqp://")

@@ -337,7 +337,7 @@ def test_plain_text_and_guessed_passwords_are_warnings_of_a_deployment(
     ("option", "value", "error"),
     [("TIME_ZONE", "Europe/Berlin", "txmsg.E010"), ("AUTOCOMMIT", False, "txmsg.E011")],
 )
-def test_a_database_whose_statements_would_not_do_what_they_say(
+def test_forbidden_option_of_a_database_is_an_error(
     option: str, value: object, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = connections["default"].settings_dict

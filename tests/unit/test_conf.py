@@ -100,7 +100,7 @@ def test_defaults_are_the_contract() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_a_way_out(
+def test_wrong_setting_is_named_with_a_hint(
     txmsg: dict[str, Any], path: str, words: str
 ) -> None:
     with override_settings(TXMSG=txmsg):

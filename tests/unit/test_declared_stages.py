@@ -207,7 +207,7 @@ def test_a_handler_that_can_never_do_its_work_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_what_can_be_called_is_declared(case: str) -> None:
+def test_callable_handlers_are_declared(case: str) -> None:
     handler = ACCEPTED[case]
     assert stage("tests.accepted")(handler) is handler
 

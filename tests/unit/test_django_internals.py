@@ -127,7 +127,7 @@ def test_methods_of_a_connection(
 
 @VENDORS
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_else_a_connection_has(vendor: str, name: str) -> None:
+def test_other_used_attributes_of_a_connection_exist(vendor: str, name: str) -> None:
     assert hasattr(new(vendor), name)
 
 
@@ -210,7 +210,7 @@ def test_a_view_that_wants_no_transaction(name: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), IMPORTED)
-def test_what_is_imported(module: str, name: str) -> None:
+def test_imported_names_of_django_exist(module: str, name: str) -> None:
     assert hasattr(importlib.import_module(module), name)
 
 
@@ -226,7 +226,7 @@ def names_in(path: Path) -> Iterator[str]:
             yield node.value
 
 
-def test_it_is_all_in_one_place() -> None:
+def test_undocumented_names_are_used_in_one_module() -> None:
     found = {
         f"{path.relative_to(PACKAGE)}: {name}"
         for path in PACKAGE.rglob("*.py")

@@ -418,7 +418,7 @@ def sent_and_read(annotation: Any, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_it_arrives_as_it_was_sent(kind: str) -> None:
+def test_value_arrives_as_it_was_sent(kind: str) -> None:
     annotation, value = KEPT[kind]
     read = sent_and_read(annotation, value)
 
@@ -428,7 +428,7 @@ def test_it_arrives_as_it_was_sent(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_it_arrives_equal(kind: str) -> None:
+def test_value_arrives_equal(kind: str) -> None:
     annotation, value = EQUAL[kind]
     read = sent_and_read(annotation, value)
 
@@ -444,7 +444,7 @@ def test_a_default_may_be_a_member_where_a_model_has_values() -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_refused_by_its_field_and_the_types_and_never_by_its_value(
+def test_refusal_names_field_and_types_but_no_value(
     kind: str,
 ) -> None:
     annotation, value, said = REFUSED[kind]

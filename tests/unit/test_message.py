@@ -25,7 +25,7 @@ MESSAGE = Message(
 )
 
 
-def test_it_cannot_be_changed() -> None:
+def test_message_is_immutable() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         MESSAGE.body = 1  # type: ignore[misc]
     with pytest.raises(TypeError):

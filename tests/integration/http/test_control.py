@@ -516,7 +516,9 @@ def test_a_signature_is_for_each_of_the_headers(arrivals, heard) -> None:
     assert outcomes == ["already_dispatched", "unsigned", "unsigned"]
 
 
-def test_one_that_is_not_signed_is_a_hint(arrivals, heard) -> None:
+def test_unsigned_control_message_only_sends_committed_messages(
+    arrivals, heard
+) -> None:
     """An unsigned control message, as of an earlier release, makes committed messages
     leave."""
     with outbox_session() as session:
@@ -541,7 +543,7 @@ def test_a_key_that_was_rotated_is_honoured(arrivals, heard, settings) -> None:
     assert heard["handled"][0]["outcome"] == "unsigned"
 
 
-def test_it_does_not_outlive_its_use_on_the_broker() -> None:
+def test_control_message_expires_at_the_broker() -> None:
     message = control_message.ControlMessage("1", uuid.uuid4(), "default", "delay")
     left = message.outgoing().time_to_live
     assert left is not None

@@ -70,7 +70,7 @@ def arrived(destination: str) -> list[str]:
     return [one.headers[wire.MESSAGE_ID] for one in drained(destination)]
 
 
-def test_all_of_them_use_one_connection(together, proxy, destination) -> None:
+def test_all_threads_share_one_connection(together, proxy, destination) -> None:
     messages = [outgoing(destination, number) for number in range(THREADS)]
     together.send(outgoing(destination, 99))
     proxy.hang(ANSWERS)
@@ -100,7 +100,9 @@ def test_a_cut_makes_them_all_change_over_together(
     assert proxy.accepted == 3  # the first, the next, and arrived()'s own
 
 
-def test_one_that_is_refused_takes_no_other_along(activemq, destination) -> None:
+def test_refused_control_message_fails_only_its_own_request(
+    activemq, destination
+) -> None:
     allowed = f"allowed.{destination}"
     brokers = {"default": {"URL": activemq.url(user=LIMITED_USER)}}
     with override_settings(TXMSG={"SERVICE": "a", "BROKERS": brokers}):
@@ -115,7 +117,9 @@ def test_one_that_is_refused_takes_no_other_along(activemq, destination) -> None
         control_connection.close_channels()
 
 
-def test_one_that_is_interrupted_leaves_no_gap(together, proxy, destination) -> None:
+def test_interrupted_send_does_not_block_the_others(
+    together, proxy, destination
+) -> None:
     together.send(outgoing(destination, 99))
     proxy.hang(ANSWERS)
 

@@ -155,7 +155,7 @@ def test_sessions_that_store_soon_share_one_message(grouped, receiver, heard) ->
     assert set(outcomes(heard)) <= {"dispatched", "already_dispatched"}
 
 
-def test_one_that_stores_late_has_it_sent_again(grouped, receiver, heard) -> None:
+def test_late_store_sends_the_groups_message_again(grouped, receiver, heard) -> None:
     store("opens")
     receiver()
     with outbox_session():
@@ -342,7 +342,9 @@ def test_where_each_session_has_its_own(settings_for, heard, http) -> None:
     assert len(heard["sent"]) == (0 if "CONTROL_MESSAGE" in http else 3)
 
 
-def test_one_that_says_something_has_its_own_message(grouped, receiver, heard) -> None:
+def test_session_with_metadata_has_its_own_control_message(
+    grouped, receiver, heard
+) -> None:
     store()
     receiver()
     with outbox_session() as session:

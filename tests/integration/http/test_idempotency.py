@@ -292,7 +292,7 @@ def test_a_view_without_a_session_says_that_it_keeps_no_keys(path) -> None:
     assert Client().get("/without", headers={"Idempotency-Key": "a"}).status_code == 200
 
 
-def test_it_is_off_unless_switched_on() -> None:
+def test_idempotency_is_off_by_default() -> None:
     with override_settings(TXMSG=txmsg()):
         assert post("a-key").status_code == 201
         assert post("a-key", number="2").status_code == 201

@@ -57,7 +57,7 @@ def test_the_control_message_says_what_the_receiver_needs(client) -> None:
     assert message.headers["txmsg-oracle"] == told
 
 
-def test_it_leaves_before_the_commit(client) -> None:
+def test_control_message_leaves_before_the_commit(client) -> None:
     seen = []
 
     def look(**_: object) -> None:

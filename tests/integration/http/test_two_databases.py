@@ -129,7 +129,7 @@ def is_ours(identity: str, sent_at: Any) -> bool:
     return database_identity.is_ours("default", identity, sent_at)
 
 
-def test_of_another_start_what_was_sent_before_is_ours_and_later_a_copys() -> None:
+def test_messages_sent_before_a_restart_are_ours_and_later_ones_a_copys() -> None:
     mine = database_identity.current("default")
     database_identity.note("default")
     seen_at = DatabaseIdentity.objects.get().seen_at
