@@ -1,6 +1,7 @@
 """The contract as a page: what this service sends and receives, and breaking changes.
 
-By the code of the web process, which may be newer or older than that of the workers.
+It shows the code of the web process, which may be newer or older than that of the
+workers.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ _RETRY = (
 
 
 def _until(give_up: float) -> float:
-    """Return the remaining seconds of a timeout, slightly above 0, which would mean not
-    to wait."""
+    """Return the remaining seconds of a timeout, at least 0.01, because 0 would mean
+    not to wait."""
     return max(0.01, give_up - time.monotonic())
 
 
@@ -61,7 +61,7 @@ class FrameListener(Protocol):
         stopped reading or answering."""
 
     def on_progress(self) -> None:
-        """Called when the broker goes on reading, after a write had to wait."""
+        """Called when the broker reads again, after a write had to wait."""
 
 
 class Transport(BaseTransport):  # type: ignore[misc]  # stomp.py has no types

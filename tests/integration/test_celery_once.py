@@ -250,7 +250,7 @@ def test_unreachable_links_requeue_the_task(
 
 
 def work_off() -> None:
-    """Do the work of a worker until its queue is empty."""
+    """Process the queue as a worker does, until it is empty."""
     while messages := sent():
         for message in messages:
             args, kwargs, embedded = message.decode()
@@ -280,7 +280,7 @@ SHAPES: dict[str, Any] = {
 @pytest.mark.parametrize("linked", SHAPES)
 @pytest.mark.parametrize("option", ["callbacks", "chain"])
 def test_calls_repeated_by_a_copy_take_effect_once(linked: str, option: str) -> None:
-    """Whatever its shape, and wherever Celery had drawn an id at each call."""
+    """This holds for every kind of call, also where Celery draws a random id."""
     app.conf.result_backend = "cache+memory://"
     forget_connections()
     task, call = once_task(lambda: 0), json.loads(json.dumps(SHAPES[linked]()))
@@ -314,7 +314,7 @@ def test_an_id_that_the_caller_gave_a_link_stays() -> None:
 
 
 def test_a_replacement_calls_its_links_under_ids_of_its_own() -> None:
-    """It has the id of the task that it replaces, and is another one."""
+    """The replacement has the id of the replaced task, but is another task."""
     task = once_task(lambda: 0)
     link = json.loads(json.dumps(charge.s(1)))
     sent()
@@ -437,8 +437,9 @@ def test_an_error_after_the_commit_is_no_failure() -> None:
 
 @pytest.mark.sqlite
 def test_a_task_whose_record_a_crash_has_lost_is_worked() -> None:
-    """On PostgreSQL it is recorded and taken at once; step by step as here where the
-    second half was refused, and a transaction pooler hides the crash."""
+    """PostgreSQL records and takes the task in one statement. It does so step by step,
+    as here, if the second half was refused, and a transaction pooler hides the
+    crash."""
     task = once_task(lambda: effect("done"))
     with record_lost_at("BEGIN"):
         deliver(task)

@@ -88,13 +88,13 @@ def worker(url: str, tmp_path: Path) -> Iterator[Start]:
 
 
 def effects(prefix: str = "") -> list[str]:
-    """Return the traces that executions have left, in their order."""
+    """Return the traces of executions, in order."""
     rows = Effect.objects.filter(name__startswith=prefix).order_by("id")
     return list(rows.values_list("name", flat=True))
 
 
 def worked(worker: CeleryWorker, *expected: str, prefix: str = "") -> None:
-    """Wait until these traces are there, while the relay works, and no others."""
+    """Wait until exactly these traces are there, while the relay runs."""
 
     def there() -> bool:
         ship(broker="celery")
@@ -202,7 +202,8 @@ def test_a_worker_killed_after_its_commit_loses_and_repeats_nothing(
 def test_a_worker_killed_after_it_called_its_links_calls_them_with_the_same_ids(
     worker: Start, tmp_path: Path
 ) -> None:
-    """Called twice, once by the killed worker; executed once, nested links too."""
+    """They are called twice, once by the killed worker, and executed once; so are
+    nested links."""
     links = [
         charge.s(2).set(link=charge.s(3)),
         chain(charge.s(4), charge.s(5)),

@@ -1,4 +1,4 @@
-"""CloudEvents of others, structured and binary, are messages here."""
+"""Foreign CloudEvents, structured and binary, are messages here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Transactions that lose against others are repeated at once: no attempt is lost."""
+"""Transactions that lose a conflict are repeated at once, without counting an
+attempt."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ ONCE = RedeliveryPolicy(max_redeliveries=0, initial_delay=0.0)
 
 @pytest.mark.parametrize("batch", [1, 5])
 def test_contention_buries_no_message(batch: int) -> None:
-    """Four threads read and write one row, serializably; each message has one attempt,
-    and there is none that would not have succeeded alone."""
+    """Four threads read and write one row, serializably. Each message has one attempt,
+    and each would succeed alone."""
     total = 20
     Order.objects.create(number="1", total=0)
     runs: list[int] = []
@@ -78,7 +79,7 @@ def test_message_that_always_conflicts_ends_as_a_failed_attempt() -> None:
 
 
 def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
-    """The count is committed when the row cannot be taken, and is not made again."""
+    """The count is committed when taking the row fails, and is not repeated."""
     with connection.cursor() as cursor:
         # A sequence remembers what its transaction does not.
         cursor.execute(
@@ -105,8 +106,9 @@ def test_an_arrival_whose_second_half_fails_is_counted_once() -> None:
 
 
 def test_recording_a_failure_is_repeated_after_a_conflict() -> None:
-    """As it may at the level of isolation that OPTIONS gives: the handler does not run
-    again for it, and a parked message does not wait for its lease to end."""
+    """OPTIONS may set an isolation level at which this statement conflicts. The handler
+    does not run again because of it, and a parked message does not wait for its lease
+    to end."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:

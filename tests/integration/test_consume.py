@@ -30,7 +30,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 def effect(message: Message) -> None:
-    """Leave one effect, and pass one message on."""
+    """Leave one effect, and send one message."""
     Effect.objects.create(name="done", message_id=str(message.id))
     send_message("tests.next", {"from": str(message.id)})
 
@@ -103,7 +103,7 @@ def test_two_stages_of_one_id_each_process_it() -> None:
 
 
 def test_of_copies_that_arrive_at_once_one_handler_runs() -> None:
-    """The others wait for the first one's transaction, and then drop their copy."""
+    """The other copies wait for the first one's transaction, and are then dropped."""
     inside, go_on = threading.Event(), threading.Event()
     runs: list[uuid.UUID] = []
 
@@ -146,7 +146,7 @@ def test_a_stage_whose_first_copy_fails_lets_the_second_run() -> None:
 
 
 def test_handler_sees_the_senders_data_and_its_writes_are_atomic() -> None:
-    """75 at a time, through the models and by hand, every fifth of them in vain."""
+    """75 messages write through the models and by SQL; every fifth one fails."""
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
     def handler(message: Message) -> None:

@@ -1,5 +1,5 @@
 """The database goes away and comes back: the consumer keeps its deliveries and takes no
-others. Counted at a broker that records its deliveries."""
+others, as the broker's records show."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settings(scripted: ScriptedBroker) -> Any:
 def put(
     scripted: ScriptedBroker, stage: Stage | str, count: int
 ) -> list[StoredMessage]:
-    """Let the broker have messages for a stage."""
+    """Put messages into a stage's queue."""
     destination = stage if isinstance(stage, str) else stage.destination
     return [
         scripted.put(
@@ -63,7 +63,7 @@ def effect(message: Message) -> None:
 
 
 def probed(times: int) -> Callable[[], bool]:
-    """Whether the outage has been seen, and probed so often since."""
+    """Return whether the outage was noticed, and probed that often since."""
     return lambda: database_health.breaker("default")._failures > times
 
 
@@ -131,7 +131,8 @@ def test_a_handler_that_loses_its_connection_runs_again_at_once(
 
 @pytest.fixture
 def forgetful(postgres: services.PostgreSQL) -> Iterator[services.PostgreSQL]:
-    """The server, which writes asynchronous commits to its disk late."""
+    """The server, with a long delay before it writes asynchronous commits to its
+    disk."""
 
     def be(setting: str) -> None:
         with connection.cursor() as cursor:
@@ -180,7 +181,7 @@ def test_a_message_that_failed_while_a_crash_forgot_its_record_is_not_dropped(
 def test_a_server_that_was_made_read_only_is_waited_for(
     transaction: Any, broker: ScriptedBroker
 ) -> None:
-    """Its connections stay open: nothing but its answers tells."""
+    """Its connections stay open; only its errors show the state."""
     with (
         declared(effect, transaction=transaction) as stage,
         running(stage, concurrency=2),
@@ -253,7 +254,8 @@ def declare() -> None:
 def test_lock_timeout_keeps_the_delivery_and_blocks_no_stage(
     broker: ScriptedBroker,
 ) -> None:
-    """Somebody else holds the message's row: no outage, and nothing to decide yet."""
+    """Another session has locked the message's row. That is no outage, and nothing can
+    be decided yet."""
     other: Any = connections["default"].copy()
     with connection.cursor() as cursor:
         cursor.execute("ALTER ROLE CURRENT_USER SET lock_timeout = '50ms'")

@@ -1,4 +1,4 @@
-"""Dead letters: what they keep, and the three ways to resolve them."""
+"""Dead letters: their contents, and the three ways to resolve them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [committing, pytest.mark.usefixtures("impatient")]
 
 
 class Stubborn:
-    """A handler that fails until it is mended."""
+    """A handler that fails until it is repaired."""
 
     def __init__(self) -> None:
         self.mended = False
@@ -46,7 +46,7 @@ class Stubborn:
 
 
 def resolve(kind: str, **options: Any) -> BulkOperation:
-    """Do that to all dead letters, as the admin and the command do."""
+    """Apply an action to all dead letters, as the admin and the command do."""
     return bulk.finish(bulk.start(kind, {}, **options))
 
 
@@ -164,7 +164,7 @@ def test_many_of_one_failure_have_one_fingerprint() -> None:
 
 @pytest.fixture
 def no_table() -> Iterator[Callable[[], None]]:
-    """The table of dead letters is away, until it is called back."""
+    """Rename the table of dead letters, until the returned function is called."""
     table = DeadLetter._meta.db_table
 
     def rename(old: str, new: str) -> None:
@@ -200,7 +200,7 @@ def test_unburiable_message_is_kept_until_it_can_be_buried(
 
 
 def test_a_dead_outbox_row_says_why() -> None:
-    """No silent exit from the state machine: the database itself insists."""
+    """A database constraint enforces it."""
     with transaction.atomic():
         send_message("tests.next", None)
     row = OutboxMessage.objects.get()
@@ -216,7 +216,8 @@ TOPIC = "topic:orders.placed"
 
 
 def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
-    """Not to the other subscribers, though they remember nothing of it any more."""
+    """The other subscribers do not get it, even if their inbox no longer remembers
+    it."""
     handler, others = Stubborn(), []
     with (
         declared(handler, TOPIC, name="billing") as stage,
@@ -248,7 +249,7 @@ def test_topics_dead_letter_is_redelivered_to_its_stage_only() -> None:
 
 
 def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
-    """A queue has one present consumer, whatever its name; a topic has many."""
+    """A queue has one present consumer, whatever its stage's name; a topic has many."""
     handler = Stubborn()
     with declared(handler, "tests.kept", name="old") as stage:
         send(stage.destination)
@@ -278,7 +279,8 @@ def test_the_dead_letter_of_a_stage_that_is_gone() -> None:
 def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
     age: int, heartbeat: int, lives: bool
 ) -> None:
-    """A worker lives for three heartbeats and 15 seconds after its last one."""
+    """A worker counts as alive until three heartbeats and 15 seconds after its last
+    one."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)
@@ -296,7 +298,7 @@ def test_a_letter_is_parked_for_a_stage_that_a_living_worker_runs(
 
 
 def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> None:
-    """Two that share a database work off each other's operations."""
+    """Two services that share a database execute each other's bulk operations."""
     handler = Stubborn()
     with declared(handler, TOPIC, name="shipping.a") as stage:
         step(stage)
@@ -325,7 +327,7 @@ def test_a_worker_of_another_service_redelivers_as_the_stages_own_would() -> Non
 def test_redelivered_unreadable_message_dies_again_unless_fixed(
     headers: dict[str, str],
 ) -> None:
-    """It is the same dead letter then, and stays parked for ever in no case."""
+    """It then is the same dead letter again, and is never parked for ever."""
     got: list[Message] = []
     body = b"1" if "txmsg-expires" in headers else b"{"
     with declared(got.append) as stage:

@@ -1,4 +1,4 @@
-"""Which messages leave right after a commit, and which wait for the relay."""
+"""Which messages leave right after a commit, and which are left to the relay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_thread_dispatches_right_after_the_commit() -> None:
 
 
 def test_a_row_follows_soon_when_another_process_has_sent_the_one_before() -> None:
-    """No relay is running: the dispatcher of the follower's process looks again."""
+    """No relay runs: the dispatcher of the second row's process checks again."""
     with txmsg(DISPATCH_ON_COMMIT="off"), transaction.atomic():
         send_message("tests.q", 1, key="hot")
     token = uuid.uuid4()
@@ -115,7 +115,7 @@ def test_inline_before_the_commit_returns() -> None:
 def test_rows_of_a_killed_process_are_soon_free(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relay may hold rows for a minute, this process for a quarter of that."""
+    """A relay leases rows for a minute, this process for a quarter of that."""
     seen: list[float] = []
     send_really = DatabaseSession.send
 
@@ -171,8 +171,8 @@ def test_rollback_wakes_no_dispatcher() -> None:
 def test_no_thread_dispatches_on_an_in_memory_database(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in the tests of a project on SQLite: each of two connections fails at once
-    while the other one writes."""
+    """In a project's tests on SQLite, two connections would fail at once while one of
+    them writes."""
     connections["other"].ensure_connection()
     name = "file:memorydb_other?mode=memory&cache=shared"
     monkeypatch.setitem(connections["other"].settings_dict, "NAME", name)
@@ -224,7 +224,7 @@ def test_a_forked_process_starts_its_own_thread() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None:
-    """It was forked, and asks no `atexit`."""
+    """A forked child does not run `atexit` hooks."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         connections.close_all()
         child = multiprocessing.get_context("fork").Process(target=send)
@@ -236,7 +236,7 @@ def test_a_child_of_multiprocessing_that_ends_at_once_dispatches_first() -> None
 
 @pytest.mark.postgresql
 def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
-    """As after a restart of the server, with no relay that would do it instead."""
+    """As after a restart of the server, without a relay that would send the message."""
     with txmsg(DISPATCH_ON_COMMIT="thread"):
         send()
         wait_until(lambda: not pending())
@@ -255,7 +255,7 @@ def test_a_database_connection_that_ended_meanwhile_costs_no_delay() -> None:
 def test_a_process_that_ends_and_gets_no_threads_leaves_it_to_the_relay_in_silence(
     broker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Python 3.12 and later refuse new threads while the interpreter ends."""
+    """Python 3.12 and later refuse new threads while the interpreter ends."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

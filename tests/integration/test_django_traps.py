@@ -1,4 +1,4 @@
-"""Where Django would lose a message quietly: each trap has its error and its test."""
+"""Cases in which Django would lose a message silently: each has its error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ drawn = pytest.mark.parametrize("options", DRAWN, ids=["outbox", "batch", "1pc"]
 
 
 def run_twice(handler: Handler, options: dict[str, Any]) -> None:
-    """Let a bad message and a good companion pass the stage; the bad one once more."""
+    """Process a bad and a good message, and the bad one a second time."""
     with declared(handler, **options) as stage:
         send(stage.destination, "bad")
         send(stage.destination, "good")
@@ -49,7 +49,7 @@ def first_attempt_fails(kind: type[BaseException]) -> None:
 
 @drawn
 def test_a_set_rollback_is_not_lost_in_silence(options: dict[str, Any]) -> None:
-    """`atomic()` would roll back without a word, and the message would be gone."""
+    """`atomic()` would roll back without an error, and the message would be lost."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -82,7 +82,7 @@ def test_a_swallowed_error_of_an_inner_atomic(options: dict[str, Any]) -> None:
 def test_a_block_that_is_entered_and_not_left(
     options: dict[str, Any], raises: bool
 ) -> None:
-    """Nothing would be committed any more, of this message and of those behind it."""
+    """Otherwise nothing more would be committed, of this message and all later ones."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -216,7 +216,7 @@ def fail_at_commit() -> None:
 @drawn
 @pytest.mark.usefixtures("deferred_key")
 def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> None:
-    """The dead letter carries the commit's own error; companions are not harmed."""
+    """The dead letter has the error of the commit; other messages are not affected."""
 
     def handler(message: Message) -> None:
         Effect.objects.create(name=message.body, message_id=str(message.id))
@@ -245,7 +245,7 @@ def test_a_commit_that_fails_is_a_failed_attempt(options: dict[str, Any]) -> Non
 def test_a_connection_that_died_between_messages_is_replaced(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It costs no attempt: nothing of the handler has run when it is noticed."""
+    """No attempt is counted, because the handler has not run when it is noticed."""
     monkeypatch.setitem(connections.databases["default"], "CONN_MAX_AGE", None)
     backends: list[int] = []
 

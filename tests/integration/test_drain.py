@@ -1,4 +1,4 @@
-"""`django_txmsg.testing.drain`, used as the tests of a project use it."""
+"""`django_txmsg.testing.drain`, as a project's tests use it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONNECTED = ("txmsg-dispatch-", "txmsg-notify-")
 
 
 def connected() -> list[str]:
-    """Return the names of the threads that keep a connection."""
+    """Return the names of the threads that have an open connection."""
     threads = [thread.name for thread in threading.enumerate()]
     return [one for one in threads if one.startswith(CONNECTED)]
 
@@ -41,7 +41,7 @@ class Declares(SimpleTestCase):
 
 
 class TestInsideATestCase(TestCase, Declares):
-    """Nothing commits here, and no other connection sees a row."""
+    """No transaction commits here, and no other connection sees a row."""
 
     def test_drain_processes_a_message_and_those_it_causes(self) -> None:
         def place(message: Message) -> None:
@@ -303,7 +303,7 @@ class TestWhereTransactionsCommit(TransactionTestCase, Declares):
 def test_hooks_that_a_test_case_runs_send_nothing_to_a_broker_outside(
     django_capture_on_commit_callbacks: Any,
 ) -> None:
-    """Nothing was committed, and nothing will be."""
+    """The transaction was not committed, and never will be."""
     with ScriptedBroker() as broker:
         for url, left in ((broker.url, 1), ("database://", 0)):
             brokers = {"default": {"URL": url}}

@@ -1,4 +1,4 @@
-"""Processes of `manage.py`: waited for, stopped, killed, on the test's own rows."""
+"""Processes of `manage.py` on the test's own rows: waited for, stopped, and killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Manage = Callable[..., ManageProcess]
 
 
 def hang_at_start() -> None:
-    """A hook: stand still as soon as the apps are ready."""
+    """Hang as soon as the apps are ready."""
     hang_here("standing still")
 
 

@@ -1,4 +1,5 @@
-"""Flows: each answered once, each failed one undone once and newest first."""
+"""Flows: each request is answered once, each failed run is undone once, newest
+first."""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ class Checkout(Flow[PlaceOrder, Answer], name="shop.checkout", within=5 * MINUTE
 
 
 class Stock:
-    """The participant: what it was told, and what it says."""
+    """The participant: it records its requests, and answers."""
 
     said: ClassVar[list[str]] = []
     answer: ClassVar[Any] = None
@@ -221,7 +222,7 @@ def say(yes: object, number: str = "1") -> None:
 
 
 def operate(kind: str, **options: Any) -> int:
-    """Let an operator have his way with all dead letters; return how many he had."""
+    """Apply an operator's action to all dead letters; return their number."""
     return bulk.finish(bulk.start(kind, {}, **options)).done
 
 
@@ -1034,7 +1035,7 @@ def test_an_undo_of_other_requests_is_refused() -> None:
 
 
 def test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run() -> None:
-    """Threads take them side by side, each with a transaction of its own."""
+    """Threads process them at the same time, each in its own transaction."""
     runs = [place(str(number)) for number in range(8)]
     drain()
     for run in runs:
@@ -1090,7 +1091,7 @@ def test_an_undo_waits_for_a_request_in_hand_and_then_undoes_it() -> None:
 
 
 def give_up(run: Run) -> None:
-    """Cancel a run, and take its undo to the participant."""
+    """Cancel a run, and deliver its undo to the participant."""
     try:
         with transaction.atomic():
             cancel(run, "now")

@@ -1,7 +1,7 @@
-"""Flows under everything that can befall them, in any order: copies, late and poison
-answers, deadlines, signals, cancels, words said twice, operators, sub-flows.
+"""Flows under all events in any order: copies, late and poison answers, deadlines,
+signals, cancels, repeated resumes, operators, sub-flows.
 
-Hypothesis plays the world. Whatever it does, each run ends once, each failed one is
+Hypothesis chooses the events. Whatever they are, each run ends once, each failed run is
 undone exactly, newest first, and nothing is left over.
 """
 
@@ -98,7 +98,7 @@ undo_inner = Destination("machine.undo_inner", Work)
 
 @shelved
 class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE):
-    """Asks once, and undoes that if it fails."""
+    """A flow that asks once, and undoes the request if it fails."""
 
     number: int = 0
 
@@ -118,7 +118,8 @@ class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE)
 
 @shelved
 class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
-    """Asks for each fate, every second time by a flow, then waits for a word."""
+    """A flow that asks for each fate, every second time through another flow, and then
+    waits for a signal."""
 
     name: str = ""
     fates: list[str] = []
@@ -173,7 +174,8 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
 
 
 class Participant:
-    """Does and undoes by rows. What fails does so until it is mended."""
+    """Does and undoes by rows. A request with a fault fails until the fault is
+    repaired."""
 
     mended: ClassVar[bool] = False
 
@@ -206,7 +208,8 @@ def back(work: Work) -> None:
 
 
 def back_inner(work: Work) -> None:
-    """Undo what an inner flow has done that did not fail, and so undid it itself."""
+    """Undo the work of an inner flow that succeeded. A failed one has undone it
+    itself."""
     found, named = effects(), f"{work.name} {work.number}"
     if f"do {named}" in found and f"undo {named}" not in found:
         Participant.back(work)
@@ -229,7 +232,7 @@ NAMES = (
 
 
 class World(RuleBasedStateMachine):
-    """What befalls runs."""
+    """The events of the runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +274,7 @@ class World(RuleBasedStateMachine):
             moved = sum(self._work(name) for name in NAMES) > 0
 
     def _work(self, name: str) -> bool:
-        """Let a stage take one message, if there is one for it."""
+        """Let a stage process one message, if one waits for it."""
         here = QueueMessage.objects.filter(queue=name).exists()
         parked = InboxMessage.objects.filter(
             stage=name, due_at__lte=Now(), needs_version=None
@@ -290,8 +293,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: OutboxMessage.objects.exists())
     @rule(which=st.integers(0, 1000), fresh=st.booleans())
     def a_copy_comes(self, which: int, fresh: bool) -> None:
-        """Of any message, late or early; under a new id only of what continues runs,
-        as whoever repeats an answer would."""
+        """Deliver a copy of any message, late or early. Only messages that continue
+        runs get a new id, like a repeated answer."""
         row = OutboxMessage.objects.order_by("id")[
             which % OutboxMessage.objects.count()
         ]
@@ -352,7 +355,7 @@ class World(RuleBasedStateMachine):
         return runs[which % runs.count()]
 
     def teardown(self) -> None:
-        """Let the world be well again: everything ends, once, and nothing is kept."""
+        """Repair everything: each run ends, once, and no row is left."""
         try:
             Participant.mended = True
             OutboxMessage.objects.update(lease_until=None)

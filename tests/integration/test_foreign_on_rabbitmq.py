@@ -130,8 +130,8 @@ def test_a_topics_message_goes_back_to_its_subscriber_alone(destination: str) ->
 def test_message_refused_on_return_is_kept_in_the_inbox(
     rabbitmq: services.RabbitMQ, destination: str, mode: Any
 ) -> None:
-    """The consumer may not write: no message goes back to get an id of ours. Each gets
-    it in the inbox, and is processed from there."""
+    """The consumer may not write, so no message is sent back to get an id. Each gets
+    its id in the inbox, and is processed from there."""
     ours = str(uuid.uuid4())
     put_foreign(destination, b'"equal"', colour="red")
     put_foreign(destination, b'"equal"', colour="red")
@@ -169,7 +169,7 @@ def test_a_dead_letter_that_does_not_go_back_is_taken_in(
 def test_unreadable_foreign_message_is_one_dead_letter(
     destination: str,
 ) -> None:
-    """Its worker is gone before the acknowledgement, and it brings no id that lasts."""
+    """Its worker dies before the acknowledgement, and the message has no stable id."""
     put_foreign(destination, b'{"cut off": ')
     with declared(effect, destination) as stage:
         for _ in range(2):

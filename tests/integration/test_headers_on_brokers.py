@@ -117,7 +117,7 @@ VALUES = ["a: value\\with\nall of it ä ᚠ \uffee", "300", " ", ""]
 
 
 def carried(name: str, value: str) -> bool:
-    """Return whether a caller may set it."""
+    """Return whether a caller may set this header."""
     try:
         check_headers({name: value})
     except InvalidMessage:

@@ -1,5 +1,5 @@
 """Headers of other versions, brokers and senders: which of them a handler sees, and
-which go on when it, or this package, sends again."""
+which travel on when the handler or the package sends again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_handler_gets_only_the_senders_headers(name: str) -> None:
 
 
 def test_a_handler_forwards_the_headers_that_it_got() -> None:
-    """Whatever a broker, or a version of this package that is not born yet, adds."""
+    """Also those that a broker, or a later version of this package, may add."""
 
     def handler(message: Message) -> None:
         assert message.headers == {**WRITTEN, "traceparent": TRACE}
@@ -84,7 +84,7 @@ def test_a_copy_that_is_handed_back_takes_the_brokers_headers_not_along() -> Non
     "trace", ["", "x" * 70_000, "00-zz-b7-01", f"{TRACE}\n", TRACE.upper()]
 )
 def test_inherited_foreign_headers_fit_their_columns(trace: str) -> None:
-    """A correlation id is cut, and a trace context that is none is left behind."""
+    """A correlation id is cut, and an invalid trace context is not inherited."""
     long = "ü" * 3000
 
     def handler(message: Message) -> None:

@@ -1,8 +1,8 @@
-"""Every foreign message in a queue that we consume is processed, or dead with its
-bytes; consumers go on, and no message is left.
+"""Every foreign message in a consumed queue is processed, or dead with its bytes;
+consumers continue, and no message is left.
 
 The messages combine faults of headers and bodies at random, by a seed that the test
-prints. They travel by AMQP, by a raw STOMP client, and as rows written by hand.
+prints. They are sent by AMQP, by a raw STOMP client, and as rows written by hand.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ Draw = random.Random
 
 
 def drawn_headers(draw: Draw) -> dict[str, str]:
-    """Random headers of text; some messages have a valid and unique `txmsg-id`."""
+    """Return random text headers; some messages have a valid and unique `txmsg-id`."""
     names = draw.sample(NAMES, draw.randint(0, 6))
     headers = {name: draw.choice(VALUES) for name in names}
     if draw.random() < 0.8:
@@ -139,7 +139,7 @@ def by_stomp_beside(server: ByAmqp, queue: str, draw: Draw) -> bytes | None:
 
 
 def by_hand(_: None, queue: str, draw: Draw) -> bytes | None:
-    """Write a row, with anything for headers that PostgreSQL takes for JSON."""
+    """Write a row with any headers that PostgreSQL accepts as JSON."""
     headers: Any = drawn_headers(draw)
     strange = [0, -1, 10**400, 0.5, True, None, [1, "a"], {"a": {"b": []}}]
     for name in draw.sample(NAMES, draw.randint(0, 2)):

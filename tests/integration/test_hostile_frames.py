@@ -1,8 +1,6 @@
-"""What another protocol's client can put on a RabbitMQ queue, and STOMP cannot carry.
-
-The broker hands it through, raw: the message ends in the dead letters, and those behind
-it are processed.
-"""
+"""Messages that an AMQP client can put on a RabbitMQ queue, and that STOMP cannot
+carry. The broker passes them on unchanged: they end in the dead letters, and the
+messages behind them are processed."""
 
 from __future__ import annotations
 

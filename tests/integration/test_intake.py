@@ -1,4 +1,4 @@
-"""What the broker gave up on becomes a dead letter of ours, with its reason."""
+"""A message that the broker gave up becomes a dead letter of ours, with its reason."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.services.stomp_server import PASSWORD, USER, StompServer
 
 
 class WithDeadLetters(DatabaseBroker):
-    """The embedded broker, with the dead letters that servers have."""
+    """The embedded broker, with a dead-letter queue like a server's."""
 
     dead_letter_cause = StompBroker.dead_letter_cause
 
 
 @contextmanager
 def taking_in(url: str, destination: str, **entry: str) -> Iterator[None]:
-    """Take in messages until there is a dead letter."""
+    """Take in the broker's dead letters until there is one of ours."""
     stop = threading.Event()
     with txmsg(BROKERS={"default": {"URL": url, **entry}}):
         crew = Crew(stop.set)
@@ -159,7 +159,8 @@ def test_foreign_header_cannot_choose_a_forbidden_destination(
 
 @committing
 def test_an_error_of_ours_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the thread nor the message, which is kept until it can be buried."""
+    """Neither the thread ends, nor is the message lost: it is kept until it can be
+    buried."""
     bury, tries = burial.bury, iter([RuntimeError, KeyError])
 
     def fail_twice(**letter: Any) -> Any:

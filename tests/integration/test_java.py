@@ -1,4 +1,4 @@
-"""Java on the other side: a real JMS client sends to a stage, and receives."""
+"""Java at the other end: a real JMS client sends to a stage, and receives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def greet(greeting: Greeting, message: Message) -> None:
 
 @pytest.fixture
 def peer(activemq: ActiveMQ, tmp_path: Path) -> Iterator[JmsPeer]:
-    """A JMS client of the broker that is the default one here."""
+    """A JMS client of the test's default broker."""
     absent = java.missing()
     if absent and os.environ.get("CI") == "true":
         pytest.fail(absent)

@@ -39,7 +39,7 @@ def connect() -> Iterator[Connect]:
 
 
 def take_all(connection: jms.Connection, destination: str) -> list[Any]:
-    """Receive and acknowledge everything; a last message of our own shows the end."""
+    """Receive and acknowledge everything; a last message of the test shows the end."""
     session = connection.create_session()
     session.create_producer(destination).send(jms.Message("the end"))
     bodies = []
@@ -54,7 +54,7 @@ def take_all(connection: jms.Connection, destination: str) -> list[Any]:
 
 
 class Told:
-    """A completion listener that remembers bodies and errors in order."""
+    """A completion listener that records bodies and errors in order."""
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, jms.MessagingError | None]] = []

@@ -32,13 +32,13 @@ KEYS = [None, "k"]
 
 @pytest.fixture(autouse=True)
 def apart() -> Iterator[None]:
-    """The broker is in another database, so that control messages are real ones."""
+    """Use a broker in another database, so that control messages are sent."""
     with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
         yield
 
 
 def late() -> int:
-    """Return how many were stored, or enlisted in the broker's own transaction."""
+    """Return how many messages were stored, or joined the broker's transaction."""
     stored = OutboxMessage.objects.filter(destination=LATE)
     queued = QueueMessage.objects.using("other").filter(queue=LATE)
     ids = {str(one) for one in stored.values_list("message_id", flat=True)}
@@ -46,7 +46,7 @@ def late() -> int:
 
 
 def send_late(key: str | None) -> None:
-    """Send as code outside of any transaction has to."""
+    """Send as code outside any transaction must."""
     with transaction.atomic():
         Effect.objects.create(name="late")
         send_message(LATE, None, key=key)
@@ -54,7 +54,8 @@ def send_late(key: str | None) -> None:
 
 @contextmanager
 def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception]]:
-    """Act once, at a signal's first arrival; the exception, if any, is in the list."""
+    """Act once, at the first call of a signal's receiver. The list gets the exception,
+    if any."""
     failed: list[Exception] = []
     acted: list[bool] = []
 
@@ -79,8 +80,7 @@ def received(signal: Signal, act: Callable[[], None]) -> Iterator[list[Exception
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_stages_hooks(mode: Any, batch: int, drained: bool, key: str | None) -> None:
-    """The hooks of its transaction, and the hooks that those make, have transactions
-    of their own."""
+    """Hooks, and hooks made by hooks, need their own transactions."""
     if batch > 1 and mode != "outbox":
         batch = 1
 
@@ -156,7 +156,8 @@ def test_a_receiver_of_a_stages_signal(
     ],
 )
 def test_a_receiver_of_a_sessions_signal(signal: Signal, key: str | None) -> None:
-    """One of them is sent right before the commit, and has to be in it."""
+    """One of the signals is sent right before the commit, and its message must be part
+    of that."""
     with (
         received(signal, lambda: send_late(key)) as failed,
         outbox_session() as session,

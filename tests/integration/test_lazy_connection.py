@@ -31,7 +31,8 @@ MODES = ["best_effort_1pc", "broker_only"]
 
 @pytest.fixture(autouse=True)
 def apart() -> Iterator[None]:
-    """A broker apart: the default database sees the stage alone."""
+    """Put the broker into another database, so that the default one sees only the
+    stage."""
     with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
         yield
 
@@ -49,7 +50,7 @@ def reads(message: Message) -> None:
 
 
 class Received:
-    """The statements, and the connections, that the server logs from now on."""
+    """The statements and connections that the server logs from now on."""
 
     def __init__(self, server: services.PostgreSQL) -> None:
         self._server = server
@@ -201,7 +202,7 @@ def test_isolation_level_ends_with_the_stage() -> None:
 
 
 def serializable(stage: Stage) -> TransactionDefinition | None:
-    """Say how stages are to be run that say nothing themselves."""
+    """Return the definition for stages without one of their own."""
     if stage.destination.startswith("tests.default"):
         return None
     return TransactionDefinition(using="default", isolation="serializable")
@@ -238,7 +239,8 @@ def test_a_function_of_the_project_defines_the_transactions_of_all_stages(
 
 @pytest.mark.parametrize("outer", [True, False])
 def test_hooks_of_an_unused_transaction(outer: bool) -> None:
-    """They run after a success and never after a failure; a robust one harms none."""
+    """They run after a success and never after a failure; an error in a robust hook
+    affects no other."""
     ran: list[str] = []
 
     def broken() -> None:
@@ -263,7 +265,7 @@ def test_hooks_of_an_unused_transaction(outer: bool) -> None:
 def test_failed_connect_does_not_change_the_transaction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A handler that tries again must not find itself in autocommit mode."""
+    """If the handler tries again, it must not be in autocommit mode."""
     connections["default"].close()
     real = type(connections["default"]).get_new_connection
     tries: list[int] = []

@@ -1,6 +1,9 @@
-"""The record of an arrival commits without waiting for the disk, so that a crash of the
-server may lose it. Behind a transaction pooler a worker notices no crash: it finds
-nothing where it has just written. That is not the work of a copy."""
+"""An arrival's record commits without waiting for the disk, so a crash of the server
+may lose it.
+
+Behind a transaction pooler a worker does not notice the crash: the row that it has just
+written is missing. That does not mean that a copy was processed.
+"""
 
 from __future__ import annotations
 

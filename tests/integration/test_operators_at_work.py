@@ -50,7 +50,8 @@ T = TypeVar("T")
 
 def meanwhile(worker: Callable[[], object], operator: Callable[[], T]) -> T:
     """Return the result of an operator's action that starts while a worker's
-    transaction is open. The worker commits when the action waits for it or is done."""
+    transaction is open. The worker commits once the action waits for it, or has
+    ended."""
 
     def act() -> T:
         with closing(connections["default"]):
@@ -72,8 +73,8 @@ def held_up() -> bool:
 
 
 def first_of_three(destination: str) -> InboxMessage:
-    """Deliver all but the first message of a key, which wait for it; return the first
-    of those."""
+    """Deliver the second and later messages of a key, which wait for the first. Return
+    the row of the first one that waits."""
     send_chain(destination, [0, 1, 2, 3])
     deliver(destination, *taken(destination)[1:])
     with declared(effect, destination, ordered="block") as stage:
@@ -253,8 +254,7 @@ def test_letter_that_dies_again_while_it_is_pruned_is_kept() -> None:
 def test_a_relay_that_has_lost_its_lease_sends_nothing_that_was_cancelled_since() -> (
     None
 ):
-    """Like a relay that was stopped for a while. A message that failed before is sent
-    last."""
+    """The relay was stopped for a while. A message that failed before is sent last."""
     with transaction.atomic():
         sent, taken_back = send_message("tests.lapsed", 1), send_message("tests.b", 2)
     OutboxMessage.objects.filter(message_id=taken_back.id).update(attempts=1)

@@ -1,5 +1,5 @@
 """Order under changes: a stage is renamed, transactions commit late, a worker holds a
-key; and order headers of foreign senders."""
+key, and foreign senders set order headers."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ called: list[object] = []
 
 
 def around(call_next: CallNext) -> Handler:
-    """A middleware that notes each message which it is called with."""
+    """A middleware that records the messages it is called with."""
 
     def middleware(message: Message) -> None:
         called.append(message.body)

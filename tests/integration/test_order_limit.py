@@ -41,7 +41,8 @@ def headers(key: str, own: uuid.UUID, after: uuid.UUID | None) -> dict[str, str]
 
 
 def chain(stage: Stage, count: int, body: bytes = b"1") -> uuid.UUID:
-    """Put a chain into the stage's queue whose first one is missing; return that."""
+    """Put a chain into the stage's queue without its first message, and return that
+    message's id."""
     first = before = uuid.uuid4()
     for _ in range(count):
         own = uuid.uuid4()
@@ -56,7 +57,7 @@ def waiting() -> int:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts at each call."""
+    """Let the stage count at each call."""
     monkeypatch.setattr(rooms, "LOOK", 0.0)
     monkeypatch.setattr(rooms, "SHARE", 0)
 
@@ -113,7 +114,7 @@ def test_the_pause_between_two_that_it_takes_grows() -> None:
 
 
 def passes(room: rooms.Room) -> bool:
-    """Let the pause be over."""
+    """End the pause."""
     room._next_at = 0.0
     return True
 

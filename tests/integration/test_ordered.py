@@ -63,7 +63,7 @@ def effects() -> list[str]:
 def send_chain(
     destination: str, bodies: Sequence[object], key: str = "k"
 ) -> list[Message]:
-    """Store messages, dispatch them, and take them out of the queue again."""
+    """Store messages, dispatch them, and take them from the queue again."""
     with transaction.atomic():
         sent = send_messages(
             {"destination": destination, "body": body, "key": key} for body in bodies
@@ -303,7 +303,7 @@ def test_dead_message_with_skip_blocks_none_and_runs_late() -> None:
 
 @pytest.mark.parametrize("batch", [1, 10])
 def test_skip_passes_a_dead_one_of_its_own_batch_at_once(batch: int) -> None:
-    """`drain()` does not wait: it would leave a postponed message behind."""
+    """`drain()` does not wait, so it would leave a postponed message."""
     handler = refusing(1, 3)
     with declared(handler, ordered="skip", batch=batch) as stage:
         with transaction.atomic():
@@ -413,8 +413,8 @@ def all_subscribed(number: int) -> bool:
 
 
 def test_a_rejected_predecessor_comes_when_it_is_redelivered() -> None:
-    """Given up by the relay or lost in the broker, it is waited for; it brings its
-    place along when it is sent again."""
+    """Its followers wait, whether the relay gave it up or the broker lost it. It keeps
+    its place when it is sent again."""
     with declared(effect, ordered="block") as stage:
         sent = send_chain(stage.destination, [0, 1, 2])
         zero, one, two = taken(stage.destination)

@@ -1,9 +1,9 @@
-"""Store, relay, lose, double, reorder, process, fail, die, bury, redeliver, discard: in
-any order, and each key's effects are in its order.
+"""Store, relay, lose, double, reorder, process, fail, die, bury, redeliver and discard
+in any order: the effects of each key are in its order.
 
-Hypothesis plays senders, two relays and consumers, one step at a time, over the real
-statements, and lets any of them die between two of them. Afterwards the world is well
-again, and nothing may be stuck.
+Hypothesis plays senders, two relays and consumers with the real statements, one step at
+a time, and may kill any of them between two. At the end everything is repaired, and no
+message may be stuck.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Died(BaseException):
 
 
 class Killer:
-    """Ends a worker at one of the statements of a message's way."""
+    """Kills a worker at one of the statements for a message."""
 
     STEPS = (
         *("record", "record_and_begin", "take", "wait", "_look"),
@@ -93,7 +93,7 @@ class Killer:
 
 
 class Life(RuleBasedStateMachine):
-    """The life of messages with keys, under everything that can befall them."""
+    """Messages with keys, under every event that can happen to them."""
 
     ordered: stages.Order = "block"
 
@@ -133,7 +133,7 @@ class Life(RuleBasedStateMachine):
             raise ValueError
 
     def teardown(self) -> None:
-        """Let the world be well again: everything arrives, in its order, once."""
+        """Repair everything: each message arrives once, in its order."""
         try:
             if not hasattr(self, "stage"):
                 return

@@ -1,4 +1,4 @@
-"""Which errors say that a database is away, and how its threads wait for it."""
+"""Which errors mean that a database is away, and how threads wait for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """No test's outage is another's."""
+    """Clear the outages, so that no test sees another test's."""
     yield
     database_health.breaker("default").worked()
     connections.close_all()
@@ -50,7 +50,7 @@ def ask(sql: str) -> None:
 
 
 def ended_backend() -> None:
-    """Meet the end that an administrator, or a restart, gives to a connection."""
+    """Let the server end the connection, as an administrator or a restart does."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         (pid,) = cursor.fetchone()
@@ -87,7 +87,7 @@ def test_a_server_that_is_not_there_is_an_outage(postgres: services.PostgreSQL) 
 
 @pytest.mark.parametrize("name", ["sqlstate", "pgcode"])
 def test_either_driver_tells_the_servers_code(name: str) -> None:
-    """psycopg 3 and psycopg2 have it under different names."""
+    """psycopg 3 and psycopg2 use different attributes."""
 
     def told(code: str) -> OperationalError:
         error, cause = OperationalError(), Exception()

@@ -1,5 +1,5 @@
 """Code that outlives its session or stage, such as a task of an async view, still has
-its context: its messages belong to its own transaction."""
+its context. Its messages belong to its own transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`transaction="none"`: handlers that call the outside world, coroutines among them."""
+"""`transaction="none"`: handlers that call other services, coroutines included."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_coroutine_with_a_transaction_is_refused_with_a_reason(mode: Any) -> N
 
 
 def declare() -> None:
-    """The stage of the process that is stopped."""
+    """Declare the stage in the process that is stopped."""
 
     @stage("tests.outside", transaction="none")
     async def handler(message: Message) -> None:

@@ -81,7 +81,7 @@ def test_the_longest_delay_has_a_place_in_the_database() -> None:
 
 
 def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
-    """All of it is in the database: another process goes on with it."""
+    """All of it is in the database, and another process continues with it."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -105,7 +105,7 @@ def test_a_parked_message_is_whole_and_outlives_its_process() -> None:
 
 
 def test_messages_of_an_unknown_stage_wait_and_are_reported() -> None:
-    """Another process may know it, of another version: it is not given up."""
+    """They are not given up: a process of another version may know the stage."""
     script = Script(ValueError())
     with declared(script, "tests.unknown") as stage:
         send(stage.destination)
@@ -171,8 +171,8 @@ def test_a_database_error_is_the_messages_failure_and_is_parked() -> None:
 
 @pytest.mark.parametrize("transaction", ["outbox", "best_effort_1pc", "broker_only"])
 def test_a_stop_during_a_blocking_wait_keeps_no_lease(transaction: Any) -> None:
-    """It was parked by a redelivery of its dead letter; the next worker need not wait
-    for the end of the lease."""
+    """The message was parked by a redelivery of its dead letter. The next worker need
+    not wait for the lease to end."""
     slow = RedeliveryPolicy(mode="blocking", initial_delay=600.0, max_delay=600.0)
     script = Script(Refuse(), ValueError())
     with declared(script, transaction=transaction, redelivery=slow) as stage:

@@ -1,8 +1,6 @@
-"""A destination that takes nothing now is paused, at no attempt; others do not notice.
-
-The broker is the embedded one with queues of limited length. Real servers that are full
-or refuse are in `test_refusals.py`.
-"""
+"""A destination that takes no messages is paused, without counting attempts; others are
+not affected. The broker is the embedded one with queues of limited length.
+`test_refusals.py` uses real servers."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def relaying(**more: Any) -> dict[str, Any]:
 
 
 def store(*messages: tuple[str, str | None]) -> None:
-    """Store messages to destinations, with keys; the body is a running number."""
+    """Store messages with keys; each body is the next number."""
     begin = OutboxMessage.objects.count()
     with transaction.atomic():
         send_messages(
@@ -131,7 +129,7 @@ def test_a_full_destination_waits_and_the_other_one_goes_on(
 
 @pytest.mark.usefixtures("long_pauses")
 def test_a_paused_backlog_fills_no_batch() -> None:
-    """It is older than all others, and of more rows than any batch has."""
+    """It is older than all other messages, and has more rows than a batch."""
     ROOM[FULL] = 0
     store(*[(FULL, None)] * 300)
     lane = Lane("default", "default")
@@ -175,7 +173,7 @@ def test_a_trial_is_small_and_grows_while_all_of_it_is_stored() -> None:
 def test_a_larger_body_than_a_lane_s_share_leaves_its_pause_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A trial is bounded in bytes as any claim, and the others' bodies keep coming."""
+    """A trial is limited in bytes like any claim, while other bodies keep coming."""
     monkeypatch.setattr(claiming, "MAX_BYTES", 1000)
     monkeypatch.setattr(pauses, "IDLE", 0.05)
     ROOM[FULL] = 0
@@ -212,7 +210,8 @@ def test_only_one_lane_tries_a_paused_destination() -> None:
 
 
 def test_a_queue_at_its_limit_is_one_outage(caplog: pytest.LogCaptureFixture) -> None:
-    """Its consumer takes a few now and then, and there is never room for all."""
+    """Its consumer takes a few messages now and then, and there is never room for
+    all."""
     caplog.set_level(logging.INFO, "django_txmsg.breaker")
     ROOM[FULL] = 1
     store(*[(FULL, None)] * 100)

@@ -1,4 +1,5 @@
-"""The pipeline's app comes and goes, and messages stay; migrations and workers."""
+"""The pipeline's app is added and removed, and messages stay; migrations beside running
+workers."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def database(
 
 
 def migrate(*targets: tuple[str, str | None]) -> Any:
-    """Migrate to some migrations, by default to the last ones; return the models."""
+    """Migrate to some migrations, by default the latest; return the models."""
     executor = MigrationExecutor(connections[ALIAS])
     if not targets:
         targets = tuple(
@@ -159,7 +160,7 @@ def test_an_installation_without_the_app_pays_for_nothing(database) -> None:
 
 
 class TakesAway(migrations.Migration):
-    """One that processes of the release before cannot live with."""
+    """A migration that processes of the previous release cannot run with."""
 
     operations = (
         migrations.RunPython(refuse_beside_workers, refuse_beside_workers),
@@ -184,7 +185,7 @@ def columns_of_worker(connection: Any) -> set[str]:
 
 
 def test_columns_are_not_dropped_under_a_running_process(database) -> None:
-    """Neither on the way there nor on the way back."""
+    """Neither forwards nor backwards."""
     migrate()
     old = Worker.objects.using(ALIAS).create(
         name="w", kind="consumer", host="web-1", pid=4711

@@ -1,4 +1,4 @@
-"""What PostgreSQL reads for a claim: few rows, whatever it believes of the table."""
+"""How many rows PostgreSQL reads for a claim: few, whatever its statistics say."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ LATER = 5000
 
 @pytest.fixture(autouse=True)
 def backlog(impatient: None) -> list[int]:
-    """A backlog that came after the server last counted: nothing was pending then."""
+    """A backlog that is newer than the server's statistics, in which nothing is
+    pending."""
     with connection.cursor() as cursor:
         # The tests before have left empty pages, and the server plans by their number.
         for model in (OutboxMessage, InboxMessage, QueueMessage):
@@ -59,8 +60,8 @@ def store(count: int) -> None:
 
 
 def read_for(work: Callable[[], Any], verb: str = "") -> int:
-    """Return how many rows the plans of its statements, or of those that begin with the
-    verb, read in all their steps."""
+    """Return how many rows all steps of the plans read, for the statements that begin
+    with the verb, or for all."""
     said: list[Any] = []
 
     def explained(execute: Any, sql: str, params: Any, *rest: Any) -> Any:
@@ -123,7 +124,7 @@ def test_a_key_is_looked_up(backlog: list[int]) -> None:
 
 
 def copies(model: Any, **columns: str) -> None:
-    """Fill a table with LATER rows more, by the server itself: `columns` are SQL."""
+    """Add LATER rows to a table by one statement. `columns` are SQL."""
     filled = {
         field.column: columns.get(field.column, field.column)
         for field in model._meta.concrete_fields
@@ -211,8 +212,8 @@ def test_queued_messages_are_not_read_before_their_time() -> None:
 
 
 def test_a_claim_takes_no_more_than_its_limit_whatever_the_plan() -> None:
-    """A plan that joins row by row would look for the first free one again each time,
-    and find another."""
+    """A plan that joins row by row would search the first free row again each time, and
+    find another one."""
     QueueMessage.objects.bulk_create(
         QueueMessage(queue="tests.q", body=b"x") for _ in range(50)
     )
@@ -298,7 +299,8 @@ def test_pruning_finds_its_rows_by_their_primary_keys_alone(model: Any) -> None:
 def test_columns_that_every_message_changes_are_in_no_index(
     table: str, columns: str
 ) -> None:
-    """Or else the update that claims a message, or ends it, writes to all of them."""
+    """Otherwise every update that claims or settles a message would write to all
+    indexes."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_get_indexdef(indexrelid) FROM pg_index"
@@ -334,7 +336,8 @@ def test_the_backlog_that_scales_pods_is_read_by_its_indexes() -> None:
 
 
 def test_a_flood_at_one_place_is_not_read_to_find_the_other_places() -> None:
-    """The health view reads the first row of each place, however many there are."""
+    """The health view reads the first row of each place, however many rows there
+    are."""
     row = OutboxMessage.objects.filter(dispatched_at=None).latest("id")
     columns = [
         f'"{field.column}"'

@@ -1,5 +1,5 @@
-"""A broker that hangs up on one message: the others leave, in whatever way the outbox
-is relayed, and that one ends in the dead letters."""
+"""A broker that hangs up on one message: the other messages leave, however the outbox
+is relayed, and that message ends in the dead letters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WAYS: dict[str, Way] = {
 
 @pytest.fixture(params=WAYS)
 def relay(request: pytest.FixtureRequest) -> Way:
-    """Each way of relaying once."""
+    """Relay once, in each of the possible ways."""
     return WAYS[request.param]
 
 
@@ -67,7 +67,7 @@ def store(*destinations: str, **more: Any) -> None:
 
 
 def settle(relay: Way) -> None:
-    """Run as often as the poison has attempts, each when it is due."""
+    """Relay as often as the poison message has attempts, each time when it is due."""
     for _ in range(ATTEMPTS):
         OutboxMessage.objects.filter(dispatched_at=None, dead_at=None).update(
             due_at=Now()
@@ -142,7 +142,7 @@ def test_broker_outage_after_a_hang_up_counts_no_attempt_for_others(
 
 @pytest.mark.parametrize("way", ["one lane", "the Celery task"])
 def test_rabbitmq_that_hangs_up_without_a_word_means_the_queue(way: str) -> None:
-    """By STOMP it does so for a full queue: no message counts an attempt."""
+    """By STOMP RabbitMQ does so for a full queue: no message counts an attempt."""
     with (
         ScriptedBroker(RABBITMQ) as broker,
         txmsg(BROKERS={"default": {"URL": broker.url}}, RELAY=relaying()),

@@ -1,4 +1,4 @@
-"""What a broker has answered is not forgotten when the database goes away."""
+"""A broker's receipts are not forgotten when the database goes away."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def terminate() -> None:
 def after_the_receipts(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[], None]
 ) -> None:
-    """Let `fault` happen between the broker's answers and the mark, once."""
+    """Let `fault` happen once, between the broker's answers and the mark."""
     real, left = DatabaseSession.send, [fault]
 
     def send(session: Any, batch: Any, **options: Any) -> Any:
@@ -71,7 +71,7 @@ def after_the_receipts(
 
 
 def demote() -> None:
-    """Take no writes on this connection, as a primary that a failover has demoted."""
+    """Accept no writes on this connection, like a primary after a failover."""
     with connection.cursor() as cursor:
         cursor.execute("SET default_transaction_read_only = on")
 
@@ -137,8 +137,8 @@ def test_the_lane_waits_for_a_database_that_refuses_connections(
 
 
 def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease is far shorter than the broker takes; it is kept meanwhile, and no
-    other relay sends a second copy."""
+    """The lease is far shorter than the broker takes. It is renewed, and no other relay
+    sends a second copy."""
     slow = threading.Event()
 
     def take_ones_time() -> None:
@@ -170,7 +170,7 @@ def test_a_slow_broker_does_not_cost_the_lease(monkeypatch: pytest.MonkeyPatch) 
 def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lanes take turns at the database, and two of them stay there."""
+    """Lanes take turns at the database, and two of them wait there."""
     batch_size, real = COUNT // 2, DatabaseSession.send
     statement = "SELECT 1 FROM django_txmsg_outboxmessage WHERE message_id = %s"
     with psycopg.connect(**connection.get_connection_params()) as operator:
@@ -196,7 +196,7 @@ def test_settlements_that_wait_for_a_lock_hold_up_no_other_lane(
 
 
 def waiting_for_locks() -> int:
-    """Return how many sessions wait for another one of this database."""
+    """Return how many sessions of this database wait for a lock."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"

@@ -50,7 +50,8 @@ class Clock:
 def keeping(
     expression: str = "* * * * *", **options: Any
 ) -> Iterator[tuple[Clock, Timekeeper]]:
-    """Have a message recur, known to a timekeeper that has looked once, at noon."""
+    """Declare a recurring message, with a timekeeper that has already checked once, at
+    noon."""
     options.setdefault("tz", "UTC")
     one = every(expression, options.pop("destination", "tests.tick"), **options)
     clock = Clock()
@@ -63,7 +64,7 @@ def keeping(
 
 
 def stored(using: str = "default") -> list[str]:
-    """The ticks for which messages are in the outbox, in the order of storing."""
+    """Return the ticks of the stored messages, in the order of storing."""
     rows = OutboxMessage.objects.using(using).order_by("id")
     return [row.headers["scheduled-for"] for row in rows]
 
@@ -301,7 +302,7 @@ def test_the_settings_make_messages_recur_and_have_the_last_word() -> None:
 @pytest.mark.django_db
 @pytest.mark.parametrize("night", ["2026-03-29", "2026-10-25"])
 def test_a_nightly_message_leaves_once_when_the_clocks_change(night: str) -> None:
-    """In Europe/Berlin, both ways, with a relay that looks every ten minutes."""
+    """In Europe/Berlin, both changes, with a relay that checks every ten minutes."""
     with keeping("30 2 * * *", tz="Europe/Berlin", missed="all") as (clock, timekeeper):
         Schedule.objects.update(last_tick=f"{night}T00:00+02:00")
         start = dt.datetime.fromisoformat(f"{night}T00:00+02:00")

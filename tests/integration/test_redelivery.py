@@ -1,4 +1,4 @@
-"""What follows a failed attempt, in each of the three modes of redelivery."""
+"""What happens after a failed attempt, in each of the three modes of redelivery."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def policy(**given: Any) -> RedeliveryPolicy:
 
 
 def sent_on() -> int:
-    """Messages that the stage's success has sent, by outbox or by the broker."""
+    """Return the messages that the stage sent on success, through the outbox or the
+    broker."""
     return (
         OutboxMessage.objects.filter(destination="tests.next").count()
         + QueueMessage.objects.filter(queue="tests.next").count()
@@ -118,7 +119,7 @@ def test_handlers_changes_to_a_body_are_not_in_the_next_attempt(mode: Any) -> No
 
 @how
 def test_a_foreign_message_that_always_fails_ends_too(mode: Any) -> None:
-    """Its identity is made of the broker's, which a copy does not share."""
+    """Its identity comes from the broker's id, which a copy does not have."""
     script = Script(*[ValueError() for _ in range(9)])
     with declared(script, redelivery=policy(mode=mode)) as stage:
         put(stage.destination, b"1", {"content-type": "application/json"})

@@ -1,4 +1,4 @@
-"""Redelivery and rejection where the broker takes part."""
+"""Redelivery and rejection in which the broker takes part."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def empty(destination: str) -> bool:
 def test_failing_message_gets_as_many_attempts_as_its_policy_allows(
     transaction_mode: Any, mode: Any, destination: str
 ) -> None:
-    """And the handler sees the same message each time, wherever it waited."""
+    """The handler gets the same message each time, wherever it waited."""
     got: list[Message] = []
 
     def handler(message: Message) -> None:
@@ -121,8 +121,8 @@ def test_many_failing_messages_each_keep_to_their_policy(
 
 
 def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> None:
-    """In each mode, wherever the message waits. Lower bounds: a busy machine is
-    late."""
+    """In each mode, wherever the message waits. Only lower bounds are checked, because
+    a busy machine is late."""
     began: dict[str, list[float]] = {}
     told: dict[str, list[float]] = {}
 
@@ -171,7 +171,8 @@ def test_delays_are_those_of_the_settings_or_of_the_stage(destination: str) -> N
 def test_a_foreign_message_keeps_its_identity_in_the_broker_s_hands(
     destination: str,
 ) -> None:
-    """Each copy has another id of the broker's: without ours it would never end."""
+    """The broker gives each copy another id. Without our id the redeliveries would
+    never end."""
     policy = RedeliveryPolicy(max_redeliveries=2, initial_delay=0.05, mode="broker")
     got: list[uuid.UUID] = []
 
@@ -240,7 +241,7 @@ def test_heart_beats_flow_while_a_blocking_stage_waits(
 def test_a_cut_connection_during_a_handler(
     transaction_mode: Any, destination: str, broker: StompServer
 ) -> None:
-    """The stage connects again; under outbox there is one effect whatever happens."""
+    """The stage connects again; in mode outbox there is one effect in any case."""
     with Proxy(broker.port) as proxy:
         url = broker.url(port=proxy.port)
         cuts: list[int] = []

@@ -44,7 +44,8 @@ PAUSES = 0.5
 
 @contextmanager
 def relayed(url: str) -> Iterator[None]:
-    """Relay to a broker; a message that is blamed twice is dead."""
+    """Relay to a broker with MAX_ATTEMPTS 2: a message that counts two attempts is
+    dead."""
     relay = {**IMPATIENT["RELAY"], "MAX_ATTEMPTS": 2, "BREAKER_MAX_PAUSE": PAUSES}
     with (
         txmsg(BROKERS={"default": {"URL": url}}, RELAY=relay),
@@ -68,7 +69,7 @@ def pending(destination: str) -> int:
 
 
 def outage(kind: str, words: str) -> None:
-    """Wait until this process knows of an outage, in the broker's words."""
+    """Wait until this process has recorded an outage, with the broker's error."""
 
     def known() -> bool:
         return any(one.kind == kind and words in one.error for one in breaker.outages())
@@ -88,7 +89,7 @@ def stays(tried: Callable[[], int], seconds: float) -> None:
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Counts how often this process has met an outage."""
+    """Count how often this process has met an outage."""
     met: list[float] = []
     failed = breaker.Breaker.failed
 
@@ -121,7 +122,7 @@ def in_order(destination: str, count: int) -> None:
 
 @pytest.fixture(params=["amqp", "stomp"])
 def node(request: pytest.FixtureRequest, rabbitmq: RabbitMQ) -> RabbitMQ | ByAmqp:
-    """A RabbitMQ, by either protocol."""
+    """A RabbitMQ node, over either protocol."""
     return ByAmqp(rabbitmq) if request.param == "amqp" else rabbitmq
 
 
@@ -203,8 +204,8 @@ def test_a_memory_alarm_of_rabbitmq_and_a_big_body(
 def test_a_queue_of_another_kind_slows_the_relay_down(
     rabbitmq: RabbitMQ, destination: str, trials: Callable[[], int]
 ) -> None:
-    """AMQP has made it as a quorum queue, and STOMP would declare a classic one: each
-    try costs a connection."""
+    """AMQP has declared it as a quorum queue, and STOMP would declare a classic one, so
+    each try costs a connection."""
     with get_broker_of(ByAmqp(rabbitmq).url()) as session:
         session.subscribe(destination, prefetch=1)
     with Proxy(rabbitmq.port) as proxy:

@@ -1,5 +1,5 @@
-"""The database answers, and refuses a statement of ours: by a trigger, a policy, a
-privilege that is gone, a time-out. Nothing is decided then, and nothing is counted."""
+"""The database answers, but refuses a statement of the package: by a trigger, a policy,
+a missing privilege, a time-out. Nothing is decided then, and no attempt is counted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Refusal = Callable[[], AbstractContextManager[None]]
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch, impatient: None) -> Iterator[None]:
-    """Pauses that a test can wait for."""
+    """Shorten the pauses for a test."""
     monkeypatch.setattr(database_health, "FIRST_PAUSE", 0.005)
     monkeypatch.setattr(database_health, "MAX_PAUSE", 0.02)
     yield
@@ -59,7 +59,7 @@ def ask(*statements: str) -> None:
 
 @contextmanager
 def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
-    """A quota, say: the trigger refuses inserts."""
+    """A trigger refuses inserts, as for a quota."""
     if connection.vendor != "postgresql":
         sql = f"CREATE TRIGGER refusing BEFORE {event} ON {table}"
         ask(f"{sql} BEGIN SELECT RAISE(ABORT, 'quota exceeded'); END")
@@ -82,8 +82,8 @@ def trigger(event: str, table: str, code: str = "P0001") -> Iterator[None]:
 
 @contextmanager
 def no_superuser() -> Iterator[None]:
-    """All that connect from now on have the privileges of a role without any others
-    than on our tables."""
+    """New connections have the privileges of a role that has only rights on our
+    tables."""
     ask(
         "CREATE ROLE limited",
         "GRANT ALL ON ALL TABLES IN SCHEMA public TO limited",
@@ -99,7 +99,7 @@ def no_superuser() -> Iterator[None]:
 
 @contextmanager
 def privilege(table: str) -> Iterator[None]:
-    """Nobody may insert there."""
+    """No role may insert there."""
     ask(f"REVOKE INSERT ON {table} FROM limited")
     try:
         yield
@@ -123,7 +123,7 @@ def policy(table: str) -> Iterator[None]:
 
 @contextmanager
 def locked(table: str) -> Iterator[None]:
-    """Another session keeps the table for longer than anybody may wait."""
+    """Another session locks the table for longer than any time-out."""
     other: Any = connections["default"].copy()
     with other.cursor() as cursor:
         cursor.execute("BEGIN")
@@ -137,7 +137,7 @@ def locked(table: str) -> Iterator[None]:
 
 @contextmanager
 def limits(limit: str) -> Iterator[None]:
-    """All that connect from now on have so much patience."""
+    """New connections have these time-outs."""
     ask(f"ALTER ROLE CURRENT_USER SET {limit} = '20ms'")
     try:
         yield
@@ -154,7 +154,7 @@ def handler(message: Message) -> None:
 
 
 def refused_often(threads: Any) -> Callable[[], bool]:
-    """Whether one thread was refused more often than a message has attempts."""
+    """Return whether one thread was refused more often than a message has attempts."""
 
     def said() -> bool:
         return any(one._undecided._failures >= MANY for one in threads)
@@ -168,8 +168,8 @@ def put_three(destination: str, body: str) -> None:
 
 
 def stays(refusal: Refusal, batch: int, body: str = "sound") -> None:
-    """Have three messages refused, more often than they have attempts, in the hands of
-    a thread that goes on with them afterwards."""
+    """Let the database refuse three messages more often than they have attempts, in a
+    thread that continues with them afterwards."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         running(stage) as threads,
@@ -193,7 +193,7 @@ batches = pytest.mark.parametrize("batch", [1, 3])
 @batches
 @pytest.mark.parametrize("event", ["INSERT", "UPDATE"])
 def test_a_trigger_on_the_inbox(event: str, batch: int) -> None:
-    """The arrival cannot be recorded, or the message not be taken."""
+    """Either the arrival cannot be recorded, or the message cannot be taken."""
     stays(lambda: trigger(event, INBOX), batch)
 
 
@@ -205,7 +205,7 @@ def test_a_trigger_that_speaks_of_a_constraint(batch: int) -> None:
 
 @batches
 def test_a_failure_that_cannot_be_noted(batch: int) -> None:
-    """The handler fails, and runs again until its failure is noted, once."""
+    """The handler fails, and runs again until its failure is recorded, once."""
     stays(lambda: trigger("INSERT", ATTEMPT), batch, "fails")
     assert Attempt.objects.count() == 1
 
@@ -233,7 +233,7 @@ def test_a_lock_that_is_held_for_longer(
 @batches
 @pytest.mark.postgresql
 def test_a_value_that_is_never_taken_ends_its_message(batch: int) -> None:
-    """Waiting does not help, and the dead letter has the reason."""
+    """Waiting does not help. The dead letter has the reason."""
     with (
         declared(handler, batch=batch, redelivery=REDELIVERED) as stage,
         trigger("INSERT", ATTEMPT, "22000"),
@@ -265,7 +265,7 @@ def test_a_dead_letter_that_cannot_be_stored() -> None:
 
 
 def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
-    """It fails once, and its second attempt cannot be ended."""
+    """It fails once, and its second attempt cannot be finished."""
     with declared(handler, redelivery=REDELIVERED) as stage:
         put(stage.destination, b'"fails"')
         with running(stage) as threads:
@@ -281,7 +281,7 @@ def test_a_parked_message_is_refused_as_often_as_a_delivered_one() -> None:
 
 @contextmanager
 def ends_refused() -> Iterator[None]:
-    """A message that was parked cannot be marked processed."""
+    """Let the database refuse to mark a parked message as processed."""
     condition = "NEW.processed_at IS NOT NULL AND OLD.due_at IS NOT NULL"
     if connection.vendor != "postgresql":
         ask(
@@ -306,7 +306,7 @@ def ends_refused() -> Iterator[None]:
 
 
 def too_large(message: Message) -> None:
-    """Sort more than the server has room for."""
+    """Sort more data than the server has room for."""
     Effect.objects.create(name=str(message.body), message_id=str(message.id))
     if message.body == "large" and Effect.room:  # type: ignore[attr-defined]
         Effect.room -= 1  # type: ignore[attr-defined]

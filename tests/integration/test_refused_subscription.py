@@ -92,7 +92,8 @@ def test_refused_subscription_slows_no_other_stage(
 
 
 def test_a_refusal_is_not_asked_for_again_at_once() -> None:
-    """Each costs a connection. An outage of the broker is looked at sooner."""
+    """Each try costs a connection. After an outage of the broker, the stage tries again
+    sooner."""
     with txmsg(), declared(effect) as stage:
         subscription = Subscription(stage, Breaker("default", 30.0))
         for breaker, least, most in (

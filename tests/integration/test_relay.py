@@ -133,7 +133,8 @@ def test_a_rejected_message_backs_off_and_dies_while_others_flow(
 
 
 def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is unknown goes again, with its id; the breaker keeps the pause."""
+    """A message with an unknown outcome is sent again with its id, after the breaker's
+    pause."""
     real = DatabaseSession.send
     unknown: list[int] = []
 
@@ -166,8 +167,8 @@ def test_no_receipt_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lost_lease_is_counted_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fence: a relay that is too late does not settle rows that another has
-    claimed."""
+    """The fencing token: a relay that is too late does not settle rows that another
+    relay has claimed."""
     lost: list[int] = []
     other = uuid.uuid4()
     real = DatabaseSession.send
@@ -210,7 +211,7 @@ def test_a_lease_that_ran_out_is_taken_by_another() -> None:
 def test_a_database_outage_between_claim_and_settle(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The relay waits and goes on; rows that it could not settle are sent again."""
+    """The relay waits and continues; rows that it could not settle are sent again."""
     real, left = getattr(OutboxManager, method), [3]
 
     def failing(manager: Any, *given: Any, **named: Any) -> Any:
@@ -264,7 +265,7 @@ def test_a_lane_that_is_stopped_as_it_waits_for_its_turn_takes_nothing_new(
 def test_row_by_row_settlement_waits_for_no_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else a lane beside two that are held up needs minutes for a batch."""
+    """Otherwise a lane needs minutes for a batch while two other lanes are blocked."""
     monkeypatch.setattr(turn, "LONGEST", 1.0)
     store(100, expires=dt.timedelta(0))
     relay = Relay(["default"], ["default"], lanes=1)

@@ -1,4 +1,4 @@
-"""How often a stage asks the database, counted on the wire."""
+"""How many round trips to the database a stage needs, counted on the wire."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """The way to the database. Queues are in another one."""
+    """A counting proxy in front of the database. Queues are in another database."""
     settings = connection.settings_dict
     connection.close()
     # Without notifications, which another connection sends.
@@ -36,7 +36,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 def nothing(message: Any) -> None:
-    """Ask for nothing."""
+    """Run no query."""
 
 
 def a_row(message: Any) -> None:

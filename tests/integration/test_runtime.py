@@ -1,5 +1,6 @@
-"""A worker's connections are kept as a request's are: CONN_MAX_AGE, CONN_HEALTH_CHECKS,
-and none that has broken is used for a second message. Seen at the server."""
+"""A worker's connections are maintained like a request's: CONN_MAX_AGE,
+CONN_HEALTH_CHECKS, and no broken connection is used for a second message. Checked at
+the server."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def default(**settings: Any) -> Iterator[None]:
 
 @contextmanager
 def alone(stage: Stage) -> Iterator[StageThread]:
-    """One thread of the stage, and none beside it that uses the database."""
+    """Run one thread of the stage, and no other thread that uses the database."""
     stop = threading.Event()
     crew = Crew(stop.set)
     thread = thread_of(stage, stop)
@@ -74,7 +75,7 @@ def what_was_there(transactional_db: None) -> None:
 
 
 def backends() -> set[int]:
-    """Return the server's processes of this test that serve anybody but us."""
+    """Return the server processes that serve this test's other connections."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pid FROM pg_stat_activity WHERE datname = current_database()"

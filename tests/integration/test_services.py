@@ -1,4 +1,4 @@
-"""The real servers themselves: killed and restarted, they keep data and port."""
+"""The real servers themselves: after a kill and a restart they keep data and port."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_process_is_never_given_the_ports_of_another() -> None:
 
 
 class Leader(services.Server):
-    """A process that has started another, as a wrapper does."""
+    """A process that has started another one, like a wrapper."""
 
     name = "leader"
 
@@ -177,7 +177,7 @@ class Leader(services.Server):
         return {}
 
     def prepare(self) -> None:
-        """It needs nothing."""
+        """Do nothing."""
 
     def launch(self) -> subprocess.Popen[bytes]:
         (self.directory / "other").unlink(missing_ok=True)

@@ -20,7 +20,7 @@ asked: list[str] = []
 
 
 def definition(stage: Stage) -> TransactionDefinition:
-    """Say how a stage is to be run, and be counted."""
+    """Return the definition of a stage, and count the calls."""
     asked.append(stage.name)
     return TransactionDefinition(using="default")
 

@@ -49,7 +49,7 @@ def settings(name: str, urls: dict[str, str], **more: Any) -> dict[str, Any]:
 
 
 def store(destination: str, name: str, count: int) -> None:
-    """Store messages, of which every other one has a key that both services use."""
+    """Store messages; every second one has a key that both services use."""
     with transaction.atomic():
         for number in range(count):
             key = "shared" if number % 2 else None
@@ -63,7 +63,7 @@ def pending(name: str) -> int:
 
 
 def check_arrived(destination: str, urls: dict[str, str], count: int) -> None:
-    """At its own broker, and stamped with its own service."""
+    """Check that each message is at its service's broker, with its service's name."""
     for name in NAMES:
         with txmsg(**settings(name, urls)):
             found = drained(destination)

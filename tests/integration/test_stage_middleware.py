@@ -563,7 +563,7 @@ def test_next_attempt_does_not_see_the_context_of_the_last() -> None:
 
 
 def test_a_threads_messages_share_its_caches() -> None:
-    """A new one for each message would bring a new connection each."""
+    """New caches for each message would open a new connection each."""
     found: list[object] = []
 
     def handler(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""What stages promise, on the brokers that live in a server of their own."""
+"""What stages promise, on brokers that run as a server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def server(request: pytest.FixtureRequest) -> StompServer:
 
 @pytest.fixture(autouse=True)
 def proxy(server: StompServer) -> Iterator[Proxy]:
-    """Make it the default broker, through a proxy."""
+    """Make the broker the default one, through a proxy."""
     with (
         Proxy(server.port) as between,
         txmsg(BROKERS={"default": {"URL": server.url(port=between.port)}}),
@@ -193,8 +193,8 @@ def test_message_relayed_later_is_unchanged(destination: str) -> None:
 
 
 class ClientDecidesIds:
-    """A handler whose business key comes from the client, so that it cannot run twice;
-    at its first commit the connection to the broker ends."""
+    """A handler that cannot run twice, because the client chose its business key. At
+    its first commit the connection to the broker ends."""
 
     def __init__(self, proxy: Proxy, target: str) -> None:
         self.runs = 0
@@ -246,7 +246,8 @@ def test_client_ids_in_mode_outbox_have_one_effect(
 def test_refused_password_is_retried_with_pauses(
     destination: str, proxy: Proxy, server: StompServer
 ) -> None:
-    """However many threads: one login at a time, with growing pauses between."""
+    """However many threads there are, one logs in at a time, with growing pauses in
+    between."""
     url = server.url(port=proxy.port, password="wrong")
     with (
         txmsg(BROKERS={"default": {"URL": url}}),

@@ -47,7 +47,7 @@ def leave_effect(message: Message) -> None:
 
 
 class Life(RuleBasedStateMachine):
-    """The life of messages under everything that can befall them."""
+    """Messages under every event that can happen to them."""
 
     claims = Bundle("claims")
     sent = Bundle("sent")
@@ -62,7 +62,7 @@ class Life(RuleBasedStateMachine):
         self.stage = stages.find([DESTINATION])[0]
 
     def teardown(self) -> None:
-        """Let the world be well again: everything arrives, and nothing twice."""
+        """Repair everything: each message arrives, and none twice."""
         try:
             OutboxMessage.objects.update(lease_until=None, due_at=Now())
             ship()
@@ -112,7 +112,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(target=sent, claim=consumes(claims), receipt=st.booleans())
     def send(self, claim: tuple[uuid.UUID, list[Claimed]], receipt: bool) -> object:
-        """Hand over; without its receipt, the relay may not know and dies here."""
+        """Send the batch. If its receipt is lost, the relay may die here."""
         token, rows = claim
         with get_broker("default").open() as session:
             session.send(
@@ -168,7 +168,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def no_row_is_forgotten(self) -> None:
-        """Every committed message is pending, or has reached the broker at least."""
+        """Check that every committed message is pending, or has reached the broker."""
         stored = {str(one) for one in OutboxMessage.objects.values_list(
             "message_id", flat=True)}  # fmt: skip
         assert stored == self.committed

@@ -1,4 +1,4 @@
-"""send_message(): stores, refuses, and lets messages leave only by the commit."""
+"""send_message() stores or refuses, and messages leave only with the commit."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_an_error_of_a_bodys_own_is_not_taken_for_a_wrong_argument() -> None:
 
 
 def test_without_a_transaction_when_that_is_allowed() -> None:
-    """Several messages are still all or none: a relay must not see some of them if one
+    """Several messages are stored all or none: a relay must not see some of them if one
     is refused."""
     twice = uuid.uuid4()
     with txmsg(REQUIRE_ATOMIC=False):

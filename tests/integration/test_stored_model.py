@@ -53,7 +53,7 @@ Step = tuple[Any, ...]
 
 
 class Stop(Exception):
-    """What a program raises."""
+    """The exception that a program raises."""
 
 
 @dataclass
@@ -69,13 +69,13 @@ class Row:
 
 @dataclass
 class World:
-    """What the open transaction has made so far."""
+    """What the open transaction contains so far, according to the model."""
 
     effects: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
     def leaves(self, row: Row) -> bool:
-        """Return whether a row is due, and no delayed row of its key is before it."""
+        """Return whether a row is due and no delayed row of its key precedes it."""
         before = self.rows[: self.rows.index(row) + 1]
         held = [one for one in before if one.delayed and not one.cancelled]
         return not row.cancelled and not any(
@@ -94,7 +94,7 @@ class World:
 
 
 class Program:
-    """Runs steps, and does the same to the model."""
+    """Executes steps, and applies them to the model."""
 
     def __init__(self, steps: list[Step], *, fails: bool) -> None:
         self.steps, self.fails = steps, fails
@@ -221,7 +221,7 @@ class Program:
             self.world.rows.append(Row(message.id))
 
     def _send_again(self, which: int) -> None:
-        """An id may be stored once, and again after it was rolled back."""
+        """Send an id again: it is refused, unless its row was rolled back."""
         message_id = self._one_of_the_sent(which)
         if any(row.id == message_id for row in self.world.rows):
             with pytest.raises(DuplicateMessage):
@@ -258,7 +258,7 @@ class Program:
             row.delayed = later
 
     def _one_of_the_sent(self, which: int) -> uuid.UUID:
-        """Return the id of one sent so far, or of none."""
+        """Return the id of a message that was sent, or a new one."""
         return (self.sent or [new_id()])[which % max(len(self.sent), 1)]
 
 
@@ -298,7 +298,8 @@ def _run_in_stage(work: Callable[[], None]) -> None:
 
 
 def _run_in_batch(work: Callable[[], None]) -> None:
-    """Beside one that succeeds, and one that changes what was sent and fails."""
+    """Run it beside a message that succeeds, and one that changes sent messages and
+    fails."""
     neighbours: list[uuid.UUID] = []
 
     def handler(message: Message) -> None:

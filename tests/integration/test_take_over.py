@@ -1,4 +1,4 @@
-"""A project moves in from django-outbox-pattern: rows, senders and receivers."""
+"""A project migrates from django-outbox-pattern: rows, senders and receivers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def stomp_server(request: pytest.FixtureRequest) -> StompServer:
 
 
 def broker(server: StompServer) -> dict[str, Any]:
-    """Return their settings for a broker."""
+    """Return that package's settings for a broker."""
     return {
         "DEFAULT_STOMP_HOST_AND_PORTS": [("127.0.0.1", server.port)],
         "DEFAULT_STOMP_USERNAME": USER,
@@ -192,7 +192,7 @@ def test_stored_messages_are_taken_over_once(theirs: Theirs) -> None:
 
 @pytest.fixture
 def published() -> Iterator[Callable[..., None]]:
-    """Store a row as its older releases, bulk_create() or other hands leave it."""
+    """Store a row as an older release of that package, bulk_create() or SQL would."""
     models = (Published, Received)
     with connection.schema_editor() as editor:
         for model in models:

@@ -613,7 +613,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def in_another_process(task: Any) -> None:
-    """Forget that this one has imported the task's module."""
+    """Forget that this process has imported the task's module."""
     sys.modules.pop(task.module_path.partition(".")[0], None)
 
 
@@ -768,7 +768,7 @@ def test_a_subclass_is_ours() -> None:
 
 
 class OwnBackend(TransactionalBackend):
-    """A project's own."""
+    """A subclass in a project."""
 
 
 @committing

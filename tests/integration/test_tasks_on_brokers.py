@@ -1,4 +1,4 @@
-"""Tasks that travel through the brokers that live in a server of their own."""
+"""Tasks that travel through brokers that run as a server."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_unknown_tenant_is_refused(messaging: ModuleType) -> None:
 
 
 class Heard(Transport):
-    """What would go to Sentry."""
+    """The errors that would go to Sentry."""
 
     def __init__(self) -> None:
         super().__init__()

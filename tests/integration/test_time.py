@@ -56,7 +56,8 @@ def processed() -> bool:
 def test_a_handler_longer_than_every_lease_runs_once(
     mode: Any, redelivery: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two others wait for its message, which is parked, or redelivered in place."""
+    """Two other workers wait for its message, which is parked, or redelivered in
+    place."""
     monkeypatch.setattr(parking, "LEASE", LEASE)
     runs: list[int] = []
 
@@ -83,7 +84,8 @@ def test_a_handler_longer_than_every_lease_runs_once(
 
 @pytest.mark.postgresql
 def test_late_failure_after_processing_elsewhere_buries_nothing() -> None:
-    """Two copies at once; the last attempt fails, and the other has succeeded."""
+    """Two copies run at the same time. One succeeds, and the last attempt of the other
+    fails."""
     inside = threading.Event()
 
     def handler(message: Message) -> None:
@@ -133,8 +135,8 @@ def slow() -> None:
 
 
 def stand_still(process: ManageProcess) -> None:
-    """Stop it outside of a write: on SQLite, which has one writer, a process stopped in
-    a renewal or a heartbeat would block all others."""
+    """Stop the process outside a write. SQLite has one writer: a process that is
+    stopped in a renewal or a heartbeat would block all others."""
 
     def writable(alias: str) -> bool:
         if connections[alias].vendor != "sqlite":
@@ -244,7 +246,7 @@ def test_process_stopped_in_its_transaction_keeps_the_message(
 def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
     days: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This is the process's clock. Only the database's clock matters."""
+    """The process's clock jumps. Only the database's clock matters."""
     runs: list[int] = []
 
     def handler(message: Message) -> None:
@@ -274,8 +276,8 @@ def test_a_clock_that_jumps_moves_no_lease_and_no_due_time(
 
 @pytest.mark.postgresql
 def test_a_zone_of_the_alias_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its days have 23 and 25 hours, too; one message and many are stored by different
-    statements."""
+    """This also holds on days of 23 and 25 hours, and for both statements, one for one
+    message and one for many."""
     given = connections.databases["default"]
     monkeypatch.setitem(
         connections.databases, "default", {**given, "TIME_ZONE": "Europe/Berlin"}

@@ -25,7 +25,7 @@ def processed(stage: stages.Stage) -> int:
 
 
 def subscribed(stage: stages.Stage) -> None:
-    """Make the durable subscription, as a consumer that ran before would have."""
+    """Create the durable subscription, as an earlier consumer would have."""
     name = f"tests.{stage.name}"
     with get_broker().open(subscriber=name) as session:
         session.subscribe(stage.destination, prefetch=1, subscriber=name)
@@ -54,8 +54,8 @@ def test_rabbitmq_shares_a_topic_among_threads(
 def test_activemq_gives_a_topic_to_one_connection(
     activemq: services.ActiveMQ, destination: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """So the consumer has one thread for it: others would only be refused, and make
-    the broker look broken to all stages."""
+    """So the consumer runs one thread: others would be refused, and the broker would
+    seem unusable to all stages."""
     topic = f"topic:{destination}"
     broker = {"default": {"URL": activemq.url()}}
     with txmsg(BROKERS=broker), declared(lambda m: None, topic, concurrency=3) as stage:

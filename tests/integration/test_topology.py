@@ -47,7 +47,7 @@ TOPIC, MAIL = "topic:orders.placed", "mail.send"
 
 @contextmanager
 def service(name: str) -> Iterator[None]:
-    """Be another service for the duration of the block."""
+    """Use another service's name while the block runs."""
     with txmsg(SERVICE=name):
         yield
 
@@ -68,8 +68,8 @@ def note(message: Message) -> None:
 def test_two_services_on_one_topic_send_two_messages_to_a_third(
     options: dict[str, Any],
 ) -> None:
-    """Both call their stage by the destination, as by default, and both send to one
-    target: it has two messages, and neither is taken for a copy of the other."""
+    """Both stages have the destination's name, as by default, and send to the same
+    queue. It gets two messages, and neither is taken for a copy of the other."""
     consumers = {"billing": "default", "shipping": "other"}
     for name, using in consumers.items():
         with service(name), declared(mail, TOPIC, using=using, **options) as stage:
@@ -156,7 +156,7 @@ def test_a_stage_that_was_given_another_topic_leaves_its_subscription() -> None:
 
 
 def test_a_subscription_that_is_not_there_is_not_said_to_be_removed() -> None:
-    """But messages that were put into its queue just as it ended are removed."""
+    """Messages that were put into its queue just as it ended are removed, however."""
     QueueMessage.objects.create(queue=queue.queue_name(TOPIC, "tests.late"), body=b"1")
     with txmsg():
         assert "Removed" in told("subscriptions", "remove", TOPIC, "tests.late")
@@ -206,7 +206,7 @@ def declare() -> None:
 def test_two_services_in_one_database_do_not_run_stages_of_one_name(
     manage: Manage, destination: str
 ) -> None:
-    """The second one is refused, until the first is gone."""
+    """The second service is refused until the first has stopped."""
     first = consume(manage, "billing", destination)
     wait_until(Worker.objects.exists, message=lambda: first.output)
     second = consume(manage, "shipping", destination)

@@ -59,7 +59,7 @@ class Telemetry:
 
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
-    """Spans and metrics of the test."""
+    """The spans and metrics of the test."""
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
     provider, meters = TracerProvider(), MeterProvider([reader])
     provider.add_span_processor(SimpleSpanProcessor(exporter))

@@ -1,4 +1,4 @@
-"""The three ways to draw a stage's transaction, step by step, and the initiations."""
+"""The transaction modes of a stage, step by step, and messages sent outside stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ pytestmark = committing
 
 @pytest.fixture(autouse=True)
 def apart() -> Iterator[None]:
-    """The broker's transaction is none of the database's: its tables are elsewhere."""
+    """Keep the broker's tables in another database, so that its transaction is
+    separate."""
     with txmsg(BROKERS={"default": {"URL": "database://other?poll=0.01"}}):
         yield
 
@@ -37,7 +38,7 @@ def waiting(queue: str) -> int:
 
 
 class Steps:
-    """What happened, in order: the package's own steps are recorded as they pass."""
+    """The package's steps, recorded in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -150,7 +151,7 @@ def test_a_broker_that_died_before_the_database_commit_costs_nothing(
 
 
 class LostCommit:
-    """The broker's commit is lost once: best effort cannot exclude that."""
+    """The broker's commit is lost once, which best effort cannot exclude."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         real = DatabaseSession.commit
@@ -164,7 +165,7 @@ class LostCommit:
 
 
 def client_decides_ids(message: Message) -> None:
-    """A handler that is not idempotent: its business key comes from the client."""
+    """A handler that is not idempotent, because the client chose its business key."""
     Order.objects.create(number="from the client")
     send_message("tests.next", "ordered")
 
@@ -191,7 +192,8 @@ def test_the_hazard_of_1pc_with_ids_from_the_client(
 def test_client_ids_in_mode_outbox_have_one_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One row, one effect downstream, no dead letter; the lost step is the ack here."""
+    """One row, one effect downstream, no dead letter. The lost step is the
+    acknowledgement here."""
 
     def lost(session: DatabaseSession, deliveries: list[Delivery]) -> None:
         raise BrokerUnavailable("the connection ended")
@@ -291,7 +293,7 @@ def test_an_initiation_inside_an_atomic_that_rolls_back() -> None:
 
 
 def test_another_alias_commits_on_its_own() -> None:
-    """What the docs say: only the stage's alias is in the stage's transaction."""
+    """As documented, only the stage's alias is in the stage's transaction."""
 
     def handler(message: Message) -> None:
         Effect.objects.using("other").create(name="other", message_id=str(message.id))

@@ -1,4 +1,5 @@
-"""Typed messages on their whole way: stored, read, upgraded, refused, waiting."""
+"""Typed messages from the sender to the stage: stored, read, upgraded, refused,
+parked."""
 
 from __future__ import annotations
 
@@ -166,7 +167,7 @@ def test_typed_destination_refuses_another_type() -> None:
 
 
 class stages_of:  # noqa: N801 - reads as a block
-    """A stage of a typed destination for the duration of a block."""
+    """Declare a stage of a typed destination while the block runs."""
 
     def __init__(self, destination: Destination[Any], handler: Any) -> None:
         stages.stage(destination)(handler)
@@ -207,7 +208,7 @@ def test_bodies_that_are_wrong_in_the_same_way_are_one_group() -> None:
 
 
 def test_no_body_stops_a_stage() -> None:
-    """PostgreSQL's text holds no NUL, and a validator may raise anything."""
+    """PostgreSQL's text type cannot hold a NUL, and a validator may raise anything."""
     with declared(odd) as stage:
         put(stage.destination, b'{"sizes": {"a\\u0000b": "x"}}')
         put(stage.destination, b'{"sizes": {"exit": 1}}')
@@ -227,7 +228,7 @@ def test_no_body_stops_a_stage() -> None:
 def test_a_body_too_large_for_the_memory_ends_in_the_dead_letters(
     mode: Any, batch: int
 ) -> None:
-    """Nobody knows whether there is more memory the next time; but not for ever."""
+    """The next attempt may have more memory, but the attempts are limited."""
     policy = RedeliveryPolicy(
         max_redeliveries=2, initial_delay=0, max_delay=0, jitter=0, mode=mode
     )

@@ -166,8 +166,7 @@ def test_cancelling_a_reused_message_waits_for_the_transaction(
 
 
 def waiting() -> int:
-    """Return how many sessions wait for a lock. Queried anew: a transaction sees one
-    snapshot."""
+    """Return how many sessions wait for a lock, with a fresh snapshot."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_stat_clear_snapshot()")
         cursor.execute(
@@ -356,7 +355,8 @@ def test_concurrent_sends_with_one_unique_key_store_one() -> None:
 
 @committing
 def test_a_key_that_is_freed_and_taken_all_the_time_is_held_by_one_at_a_time() -> None:
-    """Each is stored, or there is one in its place; and a relay settles meanwhile."""
+    """Each message is stored, or another one holds the key; meanwhile a relay
+    settles."""
     done = threading.Event()
 
     def relay() -> None:

@@ -46,7 +46,8 @@ PATIENT: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def own_threads() -> Iterator[None]:
-    """End the threads that a test has started: their connections outlive it."""
+    """End the threads that a test has started, because their connections would outlive
+    it."""
     yield
     dispatcher.stop_dispatchers(30)
     notifier.stop_notifiers(30)
@@ -69,7 +70,7 @@ def test_error_in_the_notifiers_thread_does_not_stop_later_notifications(
 
 
 def hook() -> None:
-    """In the process: a stage; while the test requires it, no thread polls."""
+    """Declare a stage in the process; while the test requires it, no thread polls."""
     listener.LOOK = float(os.environ["LOOK"])
     listener.PROVED = 600.0
     idle_clock.CALM = 0.0
@@ -305,7 +306,7 @@ def test_a_forked_process_tells_by_itself() -> None:
 def pooled(
     pgbouncer: services.PgBouncer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """In threads that start from now on, an alias that leads to the same database
+    """For threads that start from now on: an alias that leads to the same database
     through a pooler in transaction mode."""
     given = {
         **connections.databases["default"],
@@ -323,7 +324,7 @@ def _listens() -> bool:
 
 
 def checked() -> list[str]:
-    """The result of the database check, in a thread of its own."""
+    """Return the result of the database check, run in another thread."""
     found: list[str] = []
 
     def ask() -> None:
@@ -351,7 +352,7 @@ def test_behind_a_pooler_it_says_so_and_all_poll(
 def test_listener_of_a_former_primary_falls_back_to_polling(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a switch to another server, while the old one goes on to answer."""
+    """As after a switch to another server, while the old one still answers."""
     given = connections.databases["default"]
     elsewhere = given["NAME"].replace("test_", "elsewhere_", 1) + "_x"
     monkeypatch.setattr(notifier, "_notifier", PerProcess(notifier._Notifier))

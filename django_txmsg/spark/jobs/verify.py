@@ -100,8 +100,8 @@ def read_back(
     done: Verified,
     only: Collection[int] | None = None,
 ) -> list[Named]:
-    """Read files of a service, compare their batches, or `only` some of them, with
-    their entries, and return the intact."""
+    """Read a service's files, and compare their batches (`only` some of them, if given)
+    with the log's entries. Return the files without a problem."""
     if not named:
         return []
     task = VerifyTask(lake, table, named)
