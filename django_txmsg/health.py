@@ -105,8 +105,8 @@ def health(request: HttpRequest) -> JsonResponse:
 
 
 def look(*aliases: str) -> Health:
-    """Ask these databases, or all in use, in six statements each. Workers and pauses
-    are in the outbox's own."""
+    """Query these databases, or all in use, with six statements each. Workers and
+    pauses are in the outbox's own."""
     home = router.db_for_write(OutboxMessage)
     now = clock(home)
     paused = StageState.objects.db_manager(router.db_for_write(StageState)).paused()
@@ -147,8 +147,8 @@ def look(*aliases: str) -> Health:
 def _oldest(
     using: str, now: dt.datetime, paused: Collection[str]
 ) -> dict[str, dt.timedelta]:
-    """Return how long the oldest due message of each kind has been due: of every place
-    the first row is looked at."""
+    """Return how long the oldest due message of each kind has been due. Reads only the
+    first row of each place."""
     rows = {
         "outbox": waiting.in_outbox(using, most=0),
         "redelivery": waiting.in_inbox(using, paused, most=0),

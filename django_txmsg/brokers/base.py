@@ -106,7 +106,7 @@ class Session(abc.ABC):
     def ack(self, deliveries: Sequence[Delivery]) -> None:
         """Acknowledge, without waiting for proof: a lost ack costs a duplicate.
 
-        In a transacted session, in a transaction of its own; nothing is enlisted then.
+        In a transacted session it uses a separate transaction, and nothing is enlisted.
         """
 
     def send_back(self, delivery: Delivery, headers: Mapping[str, str]) -> None:
@@ -217,9 +217,8 @@ class Broker(abc.ABC):
         """
 
     def dead_letter_cause(self, headers: Mapping[str, str]) -> tuple[str, str]:
-        """Return why the broker gave up on a message, and its original destination,
-        from the headers of a message in the broker's own dead letters; "" for what they
-        do not contain."""
+        """Return the reason and the original destination of a message in the broker's
+        own dead letters, as its headers tell them; "" for what they do not contain."""
         return "", ""
 
     @abc.abstractmethod

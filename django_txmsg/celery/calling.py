@@ -261,8 +261,8 @@ def in_worker(app: Any) -> bool:
 
 
 def _continues(task_id: str | None, nesting: int) -> bool:
-    """Return whether this is the retry or the replacement of the running task, or a
-    call that follows its end: the first has its id, the second is nested deeper."""
+    """Return whether a call continues the running task: its retry or replacement, which
+    has the same id, or a call after its end, which is nested deeper."""
     run = current_run()
     if run is not None and run.ended:
         return True

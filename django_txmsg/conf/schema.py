@@ -140,8 +140,8 @@ class FlowSettings:
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """By what the pipeline's `reconcile` judges messages. In patterns, * stands for any
-    characters."""
+    """The rules by which the pipeline's `reconcile` judges messages. In patterns, *
+    stands for any characters."""
 
     EXTERNAL: tuple[str, ...] = ()
     """Destinations that something consumes which keeps no inbox, or brokers at which

@@ -44,10 +44,8 @@ class Savepoints:
 
     @contextmanager
     def next(self) -> Iterator[None]:
-        """Around the work of one message: an exception rolls back only that work.
-
-        If even this fails, the transaction must roll back, as with `atomic()`.
-        """
+        """Surround the work of one message: an exception rolls back only that work. If
+        even this fails, the transaction must roll back, as with `atomic()`."""
         name = f"txmsg_{next(self._numbers)}"
         self._begin(name)
         try:

@@ -209,8 +209,8 @@ def _uuid(text: str) -> uuid.UUID | None:
 
 @dataclass(slots=True)
 class Counted:
-    """What the inbox has counted for an arrival: once, however often it is retried
-    until something can be decided."""
+    """The record of a counted arrival. It is kept while the arrival is retried, so that
+    the arrival is counted once."""
 
     row: int | None = None
     attempt: bool = False

@@ -182,8 +182,8 @@ def bury(
 
 
 def _durably(arrival: Arrival, decide_it: Callable[[], Made]) -> Made:
-    """Run it in a transaction, and again if that loses a conflict: the handler must not
-    run again for that, nor the message wait for its lease."""
+    """Run the function in a transaction, and repeat it after a conflict. Otherwise the
+    handler would run again, or the message would wait for its lease to end."""
     conflicts = Conflicts()
     while True:
         try:

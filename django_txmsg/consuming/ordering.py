@@ -99,8 +99,8 @@ def lost(
 
 
 def wake(arrivals: Sequence[Arrival]) -> None:
-    """Make the followers of messages due that end in this transaction, as the last
-    thing in it."""
+    """Make due the followers of messages that end in this transaction. Called last in
+    the transaction."""
     keyed = [arrival for arrival in arrivals if arrival.turn is not None]
     if not keyed:
         return
@@ -125,7 +125,8 @@ def kept_headers(arrival: Arrival) -> dict[str, str]:
 
 
 def in_order(arrivals: Sequence[Arrival]) -> list[int]:
-    """Return the positions of arrivals, those of a key in the order of that key."""
+    """Return the positions of arrivals, sorted so that messages of one key are in its
+    order."""
 
     def place(number: int) -> dt.datetime:
         turn = arrivals[number].turn

@@ -1,8 +1,8 @@
 """Hop 6's other source: a stage's parked messages, and their share of a thread's time.
 
-They run when the broker has no deliveries, and get a share when it has: poison messages
-must not hold up the others, nor the others them for ever. Messages released by one that
-has just ended are next.
+They run when the broker has no deliveries. When it has, they get a share of the time,
+so that neither poison messages nor new deliveries block the others. Messages that their
+predecessor has just released are next.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Parking:
         return self._since >= SHARE or self.follows()
 
     def follows(self) -> bool:
-        """Return whether a message has just ended for which others have waited: they
-        are next, up to a limit in a row."""
+        """Return whether a message has just released its followers: those are next, up
+        to a limit in a row."""
         if not self.woken.is_set():
             self._followers = 0
             return False

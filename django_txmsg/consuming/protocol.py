@@ -184,7 +184,7 @@ class Conflicts:
         self._count = 0
 
     def mends(self, error: BaseException) -> bool:
-        """Return whether to repeat what ended with this error, once more."""
+        """Return whether to repeat the work that ended with this error."""
         if self._count >= MAX_CONFLICTS or not lost_conflict(error):
             return False
         self._count += 1
@@ -198,9 +198,10 @@ class Conflicts:
 
 
 def is_outage(error: BaseException, raw: Any) -> bool:
-    """Return whether the broker failed, or the database of the stage's own transaction,
-    and not the message. `raw` is the driver's connection it ran on: queries of the
-    handler on other databases are the handler's, and leave that connection open."""
+    """Return whether the broker or the stage's own database failed, and not the
+    message. `raw` is the driver's connection of the stage's transaction. A failed query
+    of the handler on another database leaves that connection open, and is the handler's
+    failure."""
     if isinstance(error, BrokerUnavailable):
         return True
     return database_health.is_away(error) and bool(getattr(raw, "closed", False))

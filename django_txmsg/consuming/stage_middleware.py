@@ -74,8 +74,8 @@ def _prepare(stage: Stage) -> Stage:
 
 
 def _factories() -> tuple[list[Factory], list[Factory]]:
-    """Return the factories of the middlewares: of those inside of the transaction, and
-    of those around it, as the settings name them."""
+    """Return the factories of the middlewares that the settings name: those inside the
+    transaction, and those around it."""
     found: tuple[list[Factory], list[Factory]] = ([], [])
     for path in conf.get().STAGE_MIDDLEWARE:
         try:

@@ -114,9 +114,9 @@ def _known(
 
 
 def _stages_here(using: str, batch: Iterable[DeadLetter]) -> set[str]:
-    """Return the stages of the dead letters whose parked messages are in this database:
-    those declared so, and those that a live process of another service or with other
-    code runs. They buried here what this operation handles."""
+    """Return the stages whose parked messages are in this database: those that are
+    declared here for it, and those that only a live process of another service, or with
+    other code, runs. Their dead letters are here because they buried them here."""
     declared = {one.name: one.definition.using for one in all_stages()}
     here = {name for name, alias in declared.items() if alias == using}
     if all(one.stage in declared for one in batch if one.stage):
@@ -226,8 +226,8 @@ def redeliver_copy(
 
 
 def _park_again(letters: list[DeadLetter], using: str, force: bool) -> None:
-    """Park dead letters with the headers that they arrived with. The operator knows
-    that a message has expired meanwhile, and its turn had come before it died."""
+    """Park dead letters without their expiry and their order: the operator decides
+    about an expired message, and its turn had come before it died."""
     passed = (wire.EXPIRES, wire.AFTER)
     DeadLetter.objects.db_manager(using).park_again(
         [

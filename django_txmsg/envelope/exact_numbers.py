@@ -43,7 +43,7 @@ def with_aliases(schema: Any) -> Any:
 
 
 def _within(path: Sequence[str | int], schema: Any) -> Any:
-    """Return the schema of what has another one's value at a path in it."""
+    """Return a schema whose value at a path has another schema."""
     for step in reversed(path):
         if isinstance(step, str):
             schema = {"properties": {step: schema}}

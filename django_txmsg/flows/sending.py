@@ -155,7 +155,7 @@ _RESUMED = (
 def cancel(run: Run, why: str = "") -> None:
     """Cancel a run, in the caller's transaction. Its signal for `Cancelled` decides;
     without one it fails, and undoes what it has done. A run that has ended does not
-    change, nor one that has handed over to a flow that has its caller to answer: cancel
+    change. If it has handed over, and the other flow has to answer its caller, cancel
     that flow's run."""
     declared = declaration_of(run)
     send_part(
@@ -173,7 +173,7 @@ def cancel(run: Run, why: str = "") -> None:
 
 def _insist_on_one_transaction(using: str, destination: str) -> None:
     """Raise TransactionRequired outside a transaction, and FlowError in a stage whose
-    messages leave in another one than the run's row is stored in."""
+    messages are not stored in the same transaction as the run's row."""
     current = current_scope()
     if current is not None and current.enlist is not None:
         raise FlowError(

@@ -17,5 +17,5 @@ def name() -> str:
 
 
 def record(using: str, text: str) -> None:
-    """Record a deed. Call it in the transaction of the deed."""
+    """Record an action. Call it in the transaction of the action."""
     AuditEntry.objects.db_manager(using).record(f"command: {name()}", text)

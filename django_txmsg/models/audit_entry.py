@@ -11,7 +11,8 @@ class AuditManager(models.Manager):  # type: ignore[type-arg]  # not generic at 
     """The one way in which entries are made."""
 
     def record(self, by: str, text: str) -> None:
-        """Record a deed. Call it in the transaction of the deed, in its database."""
+        """Record an action. Call it in the transaction of the action, in its
+        database."""
         # PostgreSQL stores no NUL.
         self.create(by=by[:255], text=text.replace("\x00", "")[:4000])
 

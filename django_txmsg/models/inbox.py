@@ -104,8 +104,8 @@ class InboxState(models.TextChoices):
 
 
 class InboxManager(models.Manager):  # type: ignore[type-arg]  # not generic at run time
-    """The transitions of received messages, each in a single statement, of many where
-    they come together."""
+    """The transitions of received messages, each in a single statement, for many rows
+    if they come together."""
 
     def record(
         self,

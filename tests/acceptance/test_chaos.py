@@ -34,7 +34,7 @@ def run(
     postgres: PostgreSQL,
     pgbouncer: PgBouncer,
 ) -> object:
-    """Make a run on a broker; the embedded one is None."""
+    """Run the chaos on a broker; None is the embedded one."""
 
     def make(broker: StompServer | None) -> Chaos:
         return Chaos(manage, tmp_path, destination, postgres, pgbouncer, broker)

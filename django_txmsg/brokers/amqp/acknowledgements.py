@@ -31,7 +31,8 @@ class Acknowledgements:
         self._open[tag] = False
 
     def unanswered(self, tags: Iterable[int]) -> list[int]:
-        """Return those of the tags that are not acknowledged, nor about to be."""
+        """Return the tags that are neither acknowledged nor marked for
+        acknowledgement."""
         return [tag for tag in tags if self._open.get(tag) is False]
 
     def gather(self, tags: Collection[int], *, prefetch: int) -> bool:

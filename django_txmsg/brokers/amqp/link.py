@@ -125,8 +125,8 @@ class Transport:
         return True
 
     def doubt(self) -> str:
-        """Return what to add to an error: a server that has sent nothing may speak
-        another protocol."""
+        """Return a hint for an error: a server that has sent nothing may speak another
+        protocol."""
         if self._heard:
             return ""
         return ". Is this its AMQP port (5672, with TLS 5671)?"
@@ -269,8 +269,8 @@ class Link:
         self.transport.write(data)
 
     def read(self, timeout: float) -> bool:
-        """Handle what the broker sends, until it was something other than heartbeats or
-        `timeout` seconds have passed; returns whether it was."""
+        """Handle received frames until one is not a heartbeat, or `timeout` seconds
+        have passed. Returns whether one was not a heartbeat."""
         listening = time.monotonic()
         deadline = listening + timeout
         while not self._handle():

@@ -118,8 +118,8 @@ class Publication:
 
     @property
     def has_a_queue(self) -> bool:
-        """Whether it is for a queue, and lost without one. A message to an exchange is
-        for whichever queues are bound."""
+        """Whether the message is for a queue, without which it is lost. A message to an
+        exchange goes to whichever queues are bound."""
         return not self.exchange or any(
             isinstance(one, Queue) for one in self.entities()
         )

@@ -250,8 +250,8 @@ def ends(connection: Any, *, channels: bool) -> tuple[type[BaseException], ...]:
 
 
 def _full(error: Exception) -> DispatchUnknown | None:
-    """Return the error if Redis takes no messages at all, rather than only not this
-    one."""
+    """Return the error if Redis accepts no messages at all, and does not only refuse
+    this one."""
     text = f"{type(error).__name__}: {error}"
     if type(error).__name__ in _FULL or str(error).startswith(("MISCONF", "OOM")):
         return DispatchUnknown(text, written=False)

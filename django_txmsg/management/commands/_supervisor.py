@@ -107,7 +107,7 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether any child works, and none was told to end for good."""
+        """Whether any child works and the parent is not stopping."""
         return not self._stops and any(slot.works for slot in self.slots)
 
     def _look(self, slot: Slot) -> None:

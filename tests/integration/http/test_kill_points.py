@@ -297,7 +297,8 @@ def test_stopped_for_longer_than_a_group_lasts_and_killed_after_the_commit(
     }
 
     def open_and_join(step: str) -> list[str]:
-        """Send requests until one has joined the group of one before, and died."""
+        """Send requests until one has joined the group of an earlier one, and its
+        process has died."""
         numbers: list[str] = []
         while not webs[step].has_died_once():
             numbers.append(f"{step}-{len(numbers)}")
