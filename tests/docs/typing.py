@@ -48,14 +48,15 @@ class Typist:
         for process in self.running.values():
             process.wait(60)
 
-    def follow(self, page: Path, until: str = "") -> None:
-        """Execute the page, block by block; `until` a line of it, if given."""
+    def follow(self, page: Path, since: str = "", until: str = "") -> None:
+        """Execute the page, block by block; `since` a line of it, `until` another, if
+        given."""
         text = page.read_text()
-        assert until in text
+        begin = text[: text.index(since)].count("\n")
         end = text[: text.index(until)].count("\n") if until else text.count("\n")
         for block in blocks(page):
-            if block.line > end:
-                return
+            if not begin <= block.line <= end:
+                continue
             if block.language == "python":
                 self._write(block)
             elif block.language == "console":
