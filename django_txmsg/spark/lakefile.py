@@ -232,10 +232,11 @@ def rows_of(
     *,
     lenient: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield a file's rows, of bounded size whoever has written it, with the columns in
-    the order of `names`, or all. `lenient` leaves out those that the file has not.
+    """Yield a file's rows in batches of bounded size, with the columns in the order of
+    `names`, or all. `lenient` leaves out columns that the file does not have.
 
-    Raises SpoiltFile for a file that is not there, or not as it was written."""
+    Raises SpoiltFile if the file is missing, or differs from what was written.
+    """
     try:
         yield from _rows_of(files, path, names, lenient)
     except (OSError, pa.ArrowException, ValueError) as error:

@@ -32,7 +32,8 @@ class Named:
 
 
 def added(file: LakeFile, *, same_rows: bool = False) -> AddAction:
-    """Return the log's word for a new file; `same_rows` if others had its rows."""
+    """Return the log's action for a new file; `same_rows` if its rows come from
+    replaced files."""
     return AddAction(
         path=file.path,
         size=file.size,

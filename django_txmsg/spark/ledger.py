@@ -180,12 +180,10 @@ class Ledger:
     def settle(
         self, archived: pa.RecordBatch, hashes: Sequence[int], columns: Sequence[Column]
     ) -> tuple[int, list[Row]]:
-        """Delete the rows that equal the lake's, each with its own proof.
-
-        Returns how many, and the rows that are here and are not as there. A row that is
-        here no more is the lake's alone; one with the same id and another message, or
-        of another stage, is none of its batch.
-        """
+        """Delete the rows that equal the lake's, each with its own proof. Returns how
+        many, and the rows that differ from the lake's. A row that no longer exists here
+        is only in the lake. A row with the same id and another message, or of another
+        stage, is not part of the batch."""
         ids = archived.column(archived.schema.get_field_index("id")).to_pylist()
         messages = whose(archived)
         if self.spec.vendor == "sqlite":

@@ -31,8 +31,8 @@ PAUSES = (1.0, 3.0)
 
 
 class Webhook:
-    """The receiver of alerts. `error` is why the last message did not arrive; `taken`
-    and `failed` count those that arrived and those that did not."""
+    """The receiver of alerts. `error` is why the last alert did not arrive; `taken` and
+    `failed` count the accepted and the failed ones."""
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT) -> None:
         try:

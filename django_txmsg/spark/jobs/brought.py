@@ -38,8 +38,8 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Looked:
-    """A table of the archive at one version of its log: each service's last batch that
-    is only in the lake."""
+    """A table of the archive at one version of its log. `batches` has the last batch of
+    each service whose rows are in the lake only."""
 
     lake_id: str
     version: int

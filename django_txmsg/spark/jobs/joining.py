@@ -24,9 +24,9 @@ SMALL = 64 << 20
 
 
 def join(place: LakeTable, service: str) -> int:
-    """Join a service's small files in one entry of the log; return how many. Nothing
-    that a file says of its rows is lost. Raises VerificationRefused if what was written
-    is not what was read."""
+    """Join a service's small files in one entry of the log; return how many. Whatever a
+    file records about its rows is kept. Raises VerificationRefused if the written rows
+    differ from the rows that were read."""
     delta = place.load()
     if delta is None:
         return 0

@@ -185,7 +185,7 @@ def run_reconcile(
 
 
 def _judgement(spec: JobSpec, options: ReconcileOptions, log: WholeLog) -> Judgement:
-    """Return by what this run judges, as far as nothing of the logs is known."""
+    """Return the rules of this run, before anything is known from the logs."""
     late = dict(spec.late_after)
     general = late.pop("*", LATE_AFTER.total_seconds())
     stuck = options.stuck_after

@@ -1,5 +1,5 @@
-"""`listeners`: who is expected to receive from topics, and who is no more. No Spark is
-started."""
+"""`listeners`: which stages are expected to receive from topics, and which no longer
+are. Does not start Spark."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NAMES = EXPECTED.fieldNames()
 
 
 def run_listeners(spec: JobSpec, given: argparse.Namespace, run: Run) -> Outcome:
-    """List the listeners that the lake knows, or note that one listens no more. Raises
-    UsageError for what is no topic's listener."""
+    """List the listeners that the lake knows, or record that one no longer listens.
+    Raises UsageError if it is not a listener of a topic."""
     found = _noted(spec)
     if given.retire is None:
         lines = [

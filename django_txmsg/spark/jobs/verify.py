@@ -139,8 +139,8 @@ def read_back(
 def _entries(
     delta: DeltaTable, service: str
 ) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int] | None]]:
-    """Return rows and sums of the batches whose entries the log still has, and the
-    ranges of those from which rows were removed since."""
+    """Return the rows and sums of the batches that the log still has, and the ranges of
+    batches from which rows were removed since."""
     entries: dict[int, tuple[int, int]] = {}
     changed: list[tuple[int, int] | None] = []
     for commit in delta.history():

@@ -1,8 +1,7 @@
 """The journey of a message to a consumer: everything known about it, merged.
 
-A step is a row of an outbox or an inbox, or a dead letter that is resolved; a journey
-is many steps in one row. Both have the same columns, and whatever is merged first, the
-sum is the same.
+A step is a row of an outbox or an inbox, or a resolved dead letter; a journey is many
+steps in one row. Both have the same columns, and the order of merging does not matter.
 """
 
 from __future__ import annotations

@@ -254,8 +254,8 @@ def aged(findings: DataFrame, known: DataFrame, now: dt.datetime) -> DataFrame:
 
 
 def standing(journal: DataFrame) -> DataFrame:
-    """Return the FINDING rows that stand, by all CHANGE rows until some run: those
-    whose last change is that they were found."""
+    """Return the FINDING rows whose last CHANGE row, until some run, says that they
+    were found."""
     last = {
         name: sf.max_by(name, "recorded_at").alias(name)
         for name in CHANGE.fieldNames()
@@ -273,8 +273,8 @@ def changes(
     now: dt.datetime,
     since: dt.datetime | None,
 ) -> DataFrame:
-    """Return CHANGE: the findings of a run that did not stand `before` it, and those
-    that did and do no more, among the messages sent since an instant."""
+    """Return CHANGE: new findings of a run, and findings that stood `before` the run
+    and are gone. Only gone findings of messages sent since `since` count."""
     same = {name: sf.coalesce(name, sf.lit("")) for name in _IDENTITY}
     stood = before.select(*[sf.col(n).alias(f"stood_{n}") for n in _IDENTITY])
     fresh = findings.join(stood, is_finding("stood_"), "left_anti")
