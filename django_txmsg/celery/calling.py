@@ -254,8 +254,8 @@ def _has_its_own(producer: Any) -> bool:
 
 
 def in_worker(app: Any) -> bool:
-    """Return whether a task is running in this thread, or this is a worker's process,
-    whose main process calls the links of a task that ran out of time."""
+    """Return whether a task is running in this thread, or this process is a worker. (A
+    worker's main process calls the links of a task that ran out of time.)"""
     worker = getattr(app.loader, "worker_initialized", False)
     return bool(worker) or get_current_worker_task() is not None
 

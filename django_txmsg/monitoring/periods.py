@@ -100,8 +100,8 @@ def _remembered(
 
 
 def last_active(using: str, now: dt.datetime) -> dict[tuple[str, str], dt.datetime]:
-    """Return the end of the last period of 24 hours in which each place was active, by
-    series and place, as far as periods are stored."""
+    """Return when each place was last active in the last 24 hours, by series and place:
+    the end of its latest stored period with a message."""
     active: Any = (
         PeriodCount.objects.using(using)
         .filter(start__gte=now - dt.timedelta(hours=HOURS), count__gt=0)
