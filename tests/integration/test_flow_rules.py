@@ -1,0 +1,325 @@
+"""The rules of flows, each with its tests; those that are elsewhere are named here.
+
+- Of all messages that could continue a run, one does:
+  `test_flows.test_of_an_answer_its_deadline_and_copies_at_once_one_goes_on`,
+  `test_copies_of_everything_change_nothing`,
+  `test_the_first_who_resumes_is_the_only_one`.
+- The first to commit continues it, not the first to come:
+  `test_an_unreadable_answer_does_not_disarm_the_deadline`, and one here.
+- A deadline is a column, and its time-out one message: one here.
+- Signals take the row too, between steps:
+  `test_a_signal_replaces_what_the_run_waits_for`,
+  `test_a_signal_before_its_run_waits_for_it_and_for_no_other`, and two here.
+- Joins of branches: not built.
+- `within=` is required: one here. That a request expires with its deadline: not built.
+- An undo is registered in the transaction that sends its request: two here.
+- An undo runs if its request was done, once, and never before it:
+  `test_a_deadline_goes_on_once_and_revokes_what_has_not_come`,
+  `test_an_answer_that_is_late_is_dropped_and_what_was_done_is_undone`,
+  `test_an_undo_waits_for_a_request_in_hand_and_then_undoes_it`,
+  `test_an_undo_older_than_the_inbox_is_for_a_person`,
+  `test_an_undo_whose_request_is_done_elsewhere_is_an_error_of_the_checks`.
+- Undos run one at a time, newest first, each confirmed:
+  `test_cancelling_cancels_what_was_asked_before_anything_older`,
+  `test_an_undo_that_is_dead_stops_there_and_goes_on_when_redelivered`,
+  `test_a_flow_that_answers_first_is_undone_before_anything_older`.
+- An answer forgets the undos; cancelling revokes what the run waits for:
+  `test_a_run_asks_waits_and_answers`, `test_cancelling_undoes_and_answers`,
+  `test_what_is_cancelled_before_its_start_has_come_never_starts`.
+- A request that is given up answers at once:
+  `test_a_request_that_is_refused_is_answered_at_once_and_revoked`,
+  `test_a_request_that_an_operator_discards_is_answered`,
+  `test_no_copy_of_a_revoked_request_is_executed`.
+- The state has a version: `test_what_waits_for_newer_code_continues_with_it`, one here.
+- A step's name is an address:
+  `test_a_step_that_this_code_does_not_have_waits_for_code_that_has`, and one here. That
+  `check --database` finds steps that runs wait for: not built.
+- Ended runs are kept for a time, open ones for ever, each with its steps:
+  `test_ended_runs_are_pruned_with_their_steps_and_open_ones_are_not`, and one here.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from django.db import transaction
+from django.db.models import F
+
+from django_txmsg import Destination, stages, upgrade
+from django_txmsg.errors import ConfigurationError
+from django_txmsg.flows import (
+    Flow,
+    Next,
+    TimedOut,
+    cancel,
+    declaration,
+    signal,
+    start,
+    step,
+)
+from django_txmsg.flows.deadlines import Deadlines
+from django_txmsg.models import DeadLetter, FlowStep, FlowUndo, OutboxMessage, Run
+from django_txmsg.models.run import Outcome, WaitsFor
+from django_txmsg.signals import flow_late
+from django_txmsg.testing import drain
+from tests.running import committing, declared, ship, txmsg
+from tests.running import step as take
+from tests.shelved_flows import at_hand, shelved
+
+pytestmark = [committing, pytest.mark.usefixtures("impatient")]
+
+HOUR = dt.timedelta(hours=1)
+
+
+@dataclass
+class Ruled:
+    number: int
+
+
+@dataclass
+class Remark:
+    text: str
+
+
+ask_for = Destination("rules.do", Ruled, reply=Ruled)
+take_back = Destination("rules.undo", Ruled)
+
+
+@shelved
+class Obedient(Flow[Ruled, int], name="rules.flow"):
+    number: int = 0
+    remarks: list[str] = []
+
+    @step
+    def start(self, ruled: Ruled) -> Next[int]:
+        self.number = ruled.number
+        asked = self.ask(
+            ask_for,
+            ruled,
+            then=self.done,
+            undo=take_back,
+            within=HOUR,
+            otherwise=self.late,
+        )
+        if ruled.number < 0:
+            raise ValueError("after it has asked")
+        return asked
+
+    @step
+    def done(self, reply: Ruled) -> Next[int]:
+        return reply.number
+
+    @step
+    def late(self, why: TimedOut) -> Next[int]:
+        return self.fail(-1)
+
+    @signal
+    def remarked(self, remark: Remark) -> None:
+        self.remarks = [*self.remarks, remark.text]
+
+
+@shelved
+class Changed(Flow[Ruled, int], name="rules.flow", within=HOUR, version=2):
+    """The next version: another field, and another name of a step."""
+
+    amount: int = 0
+
+    @step
+    def start(self, ruled: Ruled) -> Next[int]:
+        return ruled.number
+
+    @step(was="done")
+    def finished(self, reply: Ruled) -> Next[int]:
+        return self.amount + reply.number
+
+
+@upgrade("rules.flow", from_version=1)
+def with_amount(state: dict[str, Any]) -> dict[str, Any]:
+    return {"amount": 100 * state["number"]}
+
+
+@pytest.fixture
+def undone() -> Iterator[list[int]]:
+    """Declare the flow and its undo. Returns what was undone."""
+    numbers: list[int] = []
+
+    def undo(ruled: Ruled) -> None:
+        numbers.append(ruled.number)
+
+    with (
+        at_hand(Obedient),
+        declared(undo, take_back, name="rules.undo", undoes=ask_for),
+    ):
+        yield numbers
+
+
+@pytest.fixture
+def late() -> Iterator[list[uuid.UUID | None]]:
+    """Return the runs for which messages came late."""
+    runs: list[uuid.UUID | None] = []
+
+    def note(run_id: uuid.UUID | None, **_: Any) -> None:
+        runs.append(run_id)
+
+    flow_late.connect(note)
+    yield runs
+    flow_late.disconnect(note)
+
+
+def begun(number: int = 1) -> Run:
+    """Return a run that has asked, and whose request has not been relayed."""
+    with transaction.atomic():
+        run = start(Obedient, Ruled(number), key=str(number))
+    ship()
+    take(stages.find(["rules.flow"])[0])
+    run.refresh_from_db()
+    return run
+
+
+@contextmanager
+def deployed(flow: type[Flow[Ruled, int]]) -> Iterator[None]:
+    """Let this be the code of the flow."""
+    declaration.forget("rules.flow")
+    for address in ("rules.flow", "rules.flow.steps"):
+        stages.unregister(address)
+    with at_hand(flow):
+        yield
+
+
+def do(ruled: Ruled) -> Ruled:
+    return ruled
+
+
+def outcome(run: Run) -> str:
+    run.refresh_from_db()
+    return run.outcome
+
+
+def test_a_dead_request_does_not_disarm_the_deadline(undone: list[int]) -> None:
+    def broken(ruled: Ruled) -> Ruled:
+        raise ValueError("broken")
+
+    run = begun()
+    with declared(broken, ask_for, name="rules.do"):
+        drain(raises=False)
+        assert DeadLetter.objects.get().reason == "attempts_exhausted"
+        drain(ahead=2 * HOUR)
+    assert outcome(run) == Outcome.FAILED
+    assert undone == [], "it was not done"
+    assert not DeadLetter.objects.filter(resolution="open").exists()
+
+
+@pytest.mark.usefixtures("undone")
+def test_the_time_out_of_one_turn_is_one_message() -> None:
+    run = begun()
+    for _ in range(3):
+        Run.objects.update(due_at=F("due_at") - 2 * HOUR)
+        Deadlines(["default"]).tick()
+    steps = OutboxMessage.objects.filter(destination="rules.flow.steps")
+    assert steps.get().message_id == uuid.uuid5(run.turn or uuid.uuid4(), "deadline")
+
+
+def test_a_signal_after_the_end_is_late(
+    undone: list[int], late: list[uuid.UUID | None]
+) -> None:
+    run = begun()
+    with transaction.atomic():
+        Obedient.signal("1", Remark("in time"))
+    with declared(do, ask_for, name="rules.do"):
+        drain()
+        assert outcome(run) == Outcome.ANSWERED
+        with transaction.atomic():
+            Obedient.signal("1", Remark("too late"))
+        # It was sent before the end, and was on its way.
+        Run.objects.update(ended_at=F("ended_at") + HOUR)
+        drain()
+    assert len(late) == 1
+    run.refresh_from_db()
+    assert run.state == '{"number":1,"remarks":["in time"]}'
+    assert undone == []
+
+
+def test_a_signal_during_the_undo_is_late(
+    undone: list[int], late: list[uuid.UUID | None]
+) -> None:
+    run = begun()
+    asked = OutboxMessage.objects.filter(destination="rules.do")
+    asked.update(due_at=F("due_at") + HOUR)
+    with transaction.atomic():
+        cancel(run)
+    ship()
+    take(stages.find(["rules.flow.steps"])[0])
+    run.refresh_from_db()
+    assert run.waits_for == WaitsFor.UNDO
+    with transaction.atomic():
+        Obedient.signal("1", Remark("too late"))
+    with declared(do, ask_for, name="rules.do"):
+        drain()
+    assert outcome(run) == Outcome.FAILED
+    assert late == [run.run_id]
+    assert '"remarks":[]' in run.state
+    assert undone == [], "its request was revoked"
+
+
+@pytest.mark.usefixtures("undone")
+def test_what_waits_has_a_deadline() -> None:
+    flow = Obedient()
+    with pytest.raises(ConfigurationError, match="without a deadline"):
+        flow.ask(ask_for, Ruled(1), then=flow.done)
+    with pytest.raises(ConfigurationError, match="without a deadline"):
+        flow.wait(then=flow.late)
+    assert flow.wait(then=flow.late, within=None).within is None
+
+
+@pytest.mark.usefixtures("undone")
+def test_an_undo_is_registered_with_its_request() -> None:
+    run = begun()
+    undo = FlowUndo.objects.get(run=run)
+    request = OutboxMessage.objects.get(destination="rules.do")
+    assert (undo.destination, undo.request_id) == ("rules.undo", request.message_id)
+
+
+@pytest.mark.usefixtures("undone")
+def test_no_undo_is_registered_if_the_step_fails_after_it_has_asked() -> None:
+    begun(-1)
+    assert not FlowUndo.objects.exists()
+    assert not OutboxMessage.objects.filter(destination="rules.do").exists()
+
+
+@pytest.mark.usefixtures("undone")
+def test_an_older_state_is_upgraded_when_it_is_read() -> None:
+    run = begun(3)
+    with deployed(Changed), declared(do, ask_for, name="rules.do"):
+        drain()
+        run.refresh_from_db()
+    assert (run.answer, run.version, run.state) == ("303", 2, '{"amount":300}')
+
+
+@pytest.mark.usefixtures("undone")
+def test_a_renamed_step_is_found_by_its_former_name() -> None:
+    run = begun()
+    assert run.step == "done"
+    with deployed(Changed), declared(do, ask_for, name="rules.do"):
+        drain()
+    assert outcome(run) == Outcome.ANSWERED
+    last = FlowStep.objects.filter(run=run).order_by("id").last()
+    assert last is not None
+    assert last.step == "finished"
+
+
+@pytest.mark.usefixtures("undone")
+def test_no_steps_are_kept_without_history() -> None:
+    with (
+        txmsg(FLOWS={"HISTORY": False}),
+        declared(do, ask_for, name="rules.do"),
+    ):
+        run = begun()
+        drain()
+    assert outcome(run) == Outcome.ANSWERED
+    assert not FlowStep.objects.exists()
