@@ -397,7 +397,12 @@ class Going:
         run = self.run
         if not run.caller:
             return
-        given = {**run.caller, wire.FLOW: str(run.first_run), wire.HOP: str(self._hop)}
+        given = {
+            **run.caller,
+            wire.FLOW: str(run.first_run),
+            wire.HOP: str(self._hop),
+            wire.CORRELATION_ID: run.correlation_id,
+        }
         Address(run.caller[wire.REPLY_TO], given).send(
             Encoded(run.answer.encode(), run.answer_type),
             using=self.declared.using,

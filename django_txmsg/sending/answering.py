@@ -69,7 +69,8 @@ class Address:
         using: str | None = None,
         broker: str = "default",
     ) -> Message:
-        """Store the answer, as an object of the annotation where that is known."""
+        """Store the answer, as an object of the annotation where that is known. It has
+        the correlation id of the given headers, else of the message in hand."""
         destination: str | TypedName[Any] = self.destination
         if annotation is not None and not isinstance(answer, Dead):
             destination = TypedName(self.destination, annotation)
@@ -79,7 +80,14 @@ class Address:
             if name in (wire.TICKET, wire.FLOW)
         }
         back[wire.HOP] = str(hop(self.given) + 1)
-        return send_part(destination, answer, back, using=using, broker=broker)
+        return send_part(
+            destination,
+            answer,
+            back,
+            correlation_id=self.given.get(wire.CORRELATION_ID, ""),
+            using=using,
+            broker=broker,
+        )
 
 
 def hop(given: Mapping[str, str]) -> int:

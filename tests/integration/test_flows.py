@@ -288,11 +288,36 @@ def test_caller_is_answered_after_all_undos() -> None:
     got: list[Message] = []
     stages.stage("tests.answers")(got.append)
     try:
-        place(answer_to="tests.answers")
+        run = place(answer_to="tests.answers")
         drain()
     finally:
         stages.unregister("tests.answers")
     assert [one.body for one in got] == [{"number": "1"}]
+    assert got[0].correlation_id == run.correlation_id
+
+
+def test_an_answer_after_a_signal_has_the_correlation_id_of_its_run() -> None:
+    run = place(answer_to="tests.answers")
+    drain()
+    with transaction.atomic():
+        Checkout.signal("1", Stop("changed my mind"))
+    drain()
+    answer = OutboxMessage.objects.get(destination="tests.answers")
+    assert answer.correlation_id == run.correlation_id
+
+
+@pytest.mark.parametrize("reason", ["refused", "discarded"])
+def test_the_notice_of_a_dead_request_has_its_correlation_id(reason: str) -> None:
+    Stock.answer = Refuse("never") if reason == "refused" else ValueError("broken")
+    run = place()
+    take_start()
+    ship()
+    take(stages.find(["shop.reserve"])[0], 3)
+    if reason == "discarded":
+        operate("discard")
+    notice = OutboxMessage.objects.get(destination="shop.checkout.steps")
+    assert json.loads(bytes(notice.body)) == {"reason": reason}
+    assert notice.correlation_id == run.correlation_id
 
 
 def test_a_deadline_goes_on_once_and_revokes_what_has_not_come() -> None:

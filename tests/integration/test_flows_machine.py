@@ -1,16 +1,19 @@
 """Flows under all events in any order: copies, late and poison answers, deadlines,
-signals, cancels, repeated resumes, operators, sub-flows.
+signals, cancels, repeated resumes, operators who redeliver, discard and edit, sub-flows
+that hand over or answer first, and code that is replaced and rolled back.
 
-Hypothesis chooses the events. Whatever they are, each run ends once, each failed run is
-undone exactly, newest first, and nothing is left over.
+Hypothesis chooses the events. Whatever they are, each run ends once and answers once,
+each failed run is undone exactly, newest first, and nothing is left over.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import uuid
-from collections import Counter, defaultdict
+from collections import defaultdict
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,8 +30,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from django_txmsg import Destination, Refuse, stages, wire
-from django_txmsg.dead_letters import bulk
+from django_txmsg import Destination, Refuse, stages, upgrade, wire
+from django_txmsg.dead_letters import bulk, resolution
+from django_txmsg.errors import TxmsgError
 from django_txmsg.flows import (
     AlreadyResumed,
     Cancelled,
@@ -65,7 +69,7 @@ DAY = dt.timedelta(days=1)
 @dataclass
 class Job:
     name: str
-    #: What each request of it meets, in their order: ok, no, refuse, fail.
+    #: What each request of it meets, in their order, see FATES.
     fates: list[str]
 
 
@@ -91,9 +95,23 @@ class Halt:
     why: str
 
 
+@dataclass
+class Extra:
+    """Asks a run for work of its own, between two steps, or before the first."""
+
+    name: str
+    fate: str
+
+
+#: Of a request: it is done, answered by no, refused, fails until it is mended; its undo
+#: is refused until it is mended; the flow that gets it answers before it undoes it, or
+#: hands it over.
+FATES = ("ok", "ok", "ok", "no", "refuse", "fail", "sour", "first", "hand")
+
 do = Destination("machine.do", Work, reply=Done | Refused)
 undo = Destination("machine.undo", Work)
 undo_inner = Destination("machine.undo_inner", Work)
+undo_own = Destination("machine.undo_own", Work)
 
 
 @shelved
@@ -101,15 +119,20 @@ class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE)
     """A flow that asks once, and undoes the request if it fails."""
 
     number: int = 0
+    first: bool = False
 
     @step
     def start(self, work: Work) -> Next[Done | Refused]:
-        self.number = work.number
+        if work.fate == "hand":
+            return self.hand_over(Inner, Work(work.name, work.number, "first"))
+        self.number, self.first = work.number, work.fate == "first"
         return self.ask(do, work, then=self.done, undo=undo, otherwise=self.given_up)
 
     @step
     def done(self, reply: Done | Refused) -> Next[Done | Refused]:
-        return self.fail(reply) if isinstance(reply, Refused) else reply
+        if isinstance(reply, Refused) or self.first:
+            return self.fail(reply, answer_first=self.first)
+        return reply
 
     @step
     def given_up(self) -> Next[Done | Refused]:
@@ -119,11 +142,13 @@ class Inner(Flow[Work, Done | Refused], name="machine.inner", within=3 * MINUTE)
 @shelved
 class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
     """A flow that asks for each fate, every second time through another flow, and then
-    waits for a signal."""
+    waits for a signal. Its works have numbers in the order in which their undos are
+    registered."""
 
     name: str = ""
     fates: list[str] = []
     asked: int = 0
+    works: int = 0
 
     @step
     def start(self, job: Job) -> Next[str]:
@@ -135,7 +160,7 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
         if number == len(self.fates):
             return self.wait(then=self.told, otherwise=self.given_up)
         self.asked = number + 1
-        work = Work(self.name, number, self.fates[number])
+        work = self._work(self.fates[number])
         if number % 2:
             return self.ask(
                 Inner,
@@ -150,6 +175,7 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
     def done(self, reply: Done | Refused) -> Next[str]:
         if isinstance(reply, Refused):
             return self.fail("refused")
+        self._do(self.fates[self.asked - 1])
         return self.sleep(MINUTE, then=self.rested)
 
     @step
@@ -169,8 +195,33 @@ class Outer(Flow[Job, str], name="machine.outer", within=5 * MINUTE):
         return self.fail(halt.why)
 
     @signal
+    def extra(self, extra: Extra) -> None:
+        self.name = extra.name
+        self._do(extra.fate)
+
+    def _work(self, fate: str) -> Work:
+        self.works += 1
+        return Work(self.name, self.works, fate)
+
+    def _do(self, fate: str) -> None:
+        """Do work in this step's own transaction, and register its undo."""
+        work = self._work(fate)
+        _note("do", work)
+        self.undo(undo_own, work)
+
+    @signal
     def cancelled(self, by: Cancelled) -> Next[str]:
         return self.fail("cancelled")
+
+
+@shelved
+class Newer(Outer, name="machine.outer", within=5 * MINUTE, version=2):
+    """The same, by newer code, which reads the older state."""
+
+
+@upgrade("machine.outer", from_version=1)
+def renewed(state: dict[str, Any]) -> dict[str, Any]:
+    return state
 
 
 class Participant:
@@ -192,11 +243,14 @@ class Participant:
     def back(cls, work: Work) -> None:
         if work.fate == "fail" and not cls.mended:
             raise ValueError("not yet")
+        if work.fate == "sour" and not cls.mended:
+            raise Refuse("not yet")
         _note("undo", work)
 
 
 def _note(what: str, work: Work) -> None:
-    Effect.objects.create(name=f"{what} {work.name} {work.number}", message_id="")
+    name = f"{what} {work.name} {work.number} {work.fate}"
+    Effect.objects.create(name=name, message_id="")
 
 
 def work(work: Work) -> Done | Refused:
@@ -210,8 +264,9 @@ def back(work: Work) -> None:
 def back_inner(work: Work) -> None:
     """Undo the work of an inner flow that succeeded. A failed one has undone it
     itself."""
-    found, named = effects(), f"{work.name} {work.number}"
-    if f"do {named}" in found and f"undo {named}" not in found:
+    named = f"{work.name} {work.number} "
+    found = [one for one in effects() if f" {named}" in one]
+    if [one.split()[0] for one in found] == ["do"]:
         Participant.back(work)
 
 
@@ -227,8 +282,9 @@ TABLES = (
 
 NAMES = (
     "machine.outer", "machine.outer.steps", "machine.inner", "machine.inner.steps",
-    "machine.do", "machine.undo", "machine.undo_inner",
+    "machine.do", "machine.undo", "machine.undo_inner", "machine.undo_own",
 )  # fmt: skip
+UNDOS = NAMES[5:]
 
 
 class World(RuleBasedStateMachine):
@@ -240,22 +296,27 @@ class World(RuleBasedStateMachine):
             model.objects.all().delete()
         Participant.mended = False
         self._names = 0
-        self._at_hand = at_hand(Inner, Outer)
-        self._at_hand.__enter__()
+        self._code: type[Outer] = Newer
+        self._deployed = ExitStack()
+        self.code_is_replaced(newer=False)
         stages.stage(do)(work)
         stages.stage(undo, undoes=do)(back)
         stages.stage(undo_inner, undoes=Inner.destination)(back_inner)
+        stages.stage(undo_own)(back)
 
-    @rule(
-        fates=st.lists(
-            st.sampled_from(["ok", "ok", "ok", "no", "refuse", "fail"]), max_size=3
-        )
-    )
+    @rule(newer=st.booleans())
+    def code_is_replaced(self, newer: bool) -> None:
+        """By a newer version of the flow, or back."""
+        self._deployed.close()
+        self._code = Newer if newer else Outer
+        self._deployed.enter_context(at_hand(Inner, self._code))
+
+    @rule(fates=st.lists(st.sampled_from(FATES), max_size=3))
     def begin(self, fates: list[str]) -> None:
         self._names += 1
         name = f"job{self._names}"
         with transaction.atomic():
-            start(Outer, Job(name, fates), key=name)
+            start(self._code, Job(name, fates), key=name, answer_to="machine.answers")
 
     @rule()
     def relay(self) -> None:
@@ -276,12 +337,12 @@ class World(RuleBasedStateMachine):
     def _work(self, name: str) -> bool:
         """Let a stage process one message, if one waits for it."""
         here = QueueMessage.objects.filter(queue=name).exists()
-        parked = InboxMessage.objects.filter(
-            stage=name, due_at__lte=Now(), needs_version=None
-        ).exists()
-        if here or parked:
+        parked = InboxMessage.objects.filter(stage=name, due_at__lte=Now())
+        if self._code is Outer:
+            parked = parked.filter(needs_version=None)
+        if found := here or parked.exists():
             take(stages.find([name])[0])
-        return here or parked
+        return found
 
     @rule(ahead=st.sampled_from([2 * MINUTE, 4 * MINUTE, 10 * MINUTE]))
     def time_passes(self, ahead: dt.timedelta) -> None:
@@ -339,16 +400,28 @@ class World(RuleBasedStateMachine):
     @rule(which=st.integers(1, 6))
     def somebody_halts(self, which: int) -> None:
         with transaction.atomic():
-            Outer.signal(f"job{which}", Halt("halted"))
+            self._code.signal(f"job{which}", Halt("halted"))
 
-    @rule(kind=st.sampled_from(["redeliver", "discard"]), mend=st.booleans())
+    @rule(which=st.integers(1, 6), fate=st.sampled_from(["ok", "sour"]))
+    def somebody_wants_more(self, which: int, fate: str) -> None:
+        with transaction.atomic():
+            self._code.signal(f"job{which}", Extra(f"job{which}", fate))
+
+    @rule(kind=st.sampled_from(["redeliver", "discard", "restore"]), mend=st.booleans())
     def an_operator_comes(self, kind: str, mend: bool) -> None:
         Participant.mended = Participant.mended or mend
-        letters: dict[str, Any] = {}
-        if kind == "discard":
-            # An undo has to be done: who discards one has done it by hand.
-            letters = {"stage": "machine.do"}
-        bulk.finish(bulk.start(kind, letters))
+        bulk.finish(bulk.start(kind, {}))
+
+    @precondition(lambda self: _editable().exists())
+    @rule(which=st.integers(0, 1000))
+    def an_operator_edits(self, which: int) -> None:
+        letters = _editable().order_by("id")
+        letter = letters[which % letters.count()]
+        body = json.loads(bytes(letter.body)) | {"fate": "ok"}
+        with suppress(TxmsgError):  # it is revoked
+            resolution.redeliver_copy(
+                letter, headers={}, body=json.dumps(body).encode()
+            )
 
     def _open(self, which: int) -> Run:
         runs = Run.objects.filter(ended_at=None).order_by("id")
@@ -358,10 +431,13 @@ class World(RuleBasedStateMachine):
         """Repair everything: each run ends, once, and no row is left."""
         try:
             Participant.mended = True
+            self.code_is_replaced(newer=True)
             OutboxMessage.objects.update(lease_until=None)
             for _ in range(12):
                 self.everything_goes_on()
-                for name in ("machine.undo", "machine.undo_inner"):
+                for name in UNDOS:
+                    # An undo has to be done, also one that was discarded.
+                    bulk.finish(bulk.start("restore", {"stage": name}))
                     bulk.finish(bulk.start("redeliver", {"stage": name}))
                 if not Run.objects.filter(ended_at=None).exists():
                     break
@@ -370,44 +446,72 @@ class World(RuleBasedStateMachine):
             self.everything_goes_on()
             self._judge()
         finally:
-            stages.unregister("machine.do")
-            stages.unregister("machine.undo")
-            stages.unregister("machine.undo_inner")
-            self._at_hand.__exit__(None, None, None)
+            for name in ("machine.do", *UNDOS):
+                stages.unregister(name)
+            self._deployed.close()
 
     def _judge(self) -> None:
         open_runs = Run.objects.filter(ended_at=None)
         assert not open_runs.exists(), [(r, r.step, r.waits_for) for r in open_runs]
         left = FlowUndo.objects.filter(confirmed_at=None)
         assert not left.exists(), "an undo is not confirmed"
-        found = effects()
-        counts = Counter(found)
-        assert all(count == 1 for count in counts.values()), counts
-        outcomes = {
-            run.key: run.outcome for run in Run.objects.filter(flow="machine.outer")
-        }
-        done: dict[str, list[int]] = defaultdict(list)
-        undone: dict[str, list[int]] = defaultdict(list)
-        for effect in found:
-            what, name, number = effect.split()
-            (done if what == "do" else undone)[name].append(int(number))
-        for name, outcome in outcomes.items():
-            if outcome == "failed":
-                assert sorted(undone[name]) == sorted(done[name]), (name, found)
-                assert undone[name] == sorted(undone[name], reverse=True), found
-            else:
-                assert outcome == "answered"
-                assert not undone[name], (name, found)
+        works: dict[str, Works] = defaultdict(Works)
+        for effect in effects():
+            what, name, number, fate = effect.split()
+            works[name].note(what, int(number), fate)
+        for run in Run.objects.filter(flow="machine.outer"):
+            works[run.key].judge(run.outcome)
+            answers = OutboxMessage.objects.filter(
+                destination="machine.answers", correlation_id=run.correlation_id
+            )
+            assert answers.count() == 1, run
+
+
+def _editable() -> Any:
+    return DeadLetter.objects.filter(
+        stage__in=("machine.do", *UNDOS), resolution="open"
+    )
+
+
+class Works:
+    """What was done and undone for one run of Outer, by number."""
+
+    def __init__(self) -> None:
+        self._standing: dict[int, str] = {}
+        self._gone: dict[int, str] = {}
+
+    def note(self, what: str, number: int, fate: str) -> None:
+        """Take the next effect: each is done once, and undone once, newest first. A
+        flow that answers first undoes itself beside what comes after it."""
+        if what == "do":
+            assert number not in self._standing | self._gone, "it is done twice"
+            self._standing[number] = fate
+        else:
+            assert number in self._standing, "it is undone twice, or was not done"
+            done_as = self._standing.pop(number)
+            self._gone[number] = done_as
+            newer = [one for one in self._standing if one > number]
+            assert done_as == "first" or not newer, "it is not the newest"
+
+    def judge(self, outcome: str) -> None:
+        """Compare with how the run has ended."""
+        if outcome == "failed":
+            assert not self._standing, "it is not undone"
+        else:
+            assert outcome == "answered"
+            assert set(self._gone.values()) <= {"first"}, "it is undone for nothing"
 
 
 @committing
-@pytest.mark.timeout(600)
-def test_whatever_happens_each_run_ends_once_and_is_undone_exactly() -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("worlds", [3, pytest.param(100, marks=pytest.mark.soak)])
+def test_whatever_happens_each_run_ends_once_and_is_undone_exactly(worlds: int) -> None:
+    """Play some worlds; each takes about a second. TXMSG_FLOW_EXAMPLES: how many."""
     with txmsg(BROKERS={"default": {"URL": "database://?poll=0.01"}}):
         run_state_machine_as_test(
             World,
             settings=settings(
-                max_examples=EXAMPLES,
+                max_examples=int(os.environ.get("TXMSG_FLOW_EXAMPLES", worlds)),
                 stateful_step_count=20,
                 deadline=None,
                 # To find the smallest world takes minutes of a busy machine.
@@ -415,7 +519,3 @@ def test_whatever_happens_each_run_ends_once_and_is_undone_exactly() -> None:
                 suppress_health_check=list(HealthCheck),
             ),
         )
-
-
-#: Worlds that are played; each takes seconds. More of them: TXMSG_FLOW_EXAMPLES=60.
-EXAMPLES = int(os.environ.get("TXMSG_FLOW_EXAMPLES", "8"))
