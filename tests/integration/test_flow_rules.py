@@ -1,7 +1,7 @@
-"""The rules of flows, each with its tests; those that are elsewhere are named here.
+"""The rules of flows, each with its tests. Those in `test_flows.py` are named here.
 
 - Of all messages that could continue a run, one does:
-  `test_flows.test_of_an_answer_its_deadline_and_copies_at_once_one_goes_on`,
+  `test_one_of_a_concurrent_answer_deadline_and_copies_continues_the_run`,
   `test_copies_of_everything_change_nothing`,
   `test_the_first_who_resumes_is_the_only_one`.
 - The first to commit continues it, not the first to come:
@@ -25,7 +25,7 @@
   `test_a_flow_that_answers_first_is_undone_before_anything_older`.
 - An answer forgets the undos; cancelling revokes what the run waits for:
   `test_a_run_asks_waits_and_answers`, `test_cancelling_undoes_and_answers`,
-  `test_what_is_cancelled_before_its_start_has_come_never_starts`.
+  `test_run_cancelled_before_its_start_arrives_never_starts`.
 - A request that is given up answers at once:
   `test_a_request_that_is_refused_is_answered_at_once_and_revoked`,
   `test_a_request_that_an_operator_discards_is_answered`,

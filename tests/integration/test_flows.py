@@ -298,10 +298,10 @@ def test_caller_is_answered_after_all_undos() -> None:
 
 def test_an_answer_after_a_signal_has_the_correlation_id_of_its_run() -> None:
     run = place(answer_to="tests.answers")
-    drain()
     with transaction.atomic():
         Checkout.signal("1", Stop("changed my mind"))
-    drain()
+    ship()
+    take(stages.find(["shop.checkout.steps"])[0])
     answer = OutboxMessage.objects.get(destination="tests.answers")
     assert answer.correlation_id == run.correlation_id
 
