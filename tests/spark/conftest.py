@@ -150,6 +150,13 @@ def make_log(
         log.drop()
 
 
+#: Tests that commit in Django's database, where the pipeline keeps its record, too.
+committing = pytest.mark.django_db(
+    transaction=True,
+    databases=["default", "other"],
+    available_apps=["django_txmsg", "django_txmsg.spark", "tests.app"],
+)
+
 #: `log`, on one kind of database where `make test` has little time.
 sampled = pytest.mark.parametrize(
     "log",

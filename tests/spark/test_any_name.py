@@ -42,6 +42,7 @@ SERVICES = st.text(
 @example("café", "100% ü+&=:")
 @example("a~b", "lake~")
 @given(SERVICES, PATHS)
+@pytest.mark.matrix
 def test_archived_swept_and_joined_all_rows_are_read_back(
     spark: Any, sqlite_template: Path, service: str, place: str
 ) -> None:

@@ -297,6 +297,7 @@ def test_a_lake_may_be_at_an_address_with_a_day(
     assert judged(spark, spec) == expected
 
 
+@pytest.mark.matrix
 def test_nothing_of_what_is_erased_is_in_a_footer(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -315,6 +316,7 @@ def test_nothing_of_what_is_erased_is_in_a_footer(
 @pytest.mark.parametrize(
     "how", [pytest.param("lost", marks=pytest.mark.matrix), "damaged"]
 )
+@pytest.mark.matrix
 def test_a_file_without_its_footer_is_named(
     spark, make_log, lake: LakeSpec, how: str
 ) -> None:

@@ -29,6 +29,7 @@ def services(postgres: PostgreSQL) -> Iterator[ThreeServices]:
 
 @analyzes
 @pytest.mark.timeout(900)
+@pytest.mark.matrix
 def test_the_jobs_find_exactly_what_was_planted_and_mend_it(
     spark: object, services: ThreeServices, lake: LakeSpec, tmp_path: Path
 ) -> None:

@@ -200,6 +200,7 @@ def test_journeys_kept_up_are_those_made_at_once(
     assert left == [row for row in kept if str(known[0]) not in row]
 
 
+@pytest.mark.matrix
 def test_a_database_from_a_backup_counts_nothing_twice(
     spark, make_log, lake: LakeSpec, tmp_path: Path
 ) -> None:
@@ -304,6 +305,7 @@ def test_two_runs_bring_the_same_batches_once(spark, make_log, lake: LakeSpec) -
     assert catch_up(spark, spec) == seen[1]
 
 
+@pytest.mark.matrix
 def test_two_services_keep_their_journeys_side_by_side(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -325,6 +327,7 @@ def test_two_services_keep_their_journeys_side_by_side(
         assert theirs == [ours] == [at_once(spark, first)]
 
 
+@pytest.mark.matrix
 def test_a_run_reads_one_version_of_the_journeys(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -356,6 +359,7 @@ def test_a_run_reads_one_version_of_the_journeys(
     assert log_of(lake) == entries + 1
 
 
+@pytest.mark.matrix
 def test_archived_and_live_rows_of_a_message_are_judged_together(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -400,6 +404,7 @@ def test_archived_and_live_rows_of_a_message_are_judged_together(
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 6))]
 )
+@pytest.mark.matrix
 def test_with_journeys_and_without_all_is_judged_alike(
     spark, make_log, lake: LakeSpec, tmp_path: Path, seed: int
 ) -> None:

@@ -38,6 +38,7 @@ def rows_in(lake: LakeSpec, name: str) -> pa.Table:
     return pa.table(table.to_pyarrow_table())
 
 
+@pytest.mark.matrix
 def test_messages_go_to_the_store_and_come_back(
     spark: Any, make_log: Callable[..., Log], bucket: LakeSpec
 ) -> None:

@@ -433,6 +433,7 @@ def test_replay_killed_at_random_many_times_stores_each_message_once(
     assert_stored_once(pg_log, 60_000)
 
 
+@pytest.mark.matrix
 def test_what_a_reconciliation_has_found_is_replayed(
     spark, make_log, lake: LakeSpec
 ) -> None:

@@ -20,6 +20,7 @@ VERDICTS = Table("verdicts", "", "", (), "", ("",))
 
 
 @analyzes
+@pytest.mark.matrix
 def test_logs_in_the_lake_and_in_databases_are_judged_as_one(
     spark: object, make_log: Callable[..., Log], lake: LakeSpec, tmp_path: Path
 ) -> None:

@@ -37,8 +37,9 @@ from django_txmsg.spark.runs import Run
 from django_txmsg.spark.schemas import Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from django_txmsg.stages import Stage
-from tests.running import committing, declared, put, ship, step, txmsg
+from tests.running import declared, put, ship, step, txmsg
 from tests.spark.archives import delta_rows
+from tests.spark.conftest import committing
 from tests.spark.running import run
 
 pytestmark = committing

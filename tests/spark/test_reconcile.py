@@ -18,6 +18,7 @@ from django_txmsg.spark.schemas import OUTBOX, Table
 from django_txmsg.spark.spec import JobSpec, LakeSpec, Subscription
 from django_txmsg.spark.transforms.journeys import SENT
 from tests.spark.archives import archive, delta_rows
+from tests.spark.conftest import sampled
 from tests.spark.log import Log
 from tests.spark.running import outcome, run
 
@@ -31,6 +32,7 @@ def ids(count: int) -> list[uuid.UUID]:
     return [uuid.uuid4() for _ in range(count)]
 
 
+@sampled
 def test_a_message_sent_again_is_judged_by_its_first_receipt_too(
     spark, log: Log, lake: LakeSpec
 ) -> None:
@@ -55,6 +57,7 @@ def test_a_message_sent_again_is_judged_by_its_first_receipt_too(
     assert facts["exit_code"] == 0
 
 
+@pytest.mark.matrix
 def test_subscription_dates_outlive_the_lakes_retention(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -105,6 +108,7 @@ def test_a_finding_is_written_when_it_comes_and_when_it_goes(
     assert chosen["message_id"] == str(lost)
 
 
+@pytest.mark.matrix
 def test_a_listener_of_another_service_is_retired_by_hand(
     spark, make_log, lake: LakeSpec
 ) -> None:
@@ -160,6 +164,7 @@ def test_two_databases_of_a_service_are_one_log(
         assert run(spec, *JUDGE)["counts"] == {"ok": 3}
 
 
+@pytest.mark.matrix
 def test_unacknowledged_findings_set_the_exit_code(
     spark, make_log, lake: LakeSpec
 ) -> None:

@@ -18,7 +18,8 @@ from django_txmsg.spark.redelivery import ask
 from django_txmsg.spark.spec import JobSpec
 from tests import factories as make
 from tests.app.models import Effect
-from tests.running import committing, declared, send, ship, step
+from tests.running import declared, send, ship, step
+from tests.spark.conftest import committing
 from tests.spark.log import Log
 from tests.spark.running import outcome, run
 

@@ -331,6 +331,7 @@ def test_open_transaction_anywhere_in_the_cluster_is_reported(
     assert run(spec, *words)["counts"] == {"outbox": 500}
 
 
+@pytest.mark.matrix
 def test_time_outs_that_suit_the_application_end_no_archive(
     spark: Any, pg_log: Log, lake: LakeSpec
 ) -> None:

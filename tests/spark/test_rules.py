@@ -42,7 +42,8 @@ from django_txmsg.spark.measures import lag
 from django_txmsg.spark.schemas import TABLES
 from tests import factories as make
 from tests.factories import ago
-from tests.running import committing, txmsg
+from tests.running import txmsg
+from tests.spark.conftest import committing
 
 pytestmark = committing
 

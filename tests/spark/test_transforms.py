@@ -406,6 +406,7 @@ def test_a_clock_that_is_ahead_makes_no_message_late(spark) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_retired_listener_has_no_lost_messages(spark) -> None:
     topic = "topic:t"
     messages = sent(

@@ -374,6 +374,7 @@ def test_a_driver_that_runs_in_the_cluster_gets_its_specification_as_text(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.matrix
 def test_a_real_cluster_runs_what_is_printed_with_the_package_as_a_zip(
     cluster: str, make_log: Callable[..., Log], tmp_path: Path
 ) -> None:
