@@ -1,4 +1,4 @@
-"""How much memory a relay of large messages uses, in a real process."""
+"""How much memory large messages use in a relay and a consumer: real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from django.db import transaction
 
-from django_txmsg.models import OutboxMessage
+from django_txmsg import stages
+from django_txmsg.models import InboxMessage, OutboxMessage
 from django_txmsg.sending.outbox import send_messages
 from tests.faults import ManageProcess
 from tests.running import IMPATIENT, committing, txmsg
@@ -22,13 +23,13 @@ Manage = Callable[..., ManageProcess]
 
 COUNT = 16
 BYTES = 15 * 1000 * 1000
-#: What it has to do with, in MiB.
-ENOUGH = 320
-DESTINATION = "tests.large"
+#: MiB. The goal is 256; a relay of `database://` was measured with up to 255.
+ENOUGH = 264
 
 
 def say_the_peak() -> None:
     """A hook for a process: print the most memory that it had, at its end."""
+    stages.stage(os.environ["LARGE"])(lambda _: None)
     atexit.register(_say)
 
 
@@ -44,23 +45,45 @@ def peak(process: ManageProcess) -> float:
     return int(found[1]) / 1024
 
 
-def store() -> None:
+def store(destination: str) -> None:
     for number in range(COUNT):
         with transaction.atomic():
             body = os.urandom(1) * (BYTES - 2) + b"%02d" % number
-            send_messages([{"destination": DESTINATION, "body": body}])
+            send_messages([{"destination": destination, "body": body}])
 
 
 @pytest.mark.timeout(400)
-def test_large_messages_pass_through_little_memory(manage: Manage) -> None:
-    with txmsg():
-        store()
-        relay = manage(
-            "relay",
-            "--once",
-            txmsg=dict(IMPATIENT),
-            hook=f"{__name__}.say_the_peak",
+@pytest.mark.parametrize(
+    "broker",
+    [
+        "embedded",
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("activemq", "rabbitmq", "rabbitmq_amqp")
+        ),
+    ],
+)
+def test_large_messages_pass_through_little_memory(
+    broker: str, manage: Manage, destination: str, request: pytest.FixtureRequest
+) -> None:
+    settings = dict(IMPATIENT)
+    if broker != "embedded":
+        url = request.getfixturevalue(broker).url()
+        settings["BROKERS"] = {"default": {"URL": url}}
+
+    def once(*words: str) -> ManageProcess:
+        hook = f"{__name__}.say_the_peak"
+        process = manage(
+            *words, "--once", txmsg=settings, hook=hook, env={"LARGE": destination}
         )
-        relay.succeed(deadline=150)
+        process.succeed(deadline=150)
+        return process
+
+    with txmsg():
+        store(destination)
+        relay = once("relay")
         assert not OutboxMessage.objects.filter(dispatched_at=None).exists()
+        consumer = once("consume", destination)
+        assert InboxMessage.objects.filter(processed_at__isnull=False).count() == COUNT
     assert peak(relay) < ENOUGH
+    assert peak(consumer) < ENOUGH
