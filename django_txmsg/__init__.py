@@ -1,13 +1,14 @@
 """Transactional messaging for Django: the public names, resolved lazily.
 
-Importing this package imports nothing else (PEP 562), so it works before the app
-registry is ready and where Django is absent, as on a Spark executor.
+Importing this package imports no Django, so it works before the app registry is ready
+and where Django is absent, as on a Spark executor.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .envelope.message import Message
@@ -43,34 +44,23 @@ __all__ = [
     "upgrade",
 ]
 
-_HOME = {
-    "Destination": "sending.destination",
-    "Message": "envelope.message",
-    "Redeliver": "errors",
-    "RedeliveryPolicy": "envelope.redelivery",
-    "Refuse": "errors",
-    "cancel_message": "sending.pending",
-    "every": "scheduling.timetable",
-    "message_type": "envelope.message_type",
-    "no_outbox": "middleware",
-    "outbox_session": "http_outbox.session",
-    "reschedule_message": "sending.pending",
-    "send_message": "sending.outbox",
-    "send_messages": "sending.outbox",
-    "stage": "stages",
-    "upgrade": "envelope.upgraders",
-}
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        home = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "Destination": ".sending.destination",
+        "Message": ".envelope.message",
+        "Redeliver": ".errors",
+        "RedeliveryPolicy": ".envelope.redelivery",
+        "Refuse": ".errors",
+        "cancel_message": ".sending.pending",
+        "every": ".scheduling.timetable",
+        "message_type": ".envelope.message_type",
+        "no_outbox": ".middleware",
+        "outbox_session": ".http_outbox.session",
+        "reschedule_message": ".sending.pending",
+        "send_message": ".sending.outbox",
+        "send_messages": ".sending.outbox",
+        "stage": ".stages",
+        "upgrade": ".envelope.upgraders",
+    },
+)

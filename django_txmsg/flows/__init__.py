@@ -5,8 +5,9 @@ Names resolve lazily.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from ..errors import AlreadyResumed, AlreadyRunning
@@ -47,37 +48,26 @@ __all__ = [
     "step",
 ]
 
-_HOME = {
-    "AlreadyResumed": "..errors",
-    "AlreadyRunning": "..errors",
-    "Ask": ".values",
-    "Cancelled": ".values",
-    "Dead": ".values",
-    "Fail": ".values",
-    "Flow": ".flow",
-    "HandOver": ".values",
-    "Later": ".values",
-    "Next": ".values",
-    "Sleep": ".values",
-    "TimedOut": ".values",
-    "Wait": ".values",
-    "cancel": ".sending",
-    "resume": ".sending",
-    "signal": ".flow",
-    "start": ".starting",
-    "step": ".flow",
-}
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        home = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(home, __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AlreadyResumed": "..errors",
+        "AlreadyRunning": "..errors",
+        "Ask": ".values",
+        "Cancelled": ".values",
+        "Dead": ".values",
+        "Fail": ".values",
+        "Flow": ".flow",
+        "HandOver": ".values",
+        "Later": ".values",
+        "Next": ".values",
+        "Sleep": ".values",
+        "TimedOut": ".values",
+        "Wait": ".values",
+        "cancel": ".sending",
+        "resume": ".sending",
+        "signal": ".flow",
+        "start": ".starting",
+        "step": ".flow",
+    },
+)

@@ -5,8 +5,9 @@ Names resolve lazily, and the broker needs no Django.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from .answering import answers
@@ -29,30 +30,19 @@ __all__ = [
     "outbox_messages",
 ]
 
-_HOME = {
-    "ARTEMIS": "profiles",
-    "CLASSIC": "profiles",
-    "RABBITMQ": "profiles",
-    "Drained": "draining",
-    "Profile": "profiles",
-    "ReceivedFrame": "record",
-    "ScriptedBroker": "scripted_broker",
-    "answers": "answering",
-    "drain": "draining",
-    "embedded": "draining",
-    "outbox_messages": "draining",
-}
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        home = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ARTEMIS": ".profiles",
+        "CLASSIC": ".profiles",
+        "RABBITMQ": ".profiles",
+        "Drained": ".draining",
+        "Profile": ".profiles",
+        "ReceivedFrame": ".record",
+        "ScriptedBroker": ".scripted_broker",
+        "answers": ".answering",
+        "drain": ".draining",
+        "embedded": ".draining",
+        "outbox_messages": ".draining",
+    },
+)
