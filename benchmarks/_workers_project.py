@@ -34,7 +34,10 @@ if BACKEND == "txmsg":
     TASKS = {
         "default": {
             "BACKEND": "django_txmsg.tasks_backend.TransactionalBackend",
-            "OPTIONS": {"MODULES": ["benchmarks._workers_tasks"]},
+            "OPTIONS": {
+                "MODULES": ["benchmarks._workers_tasks"],
+                "BATCH": int(os.environ.get("BENCH_BATCH", "1")),
+            },
         }
     }
     TXMSG = {

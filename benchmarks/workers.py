@@ -53,7 +53,11 @@ def contenders(amqp: str) -> dict[str, Contender]:
     return {
         "database://": Contender("txmsg", RUN),
         "database:// two processes": Contender("txmsg", [*RUN, "--processes", "2"]),
+        "database:// batches of 50": Contender("txmsg", RUN, {"BENCH_BATCH": "50"}),
         "amqp://": Contender("txmsg", RUN, {"BENCH_URL": amqp}),
+        "amqp:// batches of 50": Contender(
+            "txmsg", RUN, {"BENCH_URL": amqp, "BENCH_BATCH": "50"}
+        ),
         "django-tasks-db": Contender(
             "django-tasks-db", [PROJECT, "db_worker", "--interval", "0.1"]
         ),

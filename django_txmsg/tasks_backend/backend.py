@@ -58,6 +58,9 @@ class Options:
     before it is FAILED."""
     CONCURRENCY: int = 1
     """How many tasks of a queue one process runs at the same time."""
+    BATCH: int = 1
+    """How many tasks of a queue share one transaction, each in a savepoint: a commit
+    for all, and a task that fails rolls back alone. Needs TRANSACTION "outbox"."""
     BROKER: str = "default"
     """The alias in TXMSG["BROKERS"] that tasks travel through."""
     USING: str | None = None
@@ -88,13 +91,15 @@ def problems(given: object) -> Iterator[tuple[str, str]]:
             yield str(name), f"is not an option; {hint}{'' if close else _names(known)}"
         elif why := _why_not(name, value):
             yield name, f"must be {why}, not {value!r}"
+        elif name == "BATCH" and value > 1 and given.get("TRANSACTION") == "none":
+            yield name, 'needs TRANSACTION "outbox": without one, nothing can be shared'
 
 
 def _why_not(name: str, value: Any) -> str:
     if name == "TRANSACTION":
         return "" if value in ("outbox", "none") else '"outbox" or "none"'
-    if name in ("MAX_REDELIVERIES", "CONCURRENCY"):
-        low = int(name == "CONCURRENCY")
+    if name in ("MAX_REDELIVERIES", "CONCURRENCY", "BATCH"):
+        low = int(name != "MAX_REDELIVERIES")
         number = isinstance(value, int) and not isinstance(value, bool)
         if number and low <= value <= MAX_REDELIVERIES:
             return ""
@@ -266,6 +271,7 @@ class TransactionalBackend(BaseTaskBackend):
             transaction="outbox" if outbox else "broker_only",
             using=given.USING,
             concurrency=given.CONCURRENCY,
+            batch=given.BATCH,
             broker=given.BROKER,
         )
         policy = replace(

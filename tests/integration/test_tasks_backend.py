@@ -21,6 +21,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from django_txmsg import Message, Refuse, outbox_session, send_message
@@ -48,7 +49,7 @@ from django_txmsg.tasks_backend.framework import (
 from django_txmsg.testing import drain, outbox_messages
 from tests.app import jobs
 from tests.app.models import Effect
-from tests.running import committing, declared, txmsg
+from tests.running import committing, declared, ship, step, txmsg
 
 #: Where nothing depends on a commit, the test's own transaction is quicker.
 pytestmark = pytest.mark.django_db(databases=["default", "other"])
@@ -271,9 +272,9 @@ def test_each_step_is_logged_as_the_framework_does(
 
     steps = [one.getMessage() for one in _framework_log(caplog, logging.DEBUG)]
     assert len(steps) == 3
-    for step, said in zip(steps, ("enqueued", "RUNNING", "SUCCESSFUL"), strict=True):
-        assert said in step
-        assert result.id in step
+    for line, said in zip(steps, ("enqueued", "RUNNING", "SUCCESSFUL"), strict=True):
+        assert said in line
+        assert result.id in line
     assert "NoneType" not in caplog.text
 
 
@@ -472,6 +473,28 @@ def test_each_queue_is_a_stage() -> None:
         assert (mail.status, other.status) == (SUCCESSFUL, READY)
         assert mail.task.queue_name == "mail"
     assert "tests.tasks.default.mail" not in [one.name for one in all_stages()]
+
+
+@committing
+def test_a_batch_of_tasks_shares_a_transaction_and_one_fails_alone() -> None:
+    with tasks(OPTIONS={"BATCH": 10}):
+        good = [jobs.note.enqueue(str(number)) for number in range(4)]
+        bad = jobs.fail.enqueue()
+        good.append(jobs.note.enqueue("after"))
+        ship()
+        with CaptureQueriesContext(connection) as ran:
+            step(find([QUEUE])[0])
+        for one in [*good, bad]:
+            one.refresh()
+
+    said = "\n".join(one["sql"] for one in ran)
+    assert "SAVEPOINT txmsg_6" in said, said
+    assert [one.status for one in good] == [SUCCESSFUL] * 5
+    assert [one.return_value for one in good] == ["0", "1", "2", "3", "after"]
+    assert (bad.status, bad.errors[0].exception_class) == (FAILED, ValueError)
+    names = Effect.objects.order_by("name").values_list("name", flat=True)
+    assert list(names) == ["0", "1", "2", "3", "after"]
+    assert OutboxMessage.objects.filter(destination="tests.noted").count() == 5
 
 
 def test_any_queue_where_none_is_named(mode: str) -> None:
@@ -731,11 +754,17 @@ def test_forced_redelivery_keeps_the_last_result() -> None:
             {"OPTIONS": {"TRANSACTIONS": "none"}},
             ['["TRANSACTIONS"] is not an option; did you mean "TRANSACTION"?'],
         ),
-        ({"OPTIONS": {"x": 1}}, ['["x"] is not an option; known: BROKER']),
+        ({"OPTIONS": {"x": 1}}, ['["x"] is not an option; known: BATCH']),
         ({"OPTIONS": {"TRANSACTION": []}}, ['must be "outbox" or "none", not []']),
         ({"OPTIONS": {"MAX_REDELIVERIES": -1}}, ["must be an integer from 0"]),
         ({"OPTIONS": {"MAX_REDELIVERIES": True}}, ["must be an integer from 0"]),
         ({"OPTIONS": {"CONCURRENCY": 0}}, ["must be an integer from 1"]),
+        ({"OPTIONS": {"BATCH": 0}}, ["must be an integer from 1"]),
+        ({"OPTIONS": {"BATCH": 9, "TRANSACTION": "outbox"}}, []),
+        (
+            {"OPTIONS": {"BATCH": 9, "TRANSACTION": "none"}},
+            ['["BATCH"] needs TRANSACTION "outbox"'],
+        ),
         ({"OPTIONS": {"USING": 7}}, ["must be an alias, not 7"]),
         ({"OPTIONS": {"MODULES": ["shop.tasks"]}}, []),
         ({"OPTIONS": {"MODULES": "shop.tasks"}}, ["must be a list of modules"]),
