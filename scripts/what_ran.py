@@ -55,7 +55,8 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         sys.stdout.write("".join(closing(name, run) for name, run in runs.items()))
     elif arguments == ["--write"]:
-        write(merged(json.loads(TESTED.read_text()), list(runs.values())))
+        known = [present(run, ROOT) for run in runs.values()]
+        write(merged(json.loads(TESTED.read_text()), known))
     else:
         sys.stderr.write(str(__doc__))
         return 2
@@ -71,6 +72,28 @@ def closing(name: str, run: dict[str, Any]) -> str:
     if len(run["failures"]) > FAILURES:
         lines.append(f"  and {len(run['failures']) - FAILURES} more")
     return "".join(f"{line}\n" for line in lines)
+
+
+def present(run: dict[str, Any], checkout: Path) -> dict[str, Any]:
+    """Return the run without the tests that are not in the checkout any more.
+
+    A test that was renamed after its run counts under its new name only.
+    """
+    return {
+        **run,
+        "tests": {
+            test: ended for test, ended in run["tests"].items() if there(test, checkout)
+        },
+    }
+
+
+def there(test: str, checkout: Path) -> bool:
+    """Return whether the test's file is there, and names its function or class."""
+    file, _, name = test.partition("::")
+    if not (checkout / file).is_file():
+        return False
+    first = re.split(r"::|\[", name)[0]
+    return bool(re.search(rf"\b{first}\b", (checkout / file).read_text()))
 
 
 def merged(tested: Tested, runs: list[dict[str, Any]]) -> Tested:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +108,25 @@ def test_the_later_run_of_a_test_counts(what_ran: Any, run: Any) -> None:
 
     (pair,) = tested["Python with Django"].values()
     assert (pair["passed"], pair["failed"]) == (3, 2)
+
+
+def test_a_test_that_was_renamed_counts_under_its_new_name_only(
+    what_ran: Any, run: Any, tmp_path: Path
+) -> None:
+    renamed = MIXED.replace("test_fails()", "test_fails_no_more()")
+    (tmp_path / "test_mixed.py").write_text(renamed)
+    later = {**run, "tests": {"test_mixed.py::test_fails_no_more": ["passed"]}}
+
+    known = [what_ran.present(one, tmp_path) for one in (run, later)]
+
+    (pair,) = what_ran.merged({}, known)["Python with Django"].values()
+    # Not test_fails, and not the file that could not be imported.
+    assert (pair["passed"], pair["failed"]) == (3, 1)
+
+
+def test_every_test_that_was_collected_is_found_in_its_file(
+    what_ran: Any, request: pytest.FixtureRequest
+) -> None:
+    names = [item.nodeid for item in request.session.items]
+
+    assert [name for name in names if not what_ran.there(name, ROOT)] == []
