@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from django.apps import apps
@@ -24,6 +27,8 @@ from ..monitoring import databases
 from ..stages import Stage
 
 DAY = 86_400.0
+#: What a module that declares stages contains.
+_DECLARATION = re.compile(rb"^@(\w+\.)?stage\(", re.MULTILINE)
 
 
 def check() -> list[CheckMessage]:
@@ -47,15 +52,22 @@ def check() -> list[CheckMessage]:
 def _misnamed() -> Iterator[CheckMessage]:
     """Find an app's handlers in modules that are not imported."""
     for app in apps.get_app_configs():
-        module: Any = app.module
-        if module_has_submodule(module, "stages"):
-            continue
-        spec = module_has_submodule(module, "stage") and find_spec(f"{app.name}.stage")
-        if spec and spec.origin and b"django_txmsg" in Path(spec.origin).read_bytes():
+        package: Any = app.module
+        for module in iter_modules(getattr(package, "__path__", ())):
+            path = f"{app.name}.{module.name}"
+            if path in sys.modules or module.name.startswith(("test", "conftest")):
+                continue
+            spec = find_spec(path)
+            text = Path(spec.origin).read_bytes() if spec and spec.origin else b""
+            if b"django_txmsg" not in text or not _DECLARATION.search(text):
+                continue
+            hint = f"Import it in {app.name}.stages."
+            if not module_has_submodule(package, "stages"):
+                hint = f"Rename the module `{module.name}` to `stages`."
             yield Warning(
-                f"The stages in {app.name}.stage are not found: only modules named "
-                f"`stages` are looked into.",
-                hint="Rename the module `stage` to `stages`.",
+                f"The stages in {path} are not found: only modules named "
+                f"`stages` are imported when Django starts.",
+                hint=hint,
                 id="txmsg.W006",
             )
 

@@ -29,6 +29,13 @@ from django.core.handlers.wsgi import WSGIHandler
 settings.MIDDLEWARE = ["django_txmsg.middleware.OutboxMiddleware"]
 WSGIHandler()
 """
+HANDLER = """
+from django_txmsg import stage
+
+@stage("orders.place")
+def place(message):
+    pass
+"""
 EVERYTHING = ["django.contrib.contenttypes", "django.contrib.auth", "django_txmsg"]
 
 
@@ -100,18 +107,29 @@ def test_the_middleware() -> None:
 
 
 @pytest.mark.sqlite
-def test_the_s_of_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["stage", "handlers"])
+def test_a_module_of_stages_that_nobody_imports(name: str, tmp_path: Path) -> None:
     shop = tmp_path / "shop"
     shop.mkdir()
     (shop / "__init__.py").touch()
-    (shop / "stage.py").write_text("from django_txmsg import stage\n")
+    module = shop / f"{name}.py"
+    module.write_text(HANDLER)
 
     text = django(tmp_path, [*EVERYTHING, "shop"], "check")
 
-    assert "The stages in shop.stage are not found" in text
-    assert "Rename the module `stage` to `stages`." in text
+    assert f"The stages in shop.{name} are not found" in text
+    assert f"Rename the module `{name}` to `stages`." in text
 
-    (shop / "stage.py").write_text("# The theatre's.\n")
+    (shop / "stages.py").touch()
+    text = django(tmp_path, [*EVERYTHING, "shop"], "check")
+    assert f"The stages in shop.{name} are not found" in text
+    assert "Import it in shop.stages." in text
+
+    (shop / "stages.py").write_text(f"from . import {name}\n")
+    assert "no issues" in django(tmp_path, [*EVERYTHING, "shop"], "check")
+
+    (shop / "stages.py").unlink()
+    module.write_text("# The theatre's.\n@stage('left')\ndef enter(): pass\n")
     assert "no issues" in django(tmp_path, [*EVERYTHING, "shop"], "check")
 
 
