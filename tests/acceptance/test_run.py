@@ -116,6 +116,22 @@ def test_run_relays_consumes_and_prints_a_line_for_each_message(
 
 
 @pytest.mark.sqlite
+def test_run_leaves_the_lines_to_a_log_that_is_printed(
+    run: Callable[..., ManageProcess], code: Path
+) -> None:
+    logging = "import logging\nlogging.basicConfig(level='INFO')\n"
+    code.write_text(logging + code.read_text())
+    with txmsg(), transaction.atomic():
+        good = send_message("tests.run", "good")
+    process = run()
+    process.wait_for_line(rf"processed.*{good.id}")
+    process.terminate()
+    lines = process.succeed().splitlines()
+    processed = [line for line in lines if str(good.id) in line and "processed" in line]
+    assert len(processed) == 1
+
+
+@pytest.mark.sqlite
 @pytest.mark.parametrize(
     "command", ["txmsg run", "txmsg run --reload", "relay", "consume"]
 )
