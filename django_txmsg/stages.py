@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from django.utils.module_loading import import_string
@@ -57,6 +58,8 @@ class Stage:
     accepts: Any = None
     #: The destination of the requests that it undoes.
     undoes: str | None = None
+    #: Makes what the handler returns the answer; None: it sends its answers itself.
+    answering: Callable[[Handler], Handler] | None = None
     #: What `resolved()` has determined.
     _definition: TransactionDefinition | None = None
     #: Middlewares around its transaction (`consuming/stage_middleware.py`).
@@ -239,7 +242,7 @@ def stage(
         declared = Stage(
             name=name or destination,
             destination=destination,
-            handler=replying(work, reply, broker),
+            handler=work,
             accepts=accepted(handler),
             transaction=transaction,
             redelivery=redelivery,
@@ -251,6 +254,7 @@ def stage(
             timeout=timeout,
             ordered=ordered,
             undoes=None if undoes is None else str(undoes),
+            answering=partial(replying, annotation=reply, broker=broker),
         )
         register(declared)
         return handler

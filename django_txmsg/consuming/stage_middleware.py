@@ -36,8 +36,9 @@ Factory = Callable[[CallNext], Handler]
 
 
 def prepared(stage: Stage) -> Stage:
-    """Return the stage as a consumer runs it: resolved, with its middlewares and its
-    time-out around its handler. Each process loads the middlewares once.
+    """Return the stage as a consumer runs it: resolved, with its answer, its
+    middlewares and its time-out around its handler. Each process loads the middlewares
+    once.
 
     Raises ConfigurationError for a middleware that cannot be loaded, and what one
     raises.
@@ -60,6 +61,8 @@ def _prepare(stage: Stage) -> Stage:
     plain = stage.resolved()
     if is_coroutine(plain.handler):
         plain = replace(plain, handler=coroutines.blocking(plain))
+    if plain.answering is not None:
+        plain = replace(plain, handler=plain.answering(plain.handler))
     ready = plain
     inside, outside = _factories()
     if inner := Chain.of(plain, inside):

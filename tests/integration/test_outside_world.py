@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connection, transaction
 
-from django_txmsg import Message, Refuse, send_message, stage
+from django_txmsg import Message, Refuse, send_message, stage, wire
 from django_txmsg.errors import ConfigurationError, StageTimedOut
 from django_txmsg.models import DeadLetter, InboxMessage, OutboxMessage
 from django_txmsg.testing import drain
@@ -175,6 +176,24 @@ def test_a_coroutine_has_the_context_of_its_attempt() -> None:
             put(declared_stage.destination)
             step(declared_stage)
     assert found == ["the caller", "the caller"]
+
+
+def test_what_a_coroutine_returns_is_the_answer() -> None:
+    async def handler(message: Message) -> dict[str, Any]:
+        return {"paid": message.body}
+
+    with declared(handler, transaction="none") as declared_stage:
+        asked = {
+            wire.MESSAGE_ID: str(uuid.uuid4()),
+            "content-type": "application/json",
+            wire.REPLY_TO: "tests.answers",
+            wire.TICKET: "t1",
+        }
+        put(declared_stage.destination, b"7", headers=asked)
+        step(declared_stage)
+
+    assert processed() == 1
+    assert OutboxMessage.objects.get().body == b'{"paid":7}'
 
 
 def test_a_test_may_drain_a_coroutine_within_its_own_transaction() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import threading
 import uuid
 from collections.abc import Callable
@@ -202,13 +203,14 @@ def test_they_are_made_once_for_all_threads_of_a_stage() -> None:
     assert made == [f"inside {stage.name}"] * 2
 
 
-def test_without_one_nothing_is_between_a_stage_and_its_handler() -> None:
+def test_without_one_only_the_answer_is_between_a_stage_and_its_handler() -> None:
     with txmsg(), declared(effect) as stage:
         ready = prepared(stage)
     with around("unused"), declared(effect) as other:
-        assert prepared(other).handler is other.handler
+        assert inspect.unwrap(prepared(other).handler) is effect
 
-    assert ready.handler is stage.handler
+    assert stage.handler is other.handler is effect
+    assert inspect.unwrap(ready.handler) is effect
     assert ready.outside is None
 
 
