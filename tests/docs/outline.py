@@ -52,7 +52,10 @@ def _written() -> str:
     sources = [*PACKAGE.glob("templates/**/*.html"), *PACKAGE.glob("admin/*.py")]
     sources += PACKAGE.glob("models/*.py")
     text = " ".join(" ".join(path.read_text().split()) for path in sources)
-    return f"{text} {text.replace('_', ' ')}".casefold()
+    # Django names a model's page by the class's words.
+    classes = re.findall(r"(?<=\bclass )\w+", text)
+    pages = [re.sub(r"(?<!^)(?=[A-Z])", " ", name) + "s" for name in classes]
+    return f"{text} {text.replace('_', ' ')} {' '.join(pages)}".casefold()
 
 
 def likeness(one: list[str], other: list[str]) -> float:

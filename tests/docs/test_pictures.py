@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
+from django.apps import apps
+from django.contrib import admin
 from django.contrib.auth.models import User
 from django.test import Client, override_settings
+from django.utils.text import capfirst
 
 from django_txmsg.models import OutboxMessage
 from tests import factories
@@ -71,6 +74,20 @@ def test_a_picture_shows_what_its_page_is_today(pages: dict[str, str]) -> None:
             lies[name] = sorted({*today} ^ {*TAKEN[name]})
 
     assert lies == {}, "make pictures, and look at them"
+
+
+def test_the_overviews_picture_lists_todays_pages(pages: dict[str, str]) -> None:
+    """Likeness alone would forgive a page that has come or gone."""
+    known = {capfirst(model._meta.verbose_name_plural) for model in apps.get_models()}
+    registered = {
+        capfirst(model._meta.verbose_name_plural)
+        for model in admin.site._registry
+        if model._meta.app_label == "django_txmsg"
+    }
+
+    assert len(registered) >= 9
+    assert known & {*outline(pages["overview"])} == registered
+    assert known & {*TAKEN["overview"]} == registered, "make pictures"
 
 
 def test_other_columns_are_noticed(pages: dict[str, str]) -> None:
