@@ -3,7 +3,10 @@ grown, and with messages whose headers only the next one knows."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from django.apps import apps
@@ -19,6 +22,13 @@ pytestmark = committing
 
 #: What the next release may add: docs/versions.md.
 COLUMN = "of_the_next_release"
+#: Messages as the release before wrote them, which are never edited: each release adds
+#: a file of its own.
+SAMPLES = [
+    {**sample, "name": f"{file.stem} {sample['name']}"}
+    for file in sorted((Path(__file__).parent / "messages_of").glob("*.json"))
+    for sample in json.loads(file.read_text())
+]
 
 
 @pytest.fixture
@@ -77,6 +87,27 @@ def test_this_release_works_on_the_tables_of_the_next(destination: str) -> None:
             table = model._meta.db_table
             cursor.execute(f"SELECT DISTINCT {COLUMN} FROM {table}")
             assert cursor.fetchall() == [(7,)]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: str(sample["name"]))
+def test_a_message_of_the_release_before_is_read(sample: dict[str, Any]) -> None:
+    """What stood on the wire is read with the same identity, body and headers."""
+    seen: list[Message] = []
+    with txmsg(), declared(seen.append) as stage:
+        put(stage.destination, sample["body"].encode("latin-1"), sample["wire"])
+        step(stage)
+
+    (message,) = seen
+    body = message.body.hex() if isinstance(message.body, bytes) else message.body
+    assert {
+        "id": str(message.id),
+        "body": body,
+        "headers": message.headers,
+        "key": message.key,
+        "service": message.service,
+        "created_at": message.created_at and message.created_at.isoformat(),
+        "correlation_id": message.correlation_id,
+    } == sample["read"]
 
 
 def test_headers_of_the_next_release_are_left_out(destination: str) -> None:
