@@ -63,6 +63,8 @@ def test_message_that_kills_its_worker_dies_after_the_usual_attempts(
                 lambda worker=worker: not worker.running or DeadLetter.objects.exists(),
                 message=lambda worker=worker: worker.output,
             )
+            if not worker.running:
+                worker.wait()  # for its last line, too
             attempts += [one for one in worker.output.split("\n") if "attempt " in one]
         wait_until(lambda: Effect.objects.count() == 4, message=lambda: worker.output)
         worker.terminate()
