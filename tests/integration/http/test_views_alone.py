@@ -331,7 +331,9 @@ def writer() -> Iterator[None]:
 
 
 @pytest.mark.sqlite
-@pytest.mark.parametrize("served", ["wsgi", "asgi"])
+@pytest.mark.parametrize(
+    "served", [pytest.param("wsgi", marks=pytest.mark.matrix), "asgi"]
+)
 def test_a_get_that_writes_after_it_has_read_works_beside_a_writer(
     client, writer, atomic_requests, served
 ) -> None:
