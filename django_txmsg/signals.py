@@ -8,6 +8,7 @@ has no other effect. Log records carry the facts as attributes (`txmsg_id`,
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from django.dispatch import Signal
@@ -85,6 +86,19 @@ def announced(signal: Signal) -> bool:
     """Return whether this event has a log handler or receiver; if not, callers skip the
     work."""
     return bool(signal.receivers) or log.isEnabledFor(_EVENTS[signal][1])
+
+
+def on_terminal(signal: Signal) -> bool:
+    """Return whether a handler of the project logs this event to stdout or stderr."""
+    level = _EVENTS[signal][1]
+    logger: logging.Logger | None = log if log.isEnabledFor(level) else None
+    while logger:
+        for handler in logger.handlers:
+            stream = getattr(handler, "stream", handler)
+            if handler.level <= level and stream in (sys.stdout, sys.stderr):
+                return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 def announce(signal: Signal, **facts: Any) -> None:

@@ -50,18 +50,16 @@ class Lines:
 
     @contextmanager
     def printing(self) -> Iterator[None]:
-        """Print for the duration of the block, unless the log prints to the same place:
-        then each message has its line there."""
-        if _log_is_printed():
-            yield
-            return
-        heard = (
+        """Print for the duration of the block, except events that the log prints to the
+        same place."""
+        receivers = (
             (signals.message_dispatched, self._dispatched),
             (signals.message_processed, self._processed),
             (signals.message_duplicate, self._duplicate),
             (signals.message_redelivered, self._redelivered),
             (signals.message_buried, self._buried),
         )
+        heard = [pair for pair in receivers if not signals.on_terminal(pair[0])]
         # If the user configured no log handlers, Python would print warnings a second
         # time.
         quiet = logging.NullHandler()
@@ -111,21 +109,6 @@ class Lines:
         except (OSError, ValueError):
             # The reader of our output is gone, but the messages are not.
             self._broken = True
-
-
-def _log_is_printed() -> bool:
-    """Return whether the log of messages is written to our own output."""
-    logger: logging.Logger | None = signals.log
-    if not signals.log.isEnabledFor(logging.INFO):
-        return False
-    while logger is not None:
-        for handler in logger.handlers:
-            # A file's handler is one of streams too.
-            stream = getattr(handler, "stream", None)
-            if stream in (sys.stdout, sys.stderr) and handler.level <= logging.INFO:
-                return True
-        logger = logger.parent if logger.propagate else None
-    return False
 
 
 class Service:
