@@ -33,6 +33,15 @@ def test_the_project_of_a_page_works(page: Path, tmp_path: Path) -> None:
     assert " passed" in project.run(*PYTEST)
 
 
+def test_the_page_on_async_projects_works_with_atomic_requests(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    project.follow(ROOT / "docs" / "how-to" / "async.md")
+    with (tmp_path / "settings.py").open("a") as settings:
+        settings.write('DATABASES["default"]["ATOMIC_REQUESTS"] = True\n')
+
+    assert " passed" in project.run(*PYTEST)
+
+
 ORDERED = """
 from django.db import transaction
 from shop.models import Order
